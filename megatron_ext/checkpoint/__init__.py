@@ -1,0 +1,1 @@
+"""Sharded save and load."""

@@ -1,0 +1,57 @@
+"""The layout: how the ranks share the model and the batch."""
+
+from dataclasses import dataclass
+
+from megatron_ext.config.schema.option import option
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """World size = tensor x pipeline x context x data parallel size."""
+
+    world_size: int = option(
+        None,
+        "Number of ranks; default $WORLD_SIZE, else 1. Give it to --dry-run to check a layout for N ranks.",
+    )
+    tensor_model_parallel_size: int = option(1, "Ranks that share each layer's matrices.")
+    sequence_parallel: bool = option(
+        False, "Shard norms and dropout along the sequence between the tensor-parallel ranks."
+    )
+    pipeline_model_parallel_size: int = option(1, "Ranks that share the layers, one stage after another.")
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "Interleave: layers in each virtual stage (model chunk)."
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, "Interleave: model chunks on each pipeline rank; the other way to say the same."
+    )
+    no_overlap_p2p_communication: bool = option(
+        False, "With interleaving, do not overlap pipeline sends and receives with computation."
+    )
+    use_distributed_optimizer: bool = option(
+        False, "Shard the optimizer's state over the data-parallel ranks (ZeRO-1)."
+    )
+    overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward pass still runs.")
+    overlap_param_gather: bool = option(
+        False, "With the distributed optimizer, gather parameters while the next forward pass runs."
+    )
+    ddp_bucket_size: int | None = option(
+        None, "Parameters in one bucket of the gradient reduction; default megatron-core's."
+    )
+    distributed_backend: str | None = option(
+        None,
+        "Backend of torch.distributed; default nccl on GPUs and gloo on CPU processes.",
+        choices=("nccl", "gloo"),
+    )
+    distributed_timeout_minutes: float = option(
+        10.0, "How long a collective waits for a missing rank, in minutes."
+    )
+    device: str = option("auto", "What computes: GPUs, or CPU processes.", choices=("auto", "cuda", "cpu"))
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int:
+        """Model chunks per pipeline rank; 1 without interleaving. Resolved from either flag."""
+        return self.num_virtual_stages_per_pipeline_rank or 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)

@@ -1,0 +1,78 @@
+"""The model: its shape, its parts, and how its weights begin."""
+
+from dataclasses import dataclass
+
+from megatron_ext.config.schema.option import option
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A GPT decoder. Sizes are those of the whole model, never of one rank."""
+
+    num_layers: int = option(None, "Number of transformer layers.")
+    hidden_size: int = option(None, "Width of the residual stream.")
+    ffn_hidden_size: int = option(
+        None, "Width inside the MLP; default 4 x hidden size, or 2/3 of that rounded to 64 with --swiglu."
+    )
+    num_attention_heads: int = option(None, "Number of attention heads.")
+    kv_channels: int = option(None, "Size of one head; default hidden size / heads.")
+    group_query_attention: bool = option(False, "Share each key and value head between several query heads.")
+    num_query_groups: int = option(
+        None,
+        "Number of key/value heads with --group-query-attention; without that switch, the number of heads.",
+    )
+    seq_length: int = option(None, "Tokens in one training sample.")
+    max_position_embeddings: int = option(
+        None,
+        "Rows of the learned position table (at least the sequence length); default the sequence length.",
+    )
+    position_embedding_type: str = option(
+        "learned_absolute", "How positions enter the model.", choices=("learned_absolute", "rope", "none")
+    )
+    rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).")
+    rotary_percent: float = option(1.0, "Share of each head's channels that is rotated.")
+    use_rope_scaling: bool = option(False, "Stretch the rotary frequencies as Llama 3.1 does.")
+    rope_scaling_factor: float = option(8.0, "How far the context is stretched with --use-rope-scaling.")
+    rope_scaling_low_freq_factor: float = option(
+        1.0, "Wavelengths above original length / this are stretched in full."
+    )
+    rope_scaling_high_freq_factor: float = option(
+        4.0, "Wavelengths below original length / this are left alone."
+    )
+    rope_scaling_original_max_position_embeddings: int = option(
+        8192, "Context length that the model had before the stretch."
+    )
+    swiglu: bool = option(False, "SwiGLU activation in the MLP (gate x SiLU).")
+    squared_relu: bool = option(False, "Squared ReLU activation in the MLP.")
+    openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.")
+    normalization: str = option("LayerNorm", "Kind of norm.", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = option(1e-5, "Epsilon inside the norms.")
+    untie_embeddings_and_output_weights: bool = option(
+        False, "Give the output layer its own matrix instead of the word embeddings'."
+    )
+    disable_bias_linear: bool = option(False, "No biases in the linear layers.")
+    add_qkv_bias: bool = option(False, "A bias in the QKV projection even with --disable-bias-linear.")
+    qk_layernorm: bool = option(False, "Normalize queries and keys per head.")
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights.")
+    attention_dropout: float = option(0.1, "Dropout probability of the attention weights.")
+    hidden_dropout: float = option(0.1, "Dropout probability of embeddings and residual branches.")
+    make_vocab_size_divisible_by: int = option(
+        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size."
+    )
+    transformer_impl: str = option(
+        "local",
+        "Who computes the layers: ours on plain torch, or Transformer Engine where it is installed.",
+        choices=("local", "transformer_engine"),
+    )
+    padded_vocab_size: int = option(
+        None, "Rows of the embedding after padding. Derived; give it only to pin it across layouts."
+    )
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key/value heads: the query groups with grouped-query attention, else one per attention head."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.add_qkv_bias or not self.disable_bias_linear

@@ -1,0 +1,47 @@
+"""The optimizer, and the curves that its learning rate and weight decay follow."""
+
+from dataclasses import dataclass
+
+from megatron_ext.config.schema.option import option
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Steps of the curves are iterations; a run given in samples (--train-samples) gives them in samples."""
+
+    optimizer: str = option(
+        "adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=("adam", "sgd")
+    )
+    lr: float = option(None, "Peak learning rate.")
+    min_lr: float = option(0.0, "Learning rate at the end of the decay.")
+    lr_decay_style: str = option(
+        "linear",
+        "Shape of the decay.",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int | None = option(None, "Steps until the lowest rate; default the length of the run.")
+    lr_decay_samples: int | None = option(None, "The same in samples, for a run given by --train-samples.")
+    lr_warmup_iters: int = option(0, "Steps of linear warmup.")
+    lr_warmup_samples: int = option(0, "The same in samples, for a run given by --train-samples.")
+    lr_warmup_fraction: float | None = option(None, "Warmup as a share of the decay steps.")
+    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warmup.")
+    lr_wsd_decay_style: str = option(
+        "exponential",
+        "Shape of the last phase of WSD.",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    lr_wsd_decay_iters: int | None = option(None, "Steps of the last phase of WSD.")
+    lr_wsd_decay_samples: int | None = option(None, "The same in samples.")
+    weight_decay: float = option(0.01, "Weight decay of matrices; norms and biases have none.")
+    start_weight_decay: float | None = option(
+        None, "Weight decay at the start, where it changes over the run."
+    )
+    end_weight_decay: float | None = option(None, "Weight decay at the end, where it changes over the run.")
+    weight_decay_incr_style: str = option(
+        "constant", "How the weight decay changes over the run.", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = option(1.0, "Largest global gradient norm (L2); 0 for no clipping.")
+    adam_beta1: float = option(0.9, "Decay of Adam's first moment.")
+    adam_beta2: float = option(0.999, "Decay of Adam's second moment.")
+    adam_eps: float = option(1e-8, "Adam's epsilon.")
+    sgd_momentum: float = option(0.9, "Momentum of SGD.")

@@ -1,0 +1,45 @@
+"""The run around the training: checkpoints, logs, where things go."""
+
+from dataclasses import dataclass
+
+from megatron_ext.config.schema.option import option
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    save: str | None = option(None, "Folder to write checkpoints to.")
+    load: str | None = option(None, "Folder to resume from, if it holds a checkpoint.")
+    save_interval: int | None = option(
+        None,
+        "Steps between two checkpoints; without it only the end is saved.",
+        aliases=("--persistent-save-interval",),
+    )
+    ckpt_format: str = option("torch_dist", "Format of checkpoints.", choices=("torch_dist",))
+    exit_on_missing_checkpoint: bool = option(
+        False, "Fail when --load holds no checkpoint; default start afresh."
+    )
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    log_interval: int = option(100, "Steps between two log lines.")
+    metrics_file: str | None = option(
+        None, "JSON lines, one object per logged step; default metrics.jsonl in --save."
+    )
+    tensorboard_dir: str | None = option(None, "Folder for TensorBoard.")
+    tensorboard_log_interval: int = option(1, "Steps between two TensorBoard points.")
+    wandb_project: str | None = option(None, "Weights & Biases project; needs the wandb package.")
+    wandb_exp_name: str | None = option(None, "Weights & Biases run name.")
+    wandb_entity: str | None = option(None, "Weights & Biases entity.")
+    wandb_save_dir: str | None = option(None, "Folder for the local files of Weights & Biases.")
+    log_throughput: bool = option(False, "Put TFLOP/s per GPU into the log line.")
+    log_params_norm: bool = option(False, "Log the L2 norm of all parameters.")
+    log_num_zeros_in_grad: bool = option(False, "Log how many gradient entries are exactly zero.")
+    timing_log_level: int = option(
+        0, "0: step time only; 1: forward-backward and optimizer; 2: every part.", choices=(0, 1, 2)
+    )
+    profile: bool = option(
+        False, "Trace the steps from --profile-step-start to --profile-step-end with torch.profiler."
+    )
+    profile_step_start: int = option(10, "First step of the trace.")
+    profile_step_end: int = option(12, "First step after the trace.")

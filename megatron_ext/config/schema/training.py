@@ -1,0 +1,67 @@
+"""The training run: batches, length, precision, recomputation, when to evaluate and when to stop."""
+
+from dataclasses import dataclass
+
+from megatron_ext.config.schema.option import option
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    micro_batch_size: int = option(None, "Samples in one microbatch of one data-parallel rank.")
+    global_batch_size: int = option(
+        None, "Samples in one optimizer step over all ranks; default micro-batch x data-parallel size."
+    )
+    rampup_batch_size: tuple[int, ...] | None = option(
+        None,
+        "Start batch, increment and samples over which the global batch grows to its full size.",
+        metavar="START INCREMENT SAMPLES",
+    )
+    train_iters: int | None = option(None, "Stop after this many optimizer steps.")
+    train_samples: int | None = option(
+        None, "Stop after this many samples; the other way to give the length."
+    )
+    eval_interval: int = option(1000, "Steps between two evaluations on the validation data; 0 for none.")
+    eval_iters: int = option(
+        100,
+        "Global batches of one evaluation, at most one pass over the validation data; 0 for no evaluation.",
+    )
+    full_validation: bool = option(
+        False, "Evaluate on one whole pass over the validation data, whatever --eval-iters."
+    )
+    exit_interval: int | None = option(None, "Save and stop when the step is a multiple of this.")
+    exit_duration_in_mins: float | None = option(None, "Save and stop after this many minutes.")
+    exit_signal_handler: bool = option(
+        False, "Accepted for Megatron's sake: SIGTERM always saves and stops here (exit code 75)."
+    )
+    seed: int = option(1234, "Seed of weights, dropout and sample order.")
+    bf16: bool = option(False, "Compute in bfloat16, with fp32 master weights.")
+    fp16: bool = option(False, "Compute in float16, with fp32 master weights and a loss scale.")
+    tf32: bool = option(False, "Let fp32 matrix products use TF32 on GPUs that have it.")
+    loss_scale: float | None = option(None, "Fixed loss scale for --fp16; default dynamic.")
+    initial_loss_scale: float = option(2.0**32, "First value of the dynamic loss scale.")
+    min_loss_scale: float = option(1.0, "Lowest value of the dynamic loss scale.")
+    loss_scale_window: int = option(1000, "Good steps after which the dynamic loss scale doubles.")
+    hysteresis: int = option(2, "Bad steps before the dynamic loss scale halves.")
+    accumulate_allreduce_grads_in_fp32: bool = option(
+        False, "Accumulate and reduce gradients in fp32 (always on with --bf16)."
+    )
+    recompute_activations: bool = option(False, "The same as --recompute-granularity selective.")
+    recompute_granularity: str | None = option(
+        None, "Recompute whole layers or only attention in the backward pass.", choices=("full", "selective")
+    )
+    recompute_method: str | None = option(
+        None, "Which layers full recomputation covers.", choices=("uniform", "block")
+    )
+    recompute_num_layers: int | None = option(
+        None, "uniform: layers in one recomputed unit; block: layers recomputed on each stage."
+    )
+    deterministic_mode: bool = option(False, "Only kernels whose result does not vary from run to run.")
+    no_check_for_nan_in_loss_and_grad: bool = option(
+        False, "Do not stop (exit code 70) when a loss or a gradient is NaN or infinite."
+    )
+    torch_compile: bool = option(False, "Compile each layer with torch.compile.")
+
+    @property
+    def params_dtype(self) -> str:
+        """Name of the torch dtype that weights and activations have in the forward pass."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"

@@ -1,0 +1,1 @@
+"""Corpus, sampler, batches, synthetic data."""

@@ -1,0 +1,51 @@
+"""The errors that a user can meet, and the exit code of each (one table, one meaning per code).
+
+An error's text is the last line that our processes print: it names what is wrong, where, and what to do next.
+`assert` is for our own mistakes; everything a user can cause is raised as one of these.
+"""
+
+
+class TrainingError(Exception):
+    """Base of all errors that end a run on purpose; `exit_code` is what the process returns."""
+
+    exit_code = 1
+
+
+class ConfigurationError(TrainingError):
+    """The flags, or a path that they name, cannot work. Found before any process group is made."""
+
+    exit_code = 64
+
+    def __init__(self, problems: str | list[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(TrainingError):
+    """Data that is present but wrong: truncated, altered, out of range."""
+
+    exit_code = 65
+
+
+class NumericError(TrainingError):
+    """A NaN or an infinity where there must be a number."""
+
+    exit_code = 70
+
+
+class StorageError(TrainingError):
+    """Reading or writing failed: disk full, permission, a vanished mount."""
+
+    exit_code = 74
+
+
+class StoppedBySignal(TrainingError):
+    """A signal or a stop request ended the run after its state was saved."""
+
+    exit_code = 75
+
+
+class PeerLostError(TrainingError):
+    """Another rank died or stopped answering."""
+
+    exit_code = 76

@@ -1,0 +1,1 @@
+"""Optimizer wiring, parameter groups, learning-rate and weight-decay curves."""

@@ -1,0 +1,1 @@
+"""Layout to process groups."""

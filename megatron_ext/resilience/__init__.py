@@ -1,0 +1,1 @@
+"""Stopping and failing well: signals, numeric guard, exit report."""

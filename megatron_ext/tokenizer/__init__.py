@@ -1,0 +1,1 @@
+"""Tokenizers behind one protocol, without torch."""

@@ -1,0 +1,1 @@
+"""Proof: launch ranks, compare runs by global parameter name, plant faults."""
