@@ -23,9 +23,7 @@ class DataConfig:
         "Tokenizer that made the data.",
         choices=("ByteTokenizer", "SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
     )
-    tokenizer_model: str | None = option(
-        None, "The tokenizer's file, or its folder for HuggingFaceTokenizer."
-    )
+    tokenizer_model: str | None = option(None, "The tokenizer's file, or its folder for HuggingFaceTokenizer.")
     vocab_size: int | None = option(
         None, "Entries of the vocabulary before padding; default the tokenizer's. NullTokenizer needs it."
     )

@@ -42,9 +42,7 @@ class LayoutConfig:
         "Backend of torch.distributed; default nccl on GPUs and gloo on CPU processes.",
         choices=("nccl", "gloo"),
     )
-    distributed_timeout_minutes: float = option(
-        10.0, "How long a collective waits for a missing rank, in minutes."
-    )
+    distributed_timeout_minutes: float = option(10.0, "How long a collective waits for a missing rank, in minutes.")
     device: str = option("auto", "What computes: GPUs, or CPU processes.", choices=("auto", "cuda", "cpu"))
 
     @property

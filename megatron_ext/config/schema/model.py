@@ -33,12 +33,8 @@ class ModelConfig:
     rotary_percent: float = option(1.0, "Share of each head's channels that is rotated.")
     use_rope_scaling: bool = option(False, "Stretch the rotary frequencies as Llama 3.1 does.")
     rope_scaling_factor: float = option(8.0, "How far the context is stretched with --use-rope-scaling.")
-    rope_scaling_low_freq_factor: float = option(
-        1.0, "Wavelengths above original length / this are stretched in full."
-    )
-    rope_scaling_high_freq_factor: float = option(
-        4.0, "Wavelengths below original length / this are left alone."
-    )
+    rope_scaling_low_freq_factor: float = option(1.0, "Wavelengths above original length / this are stretched in full.")
+    rope_scaling_high_freq_factor: float = option(4.0, "Wavelengths below original length / this are left alone.")
     rope_scaling_original_max_position_embeddings: int = option(
         8192, "Context length that the model had before the stretch."
     )

@@ -9,9 +9,7 @@ from megatron_ext.config.schema.option import option
 class OptimizerConfig:
     """Steps of the curves are iterations; a run given in samples (--train-samples) gives them in samples."""
 
-    optimizer: str = option(
-        "adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=("adam", "sgd")
-    )
+    optimizer: str = option("adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=("adam", "sgd"))
     lr: float = option(None, "Peak learning rate.")
     min_lr: float = option(0.0, "Learning rate at the end of the decay.")
     lr_decay_style: str = option(
@@ -33,9 +31,7 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = option(None, "Steps of the last phase of WSD.")
     lr_wsd_decay_samples: int | None = option(None, "The same in samples.")
     weight_decay: float = option(0.01, "Weight decay of matrices; norms and biases have none.")
-    start_weight_decay: float | None = option(
-        None, "Weight decay at the start, where it changes over the run."
-    )
+    start_weight_decay: float | None = option(None, "Weight decay at the start, where it changes over the run.")
     end_weight_decay: float | None = option(None, "Weight decay at the end, where it changes over the run.")
     weight_decay_incr_style: str = option(
         "constant", "How the weight decay changes over the run.", choices=("constant", "linear", "cosine")

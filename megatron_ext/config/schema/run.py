@@ -15,17 +15,13 @@ class CheckpointConfig:
         aliases=("--persistent-save-interval",),
     )
     ckpt_format: str = option("torch_dist", "Format of checkpoints.", choices=("torch_dist",))
-    exit_on_missing_checkpoint: bool = option(
-        False, "Fail when --load holds no checkpoint; default start afresh."
-    )
+    exit_on_missing_checkpoint: bool = option(False, "Fail when --load holds no checkpoint; default start afresh.")
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
     log_interval: int = option(100, "Steps between two log lines.")
-    metrics_file: str | None = option(
-        None, "JSON lines, one object per logged step; default metrics.jsonl in --save."
-    )
+    metrics_file: str | None = option(None, "JSON lines, one object per logged step; default metrics.jsonl in --save.")
     tensorboard_dir: str | None = option(None, "Folder for TensorBoard.")
     tensorboard_log_interval: int = option(1, "Steps between two TensorBoard points.")
     wandb_project: str | None = option(None, "Weights & Biases project; needs the wandb package.")
@@ -38,8 +34,6 @@ class LoggingConfig:
     timing_log_level: int = option(
         0, "0: step time only; 1: forward-backward and optimizer; 2: every part.", choices=(0, 1, 2)
     )
-    profile: bool = option(
-        False, "Trace the steps from --profile-step-start to --profile-step-end with torch.profiler."
-    )
+    profile: bool = option(False, "Trace the steps from --profile-step-start to --profile-step-end.")
     profile_step_start: int = option(10, "First step of the trace.")
     profile_step_end: int = option(12, "First step after the trace.")

@@ -17,17 +17,13 @@ class TrainingConfig:
         metavar="START INCREMENT SAMPLES",
     )
     train_iters: int | None = option(None, "Stop after this many optimizer steps.")
-    train_samples: int | None = option(
-        None, "Stop after this many samples; the other way to give the length."
-    )
+    train_samples: int | None = option(None, "Stop after this many samples; the other way to give the length.")
     eval_interval: int = option(1000, "Steps between two evaluations on the validation data; 0 for none.")
     eval_iters: int = option(
         100,
         "Global batches of one evaluation, at most one pass over the validation data; 0 for no evaluation.",
     )
-    full_validation: bool = option(
-        False, "Evaluate on one whole pass over the validation data, whatever --eval-iters."
-    )
+    full_validation: bool = option(False, "Evaluate on one whole pass over the validation data, whatever --eval-iters.")
     exit_interval: int | None = option(None, "Save and stop when the step is a multiple of this.")
     exit_duration_in_mins: float | None = option(None, "Save and stop after this many minutes.")
     exit_signal_handler: bool = option(
@@ -49,9 +45,7 @@ class TrainingConfig:
     recompute_granularity: str | None = option(
         None, "Recompute whole layers or only attention in the backward pass.", choices=("full", "selective")
     )
-    recompute_method: str | None = option(
-        None, "Which layers full recomputation covers.", choices=("uniform", "block")
-    )
+    recompute_method: str | None = option(None, "Which layers full recomputation covers.", choices=("uniform", "block"))
     recompute_num_layers: int | None = option(
         None, "uniform: layers in one recomputed unit; block: layers recomputed on each stage."
     )
