@@ -1,1 +1,65 @@
-"""The only place that knows CUDA from CPU."""
+"""The only place that knows CUDA from CPU.
+
+`install(kind)` is called once per process, before anything of megatron-core is imported; `current()` then
+answers every question about the device. On the CPU it also adapts megatron-core's CUDA assumptions
+(`megatron_ext/device/adaptation.py`); on CUDA nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron_ext.device.protocol import Device
+
+_current: Device | None = None
+
+
+def install(kind: str) -> Device:
+    """Choose the device of this process and prepare megatron-core for it. Calling it again is harmless.
+
+    Args:
+        kind: "cuda", "cpu", or "auto" (CUDA where torch sees a GPU).
+    Raises:
+        ConfigurationError: CUDA was asked for and torch sees none, or has fewer GPUs than local ranks.
+        RuntimeError: another device is installed already, or megatron-core was imported first.
+    """
+    import torch
+
+    global _current
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if _current is not None:
+        if _current.kind != kind:
+            raise RuntimeError(f"device {_current.kind!r} is installed; it cannot become {kind!r} in one process")
+        return _current
+    if any(name.startswith("megatron.core") for name in sys.modules):
+        raise RuntimeError("megatron.core was imported before megatron_ext.device.install()")
+    if kind == "cpu":
+        from megatron_ext.device.adaptation import adapt
+        from megatron_ext.device.cpu import CpuDevice
+
+        adapt()
+        _current = CpuDevice()
+    else:
+        from megatron_ext.device.cuda import CudaDevice
+
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if local_rank >= seen:
+            raise ConfigurationError(
+                f"--device cuda: local rank {local_rank} needs GPU {local_rank}, but torch sees {seen}. "
+                "Start at most one process per GPU, or use --device cpu."
+            )
+        _current = CudaDevice(local_rank)
+    return _current
+
+
+def current() -> Device:
+    """The device that `install` chose for this process."""
+    assert _current is not None, "megatron_ext.device.install() has not been called"
+    return _current

@@ -1,0 +1,140 @@
+"""What megatron-core assumes about CUDA, replaced for CPU processes. One table, and nothing outside it.
+
+Each row names what is replaced, by what, and where megatron-core 0.19.2 needs it. The replacements act on torch,
+before megatron-core is imported, and mean "the CPU" wherever the engine says "cuda"; megatron-core itself is not
+touched. `tests/unit/test_adaptation.py` takes the rows away one by one and fails for a row that nothing misses,
+so that the table shrinks when the engine learns to run without CUDA.
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """`name` is a dotted path; `make` gets the original object and returns what stands in for it."""
+
+    name: str
+    make: Callable[[Any], Any]
+    why: str
+
+
+class _NullStream:
+    """CPU work runs in program order, so that a stream has nothing to order."""
+
+    def wait_stream(self, _other: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _returns(value: Any) -> Callable[[Any], Any]:
+    return lambda _original: lambda *_args, **_kwargs: value
+
+
+def _names_cuda(device: Any) -> bool:
+    """Whether `device` means a GPU: "cuda", "cuda:1", torch.device("cuda"), or a bare index."""
+    if isinstance(device, int):
+        return True
+    return str(device).startswith("cuda")
+
+
+def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and _names_cuda(device):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`tensor.type()` says "torch.cuda.FloatTensor", as the engine's optimizers expect."""
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if isinstance(answer, str) and not answer.startswith("torch.cuda."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return type_
+
+
+def _set_state_of_cpu(_original: Any) -> Callable[..., None]:
+    return lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+
+
+def _call_now(_original: Any) -> Callable[..., None]:
+    return lambda callback, **_kwargs: callback()
+
+
+def _uncompiled(_original: Any) -> Callable[..., Any]:
+    """`torch.compile` as the engine uses it: a decorator for functions of a few operations."""
+
+    def compile_(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
+        return function if function is not None else (lambda inner: inner)
+
+    return compile_
+
+
+REPLACEMENTS: tuple[Replacement, ...] = (
+    Replacement("torch.cuda.current_device", _returns(0), "asked for on every allocation, tensor_parallel/mappings.py"),
+    Replacement("torch.cuda.synchronize", _returns(None), "after batched sends, p2p_communication.py:419"),
+    Replacement(
+        "torch.cuda.current_stream", lambda _original: _NullStream, "gradient reduction, param_and_grad_buffer.py:632"
+    ),
+    Replacement("torch.cuda.manual_seed", lambda _original: torch.manual_seed, "tensor_parallel/random.py:305"),
+    Replacement(
+        "torch.cuda.get_rng_state",
+        lambda _original: lambda *_args, **_kwargs: torch.get_rng_state(),
+        "the RNG tracker, tensor_parallel/random.py:303",
+    ),
+    Replacement(
+        "torch.cuda.random.get_rng_state",
+        lambda _original: lambda *_args, **_kwargs: torch.get_rng_state(),
+        "the RNG tracker, tensor_parallel/random.py:118",
+    ),
+    Replacement(
+        "torch.cuda.default_generators",
+        lambda _original: (torch.default_generator,),
+        "the RNG tracker sets its state, tensor_parallel/random.py:166",
+    ),
+    Replacement("torch.cuda._lazy_call", _call_now, "no CUDA start to wait for, tensor_parallel/random.py:174"),
+    Replacement("torch.Tensor.cuda", lambda _original: lambda self, *_a, **_k: self, "optimizer/grad_scaler.py:163"),
+    Replacement("torch.Tensor.type", _type_as_on_cuda, "type names are compared, optimizer/distrib_optimizer.py:401"),
+    Replacement("torch.tensor", _made_on_cpu, 'device="cuda" in optimizer/optimizer.py:690'),
+    Replacement("torch.zeros", _made_on_cpu, 'device="cuda" in pipeline_parallel/schedules.py:749'),
+    Replacement("torch.empty", _made_on_cpu, "device=current_device() in tensor_parallel/mappings.py:95"),
+    Replacement("torch.arange", _made_on_cpu, "rotary frequencies, rotary_pos_embedding.py:305"),
+    Replacement("torch.compile", _uncompiled, "compiling fusions of a few operations costs more than they do, jit.py"),
+)
+
+
+def adapt(without: Iterable[str] = ()) -> None:
+    """Install every replacement but those named in `without` (which only the table's own test uses)."""
+    # These import lazily, and look at torch's functions while they do: they must see the originals.
+    importlib.import_module("torch._dynamo")
+    left_out = set(without)
+    for row in REPLACEMENTS:
+        if row.name not in left_out:
+            owner_path, attribute = row.name.rsplit(".", 1)
+            owner = _resolve(owner_path)
+            setattr(owner, attribute, row.make(getattr(owner, attribute)))
+
+
+def _resolve(path: str) -> Any:
+    """The module or class at a dotted path."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(path)
+    module, name = path.rsplit(".", 1)
+    return getattr(_resolve(module), name)

@@ -1,0 +1,33 @@
+"""CPU processes over gloo."""
+
+import platform
+import resource
+
+import psutil
+import torch
+
+from megatron_ext.device.protocol import Memory
+
+
+class CpuDevice:
+    kind = "cpu"
+    backend = "gloo"
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.model_name = platform.processor() or platform.machine()
+
+    def synchronize(self) -> None:
+        """CPU work is done when the call returns."""
+
+    def memory(self) -> Memory:
+        """Resident memory of the process: a CPU has no separate allocator to ask."""
+        resident = psutil.Process().memory_info().rss
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Memory(allocated=resident, max_allocated=max(peak, resident), reserved=resident)
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)

@@ -1,0 +1,45 @@
+"""What the rest of the program may ask of a device."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of this rank, in bytes."""
+
+    allocated: int
+    max_allocated: int
+    reserved: int
+
+
+class Device(Protocol):
+    kind: str
+    """"cuda" or "cpu"."""
+
+    torch_device: torch.device
+    """Where parameters, activations and batches live."""
+
+    backend: str
+    """The torch.distributed backend that moves tensors of this device."""
+
+    model_name: str
+    """The hardware's own name, for the table of peak FLOP rates."""
+
+    def synchronize(self) -> None:
+        """Wait until everything that was launched is done."""
+        ...
+
+    def memory(self) -> Memory:
+        """Memory in use now and at most."""
+        ...
+
+    def rng_state(self) -> torch.Tensor:
+        """State of the generator that dropout draws from."""
+        ...
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore what `rng_state` returned."""
+        ...

@@ -1,0 +1,40 @@
+"""From the layout to process groups."""
+
+from datetime import timedelta
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_ext.config.schema import LayoutConfig
+from megatron_ext.device.protocol import Device
+
+
+def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
+    """Start torch.distributed and megatron-core's groups for `layout`; return them as one collection.
+
+    The collection is derived once, here. Everything else in the program takes it as an argument, so that
+    megatron-core's global state has one reader.
+    """
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            backend=layout.distributed_backend or device.backend,
+            timeout=timedelta(minutes=layout.distributed_timeout_minutes),
+            device_id=device.torch_device if device.kind == "cuda" else None,
+        )
+    interleaved = layout.virtual_pipeline_model_parallel_size > 1
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size if interleaved else None,
+        distributed_timeout_minutes=layout.distributed_timeout_minutes,  # pyright: ignore[reportArgumentType]
+        create_gloo_process_groups=False,
+    )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def destroy() -> None:
+    """End megatron-core's groups and torch.distributed."""
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
