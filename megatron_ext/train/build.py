@@ -1,0 +1,91 @@
+"""Wire a run: groups, model, data, optimizer, in this order. The only caller of megatron-core's constructors."""
+
+import hashlib
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+
+from megatron_ext.config.batch import samples_at_iteration
+from megatron_ext.config.schema import Config
+from megatron_ext.data.corpus import build_datasets
+from megatron_ext.data.loader import BatchLoader
+from megatron_ext.device.protocol import Device
+from megatron_ext.model.config import transformer_config
+from megatron_ext.model.gpt import build_model
+from megatron_ext.model.initialize import initialize
+from megatron_ext.optim.build import build_optimizer, wrap_data_parallel
+from megatron_ext.parallel import groups as process_groups
+from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.train.gradient_watch import GradientWatch
+from megatron_ext.train.run import Run
+from megatron_ext.train.state import TrainState
+
+
+def build_run(config: Config, device: Device) -> Run:
+    """Everything that `config` describes, ready for the first step, on this rank.
+
+    Raises:
+        DataError: a data file is present but wrong.
+    """
+    groups = process_groups.initialize(config.layout, device)
+    set_kernels(config)
+    seed_dropout(config, groups)
+    core = transformer_config(config, device.kind)
+    chunks = build_model(config, core, groups)
+    for chunk in chunks:
+        chunk.to(device.torch_device)
+    if config.training.bf16 or config.training.fp16:
+        chunks = [Float16Module(core, chunk) for chunk in chunks]
+    initialize(chunks, config, groups)
+    wrapped = wrap_data_parallel(list(chunks), config, core, groups)
+    optimizer = build_optimizer(wrapped, config, groups)
+    core.grad_scale_func = optimizer.scale_loss
+    core.finalize_model_grads_func = finalize_model_grads
+    train_loader, valid_loader = build_loaders(config, device, groups)
+    return Run(
+        config=config,
+        device=device,
+        groups=groups,
+        p2p=P2PCommunicator(pp_group=groups.pp, config=core),
+        transformer_config=core,
+        chunks=wrapped,
+        optimizer=optimizer,
+        gradient_watch=GradientWatch(wrapped),
+        train_loader=train_loader,
+        valid_loader=valid_loader,
+        state=TrainState(),
+    )
+
+
+def set_kernels(config: Config) -> None:
+    """Precision and determinism of the kernels of this process."""
+    torch.backends.cuda.matmul.allow_tf32 = config.training.tf32
+    torch.backends.cudnn.allow_tf32 = config.training.tf32
+    if config.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+
+
+def seed_dropout(config: Config, groups: ProcessGroupCollection) -> None:
+    """Seed the generators that dropout draws from.
+
+    Tensor-parallel ranks share the seed, so that replicated activations get one mask; megatron-core derives the
+    seed of sharded regions from it. Every pipeline stage and data-parallel rank draws its own. Weights do not
+    come from these generators.
+    """
+    name = f"dropout:{config.training.seed}:{groups.pp.rank()}:{groups.dp.rank()}"
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") >> 1
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(
+        seed, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=groups.tp.rank(), force_reset_rng=True
+    )
+
+
+def training_samples(config: Config) -> int:
+    """Samples that the planned length of the run reads."""
+    if config.training.train_samples is not None:
+        return config.training.train_samples
+    return samples_at_iteration(config, config.training.train_iters or 0)

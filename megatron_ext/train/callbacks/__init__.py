@@ -1,0 +1,1 @@
+"""Extras of the training loop, one concern a file."""

@@ -1,0 +1,28 @@
+"""Save every --save-interval steps and at the end."""
+
+from megatron_ext.checkpoint.save import save_checkpoint
+from megatron_ext.telemetry.metrics import StepMetrics
+from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.trainer import Trainer
+
+
+class Checkpointing(Callback):
+    def __init__(self, folder: str, interval: int | None):
+        self.folder = folder
+        self.interval = interval
+        self.saved_at: int | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.saved_at = trainer.run.state.iteration
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        if self.interval and metrics.iteration % self.interval == 0:
+            self._save(trainer)
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self.saved_at != trainer.run.state.iteration:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        save_checkpoint(trainer.run, self.folder)
+        self.saved_at = trainer.run.state.iteration

@@ -1,0 +1,39 @@
+"""Decide, together on all ranks, when to stop before the planned end."""
+
+import time
+
+import torch
+
+from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.telemetry.metrics import StepMetrics
+from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.trainer import Trainer
+
+
+class Stopping(Callback):
+    """Stops on a signal, after --exit-duration-in-mins, or at a multiple of --exit-interval.
+
+    A signal reaches each rank at its own moment and clocks differ: the ranks agree once per step, by the maximum
+    of what each has seen.
+    """
+
+    def __init__(self, signals: SignalWatcher, exit_interval: int | None, exit_duration_in_mins: float | None):
+        self.signals = signals
+        self.exit_interval = exit_interval
+        self.deadline = None if exit_duration_in_mins is None else time.monotonic() + 60.0 * exit_duration_in_mins
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        seen = torch.tensor(
+            [self.signals.requested, self.deadline is not None and time.monotonic() >= self.deadline],
+            dtype=torch.int32,
+            device=trainer.run.device.torch_device,
+        )
+        if trainer.run.world_size > 1:
+            torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
+        signalled, overdue = seen.tolist()
+        if signalled:
+            trainer.stop("a signal or a stop file asked for it", by_signal=True)
+        elif overdue:
+            trainer.stop("--exit-duration-in-mins is over")
+        elif self.exit_interval and metrics.iteration % self.exit_interval == 0:
+            trainer.stop(f"--exit-interval {self.exit_interval}")

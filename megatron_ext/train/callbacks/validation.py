@@ -1,0 +1,26 @@
+"""Evaluate every --eval-interval steps and at the end."""
+
+from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.evaluate import evaluate
+from megatron_ext.train.trainer import Trainer
+
+
+class Validation(Callback):
+    def __init__(self, interval: int):
+        self.interval = interval
+        self.evaluated_at: int | None = None
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        if self.interval and metrics.iteration % self.interval == 0:
+            self._evaluate(trainer)
+
+    def on_end(self, trainer: Trainer) -> None:
+        if trainer.finished and self.evaluated_at != trainer.run.state.iteration:
+            self._evaluate(trainer)
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        state = trainer.run.state
+        loss = evaluate(trainer.run)
+        self.evaluated_at = state.iteration
+        trainer.report_validation(ValidationMetrics(state.iteration, state.consumed_samples, loss))

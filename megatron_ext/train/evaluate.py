@@ -1,0 +1,40 @@
+"""Validation loss: the same samples at every evaluation, each token weighted once."""
+
+import math
+
+import torch
+
+from megatron_ext.config.schema import Config
+from megatron_ext.train.run import Run
+from megatron_ext.train.step import run_schedule
+
+
+def validation_samples(config: Config, available: int) -> int:
+    """Samples of one evaluation: --eval-iters global batches, but at most one pass over the `available` ones."""
+    if config.training.full_validation:
+        return available
+    return min(config.training.eval_iters * config.training.global_batch_size, available)
+
+
+def evaluate(run: Run) -> float:
+    """Mean loss per token over the validation samples, in nats. Equal on every rank and in every layout.
+
+    The last global batch may be a remainder: it is filled up with samples whose tokens do not count.
+    """
+    assert run.valid_loader is not None
+    loader, config = run.valid_loader, run.config
+    samples = validation_samples(config, len(loader.dataset))
+    batch = config.training.global_batch_size
+    per_rank = batch // (config.training.micro_batch_size * config.layout.data_parallel_size)
+    loss_sum, total_tokens = 0.0, 0
+    for chunk in run.chunks:
+        chunk.eval()
+    with run.gathered_parameters(), torch.no_grad():
+        for start in range(0, samples, batch):
+            microbatches = loader.global_batch(start, per_rank, end=samples)
+            loss, tokens = run_schedule(run, microbatches, forward_only=True)
+            loss_sum += loss * tokens
+            total_tokens += tokens
+    for chunk in run.chunks:
+        chunk.train()
+    return loss_sum / total_tokens if total_tokens else math.nan

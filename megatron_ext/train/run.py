@@ -1,0 +1,73 @@
+"""The parts of one run, wired once by `build` and handed to whoever needs them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.config.schema import Config
+from megatron_ext.data.loader import BatchLoader
+from megatron_ext.device.protocol import Device
+from megatron_ext.train.gradient_watch import GradientWatch
+from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.train.state import TrainState
+
+
+@dataclass
+class Run:
+    config: Config
+    device: Device
+    groups: ProcessGroupCollection
+    p2p: P2PCommunicator
+    transformer_config: TransformerConfig
+    tokenizer: Tokenizer | None
+    chunks: list[DistributedDataParallel]
+    """The model chunks of this rank, one per virtual stage."""
+    optimizer: MegatronOptimizer
+    gradient_watch: GradientWatch
+    train_loader: BatchLoader
+    valid_loader: BatchLoader | None
+    state: TrainState
+
+    @property
+    def rank(self) -> int:
+        return torch.distributed.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return torch.distributed.get_world_size()
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.groups.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.groups.pp.rank() == self.groups.pp.size() - 1
+
+    @property
+    def is_last_rank(self) -> bool:
+        """The rank that logs: it is on the last stage, as in Megatron-LM."""
+        return self.rank == self.world_size - 1
+
+    @contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """All parameters are up to date inside.
+
+        With --overlap-param-gather the optimizer's result is gathered during the next forward pass; whoever
+        reads the weights in between (evaluation, saving) would see old ones.
+        """
+        if not self.config.layout.overlap_param_gather:
+            yield
+            return
+        for chunk in self.chunks:
+            chunk.disable_forward_pre_hook()
+        yield
+        for chunk in self.chunks:
+            chunk.enable_forward_pre_hook()

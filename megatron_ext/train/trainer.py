@@ -1,0 +1,94 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_ext.config.batch import global_batch_size
+from megatron_ext.config.flops import flops_per_token
+from megatron_ext.errors import StoppedBySignal
+from megatron_ext.optim.build import set_rates
+from megatron_ext.optim.curves import Curves
+from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.throughput import mfu, tflops_per_gpu
+from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepResult, train_step
+
+if TYPE_CHECKING:
+    from megatron_ext.train.callbacks.callback import Callback
+
+
+class Trainer:
+    """Runs steps until the planned end, or until a callback asks to stop. Everything else is a callback."""
+
+    def __init__(self, run: Run, callbacks: Sequence[Callback]):
+        self.run = run
+        self.callbacks = callbacks
+        self.curves = Curves.from_config(run.config)
+        self.stop_reason: str | None = None
+        self.stopped_by_signal = False
+        self._interval_started = time.perf_counter()
+        self._flops_per_token = flops_per_token(run.config.model)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the planned number of steps or samples is reached."""
+        training, state = self.run.config.training, self.run.state
+        if training.train_samples is not None:
+            return state.consumed_samples >= training.train_samples
+        return state.iteration >= (training.train_iters or 0)
+
+    def stop(self, reason: str, *, by_signal: bool = False) -> None:
+        """End the loop after this step. Every rank must call it at the same step."""
+        self.stop_reason = self.stop_reason or reason
+        self.stopped_by_signal = self.stopped_by_signal or by_signal
+
+    def fit(self) -> None:
+        """Train.
+
+        Raises:
+            StoppedBySignal: a signal ended the loop; the state has been saved where --save says so.
+            NumericError: see `train_step`.
+        """
+        self._tell("on_start")
+        self._interval_started = time.perf_counter()
+        while not self.finished and self.stop_reason is None:
+            self._tell("on_step_begin")
+            self._step()
+        self._tell("on_end")
+        if self.stopped_by_signal:
+            saved = self.run.config.checkpoint.save
+            where = f"saved to {saved}; start again with --load {saved}" if saved else "nothing saved: no --save"
+            raise StoppedBySignal(f"stopped at iteration {self.run.state.iteration}: {self.stop_reason}; {where}")
+
+    def report_validation(self, metrics: ValidationMetrics) -> None:
+        """Hand the result of an evaluation to the callbacks; its time does not count as training."""
+        self._tell("on_validation", metrics)
+
+    def _step(self) -> None:
+        run, state = self.run, self.run.state
+        batch = global_batch_size(run.config, state.consumed_samples)
+        set_rates(run.optimizer, *self.curves.at(state.scheduled_samples))
+        result = train_step(run, batch)
+        state.iteration += 1
+        state.consumed_samples += batch
+        state.consumed_tokens += result.tokens
+        if result.updated:
+            state.scheduled_samples += batch
+            state.interval_loss += result.loss
+            state.interval_losses += 1
+        else:
+            state.interval_skipped += 1
+        state.interval_nan += result.loss != result.loss
+        self._tell("on_step_end", self._metrics(result, batch))
+
+    def _metrics(self, result: StepResult, batch: int) -> StepMetrics:
+        raise NotImplementedError
+
+    def _tell(self, event: str, *arguments: object) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *arguments)
