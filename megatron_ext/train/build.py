@@ -89,3 +89,36 @@ def training_samples(config: Config) -> int:
     if config.training.train_samples is not None:
         return config.training.train_samples
     return samples_at_iteration(config, config.training.train_iters or 0)
+
+
+def build_loaders(
+    config: Config, device: Device, groups: ProcessGroupCollection
+) -> tuple[BatchLoader, BatchLoader | None, int]:
+    """The loaders of training and validation data, and the number of samples of one evaluation."""
+    training = config.training
+    assert config.data.vocab_size is not None
+    train_set, valid_set = build_datasets(config, training_samples(config))
+    loaders = [
+        BatchLoader(
+            dataset,
+            vocab_size=config.data.vocab_size,
+            seq_length=config.model.seq_length,
+            micro_batch_size=training.micro_batch_size,
+            dp_rank=groups.dp.rank(),
+            dp_size=groups.dp.size(),
+            num_workers=config.data.num_workers,
+            pin_memory=device.kind == "cuda",
+        )
+        for dataset in (train_set, valid_set)
+        if dataset is not None
+    ]
+    if valid_set is None:
+        return loaders[0], None, 0
+    return loaders[0], loaders[1], validation_samples(config, len(valid_set))
+
+
+def validation_samples(config: Config, available: int) -> int:
+    """Samples of one evaluation: --eval-iters global batches, but at most one pass over the `available` ones."""
+    if config.training.full_validation:
+        return available
+    return min(config.training.eval_iters * config.training.global_batch_size, available)

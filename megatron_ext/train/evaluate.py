@@ -4,16 +4,8 @@ import math
 
 import torch
 
-from megatron_ext.config.schema import Config
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import run_schedule
-
-
-def validation_samples(config: Config, available: int) -> int:
-    """Samples of one evaluation: --eval-iters global batches, but at most one pass over the `available` ones."""
-    if config.training.full_validation:
-        return available
-    return min(config.training.eval_iters * config.training.global_batch_size, available)
 
 
 def evaluate(run: Run) -> float:
@@ -23,7 +15,7 @@ def evaluate(run: Run) -> float:
     """
     assert run.valid_loader is not None
     loader, config = run.valid_loader, run.config
-    samples = validation_samples(config, len(loader.dataset))
+    samples = run.validation_samples
     batch = config.training.global_batch_size
     per_rank = batch // (config.training.micro_batch_size * config.layout.data_parallel_size)
     loss_sum, total_tokens = 0.0, 0

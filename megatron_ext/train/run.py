@@ -15,7 +15,6 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.device.protocol import Device
 from megatron_ext.train.gradient_watch import GradientWatch
-from megatron_ext.tokenizer.protocol import Tokenizer
 from megatron_ext.train.state import TrainState
 
 
@@ -26,13 +25,14 @@ class Run:
     groups: ProcessGroupCollection
     p2p: P2PCommunicator
     transformer_config: TransformerConfig
-    tokenizer: Tokenizer | None
     chunks: list[DistributedDataParallel]
     """The model chunks of this rank, one per virtual stage."""
     optimizer: MegatronOptimizer
     gradient_watch: GradientWatch
     train_loader: BatchLoader
     valid_loader: BatchLoader | None
+    validation_samples: int
+    """Samples of one evaluation; 0 when there is none."""
     state: TrainState
 
     @property

@@ -11,7 +11,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.config.batch import num_microbatches
-from megatron_ext.data.batch import Batch
+from megatron_ext.config.schema import Config
+from megatron_ext.data.batch import Batch, for_stage
 from megatron_ext.errors import NumericError
 from megatron_ext.model.loss import token_loss
 from megatron_ext.train.run import Run
@@ -26,6 +27,8 @@ class StepResult:
 
     tokens: int
     """Tokens that counted in the loss."""
+
+    global_batch_size: int
 
     updated: bool
     """False when the fp16 loss scale skipped the update."""
@@ -58,7 +61,7 @@ def train_step(run: Run, global_batch: int) -> StepResult:
     if checked and not math.isfinite(loss):
         raise _numeric_error(run, "loss")
     if overflow:
-        return StepResult(loss, tokens, False, None, loss_scale, None)
+        return StepResult(loss, tokens, global_batch, False, None, loss_scale, None)
     grad_norm = float(run.optimizer.get_grad_norm())
     if checked and not math.isfinite(grad_norm):
         raise _numeric_error(run, "gradient")
@@ -68,7 +71,7 @@ def train_step(run: Run, global_batch: int) -> StepResult:
             clip_grad_by_total_norm_fp32(optimizer.get_parameters(), clip, grad_norm)
     num_zeros = run.optimizer.count_zeros() if run.config.logging.log_num_zeros_in_grad else None
     run.optimizer.step_with_ready_grads()
-    return StepResult(loss, tokens, True, grad_norm, loss_scale, num_zeros)
+    return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros)
 
 
 def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> tuple[float, int]:
@@ -81,7 +84,7 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
     config = run.config
     reports = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))(
         forward_step_func=_forward_step,
-        data_iterator=[iter(microbatches) for _ in run.chunks],
+        data_iterator=[_on_device(run, microbatches) for _ in run.chunks],
         model=run.chunks,
         num_microbatches=len(microbatches),
         seq_length=config.model.seq_length,
@@ -93,7 +96,7 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
     # One vector carries the loss from the last stage to every rank; tensor-parallel ranks hold the same loss.
     total = torch.zeros(2, dtype=torch.float64, device=run.device.torch_device)
     if run.is_last_stage and run.groups.tp.rank() == 0:
-        total += torch.stack(reports).sum(dim=0, dtype=torch.float64)
+        total += torch.stack([report["lm loss"] for report in reports]).sum(dim=0, dtype=torch.float64)
     run.gradient_watch.loss_is_finite = bool(torch.isfinite(total[0]))
     if run.world_size > 1:
         torch.distributed.all_reduce(total)
@@ -101,16 +104,23 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
     return (loss_sum / tokens if tokens else math.nan), int(tokens)
 
 
-def _virtual_size(config: Any) -> int | None:
+def _virtual_size(config: Config) -> int | None:
     size = config.layout.virtual_pipeline_model_parallel_size
     return size if size > 1 else None
+
+
+def _on_device(run: Run, microbatches: list[Batch]) -> Iterator[Batch]:
+    """What this stage reads of each microbatch, moved just before it is needed."""
+    for batch in microbatches:
+        needed = for_stage(batch, is_first=run.is_first_stage, is_last=run.is_last_stage)
+        yield {name: tensor.to(run.device.torch_device, non_blocking=True) for name, tensor in needed.items()}
 
 
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """megatron-core's forward_step_func: run one model chunk on its next microbatch."""
     batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
-    return output, partial(token_loss, batch.loss_mask)
+    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    return output, partial(token_loss, batch.get("loss_mask"))
 
 
 def _numeric_error(run: Run, what: str) -> NumericError:

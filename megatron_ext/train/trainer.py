@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from megatron_ext.config.batch import global_batch_size
-from megatron_ext.config.flops import flops_per_token
 from megatron_ext.errors import StoppedBySignal
 from megatron_ext.optim.build import set_rates
-from megatron_ext.optim.curves import Curves
-from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
-from megatron_ext.telemetry.throughput import mfu, tflops_per_gpu
+from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learning_rate, weight_decay
+from megatron_ext.telemetry.metrics import ValidationMetrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult, train_step
 
@@ -28,19 +24,24 @@ class Trainer:
     def __init__(self, run: Run, callbacks: Sequence[Callback]):
         self.run = run
         self.callbacks = callbacks
-        self.curves = Curves.from_config(run.config)
+        self.learning_rate_curve = LearningRateCurve.from_config(run.config)
+        self.weight_decay_curve = WeightDecayCurve.from_config(run.config)
         self.stop_reason: str | None = None
         self.stopped_by_signal = False
-        self._interval_started = time.perf_counter()
-        self._flops_per_token = flops_per_token(run.config.model)
 
     @property
     def finished(self) -> bool:
         """Whether the planned number of steps or samples is reached."""
         training, state = self.run.config.training, self.run.state
         if training.train_samples is not None:
-            return state.consumed_samples >= training.train_samples
+            # A last step that would need more samples than are left is not taken.
+            return state.consumed_samples + self.next_batch_size > training.train_samples
         return state.iteration >= (training.train_iters or 0)
+
+    @property
+    def next_batch_size(self) -> int:
+        """Samples of the next step."""
+        return global_batch_size(self.run.config, self.run.state.consumed_samples)
 
     def stop(self, reason: str, *, by_signal: bool = False) -> None:
         """End the loop after this step. Every rank must call it at the same step."""
@@ -55,10 +56,9 @@ class Trainer:
             NumericError: see `train_step`.
         """
         self._tell("on_start")
-        self._interval_started = time.perf_counter()
         while not self.finished and self.stop_reason is None:
             self._tell("on_step_begin")
-            self._step()
+            self._tell("on_step_end", self.step())
         self._tell("on_end")
         if self.stopped_by_signal:
             saved = self.run.config.checkpoint.save
@@ -69,10 +69,15 @@ class Trainer:
         """Hand the result of an evaluation to the callbacks; its time does not count as training."""
         self._tell("on_validation", metrics)
 
-    def _step(self) -> None:
+    def step(self) -> StepResult:
+        """One optimizer step, counted in the state."""
         run, state = self.run, self.run.state
-        batch = global_batch_size(run.config, state.consumed_samples)
-        set_rates(run.optimizer, *self.curves.at(state.scheduled_samples))
+        batch = self.next_batch_size
+        set_rates(
+            run.optimizer,
+            learning_rate(state.scheduled_samples, self.learning_rate_curve),
+            weight_decay(state.scheduled_samples, self.weight_decay_curve),
+        )
         result = train_step(run, batch)
         state.iteration += 1
         state.consumed_samples += batch
@@ -83,11 +88,8 @@ class Trainer:
             state.interval_losses += 1
         else:
             state.interval_skipped += 1
-        state.interval_nan += result.loss != result.loss
-        self._tell("on_step_end", self._metrics(result, batch))
-
-    def _metrics(self, result: StepResult, batch: int) -> StepMetrics:
-        raise NotImplementedError
+        state.interval_nan += math.isnan(result.loss)
+        return result
 
     def _tell(self, event: str, *arguments: object) -> None:
         for callback in self.callbacks:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import ValidationMetrics
 
 if TYPE_CHECKING:
+    from megatron_ext.train.step import StepResult
     from megatron_ext.train.trainer import Trainer
 
 
@@ -19,7 +20,7 @@ class Callback:
     def on_step_begin(self, trainer: Trainer) -> None:
         """Before the microbatches of a step."""
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """After a step; the state already counts it."""
 
     def on_validation(self, trainer: Trainer, metrics: ValidationMetrics) -> None:

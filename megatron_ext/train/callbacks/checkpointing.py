@@ -1,8 +1,8 @@
 """Save every --save-interval steps and at the end."""
 
 from megatron_ext.checkpoint.save import save_checkpoint
-from megatron_ext.telemetry.metrics import StepMetrics
 from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Trainer
 
 
@@ -15,8 +15,8 @@ class Checkpointing(Callback):
     def on_start(self, trainer: Trainer) -> None:
         self.saved_at = trainer.run.state.iteration
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        if self.interval and metrics.iteration % self.interval == 0:
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if self.interval and trainer.run.state.iteration % self.interval == 0:
             self._save(trainer)
 
     def on_end(self, trainer: Trainer) -> None:

@@ -5,8 +5,8 @@ import time
 import torch
 
 from megatron_ext.resilience.signals import SignalWatcher
-from megatron_ext.telemetry.metrics import StepMetrics
 from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Trainer
 
 
@@ -22,7 +22,7 @@ class Stopping(Callback):
         self.exit_interval = exit_interval
         self.deadline = None if exit_duration_in_mins is None else time.monotonic() + 60.0 * exit_duration_in_mins
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         seen = torch.tensor(
             [self.signals.requested, self.deadline is not None and time.monotonic() >= self.deadline],
             dtype=torch.int32,
@@ -35,5 +35,5 @@ class Stopping(Callback):
             trainer.stop("a signal or a stop file asked for it", by_signal=True)
         elif overdue:
             trainer.stop("--exit-duration-in-mins is over")
-        elif self.exit_interval and metrics.iteration % self.exit_interval == 0:
+        elif self.exit_interval and trainer.run.state.iteration % self.exit_interval == 0:
             trainer.stop(f"--exit-interval {self.exit_interval}")

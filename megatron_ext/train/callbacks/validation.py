@@ -1,8 +1,9 @@
 """Evaluate every --eval-interval steps and at the end."""
 
-from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import ValidationMetrics
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.evaluate import evaluate
+from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Trainer
 
 
@@ -11,8 +12,8 @@ class Validation(Callback):
         self.interval = interval
         self.evaluated_at: int | None = None
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        if self.interval and metrics.iteration % self.interval == 0:
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if self.interval and trainer.run.state.iteration % self.interval == 0:
             self._evaluate(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
@@ -23,4 +24,4 @@ class Validation(Callback):
         state = trainer.run.state
         loss = evaluate(trainer.run)
         self.evaluated_at = state.iteration
-        trainer.report_validation(ValidationMetrics(state.iteration, state.consumed_samples, loss))
+        trainer.report_validation(ValidationMetrics(iteration=state.iteration, consumed_samples=state.consumed_samples, validation_loss=loss))

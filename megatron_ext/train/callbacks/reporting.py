@@ -1,0 +1,111 @@
+"""Tell the world how the run goes: log line, metrics file, TensorBoard, Weights & Biases."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron_ext.config.flops import flops_per_token
+from megatron_ext.config.layout import training_steps
+from megatron_ext.optim.curves import learning_rate, weight_decay
+from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.throughput import mfu, tflops_per_gpu
+from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.norms import parameters_norm
+from megatron_ext.train.step import StepResult
+from megatron_ext.train.trainer import Trainer
+
+
+class Sink(Protocol):
+    """Somewhere that metrics go. Only the last rank has any."""
+
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    def validation(self, metrics: ValidationMetrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Reporting(Callback):
+    """Builds the metrics of a step and hands them on.
+
+    Args:
+        step_sinks: get steps that are multiples of `step_interval`, with that step's own loss (TensorBoard).
+        log_sinks: get iteration 1 and multiples of `log_interval`, with the mean loss of the steps since the last
+            one (log line, metrics file). The sums are part of the saved state: a resumed run logs the same means.
+    """
+
+    def __init__(
+        self, step_sinks: Sequence[Sink], step_interval: int, log_sinks: Sequence[Sink], log_interval: int
+    ):
+        self.step_sinks = step_sinks
+        self.step_interval = step_interval
+        self.log_sinks = log_sinks
+        self.log_interval = log_interval
+        self._step_started = 0.0
+        self._interval_seconds = 0.0
+        self._interval_tokens = 0
+        self._interval_steps = 0
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        self._step_started = time.perf_counter()
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        state, config = trainer.run.state, trainer.run.config
+        seconds = time.perf_counter() - self._step_started
+        self._interval_seconds += seconds
+        self._interval_tokens += result.global_batch_size * config.model.seq_length
+        self._interval_steps += 1
+        to_steps = state.iteration % self.step_interval == 0
+        to_log = state.iteration == 1 or state.iteration % self.log_interval == 0
+        if not (to_steps or to_log):
+            return
+        norm = parameters_norm(trainer.run) if config.logging.log_params_norm else None
+        if trainer.run.is_last_rank:
+            metrics = self._metrics(trainer, result, norm)
+            for sink in self.step_sinks if to_steps else ():
+                sink.step(dataclasses.replace(metrics, lm_loss=result.loss, elapsed_ms=1000.0 * seconds))
+            for sink in self.log_sinks if to_log else ():
+                sink.step(metrics)
+        if to_log:
+            state.start_interval()
+            self._interval_seconds = 0.0
+            self._interval_tokens = self._interval_steps = 0
+
+    def on_validation(self, trainer: Trainer, metrics: ValidationMetrics) -> None:
+        for sink in (*self.step_sinks, *self.log_sinks):
+            sink.validation(metrics)
+
+    def on_end(self, trainer: Trainer) -> None:
+        for sink in (*self.step_sinks, *self.log_sinks):
+            sink.close()
+
+    def _metrics(self, trainer: Trainer, result: StepResult, norm: float | None) -> StepMetrics:
+        run, state = trainer.run, trainer.run.state
+        tokens_per_second = self._interval_tokens / self._interval_seconds
+        tflops = tflops_per_gpu(tokens_per_second, flops_per_token(run.config), run.world_size)
+        memory = run.device.memory()
+        return StepMetrics(
+            iteration=state.iteration,
+            train_iters=training_steps(run.config),
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            lm_loss=state.interval_loss / state.interval_losses if state.interval_losses else result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=learning_rate(state.scheduled_samples, trainer.learning_rate_curve),
+            weight_decay=weight_decay(state.scheduled_samples, trainer.weight_decay_curve),
+            global_batch_size=result.global_batch_size,
+            loss_scale=result.loss_scale,
+            skipped_iterations=state.interval_skipped,
+            nan_iterations=state.interval_nan,
+            elapsed_ms=1000.0 * self._interval_seconds / self._interval_steps,
+            tokens_per_second=tokens_per_second,
+            tflops_per_gpu=tflops,
+            mfu=mfu(tflops, run.device.model_name),
+            peak_memory_bytes=memory.max_allocated,
+            allocated_bytes=memory.allocated,
+            reserved_bytes=memory.reserved,
+            num_zeros=None if result.num_zeros is None else int(result.num_zeros),
+            params_norm=norm,
+            world_size=run.world_size,
+        )
