@@ -44,7 +44,7 @@ class Parameter:
     """2 for SwiGLU's first matrix: a rank's shard is its part of the gate above its part of the up projection."""
 
     true_rows: int | None = None
-    """Rows that stand for entries of the vocabulary; the rows after them are padding and stay zero. None: no padding."""
+    """Rows that stand for entries of the vocabulary; those after them are padding, and zero. None: no padding."""
 
     sequence_parallel: bool = False
     """Whether, under sequence parallelism, each rank sees the gradient of its own tokens only, so that it must be

@@ -49,7 +49,7 @@ class SDPAttention(torch.nn.Module):
         """Returns the context, [S, B, H * D]. `attention_mask` is not read: the mask is causal."""
         if self.training and self.dropout > 0.0 and self.fork_generator:
             # Ranks hold different heads, so that their dropout masks must differ.
-            with tensor_parallel.get_cuda_rng_tracker().fork():
+            with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
                 return self._attend(query_SBHD, key_SBGD, value_SBGD)
         return self._attend(query_SBHD, key_SBGD, value_SBGD)
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -39,7 +40,7 @@ def _global_name(chunk: torch.nn.Module, name: str) -> str:
     found = _LAYER.match(name)
     if found is None:
         return name
-    layer = chunk.decoder.layers[int(found.group(1))]  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
+    layer: Any = chunk.get_submodule(f"decoder.layers.{found.group(1)}")
     inner = name[found.end() :]
     for fused, separate in _FUSED_NORMS:
         inner = inner.replace(fused, separate)

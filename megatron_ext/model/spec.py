@@ -49,12 +49,12 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=norm,
             mlp=partial(
                 MLP.as_mlp_submodule,
                 submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
             ),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
