@@ -1,0 +1,188 @@
+"""The catalogue: every parameter of the model that a configuration describes, without building it.
+
+    for parameter in parameters(config):
+        print(parameter.name, parameter.shape, parameter.tp_dim)
+
+It is the one truth for initialization, `--dry-run`, parity, planning and conversion.
+`tests/distributed/test_catalogue.py` holds it against the model that megatron-core builds, in every layout.
+
+A global name is megatron-core's own name with the layer's index in the whole model, e.g.
+`decoder.layers.17.self_attention.linear_qkv.weight`.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_ext.config.schema import Config
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the whole model."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole model, vocabulary padding included."""
+
+    stage: int | Literal["embedding", "output"]
+    """Index of the layer that it belongs to, or the first or last pipeline stage."""
+
+    init: Literal["normal", "ones", "zeros"]
+    std: float = 0.0
+    """Standard deviation of a normal initialization."""
+
+    tp_dim: int | None = None
+    """Dimension that tensor parallelism divides; None when every rank holds the whole."""
+
+    tp_stride: int = 1
+    """2 for SwiGLU's first matrix: a rank's shard is its part of the gate above its part of the up projection."""
+
+    true_rows: int | None = None
+    """Rows that stand for entries of the vocabulary; those after them are padding, and zero. None: no padding."""
+
+    sequence_parallel: bool = False
+    """Whether, under sequence parallelism, each rank sees the gradient of its own tokens only, so that it must be
+    summed over the tensor-parallel ranks. (Those of the query and key norms are summed in any case.)"""
+
+    @property
+    def decay(self) -> bool:
+        """Weight decay is for matrices: norms and biases have none."""
+        return len(self.shape) > 1
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def local_shape(self, tensor_model_parallel_size: int) -> tuple[int, ...]:
+        """Shape of one tensor-parallel rank's shard."""
+        shape = list(self.shape)
+        if self.tp_dim is not None:
+            shape[self.tp_dim] //= tensor_model_parallel_size
+        return tuple(shape)
+
+
+def parameters(config: Config) -> list[Parameter]:
+    """Every parameter of the model, in the order of a forward pass. Tied weights appear once."""
+    return [*_embedding(config), *_layers(config), *_output(config)]
+
+
+def count(config: Config) -> int:
+    """Number of parameters of the whole model, vocabulary padding included, tied weights counted once."""
+    return sum(parameter.size for parameter in parameters(config))
+
+
+def stages(config: Config, parameter: Parameter) -> list[int]:
+    """Pipeline stages that hold `parameter`: one, but for word embeddings tied across the first and the last stage."""
+    pipeline_size = config.layout.pipeline_model_parallel_size
+    if parameter.stage == "output":
+        return [pipeline_size - 1]
+    if parameter.stage == "embedding":
+        tied = parameter.name == WORD_EMBEDDINGS and not config.model.untie_embeddings_and_output_weights
+        return [0, pipeline_size - 1] if tied and pipeline_size > 1 else [0]
+    # Interleaving deals the chunks of layers out to the stages in turn, like cards.
+    chunks = pipeline_size * config.layout.virtual_pipeline_model_parallel_size
+    return [parameter.stage // (config.model.num_layers // chunks) % pipeline_size]
+
+
+def count_per_stage(config: Config) -> list[int]:
+    """Number of parameters on each pipeline stage, summed over its tensor-parallel shards.
+
+    Word embeddings that are tied across stages count on both, and replicated parameters once per stage.
+    """
+    counts = [0] * config.layout.pipeline_model_parallel_size
+    for parameter in parameters(config):
+        for stage in stages(config, parameter):
+            counts[stage] += parameter.size
+    return counts
+
+
+def count_per_rank(config: Config) -> list[int]:
+    """Number of elements that one rank of each pipeline stage holds."""
+    counts = [0] * config.layout.pipeline_model_parallel_size
+    for parameter in parameters(config):
+        for stage in stages(config, parameter):
+            counts[stage] += math.prod(parameter.local_shape(config.layout.tensor_model_parallel_size))
+    return counts
+
+
+def _embedding(config: Config) -> Iterator[Parameter]:
+    model = config.model
+    yield Parameter(
+        WORD_EMBEDDINGS,
+        (model.padded_vocab_size, model.hidden_size),
+        "embedding",
+        "normal",
+        model.init_method_std,
+        tp_dim=0,
+        true_rows=_true_rows(config),
+    )
+    if model.position_embedding_type == "learned_absolute":
+        shape = (model.max_position_embeddings, model.hidden_size)
+        yield Parameter(POSITION_EMBEDDINGS, shape, "embedding", "normal", model.init_method_std)
+
+
+def _layers(config: Config) -> Iterator[Parameter]:
+    model = config.model
+    hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    queries = model.num_attention_heads * head
+    qkv = queries + 2 * model.num_key_value_heads * head
+    fc1, stride = (2 * ffn, 2) if model.swiglu else (ffn, 1)
+    std = model.init_method_std
+    # What a layer adds to the residual stream shrinks with the depth, so that the sum of 2 x layers branches keeps
+    # its variance (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3).
+    residual_std = std / math.sqrt(2.0 * model.num_layers)
+    biases = not model.disable_bias_linear
+    for index in range(model.num_layers):
+        attention, mlp = f"decoder.layers.{index}.self_attention", f"decoder.layers.{index}.mlp"
+        yield from _norm(config, f"decoder.layers.{index}.input_layernorm", index, hidden)
+        if biases:
+            yield Parameter(f"{attention}.linear_proj.bias", (hidden,), index, "zeros", sequence_parallel=True)
+        yield Parameter(f"{attention}.linear_proj.weight", (hidden, queries), index, "normal", residual_std, tp_dim=1)
+        yield Parameter(f"{attention}.linear_qkv.weight", (qkv, hidden), index, "normal", std, tp_dim=0)
+        if model.has_qkv_bias:
+            yield Parameter(f"{attention}.linear_qkv.bias", (qkv,), index, "zeros", tp_dim=0)
+        if model.qk_layernorm:
+            yield from _norm(config, f"{attention}.q_layernorm", index, head)
+            yield from _norm(config, f"{attention}.k_layernorm", index, head)
+        yield from _norm(config, f"decoder.layers.{index}.pre_mlp_layernorm", index, hidden)
+        yield Parameter(f"{mlp}.linear_fc1.weight", (fc1, hidden), index, "normal", std, tp_dim=0, tp_stride=stride)
+        if biases:
+            yield Parameter(f"{mlp}.linear_fc1.bias", (fc1,), index, "zeros", tp_dim=0, tp_stride=stride)
+        yield Parameter(f"{mlp}.linear_fc2.weight", (hidden, ffn), index, "normal", residual_std, tp_dim=1)
+        if biases:
+            yield Parameter(f"{mlp}.linear_fc2.bias", (hidden,), index, "zeros", sequence_parallel=True)
+
+
+def _output(config: Config) -> Iterator[Parameter]:
+    model = config.model
+    yield from _norm(config, "decoder.final_layernorm", "output", model.hidden_size)
+    if model.untie_embeddings_and_output_weights:
+        yield Parameter(
+            OUTPUT_LAYER,
+            (model.padded_vocab_size, model.hidden_size),
+            "output",
+            "normal",
+            model.init_method_std,
+            tp_dim=0,
+            true_rows=_true_rows(config),
+        )
+
+
+def _norm(config: Config, name: str, stage: int | Literal["output"], width: int) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", (width,), stage, "ones", sequence_parallel=True)
+    if config.model.normalization == "LayerNorm":
+        yield Parameter(f"{name}.bias", (width,), stage, "zeros", sequence_parallel=True)
+
+
+def _true_rows(config: Config) -> int | None:
+    """Entries of the vocabulary, where there is padding after them."""
+    vocab_size = config.data.vocab_size
+    assert vocab_size is not None, "the vocabulary's size is known once the configuration is resolved"
+    return vocab_size if vocab_size < config.model.padded_vocab_size else None

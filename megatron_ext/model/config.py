@@ -1,0 +1,82 @@
+"""From our configuration to the one that megatron-core's modules and schedules read."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.config.schema import Config, ModelConfig
+
+
+def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
+    """Translate `config`. The result is new on each call: megatron-core's schedules write to it.
+
+    Args:
+        config: the resolved configuration.
+        device_kind: "cuda" or "cpu".
+    """
+    model, layout, training = config.model, config.layout, config.training
+    on_cuda = device_kind == "cuda"
+    dtype = getattr(torch, training.params_dtype)
+    chunks = layout.virtual_pipeline_model_parallel_size
+    # Fused by torch.compile on a GPU; on a CPU they are the same operations one by one.
+    fused_activation = on_cuda and model.swiglu
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_key_value_heads,
+        kv_channels=model.kv_channels,
+        normalization=model.normalization,  # pyright: ignore[reportArgumentType]
+        layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_layernorm,
+        add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        gated_linear_unit=model.swiglu,
+        activation_func=_activation(model),
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_method_std,
+        # model.initialize gives every parameter its value, so that megatron-core draws nothing.
+        perform_initialization=False,
+        use_cpu_initialization=not on_cuda,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=training.bf16,
+        fp16=training.fp16,
+        deterministic_mode=training.deterministic_mode,
+        # Read by DDP when it wraps the model: gradients are then divided by the tokens of the whole global batch.
+        calculate_per_token_loss=True,
+        recompute_granularity=training.recompute_granularity,  # pyright: ignore[reportArgumentType]
+        recompute_method=training.recompute_method,  # pyright: ignore[reportArgumentType]
+        recompute_num_layers=training.recompute_num_layers,
+        # With two stages the previous rank is also the next one, and interleaved batched sends pair in the wrong
+        # order; over gloo no batched send has a tag.
+        batch_p2p_comm=on_cuda and chunks == 1,
+        overlap_p2p_comm=chunks > 1 and not layout.no_overlap_p2p_communication,
+        deallocate_pipeline_outputs=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=on_cuda,
+        bias_activation_fusion=fused_activation,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        # Its gradient is cast to bfloat16 whatever the model's precision.
+        cross_entropy_loss_fusion=False,
+        transformer_impl=model.transformer_impl,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if model.swiglu:
+        return F.silu
+    if model.squared_relu:
+        return squared_relu
+    return partial(F.gelu, approximate="tanh") if model.openai_gelu else F.gelu

@@ -1,0 +1,78 @@
+"""The model: megatron-core's GPTModel, one for each virtual pipeline stage of this rank."""
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.config.schema import Config
+from megatron_ext.model.rope import ScaledRotaryEmbedding
+from megatron_ext.model.spec import block_spec
+
+
+def build_model(
+    config: Config, transformer_config: TransformerConfig, pg_collection: ProcessGroupCollection
+) -> list[GPTModel]:
+    """Build this rank's chunks of the model, with uninitialized weights (see `model.initialize`).
+
+    Args:
+        config: the resolved configuration.
+        transformer_config: from `model.config.transformer_config`; all chunks share it.
+        pg_collection: this rank's process groups.
+    Returns:
+        One model per virtual pipeline stage, in that order; a single one without interleaving. Its forward pass
+        takes tokens [batch, sequence] and returns the loss per token, [batch, sequence], on the last stage.
+    """
+    chunks = config.layout.virtual_pipeline_model_parallel_size
+    return [_build_chunk(config, transformer_config, pg_collection, chunk, chunks) for chunk in range(chunks)]
+
+
+def _build_chunk(
+    config: Config,
+    transformer_config: TransformerConfig,
+    pg_collection: ProcessGroupCollection,
+    chunk: int,
+    chunks: int,
+) -> GPTModel:
+    model = config.model
+    num_layers = model.num_layers // (pg_collection.pp.size() * chunks)
+    gpt = GPTModel(
+        config=transformer_config,
+        transformer_layer_spec=block_spec(model, num_layers),  # pyright: ignore[reportArgumentType]
+        vocab_size=model.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=pg_collection.pp.rank() == 0 and chunk == 0,
+        post_process=pg_collection.pp.rank() == pg_collection.pp.size() - 1 and chunk == chunks - 1,
+        fp16_lm_cross_entropy=False,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,  # pyright: ignore[reportArgumentType]
+        pg_collection=pg_collection,
+        vp_stage=chunk if chunks > 1 else None,
+    )
+    if model.position_embedding_type == "rope":
+        gpt.rotary_pos_emb = ScaledRotaryEmbedding(model, transformer_config, pg_collection)
+    if gpt.post_process:
+        _mask_vocabulary_padding(gpt, config, pg_collection.tp)
+    # megatron-core makes the learned positions in fp32 on the CPU, whatever the rest of the model is.
+    device = torch.device("cpu") if transformer_config.use_cpu_initialization else torch.cuda.current_device()
+    return gpt.to(device=device, dtype=transformer_config.params_dtype)
+
+
+def _mask_vocabulary_padding(gpt: GPTModel, config: Config, tp_group: torch.distributed.ProcessGroup) -> None:
+    """Give the logits of padding the lowest value of their dtype, so that padding never takes probability."""
+    vocab_size, padded = config.data.vocab_size, config.model.padded_vocab_size
+    assert vocab_size is not None
+    local = padded // tp_group.size()
+    first_padding = max(0, vocab_size - local * tp_group.rank())
+    if first_padding >= local:
+        return
+
+    def fill(_module: torch.nn.Module, _inputs: object, output: tuple[torch.Tensor, object]) -> None:
+        logits = output[0]
+        assert logits.size(-1) == local, "logits must stay divided over the tensor-parallel ranks"
+        # Behind autograd's back, to spare a copy of the gradient: the softmax makes these columns exactly 0, and so
+        # their gradient is exactly 0 already.
+        logits.detach()[..., first_padding:] = torch.finfo(logits.dtype).min
+
+    gpt.output_layer.register_forward_hook(fill)

@@ -1,0 +1,53 @@
+"""Rotary position embedding whose scaling takes the constants of Llama 3.1 as values.
+
+megatron-core knows that scaling for an original context of 8,192 positions and the factors 1 and 4 alone, and
+moves its frequencies to a GPU whatever the device is.
+"""
+
+import math
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.config.schema import ModelConfig
+
+
+class ScaledRotaryEmbedding(RotaryEmbedding):
+    """Angles of rotation for every position (Su et al. 2021, RoFormer, equation 15)."""
+
+    def __init__(self, model: ModelConfig, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(
+            kv_channels=model.kv_channels,
+            rotary_percent=model.rotary_percent,
+            rotary_base=model.rotary_base,  # pyright: ignore[reportArgumentType]
+            use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=pg_collection.cp,
+        )
+        if model.use_rope_scaling:
+            self.inv_freq = scaled_inverse_frequencies(self.inv_freq, model)
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Angles in radians, [positions, 1, 1, rotated channels]; the second half of the channels repeats the first."""
+        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """Stretch the rotary frequencies (the `llama3` rule of Hugging Face's modeling_rope_utils).
+
+    Wavelengths longer than original / low factor are stretched in full, those shorter than original / high factor
+    not at all, and between the two the frequency is interpolated linearly in original / wavelength.
+
+    Args:
+        inverse_frequencies: [rotated channels / 2], radians per position.
+        model: gives the factor, the low and high factors, and the original context length.
+    Returns:
+        A new tensor of the same shape and dtype.
+    """
+    original = model.rope_scaling_original_max_position_embeddings
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    periods = original * inverse_frequencies / (2.0 * math.pi)
+    unscaled = ((periods - low) / (high - low)).clamp(0.0, 1.0)
+    return unscaled * inverse_frequencies + (1.0 - unscaled) * inverse_frequencies / model.rope_scaling_factor
