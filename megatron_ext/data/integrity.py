@@ -99,6 +99,13 @@ def _check_documents(idx: Path, sequences: int, entries: int) -> None:
         )
 
 
+def sequence_lengths(prefix: str) -> np.ndarray:
+    """Tokens in each sequence of a checked pair: int32 [sequences], mapped, not read."""
+    idx = Path(f"{prefix}.idx")
+    _, sequences, _ = _read_header(idx, idx.stat().st_size)
+    return np.memmap(idx, "<i4", "r", offset=HEADER.size, shape=(sequences,))
+
+
 def fingerprint(prefix: str) -> str:
     """A digest of both files' sizes and of 64 KiB at either end of each: cheap, and the same on every machine.
 
