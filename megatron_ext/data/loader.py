@@ -1,0 +1,184 @@
+"""Batches ahead of the step that needs them.
+
+A step names the samples it wants by position (`sampler`), so what a batch holds never depends on threads. While the
+step computes, background threads load the batch that will follow if the sizes stay as they are; when they change
+(batch-size ramp-up, evaluation, a resume) the guess is dropped and the batch is loaded on the spot.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from megatron_ext.data.batch import Batch, collate, padding_sample
+from megatron_ext.data.sampler import microbatch_sample_ids
+from megatron_ext.errors import DataError, TrainingError
+
+
+class SampleDataset(Protocol):
+    """A map-style dataset whose samples have tokens, labels, loss_mask and position_ids of [seq]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+class BatchLoader:
+    """Loads the microbatches of one data-parallel rank.
+
+    Args:
+        dataset: the samples.
+        vocab_size: every token id must be below it.
+        seq_length: tokens in a sample.
+        micro_batch_size: samples in one microbatch of this rank.
+        dp_rank: this data-parallel rank.
+        dp_size: number of data-parallel ranks.
+        num_workers: background threads; 0 loads when asked.
+        pin_memory: put the batches into page-locked memory, for copies to a GPU that overlap with computation.
+        describe: where a sample comes from, for error texts.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        *,
+        vocab_size: int,
+        seq_length: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        describe: Callable[[int], str] = lambda index: f"sample {index}",
+    ):
+        self._dataset = dataset
+        self._vocab_size = vocab_size
+        self._padding = padding_sample(seq_length)
+        self._micro_batch_size = micro_batch_size
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._pin_memory = pin_memory
+        self._describe = describe
+        self._threads = _Threads(num_workers) if num_workers > 0 else None
+        self._expected: tuple[int, int, int | None] | None = None
+        self._pending: list[Future[Batch]] = []
+
+    def global_batch(self, consumed_samples: int, num_microbatches: int, end: int | None = None) -> list[Batch]:
+        """This rank's microbatches of the step that begins after `consumed_samples` samples.
+
+        Args:
+            consumed_samples: samples that all ranks used before.
+            num_microbatches: microbatches of this rank in the step.
+            end: first sample past the end, for an evaluation; places from there on hold padding with loss mask zero.
+
+        Returns:
+            For each microbatch: tokens, labels, position_ids (int64) and loss_mask (float32), [micro_batch, seq].
+
+        Raises:
+            DataError: a sample cannot be read, or holds a token id outside the vocabulary.
+        """
+        wanted = (consumed_samples, num_microbatches, end)
+        if self._threads is None:
+            return [self._load(consumed_samples, number, end) for number in range(num_microbatches)]
+        current = self._pending if wanted == self._expected else self._submit(*wanted)
+        following = consumed_samples + num_microbatches * self._micro_batch_size * self._dp_size
+        self._expected, self._pending = None, []
+        if following < (len(self._dataset) if end is None else end):
+            self._expected = (following, num_microbatches, end)
+            self._pending = self._submit(*self._expected)
+        return [future.result() for future in current]
+
+    def close(self) -> None:
+        """End the background threads."""
+        if self._threads is not None:
+            self._threads.close()
+
+    def _submit(self, consumed_samples: int, num_microbatches: int, end: int | None) -> list[Future[Batch]]:
+        assert self._threads is not None
+        return [
+            self._threads.submit(lambda number=number: self._load(consumed_samples, number, end))
+            for number in range(num_microbatches)
+        ]
+
+    def _load(self, consumed_samples: int, microbatch: int, end: int | None) -> Batch:
+        ids = microbatch_sample_ids(
+            consumed_samples,
+            microbatch,
+            micro_batch_size=self._micro_batch_size,
+            dp_rank=self._dp_rank,
+            dp_size=self._dp_size,
+            end=end,
+        )
+        batch = collate([self._padding if index is None else self._read(index) for index in ids])
+        for name in ("tokens", "labels"):
+            wrong = (batch[name] < 0) | (batch[name] >= self._vocab_size)
+            if wrong.any():
+                row, column = wrong.nonzero()[0].tolist()
+                index = ids[row]
+                assert index is not None
+                raise DataError(
+                    f"{self._describe(index)}: token id {int(batch[name][row, column])} at position {column} is "
+                    f"outside the vocabulary of {self._vocab_size}. Was the data made with another tokenizer than "
+                    "--tokenizer-type and --tokenizer-model name? Run tools/preprocess_data.py with this one"
+                )
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
+
+    def _read(self, index: int) -> Mapping[str, Any]:
+        if index >= len(self._dataset):
+            raise DataError(f"sample {index} was asked of a dataset of {len(self._dataset)} samples")
+        try:
+            return self._dataset[index]
+        except TrainingError:
+            raise
+        except Exception as error:
+            raise DataError(f"{self._describe(index)} cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Threads:
+    """A few daemon threads that run functions in the order they were submitted.
+
+    concurrent.futures' own pool makes the interpreter wait for its threads at exit, so a read that hangs would keep
+    a finished or failed program alive.
+    """
+
+    def __init__(self, count: int):
+        self._queue: queue.SimpleQueue[tuple[Future[Batch], Callable[[], Batch]] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_run, args=(self._queue,), name=f"batch-loader-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+        # Also called at exit: the threads must be outside torch before its libraries are torn down.
+        self.close = weakref.finalize(self, _stop, self._queue, self._threads)
+
+    def submit(self, function: Callable[[], Batch]) -> Future[Batch]:
+        future: Future[Batch] = Future()
+        self._queue.put((future, function))
+        return future
+
+
+def _run(tasks: queue.SimpleQueue) -> None:
+    while (task := tasks.get()) is not None:
+        future, function = task
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+        del task, future, function  # a thread that waits must not keep the last batch, nor the loader, alive
+
+
+def _stop(tasks: queue.SimpleQueue, threads: list[threading.Thread]) -> None:
+    while not tasks.empty():
+        with contextlib.suppress(queue.Empty):
+            tasks.get_nowait()
+    for _ in threads:
+        tasks.put(None)
+    deadline = time.monotonic() + 1.0
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))

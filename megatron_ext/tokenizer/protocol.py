@@ -1,0 +1,30 @@
+"""What every tokenizer offers."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Nothing here imports torch."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special tokens included, before any padding; every id is below it."""
+        ...
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, with no end of document. Raises UnicodeEncodeError for a lone surrogate."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; what is not valid UTF-8 becomes U+FFFD."""
+        ...
+
+    def identity(self) -> dict[str, str | int]:
+        """What tells this tokenizer from any other, whatever path it was read from: part of cache keys."""
+        ...

@@ -1,0 +1,44 @@
+"""A SentencePiece model file (unigram or BPE)."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ext.errors import ConfigurationError
+
+
+class SentencePieceTokenizer:
+    """Encodes as Megatron's tokenizer of this name does; the model's </s> ends a document.
+
+    Raises:
+        ConfigurationError: the file is no SentencePiece model, or it has no end-of-sentence piece.
+    """
+
+    def __init__(self, model_file: str):
+        import sentencepiece
+
+        model = Path(model_file).read_bytes()
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"--tokenizer-model {model_file} is not a SentencePiece model ({len(model)} bytes): give the .model "
+                "file that SentencePiece training wrote, or another --tokenizer-type"
+            ) from error
+        self.vocab_size: int = self._processor.get_piece_size()
+        self.eod: int = self._processor.eos_id()
+        if self.eod < 0:
+            raise ConfigurationError(
+                f"--tokenizer-model {model_file} has no end-of-sentence piece to end a document with: "
+                "train it with eos_id >= 0 (the default of SentencePiece)"
+            )
+        self._digest = hashlib.sha256(model).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode_as_ids(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.decode_ids(list(ids))
+
+    def identity(self) -> dict[str, str | int]:
+        return {"type": "SentencePieceTokenizer", "sha256": self._digest}
