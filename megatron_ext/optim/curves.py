@@ -1,0 +1,146 @@
+"""Learning rate and weight decay as pure functions of progress, without torch.
+
+Progress is counted in samples, as in Megatron: every step that updated the weights adds its global batch, a step
+that the loss scaler skipped adds nothing. Flags that count iterations are turned into samples with the full
+--global-batch-size; so during a batch ramp-up, where steps are smaller, an iteration covers less of the curve.
+
+    curve = LearningRateCurve.from_config(config)
+    learning_rate(consumed_by_updates, curve)
+
+Each value equals that of megatron-core's OptimizerParamScheduler to the last bit; a test compares them.
+"""
+
+import math
+from dataclasses import dataclass
+
+from megatron_ext.config.schema import Config
+
+
+@dataclass(frozen=True)
+class LearningRateCurve:
+    """Linear warmup from `start` to `peak`, then a decay to `lowest`; lengths in samples.
+
+    `decay` is counted from the first sample, so it includes the warmup. `wsd_decay` is the length of WSD's last
+    phase, which ends at `decay`; other styles do not read it. The configuration's rules have checked
+    that lowest <= peak, start <= peak and warmup < decay.
+    """
+
+    peak: float
+    lowest: float
+    start: float
+    warmup: float
+    decay: int
+    style: str
+    wsd_decay: int | None = None
+    wsd_style: str = "exponential"
+
+    @classmethod
+    def from_config(cls, config: Config) -> "LearningRateCurve":
+        """The curve that the flags ask for; --train-samples makes every length one in samples."""
+        optimizer, training = config.optimizer, config.training
+        if training.train_samples is None:
+            batch = training.global_batch_size
+            decay = _or(optimizer.lr_decay_iters, training.train_iters) * batch
+            warmup = optimizer.lr_warmup_iters * batch
+            wsd_decay = None if optimizer.lr_wsd_decay_iters is None else optimizer.lr_wsd_decay_iters * batch
+        else:
+            decay = _or(optimizer.lr_decay_samples, training.train_samples)
+            warmup = optimizer.lr_warmup_samples
+            wsd_decay = optimizer.lr_wsd_decay_samples
+        if optimizer.lr_warmup_fraction is not None:
+            warmup = optimizer.lr_warmup_fraction * decay
+        return cls(
+            peak=float(optimizer.lr),
+            lowest=optimizer.min_lr,
+            start=optimizer.lr_warmup_init,
+            warmup=warmup,
+            decay=decay,
+            style=optimizer.lr_decay_style,
+            wsd_decay=wsd_decay,
+            wsd_style=optimizer.lr_wsd_decay_style,
+        )
+
+
+@dataclass(frozen=True)
+class WeightDecayCurve:
+    """Weight decay that goes from `start` to `end` over `length` samples and stays there."""
+
+    start: float
+    end: float
+    length: int
+    style: str
+
+    @classmethod
+    def from_config(cls, config: Config) -> "WeightDecayCurve":
+        """The curve that the flags ask for: constant --weight-decay, or --start- to --end-weight-decay."""
+        optimizer = config.optimizer
+        style = optimizer.weight_decay_incr_style
+        if style == "constant":
+            return cls(optimizer.weight_decay, optimizer.weight_decay, _samples(config), style)
+        start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+        assert start is not None and end is not None, "the configuration's rules require both"
+        return cls(start, end, _samples(config), style)
+
+
+def learning_rate(progress: int, curve: LearningRateCurve) -> float:
+    """The rate of the step that follows `progress` samples.
+
+    Source: Loshchilov and Hutter, SGDR, eq. 5 (cosine); Hu et al., MiniCPM, section 4 (WSD).
+    """
+    if curve.warmup > 0 and progress <= curve.warmup:
+        return curve.start + (curve.peak - curve.start) * float(progress) / float(curve.warmup)
+    if curve.style == "constant":
+        return curve.peak
+    if progress > curve.decay:
+        return curve.lowest
+    if curve.style == "inverse-square-root":
+        return max(curve.lowest, curve.peak * max(curve.warmup, 1) ** 0.5 / max(progress, 1) ** 0.5)
+    if curve.style == "WSD":
+        share = _wsd_share(progress, curve)
+    else:
+        done = float(progress - curve.warmup) / float(curve.decay - curve.warmup)
+        share = 0.5 * (math.cos(math.pi * done) + 1.0) if curve.style == "cosine" else 1.0 - done
+    return curve.lowest + share * (curve.peak - curve.lowest)
+
+
+def weight_decay(progress: int, curve: WeightDecayCurve) -> float:
+    """The weight decay of the step that follows `progress` samples."""
+    if progress > curve.length or curve.style == "constant":
+        return curve.end
+    done = float(progress) / float(curve.length)
+    share = 0.5 * (math.cos(math.pi * (1 - done)) + 1.0) if curve.style == "cosine" else done
+    return curve.start + share * (curve.end - curve.start)
+
+
+def _samples(config: Config) -> int:
+    """Length of the run in full batches, the unit of both curves."""
+    training = config.training
+    if training.train_samples is not None:
+        return training.train_samples
+    assert training.train_iters is not None, "the configuration's rules require one of the two"
+    return training.train_iters * training.global_batch_size
+
+
+def _or(length: int | None, run_length: int | None) -> int:
+    """`length` where the user gave one, else that of the run."""
+    chosen = run_length if length is None else length
+    assert chosen is not None, "the configuration's rules require the length of the run"
+    return chosen
+
+
+def _wsd_share(progress: int, curve: LearningRateCurve) -> float:
+    """Share of the way from the lowest rate to the peak: 1 until the last phase, then down to 0."""
+    assert curve.wsd_decay is not None, "the configuration's rules require it with WSD"
+    annealed = progress - (curve.decay - curve.wsd_decay)
+    if annealed <= 0:
+        return 1.0
+    done = float(annealed) / float(curve.wsd_decay)
+    match curve.wsd_style:
+        case "linear":
+            return 1.0 - done
+        case "cosine":
+            return 0.5 * (math.cos(math.pi * done) + 1.0)
+        case "minus_sqrt":
+            return 1.0 - math.sqrt(done)
+        case _:
+            return 2.0 * math.pow(0.5, done) - 1.0

@@ -1,0 +1,106 @@
+"""The metrics file: JSON lines, one object per logged step and per evaluation.
+
+Floats are written by `repr`, so they read back to the same double. NaN and infinities are written as `NaN`,
+`Infinity` and `-Infinity`: strict JSON has no such numbers, but Python's `json` reads them back as they were.
+
+    with MetricsFile("out/metrics.jsonl", loaded_iteration=0) as file:
+        file.append(step_metrics)
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_ext.errors import DataError, StorageError
+from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+
+
+class MetricsFile:
+    """Appends rows and flushes each, so that a killed process loses at most the row that it was writing."""
+
+    def __init__(self, path: str | Path, loaded_iteration: int):
+        """Open the file to go on after `loaded_iteration` (0: afresh); later rows, and a torn last one, are removed.
+
+        Raises:
+            DataError: a row other than the last cannot be read.
+            StorageError: the folder or the file cannot be made.
+        """
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            drop_after(self.path, loaded_iteration)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise _storage_error("open", self.path, error) from error
+
+    def append(self, metrics: StepMetrics | ValidationMetrics) -> None:
+        """Write one row.
+
+        Raises:
+            StorageError: the file cannot be written (disk full, a vanished mount).
+        """
+        try:
+            self._file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _storage_error("write", self.path, error) from error
+
+    def close(self) -> None:
+        # Every row was flushed; only one whose write has failed, and raised, is still pending.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def __enter__(self) -> "MetricsFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+
+def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Every row of a metrics file, first to last; a torn last line is left out.
+
+    Raises:
+        DataError: another line is no JSON object with an iteration; names file and line.
+        FileNotFoundError: there is no such file.
+    """
+    lines = Path(path).read_bytes().split(b"\n")
+    # What follows the last newline is empty, or torn by a kill in the middle of a write.
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+            row["iteration"] + 0
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{path}:{number}: not a row of a metrics file ({error}). Move the file away, "
+                "or remove that line, and start again."
+            ) from error
+        yield row
+
+
+def drop_after(path: Path, iteration: int) -> None:
+    """Remove the rows past `iteration` and a torn last line; the file is replaced in one step, or left as it is."""
+    if not path.exists():
+        return
+    kept = [row for row in read_rows(path) if row["iteration"] <= iteration]
+    text = "".join(json.dumps(row) + "\n" for row in kept)
+    if path.read_bytes() == text.encode():
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _storage_error(action: str, path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot {action} the metrics file {path}: {error.strerror}. Free space or fix the permission there, "
+        "or give another place with --metrics-file."
+    )

@@ -1,0 +1,60 @@
+"""The log line of Megatron-LM, byte for byte: users' log parsers read it."""
+
+import math
+from datetime import datetime
+
+from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+
+
+def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) -> str:
+    """The line of one logged step, without a newline; it begins with a space.
+
+    Args:
+        metrics: the step.
+        now: printed in front; in local time, as upstream.
+        throughput: print TFLOP/s per GPU (--log-throughput).
+    """
+    fields = [
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {metrics.iteration:8d}/{metrics.train_iters:8d}",
+        f"consumed samples: {metrics.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {metrics.elapsed_ms:.1f}",
+    ]
+    if throughput:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_gpu:.1f}")
+    fields += [
+        f"learning rate: {metrics.learning_rate:.6E}",
+        f"global batch size: {metrics.global_batch_size:5d}",
+        f"lm loss: {scientific(metrics.lm_loss)}",
+        f"loss scale: {metrics.loss_scale:.1f}",
+    ]
+    if metrics.grad_norm is not None:
+        fields.append(f"grad norm: {metrics.grad_norm:.3f}")
+    if metrics.num_zeros is not None:
+        fields.append(f"num zeros: {metrics.num_zeros}")
+    if metrics.params_norm is not None:
+        fields.append(f"params norm: {metrics.params_norm:.3f}")
+    fields += [
+        f"number of skipped iterations: {metrics.skipped_iterations:3d}",
+        f"number of nan iterations: {metrics.nan_iterations:3d}",
+    ]
+    return " | ".join(fields) + " |"
+
+
+def validation_lines(metrics: ValidationMetrics) -> str:
+    """The three lines of one evaluation, without the last newline: the result between dashes."""
+    line = (
+        f" validation loss at iteration {metrics.iteration} | lm loss value: {scientific(metrics.validation_loss)}"
+        f" | lm loss PPL: {scientific(perplexity(metrics.validation_loss))} | "
+    )
+    dashes = "-" * (len(line) + 1)
+    return f"{dashes}\n{line}\n{dashes}"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), the loss capped at 20 as upstream caps it; NaN stays NaN."""
+    return math.exp(min(loss, 20.0))
+
+
+def scientific(value: float) -> str:
+    """`9.845123E+00`; but `nan`, `inf`, which the E format would print in capitals."""
+    return f"{value:.6E}" if math.isfinite(value) else str(value)

@@ -1,0 +1,53 @@
+"""What one logged step and one evaluation tell. Every sink (log line, metrics file, TensorBoard) reads these."""
+
+from dataclasses import dataclass
+
+# The fields that a repeated or resumed run cannot reproduce: times, rates and memory. All others must be equal.
+MEASURED_FIELDS = frozenset(
+    {
+        "elapsed_ms",
+        "tokens_per_second",
+        "tflops_per_gpu",
+        "mfu",
+        "peak_memory_bytes",
+        "allocated_bytes",
+        "reserved_bytes",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One logged step. Losses are in nats per token; norms are L2 over the whole model."""
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    consumed_tokens: int
+    lm_loss: float
+    grad_norm: float | None  # None where the loss scaler skipped the step
+    learning_rate: float
+    weight_decay: float
+    global_batch_size: int
+    loss_scale: float
+    skipped_iterations: int  # since the last logged step
+    nan_iterations: int  # since the last logged step
+    elapsed_ms: float  # per iteration
+    tokens_per_second: float  # of the whole job
+    tflops_per_gpu: float
+    mfu: float | None  # None where the device's peak is unknown
+    peak_memory_bytes: int  # of this rank, as the two below
+    allocated_bytes: int
+    reserved_bytes: int
+    num_zeros: int | None = None  # with --log-num-zeros-in-grad
+    params_norm: float | None = None  # with --log-params-norm
+    world_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationMetrics:
+    """One evaluation, after the step `iteration`."""
+
+    iteration: int
+    consumed_samples: int
+    validation_loss: float

@@ -1,0 +1,112 @@
+"""The curves against megatron-core's scheduler, to the last bit."""
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext import device
+from megatron_ext.config.schema import Config, OptimizerConfig, TrainingConfig
+from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learning_rate, weight_decay
+
+if hasattr(device, "install"):
+    device.install("cpu")
+
+BATCH = 16
+STYLES = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+LAST_PHASES = ["exponential", "linear", "cosine", "minus_sqrt"]
+
+
+def config_with(training: dict[str, Any] | None = None, **optimizer: Any) -> Config:
+    training = {"train_iters": 20, "global_batch_size": BATCH} | (training or {})
+    optimizer = {"lr": 3e-4, "min_lr": 1e-5} | optimizer
+    return Config(training=TrainingConfig(**training), optimizer=OptimizerConfig(**optimizer))
+
+
+def assert_equals_the_engine(config: Config, progress: int) -> None:
+    """Both curves after `progress` samples, reached by the engine in one step."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    rate, decay = LearningRateCurve.from_config(config), WeightDecayCurve.from_config(config)
+    optimizer: Any = SimpleNamespace(param_groups=[{}])
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=rate.start,
+        max_lr=rate.peak,
+        min_lr=rate.lowest,
+        lr_warmup_steps=rate.warmup,  # pyright: ignore[reportArgumentType]  # a fraction makes it a float there too
+        lr_decay_steps=rate.decay,
+        lr_decay_style=rate.style,
+        start_wd=decay.start,
+        end_wd=decay.end,
+        wd_incr_steps=decay.length,
+        wd_incr_style=decay.style,
+        wsd_decay_steps=rate.wsd_decay,
+        lr_wsd_decay_style=rate.wsd_style,
+    )
+    scheduler.step(progress)
+    group = optimizer.param_groups[0]
+    assert learning_rate(progress, rate) == group["lr"], progress
+    assert weight_decay(progress, decay) == group["weight_decay"], progress
+
+
+@pytest.mark.parametrize(
+    "warmup",
+    [{}, {"lr_warmup_iters": 3}, {"lr_warmup_iters": 3, "lr_warmup_init": 1e-6}, {"lr_warmup_fraction": 0.13}],
+    ids=["none", "iters", "init", "fraction"],
+)
+@pytest.mark.parametrize("decay_iters", [None, 11, 30])
+@pytest.mark.parametrize(
+    ("style", "last_phase"),
+    [(style, "linear") for style in STYLES[:-1]] + list(itertools.product(["WSD"], LAST_PHASES)),
+)
+def test_learning_rate_equals_the_engine(warmup: dict, decay_iters: int | None, style: str, last_phase: str):
+    config = config_with(
+        lr_decay_style=style,
+        lr_wsd_decay_style=last_phase,
+        lr_wsd_decay_iters=4,
+        lr_decay_iters=decay_iters,
+        **warmup,
+    )
+    # Steps of 5 samples land before, on and after every border (all multiples of 16), as a batch ramp-up does.
+    for progress in sorted({*range(0, 40 * BATCH, 5), *range(0, 40 * BATCH, BATCH)}):
+        assert_equals_the_engine(config, progress)
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_weight_decay_equals_the_engine(style: str):
+    config = config_with(weight_decay_incr_style=style, start_weight_decay=0.01, end_weight_decay=0.1)
+    for progress in range(0, 25 * BATCH, 7):
+        assert_equals_the_engine(config, progress)
+
+
+def test_lengths_in_iterations_are_multiplied_by_the_full_global_batch():
+    training = {"rampup_batch_size": (4, 4, 64)}
+    config = config_with(
+        training, lr_warmup_iters=2, lr_decay_iters=10, lr_decay_style="WSD", lr_wsd_decay_iters=3, weight_decay=0.1
+    )
+    rate = LearningRateCurve.from_config(config)
+    assert (rate.warmup, rate.decay, rate.wsd_decay) == (2 * BATCH, 10 * BATCH, 3 * BATCH)
+    assert WeightDecayCurve.from_config(config) == WeightDecayCurve(0.1, 0.1, 20 * BATCH, "constant")
+
+
+def test_a_run_given_in_samples_reads_the_sample_flags():
+    training = {"train_iters": None, "train_samples": 1000}
+    config = config_with(training, lr_warmup_samples=30, lr_decay_style="WSD", lr_wsd_decay_samples=200)
+    rate = LearningRateCurve.from_config(config)
+    assert (rate.warmup, rate.decay, rate.wsd_decay) == (30, 1000, 200)
+    assert WeightDecayCurve.from_config(config).length == 1000
+    assert_equals_the_engine(config, 901)
+
+    shorter = dataclasses.replace(config.optimizer, lr_decay_samples=700, lr_warmup_samples=0, lr_warmup_fraction=0.1)
+    rate = LearningRateCurve.from_config(dataclasses.replace(config, optimizer=shorter))
+    assert (rate.warmup, rate.decay) == (0.1 * 700, 700)
+
+
+def test_the_first_step_of_a_warmup_from_zero_has_rate_zero():
+    """As upstream: the rate of the first step is that of 0 samples."""
+    curve = LearningRateCurve.from_config(config_with(lr_warmup_iters=10))
+    assert learning_rate(0, curve) == 0.0
+    assert learning_rate(BATCH, curve) == 3e-4 / 10

@@ -1,0 +1,116 @@
+"""The metrics file: floats to the last bit, kills in the middle of a row, resuming."""
+
+import json
+import math
+import resource
+import struct
+from pathlib import Path
+
+import pytest
+from samples import step
+
+from megatron_ext.errors import DataError, StorageError
+from megatron_ext.telemetry.jsonl import MetricsFile, read_rows
+from megatron_ext.telemetry.metrics import ValidationMetrics
+
+CONTRACT = (
+    "iteration consumed_samples consumed_tokens lm_loss grad_norm learning_rate tokens_per_second elapsed_ms "
+    "peak_memory_bytes"
+).split()
+
+
+def write(path: Path, first: int, last: int, loaded: int = 0) -> None:
+    with MetricsFile(path, loaded) as file:
+        for iteration in range(first, last + 1):
+            file.append(step(iteration=iteration, lm_loss=1.0 / iteration))
+
+
+def iterations(path: Path) -> list[int]:
+    return [row["iteration"] for row in read_rows(path)]
+
+
+def test_floats_read_back_to_the_same_double(tmp_path: Path):
+    path = tmp_path / "new" / "folder" / "metrics.jsonl"
+    values = [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, math.pi, math.inf, -math.inf, math.nan]
+    with MetricsFile(path, 0) as file:
+        for value in values:
+            file.append(step(lm_loss=value))
+    read = [row["lm_loss"] for row in read_rows(path)]
+    assert [struct.pack("d", value) for value in read] == [struct.pack("d", value) for value in values]
+
+
+def test_rows_hold_the_fields_of_the_contract(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path, 0) as file:
+        file.append(step(grad_norm=None))
+        file.append(ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=2.5))
+    train, validation = read_rows(path)
+    assert set(CONTRACT) <= set(train)
+    assert train["grad_norm"] is None
+    assert validation == {"iteration": 10, "consumed_samples": 160, "validation_loss": 2.5}
+
+
+def test_each_row_is_in_the_file_before_the_next_step(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file.append(step(iteration=1))
+    assert iterations(path) == [1]
+    file.close()
+
+
+def test_resuming_removes_later_rows_and_keeps_the_others_byte_for_byte(tmp_path: Path):
+    straight, resumed = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write(straight, 1, 8)
+    write(resumed, 1, 6)
+    write(resumed, 5, 8, loaded=4)
+    assert resumed.read_bytes() == straight.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize("torn", ['{"iteration": 4, "lm_lo', '{"iteration": 3}', "\x00\x00"])
+def test_a_torn_last_line_is_removed(tmp_path: Path, torn: str):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn.encode())
+    assert iterations(path) == [1, 2, 3]
+    MetricsFile(path, 3).close()
+    assert path.read_bytes() == whole
+
+
+def test_a_fresh_start_empties_the_file(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 3)
+    write(path, 1, 2, loaded=0)
+    assert iterations(path) == [1, 2]
+
+
+def test_a_bad_line_in_the_middle_is_named_and_nothing_is_lost(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    content = '{"iteration": 1}\n{"iter\n{"iteration": 3}\n'
+    path.write_text(content)
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a row"):
+        MetricsFile(path, 3)
+    assert path.read_text() == content
+
+
+def test_a_refused_write_is_a_storage_error(tmp_path: Path):
+    """The kernel refuses the write (a limit on file sizes), as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"metrics\.jsonl: File too large.*--metrics-file"):
+            file.append(step())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_rows_are_strict_json_but_for_nan(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 1)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    assert json.loads(path.read_text(), parse_constant=refuse)["iteration"] == 1
