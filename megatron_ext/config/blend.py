@@ -1,0 +1,60 @@
+"""The value of `--data-path` and its kin: prefixes, or weights and prefixes in turn."""
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+DATA_PATH_NAMES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
+
+def read_blend(items: Sequence[str]) -> tuple[list[float] | None, list[str]]:
+    """Weights (None where there are none) and prefixes of a blend, by Megatron's rule.
+
+    `w1 p1 w2 p2` has weights; a list of odd length, or one whose every other item is no number, is prefixes alone.
+
+    Raises:
+        ValueError: some but not all weights are numbers, or a weight is not positive and finite.
+    """
+    if len(items) % 2 == 1:
+        return None, list(items)
+    weights = [_number(item) for item in items[::2]]
+    numbers = [weight for weight in weights if weight is not None]
+    if not numbers:
+        return None, list(items)
+    if len(numbers) < len(weights):
+        wrong = items[::2][weights.index(None)]
+        raise ValueError(f"{wrong!r} stands where a weight should be; write: weight prefix weight prefix ...")
+    if not all(weight > 0 and math.isfinite(weight) for weight in numbers):
+        raise ValueError(f"weights must be positive, not {' '.join(items[::2])}")
+    return numbers, list(items[1::2])
+
+
+def missing_paths(typed: Mapping[str, Any]) -> tuple[str, ...]:
+    """Files that the typed values name and that do not exist, each after its flag: `--data-path x.idx`.
+
+    A `--load` folder may be missing: the run then starts afresh, unless `--exit-on-missing-checkpoint` is given.
+    """
+    return tuple(f"{flag} {path}" for flag, path in _needed_paths(typed) if not os.path.exists(path))
+
+
+def _needed_paths(typed: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    for name in DATA_PATH_NAMES:
+        try:
+            _, prefixes = read_blend(typed.get(name) or ())
+        except ValueError:
+            continue  # validate says what is wrong with the blend itself
+        for prefix in prefixes:
+            for suffix in (".bin", ".idx"):
+                yield "--" + name.replace("_", "-"), prefix + suffix
+    if typed.get("tokenizer_model") and typed.get("tokenizer_type") not in (None, "ByteTokenizer", "NullTokenizer"):
+        yield "--tokenizer-model", typed["tokenizer_model"]
+    if typed.get("exit_on_missing_checkpoint") and typed.get("load"):
+        yield "--load", os.path.join(typed["load"], "latest_checkpointed_iteration.txt")
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,49 @@
+"""The configuration as a YAML file: written beside every checkpoint, read back by `--config`.
+
+The file is flat: one line per option, named as its flag with underscores. The world size is left out, because it
+belongs to the launch: the same file may be started on another number of ranks.
+"""
+
+import dataclasses
+from typing import Any
+
+import yaml
+
+from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError
+
+# libyaml's parser is ten times faster than the Python one, but is not in every build of PyYAML.
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration; resolving it again, with the same facts, gives an equal one."""
+    parts = [f"# Configuration of a run on {config.layout.world_size} ranks; pass it back with --config.\n"]
+    for group in dataclasses.fields(config):
+        values = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(getattr(config, group.name)).items()
+            if name != "world_size" and value is not None
+        }
+        parts.append(f"\n# {group.name}\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    return "".join(parts)
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The names and values of a configuration file, as YAML gives them (plain data; no tag builds an object).
+
+    Raises:
+        ConfigurationError: the file is missing, is no YAML, or is not a list of `name: value`.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.load(file, Loader=_Loader)
+    except OSError as error:
+        raise ConfigurationError(f"--config {path}: {error.strerror}; give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigurationError(f"--config {path}: expected lines of the form `num_layers: 4`")
+    return content

@@ -1,0 +1,74 @@
+"""The text of `--help`: every flag, grouped as the schema groups them, with its default."""
+
+import textwrap
+from importlib import metadata
+
+from megatron_ext.config.options import Option, options
+
+_USAGE = """\
+usage: pretrain_gpt.py [--config run.yaml] [flags]
+
+Pretrain a GPT model. Start it as one process, or as many with torchrun. Flags win over the --config file.
+"""
+
+_PROGRAM = (
+    ("--config FILE", "YAML file with any of the names below (underscores for hyphens)."),
+    ("--dry-run", "Check everything, print the layout, and exit."),
+    ("--help, -h", "Show this text and exit."),
+    ("--version", "Show the version and exit."),
+)
+
+_DERIVED_OR_REQUIRED = {
+    "num_layers": "required",
+    "hidden_size": "required",
+    "num_attention_heads": "required",
+    "seq_length": "required",
+    "micro_batch_size": "required",
+    "lr": "required",
+}
+
+
+def version() -> str:
+    try:
+        return f"megatron-ext {metadata.version('megatron-ext')}"
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "megatron-ext (not installed)"
+
+
+def text() -> str:
+    """All flags, 120 columns wide."""
+    lines = [_USAGE, "program:"]
+    for flag, sentence in _PROGRAM:
+        lines += _entry(flag, sentence)
+    group = ""
+    for option in options():
+        if option.group != group:
+            group = option.group
+            lines += ["", f"{group}:"]
+        names = ", ".join((option.flag, *option.aliases))
+        lines += _entry(f"{names} {option.metavar}".rstrip(), _sentence(option))
+    lines += ["", "Defaults are in brackets. Exit codes: 0 done, 64 configuration, 65 data, 70 numeric, 74 storage,"]
+    lines += ["75 stopped by a signal and saved, 76 a peer was lost."]
+    return "\n".join(lines)
+
+
+def default_text(option: Option) -> str:
+    """The default as a user would type it; empty for switches and for values that are derived or optional."""
+    if option.default is None:
+        return _DERIVED_OR_REQUIRED.get(option.name, "")
+    if option.is_switch:
+        return ""
+    return f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+
+
+def _sentence(option: Option) -> str:
+    default = default_text(option)
+    return f"{option.help} [{default}]" if default else option.help
+
+
+def _entry(flag: str, sentence: str) -> list[str]:
+    wrapped = textwrap.wrap(sentence, 74, break_on_hyphens=False)
+    if len(flag) <= 41:
+        head = f"  {flag:<42}  {wrapped[0]}"
+        return [head, *(" " * 46 + line for line in wrapped[1:])]
+    return [f"  {flag}", *(" " * 46 + line for line in wrapped)]

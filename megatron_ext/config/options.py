@@ -1,0 +1,155 @@
+"""The schema seen as options: one `Option` per field, with its flag, its type, and how to read a value.
+
+Everything that speaks of flags (the command line, `--config` files, `--help`, docs/flags.md) goes through here,
+so that a field is declared once, in the schema.
+"""
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.config.schema import Config
+
+_TYPE_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of the schema. `type` is that of a single value; `many` tells whether it takes several."""
+
+    name: str
+    group: str
+    type: type
+    many: bool
+    default: Any
+    choices: tuple[Any, ...] | None
+    help: str
+    metavar: str
+    aliases: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    @property
+    def is_switch(self) -> bool:
+        return self.type is bool
+
+
+def flag_of(name: str) -> str:
+    """`num_layers` -> `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+@functools.cache
+def options() -> tuple[Option, ...]:
+    """Every option, in the order of the schema."""
+    found = []
+    for group in dataclasses.fields(Config):
+        group_type = typing.cast(type, group.type)
+        hints = typing.get_type_hints(group_type)
+        for field in dataclasses.fields(group_type):
+            value_type, many = _single_type(hints[field.name])
+            metadata = field.metadata
+            choices = metadata["choices"]
+            found.append(
+                Option(
+                    name=field.name,
+                    group=group.name,
+                    type=value_type,
+                    many=many,
+                    default=field.default,
+                    choices=tuple(choices) if choices else None,
+                    help=metadata["help"],
+                    metavar=metadata["metavar"] or _metavar(value_type, many, choices),
+                    aliases=metadata["aliases"],
+                )
+            )
+    return tuple(found)
+
+
+@functools.cache
+def options_by_flag() -> dict[str, Option]:
+    """Flag or alias -> option."""
+    return {flag: option for option in options() for flag in (option.flag, *option.aliases)}
+
+
+@functools.cache
+def options_by_name() -> dict[str, Option]:
+    return {option.name: option for option in options()}
+
+
+def read_texts(option: Option, texts: list[str]) -> Any:
+    """The value of an option from the words that follow its flag.
+
+    Raises:
+        ValueError: a word is not of the option's type, or not one of its choices.
+    """
+    values = tuple(_read_text(option, text) for text in texts)
+    return values if option.many else values[0]
+
+
+def read_yaml_value(option: Option, value: Any) -> Any:
+    """The value of an option from a parsed YAML value.
+
+    Numbers may come as text: YAML 1.1 reads `1e-3`, which has no dot, as text.
+
+    Raises:
+        ValueError: the value is not of the option's type, or not one of its choices.
+    """
+    if option.many:
+        items = value if isinstance(value, list) else [value]
+        if not items:
+            raise ValueError("the list is empty")
+        return tuple(_read_yaml_scalar(option, item) for item in items)
+    return _read_yaml_scalar(option, value)
+
+
+def _read_yaml_scalar(option: Option, value: Any) -> Any:
+    if isinstance(value, bool) != option.is_switch or isinstance(value, list | dict) or value is None:
+        raise ValueError(f"{value!r} is not {_TYPE_WORDS[option.type]}")
+    if option.is_switch:
+        return value
+    if isinstance(value, int | float | str):
+        return _read_text(option, str(value))
+    raise ValueError(f"{value!r} is not {_TYPE_WORDS[option.type]}")
+
+
+def _read_text(option: Option, text: str) -> Any:
+    value: Any = text
+    if option.is_switch:
+        if text not in ("true", "false"):
+            raise ValueError(f"{text!r} is not true or false")
+        return text == "true"
+    if option.type is not str:
+        try:
+            value = option.type(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not {_TYPE_WORDS[option.type]}") from None
+        if option.type is float and not math.isfinite(value):
+            raise ValueError(f"{text!r} is not a finite number")
+    if option.choices and value not in option.choices:
+        raise ValueError(f"{text!r} is not one of {', '.join(map(str, option.choices))}")
+    return value
+
+
+def _single_type(hint: Any) -> tuple[type, bool]:
+    """`int | None` -> (int, False); `tuple[str, ...] | None` -> (str, True)."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def _metavar(value_type: type, many: bool, choices: Any) -> str:
+    if value_type is bool:
+        return ""
+    if choices:
+        return "{" + ",".join(map(str, choices)) + "}"
+    word = {int: "N", float: "X", str: "TEXT"}[value_type]
+    return f"{word} ..." if many else word

@@ -1,0 +1,123 @@
+"""Second stage of the configuration: typed values and facts of the machine -> one frozen `Config`.
+
+Resolving derives what the user left out and never complains: a value that cannot be derived, because what it
+follows from is missing or wrong, stays as it is for `validate` to name.
+"""
+
+import dataclasses
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What torch-free readers found outside of the flags.
+
+    Attributes:
+        world_size: ranks that really run ($WORLD_SIZE, else 1), or None where --dry-run --world-size decides.
+        cuda_available: whether this machine shows an NVIDIA GPU.
+        vocab_size: entries of the tokenizer that the flags name, or None if they name none.
+        tokenizer_error: why that tokenizer could not be read, or None.
+        missing_paths: files that the flags name and that do not exist (`config.blend.missing_paths`).
+    """
+
+    world_size: int | None = None
+    cuda_available: bool = False
+    vocab_size: int | None = None
+    tokenizer_error: str | None = None
+    missing_paths: tuple[str, ...] = ()
+
+
+def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
+    """The configuration with every derived value filled in; wrong input is left for `validate`.
+
+    Args:
+        typed: values by field name, as `arguments.parse` gives them.
+        facts: what was found outside of the flags.
+    """
+    values = dict(typed)
+    _resolve_layout(values, facts)
+    _resolve_model(values, facts)
+    _resolve_training(values)
+    if values.get("save") and values.get("metrics_file") is None:
+        values["metrics_file"] = os.path.join(values["save"], "metrics.jsonl")
+    return _build(values)
+
+
+def positive(*values: Any) -> bool:
+    """Whether all values are there and above zero, so that one may divide by them."""
+    return all(value is not None and value > 0 for value in values)
+
+
+def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
+    """4 x hidden size; with SwiGLU, which has three matrices for two, 2/3 of it, rounded down to a multiple of 64.
+
+    Source: Megatron-LM's default; the 2/3 is from Shazeer 2020 (arXiv:2002.05202), section 3.1. A width below 24
+    would round to 0, so that at least 64 is given.
+    """
+    return max(int(4 * hidden_size * 2 / 3 / 64) * 64, 64) if swiglu else 4 * hidden_size
+
+
+def padded_vocabulary(vocab_size: int, divisor: int, tensor_parallel_size: int) -> int:
+    """The vocabulary rounded up to a multiple of divisor x tensor-parallel size, as Megatron sizes it."""
+    multiple = divisor * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
+    _fill(values, "world_size", facts.world_size if facts.world_size is not None else 1)
+    stages = values.get("pipeline_model_parallel_size", 1)
+    layers = values.get("num_layers")
+    chunks = values.get("num_virtual_stages_per_pipeline_rank")
+    chunk_size = values.get("num_layers_per_virtual_pipeline_stage")
+    if chunks is None and positive(layers, stages, chunk_size) and layers % (stages * chunk_size) == 0:
+        values["num_virtual_stages_per_pipeline_rank"] = layers // (stages * chunk_size)
+    elif chunk_size is None and positive(layers, stages, chunks) and layers % (stages * chunks) == 0:
+        values["num_layers_per_virtual_pipeline_stage"] = layers // (stages * chunks)
+
+
+def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if positive(hidden):
+        _fill(values, "ffn_hidden_size", default_ffn_hidden_size(hidden, values.get("swiglu", False)))
+    if positive(hidden, heads) and hidden % heads == 0:
+        _fill(values, "kv_channels", hidden // heads)
+    _fill(values, "num_query_groups", 1 if values.get("group_query_attention") else heads)  # 1 is Megatron's default
+    _fill(values, "max_position_embeddings", values.get("seq_length"))
+    _fill(values, "vocab_size", facts.vocab_size)
+    divisor = values.get("make_vocab_size_divisible_by", 128)
+    tensor_size = values.get("tensor_model_parallel_size", 1)
+    if positive(values.get("vocab_size"), divisor, tensor_size):
+        _fill(values, "padded_vocab_size", padded_vocabulary(values["vocab_size"], divisor, tensor_size))
+
+
+def _resolve_training(values: dict[str, Any]) -> None:
+    model_parallel_size = values.get("tensor_model_parallel_size", 1) * values.get("pipeline_model_parallel_size", 1)
+    micro, world = values.get("micro_batch_size"), values["world_size"]
+    if positive(micro, world, model_parallel_size) and world % model_parallel_size == 0:
+        _fill(values, "global_batch_size", micro * (world // model_parallel_size))
+    if values.get("recompute_activations"):
+        _fill(values, "recompute_granularity", "selective")
+    if values.get("bf16"):
+        values["accumulate_allreduce_grads_in_fp32"] = True
+
+
+def _fill(values: dict[str, Any], name: str, derived: Any) -> None:
+    if values.get(name) is None:
+        values[name] = derived
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    groups = {}
+    for group in dataclasses.fields(Config):
+        group_type = typing.cast(type, group.type)
+        names = [field.name for field in dataclasses.fields(group_type)]
+        groups[group.name] = group_type(**{name: values[name] for name in names if name in values})
+    unknown = set(values) - {name for group in groups.values() for name in vars(group)}
+    assert not unknown, f"not in the schema: {unknown}"
+    return Config(**groups)

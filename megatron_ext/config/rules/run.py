@@ -1,0 +1,204 @@
+"""Rules about data, checkpoints, logs, and single values."""
+
+import importlib.util
+from collections.abc import Iterator
+
+from megatron_ext.config.blend import DATA_PATH_NAMES, read_blend
+from megatron_ext.config.options import flag_of
+from megatron_ext.config.resolve import Facts
+from megatron_ext.config.schema import Config
+
+_REQUIRED = {
+    "model": {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024},
+    "training": {"micro_batch_size": 4},
+    "optimizer": {"lr": "6e-4"},
+}
+
+_AT_LEAST_ONE = {
+    "model": (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
+        "max_position_embeddings make_vocab_size_divisible_by padded_vocab_size "
+        "rope_scaling_original_max_position_embeddings"
+    ),
+    "layout": (
+        "world_size tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
+        "num_virtual_stages_per_pipeline_rank ddp_bucket_size"
+    ),
+    "training": (
+        "micro_batch_size global_batch_size train_iters train_samples exit_interval loss_scale_window hysteresis "
+        "recompute_num_layers"
+    ),
+    "optimizer": "lr_decay_iters lr_decay_samples",
+    "data": "vocab_size",
+    "checkpoint": "save_interval",
+    "logging": "log_interval tensorboard_log_interval",
+}
+
+_AT_LEAST_ZERO = {
+    "model": "init_method_std",
+    "training": "eval_interval eval_iters seed",
+    "optimizer": "lr weight_decay clip_grad sgd_momentum",
+    "data": "num_workers",
+}
+
+_ABOVE_ZERO = {
+    "model": "norm_epsilon rotary_base rope_scaling_factor rope_scaling_low_freq_factor",
+    "training": "exit_duration_in_mins",
+    "optimizer": "adam_eps",
+}
+
+_SHARES = {"model": "attention_dropout hidden_dropout", "optimizer": "adam_beta1 adam_beta2"}
+
+
+def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
+    missing = [
+        (name, example)
+        for group, names in _REQUIRED.items()
+        for name, example in names.items()
+        if getattr(getattr(config, group), name) is None
+    ]
+    if missing:
+        flags = ", ".join(flag_of(name) for name, _ in missing)
+        example = " ".join(f"{flag_of(name)} {value}" for name, value in missing)
+        yield f"missing: {flags}; for example {example}"
+
+
+def values_are_in_range(config: Config, facts: Facts) -> Iterator[str]:
+    for name, value in _named(config, _AT_LEAST_ONE):
+        if value < 1:
+            yield f"{flag_of(name)} {value} is below 1; use 1 or more"
+    for name, value in _named(config, _AT_LEAST_ZERO):
+        if value < 0:
+            yield f"{flag_of(name)} {value:g} is below 0; use 0 or more"
+    for name, value in _named(config, _ABOVE_ZERO):
+        if value <= 0:
+            yield f"{flag_of(name)} {value:g} is not above 0; use a positive number"
+    for name, value in _named(config, _SHARES):
+        if not 0 <= value < 1:
+            yield f"{flag_of(name)} {value:g} is not at least 0 and below 1; use {_example_share(name)}"
+
+
+def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
+    data = config.data
+    given = [name for name in DATA_PATH_NAMES if getattr(data, name)]
+    own_splits = [name for name in given if name != "data_path"]
+    if not data.mock_data and not given:
+        yield "no data: give --data-path, or --train-data-path and --valid-data-path, or --mock-data"
+    elif data.mock_data and given:
+        yield f"--mock-data and {flag_of(given[0])} exclude each other; keep one of them"
+    elif data.data_path and own_splits:
+        yield (
+            f"--data-path, which --split divides, and {flag_of(own_splits[0])} exclude each other; use --data-path "
+            f"alone, or --train-data-path with --valid-data-path"
+        )
+    elif own_splits and not data.train_data_path:
+        yield f"{flag_of(own_splits[0])} without training data; add --train-data-path"
+
+
+def blends_are_well_formed(config: Config, facts: Facts) -> Iterator[str]:
+    for name in DATA_PATH_NAMES:
+        try:
+            read_blend(getattr(config.data, name) or ())
+        except ValueError as error:
+            yield f"{flag_of(name)}: {error}"
+
+
+def named_files_exist(config: Config, facts: Facts) -> Iterator[str]:
+    for named in facts.missing_paths:
+        flag, _, path = named.partition(" ")
+        hint = "check the path"
+        if flag.endswith("data-path"):
+            hint = "give the prefix without .bin or .idx, of files that tools/preprocess_data.py wrote"
+        elif flag == "--load":
+            hint = "leave --exit-on-missing-checkpoint out to start afresh"
+        yield f"{flag}: {path} does not exist; {hint}"
+
+
+def split_is_shares(config: Config, facts: Facts) -> Iterator[str]:
+    split = config.data.split
+    try:
+        shares = [float(part) for part in split.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not shares[0]:
+        yield f"--split {split} is not up to three shares (training, validation, test); use --split 969,30,1"
+
+
+def tokenizer_is_given(config: Config, facts: Facts) -> Iterator[str]:
+    data = config.data
+    if facts.tokenizer_error is not None:
+        yield facts.tokenizer_error
+    elif data.tokenizer_type is None:
+        if not (data.mock_data and data.vocab_size is not None):
+            yield (
+                "the vocabulary is unknown: give --tokenizer-type (and --tokenizer-model), or --vocab-size together "
+                "with --mock-data"
+            )
+    elif data.tokenizer_type == "NullTokenizer":
+        if data.vocab_size is None:
+            yield "--tokenizer-type NullTokenizer needs --vocab-size; for example --vocab-size 50257"
+    elif data.tokenizer_type != "ByteTokenizer" and data.tokenizer_model is None:
+        yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model, its file or folder"
+
+
+def vocabulary_covers_the_tokenizer(config: Config, facts: Facts) -> Iterator[str]:
+    given, found = config.data.vocab_size, facts.vocab_size
+    if given is not None and found is not None and given < found:
+        yield (
+            f"--vocab-size {given} is below the tokenizer's {found} entries; "
+            f"use --vocab-size {found}, or leave it out"
+        )
+
+
+def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        yield f"--save-interval {checkpoint.save_interval} needs a folder; add --save checkpoints"
+    if checkpoint.exit_on_missing_checkpoint and checkpoint.load is None:
+        yield "--exit-on-missing-checkpoint needs --load, the folder to resume from; add it, or leave the switch out"
+
+
+def wandb_is_installed(config: Config, facts: Facts) -> Iterator[str]:
+    logging = config.logging
+    if logging.wandb_project is not None and not importlib.util.find_spec("wandb"):
+        yield (
+            f"--wandb-project {logging.wandb_project}: the package wandb is not installed; "
+            f"pip install wandb, or leave the flag out"
+        )
+
+
+def profile_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
+    logging = config.logging
+    if logging.profile and not 0 <= logging.profile_step_start < logging.profile_step_end:
+        start = max(logging.profile_step_start, 0)
+        yield (
+            f"--profile-step-start {logging.profile_step_start} is not below --profile-step-end "
+            f"{logging.profile_step_end}; use --profile-step-start {start} --profile-step-end {start + 2}"
+        )
+
+
+def _named(config: Config, names: dict[str, str]) -> Iterator[tuple[str, float]]:
+    for group, listed in names.items():
+        for name in listed.split():
+            value = getattr(getattr(config, group), name)
+            if value is not None:
+                yield name, value
+
+
+def _example_share(name: str) -> str:
+    return {"adam_beta1": "0.9", "adam_beta2": "0.999"}.get(name, "0.1")
+
+
+RULES = (
+    nothing_needed_is_missing,
+    values_are_in_range,
+    there_is_one_source_of_data,
+    blends_are_well_formed,
+    named_files_exist,
+    split_is_shares,
+    tokenizer_is_given,
+    vocabulary_covers_the_tokenizer,
+    saving_has_a_folder,
+    wandb_is_installed,
+    profile_has_a_range,
+)

@@ -1,0 +1,65 @@
+"""Settings that work, for the text of a problem: candidates are tried against the rules that they must meet."""
+
+from collections.abc import Iterable
+
+from megatron_ext.config.resolve import positive
+from megatron_ext.config.schema import Config
+
+
+def listed(values: Iterable[object]) -> str:
+    """`1, 2 or 4`."""
+    words = [str(value) for value in values]
+    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def groups_fit(query_groups: int, tensor_size: int) -> bool:
+    """megatron-core's rule: the query groups are a multiple or a divisor of the tensor-parallel size."""
+    return query_groups % tensor_size == 0 or tensor_size % query_groups == 0
+
+
+def tensor_sizes(config: Config) -> list[int]:
+    """Tensor-parallel sizes that suit the heads, the query groups, the MLP, the sequence and the world size."""
+    model, layout = config.model, config.layout
+    if not positive(model.num_attention_heads):
+        return []
+    return [
+        size
+        for size in range(1, model.num_attention_heads + 1)
+        if model.num_attention_heads % size == 0
+        and (not positive(model.num_query_groups) or groups_fit(model.num_query_groups, size))
+        and (not positive(model.ffn_hidden_size) or model.ffn_hidden_size % size == 0)
+        and (not positive(model.padded_vocab_size) or model.padded_vocab_size % size == 0)
+        and (not layout.sequence_parallel or not positive(model.seq_length) or model.seq_length % size == 0)
+        and _fills_world(layout.world_size, size * layout.pipeline_model_parallel_size)
+    ]
+
+
+def pipeline_sizes(config: Config) -> list[int]:
+    """Pipeline sizes over which the layers and the world size divide, with as many model chunks as now."""
+    model, layout = config.model, config.layout
+    chunks = layout.virtual_pipeline_model_parallel_size
+    if not positive(model.num_layers, chunks):
+        return []
+    return [
+        size
+        for size in range(1, model.num_layers + 1)
+        if model.num_layers % (size * chunks) == 0
+        and (size > 1 or chunks == 1)
+        and _fills_world(layout.world_size, size * layout.tensor_model_parallel_size)
+    ]
+
+
+def nearest_multiples(value: int, of: int) -> list[int]:
+    """The multiples around a value, without 0: (30, 4) -> [28, 32]."""
+    below = value // of * of
+    return [multiple for multiple in (below, below + of) if multiple > 0]
+
+
+def use(flag: str, values: Iterable[object], otherwise: str = "") -> str:
+    """`use --flag 1, 2 or 4`; the fallback where no value works."""
+    values = list(values)
+    return f"use {flag} {listed(values)}" if values else otherwise
+
+
+def _fills_world(world_size: int, model_parallel_size: int) -> bool:
+    return not positive(world_size, model_parallel_size) or world_size % model_parallel_size == 0
