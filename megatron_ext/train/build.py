@@ -11,8 +11,8 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.config.batch import samples_at_iteration
 from megatron_ext.config.schema import Config
-from megatron_ext.data.corpus import build_datasets
-from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.data.loader import BatchLoader, SampleDataset
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
@@ -21,7 +21,7 @@ from megatron_ext.optim.build import build_optimizer, wrap_data_parallel
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.train.gradient_watch import GradientWatch
-from megatron_ext.train.run import Run
+from megatron_ext.train.run import Loaders, Run
 from megatron_ext.train.state import TrainState
 
 
@@ -45,7 +45,6 @@ def build_run(config: Config, device: Device) -> Run:
     optimizer = build_optimizer(wrapped, config, groups)
     core.grad_scale_func = optimizer.scale_loss
     core.finalize_model_grads_func = finalize_model_grads
-    train_loader, valid_loader = build_loaders(config, device, groups)
     return Run(
         config=config,
         device=device,
@@ -55,8 +54,7 @@ def build_run(config: Config, device: Device) -> Run:
         chunks=wrapped,
         optimizer=optimizer,
         gradient_watch=GradientWatch(wrapped),
-        train_loader=train_loader,
-        valid_loader=valid_loader,
+        loaders=build_loaders(config, device, groups),
         state=TrainState(),
     )
 
@@ -91,34 +89,32 @@ def training_samples(config: Config) -> int:
     return samples_at_iteration(config, config.training.train_iters or 0)
 
 
-def build_loaders(
-    config: Config, device: Device, groups: ProcessGroupCollection
-) -> tuple[BatchLoader, BatchLoader | None, int]:
-    """The loaders of training and validation data, and the number of samples of one evaluation."""
-    training = config.training
-    assert config.data.vocab_size is not None
-    train_set, valid_set = build_datasets(config, training_samples(config))
-    loaders = [
-        BatchLoader(
+def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection) -> Loaders:
+    """The loaders of training and validation data. Only the first and the last stage read batches."""
+    training, data = config.training, config.data
+    tokenizer = build_tokenizer(data.tokenizer_type or "NullTokenizer", data.tokenizer_model, data.vocab_size)
+    evaluates = training.eval_interval > 0 and (training.eval_iters > 0 or training.full_validation)
+    wanted = training.eval_iters * training.global_batch_size if evaluates else 0
+    datasets = build_datasets(config, tokenizer, Splits(training_samples(config), wanted, 0), lambda: True)
+    is_middle_stage = 0 < groups.pp.rank() < groups.pp.size() - 1
+
+    def loader(dataset: SampleDataset | None) -> BatchLoader | None:
+        if dataset is None or is_middle_stage:
+            return None
+        return BatchLoader(
             dataset,
-            vocab_size=config.data.vocab_size,
+            vocab_size=tokenizer.vocab_size,
             seq_length=config.model.seq_length,
             micro_batch_size=training.micro_batch_size,
             dp_rank=groups.dp.rank(),
             dp_size=groups.dp.size(),
-            num_workers=config.data.num_workers,
+            num_workers=data.num_workers,
             pin_memory=device.kind == "cuda",
         )
-        for dataset in (train_set, valid_set)
-        if dataset is not None
-    ]
-    if valid_set is None:
-        return loaders[0], None, 0
-    return loaders[0], loaders[1], validation_samples(config, len(valid_set))
 
-
-def validation_samples(config: Config, available: int) -> int:
-    """Samples of one evaluation: --eval-iters global batches, but at most one pass over the `available` ones."""
-    if config.training.full_validation:
-        return available
-    return min(config.training.eval_iters * config.training.global_batch_size, available)
+    available = 0 if datasets.valid is None else len(datasets.valid)
+    return Loaders(
+        train=loader(datasets.train),
+        valid=loader(datasets.valid),
+        validation_samples=available if training.full_validation else min(wanted, available),
+    )

@@ -4,8 +4,9 @@ import math
 
 import torch
 
+from megatron_ext.config.batch import num_microbatches
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import run_schedule
+from megatron_ext.train.step import load, run_schedule
 
 
 def evaluate(run: Run) -> float:
@@ -13,17 +14,14 @@ def evaluate(run: Run) -> float:
 
     The last global batch may be a remainder: it is filled up with samples whose tokens do not count.
     """
-    assert run.valid_loader is not None
-    loader, config = run.valid_loader, run.config
-    samples = run.validation_samples
-    batch = config.training.global_batch_size
-    per_rank = batch // (config.training.micro_batch_size * config.layout.data_parallel_size)
+    batch = run.config.training.global_batch_size
+    samples = run.loaders.validation_samples
     loss_sum, total_tokens = 0.0, 0
     for chunk in run.chunks:
         chunk.eval()
     with run.gathered_parameters(), torch.no_grad():
         for start in range(0, samples, batch):
-            microbatches = loader.global_batch(start, per_rank, end=samples)
+            microbatches = load(run.loaders.valid, start, num_microbatches(run.config, batch), end=samples)
             loss, tokens = run_schedule(run, microbatches, forward_only=True)
             loss_sum += loss * tokens
             total_tokens += tokens

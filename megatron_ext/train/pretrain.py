@@ -19,5 +19,5 @@ def pretrain(config: Config) -> None:
 
     run = build_run(config, here)
     Trainer(run, standard_callbacks(config)).fit()
-    run.close()
+    run.loaders.close()
     groups.destroy()

@@ -18,6 +18,22 @@ from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.state import TrainState
 
 
+@dataclass(frozen=True)
+class Loaders:
+    """Where batches come from. A middle pipeline stage reads none: its loaders are None."""
+
+    train: BatchLoader | None
+    valid: BatchLoader | None
+    validation_samples: int
+    """Samples of one evaluation, known on every stage; 0 when there is no evaluation."""
+
+    def close(self) -> None:
+        """End the background threads."""
+        for loader in (self.train, self.valid):
+            if loader is not None:
+                loader.close()
+
+
 @dataclass
 class Run:
     config: Config
@@ -29,10 +45,7 @@ class Run:
     """The model chunks of this rank, one per virtual stage."""
     optimizer: MegatronOptimizer
     gradient_watch: GradientWatch
-    train_loader: BatchLoader
-    valid_loader: BatchLoader | None
-    validation_samples: int
-    """Samples of one evaluation; 0 when there is none."""
+    loaders: Loaders
     state: TrainState
 
     @property

@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import Batch, for_stage
+from megatron_ext.data.loader import BatchLoader
 from megatron_ext.errors import NumericError
 from megatron_ext.model.loss import token_loss
 from megatron_ext.train.run import Run
@@ -51,9 +52,7 @@ def train_step(run: Run, global_batch: int) -> StepResult:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     run.gradient_watch.reset()
-    microbatches = run.train_loader.global_batch(
-        run.state.consumed_samples, num_microbatches(run.config, global_batch)
-    )
+    microbatches = load(run.loaders.train, run.state.consumed_samples, num_microbatches(run.config, global_batch))
     loss, tokens = run_schedule(run, microbatches, forward_only=False)
     checked = not run.config.training.no_check_for_nan_in_loss_and_grad
     overflow = run.optimizer.prepare_grads()
@@ -72,6 +71,11 @@ def train_step(run: Run, global_batch: int) -> StepResult:
     num_zeros = run.optimizer.count_zeros() if run.config.logging.log_num_zeros_in_grad else None
     run.optimizer.step_with_ready_grads()
     return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros)
+
+
+def load(loader: BatchLoader | None, consumed_samples: int, count: int, end: int | None = None) -> list[Batch]:
+    """The next `count` microbatches of this rank; a stage that reads no data gets as many empty ones."""
+    return [{} for _ in range(count)] if loader is None else loader.global_batch(consumed_samples, count, end)
 
 
 def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> tuple[float, int]:

@@ -84,5 +84,5 @@ def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None) ->
         result = trainer.step()
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
-    validation_loss = evaluate(run) if run.validation_samples else None
+    validation_loss = evaluate(run) if run.loaders.validation_samples else None
     return config, losses, grad_norms, validation_loss, initial, first_gradients
