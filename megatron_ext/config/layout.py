@@ -84,10 +84,7 @@ def chunk_layers(config: Config) -> list[list[range]]:
     size, rest = divmod(config.model.num_layers, stages * chunks)
     assert rest == 0, "validated: the layers divide evenly"
     return [
-        [
-            range((chunk * stages + stage) * size, (chunk * stages + stage + 1) * size)
-            for chunk in range(chunks)
-        ]
+        [range((chunk * stages + stage) * size, (chunk * stages + stage + 1) * size) for chunk in range(chunks)]
         for stage in range(stages)
     ]
 

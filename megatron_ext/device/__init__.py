@@ -7,8 +7,10 @@ answers every question about the device. On the CPU it also adapts megatron-core
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ConfigurationError
@@ -39,6 +41,7 @@ def install(kind: str) -> Device:
         return _current
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise RuntimeError("megatron.core was imported before megatron_ext.device.install()")
+    _quiet_engine()
     if kind == "cpu":
         from megatron_ext.device.adaptation import adapt
         from megatron_ext.device.cpu import CpuDevice
@@ -57,6 +60,13 @@ def install(kind: str) -> Device:
             )
         _current = CudaDevice(local_rank)
     return _current
+
+
+def _quiet_engine() -> None:
+    """Keep the engine's advice to its own developers, repeated by every rank, out of a user's output."""
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
 
 
 def current() -> Device:

@@ -1,5 +1,6 @@
 """From the layout to process groups."""
 
+import os
 from datetime import timedelta
 
 import torch
@@ -17,10 +18,13 @@ def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
     megatron-core's global state has one reader.
     """
     if not torch.distributed.is_initialized():
+        # Without a launcher the program is a group of one, which needs no address to meet at.
+        alone = {} if "RANK" in os.environ else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
         torch.distributed.init_process_group(
             backend=layout.distributed_backend or device.backend,
             timeout=timedelta(minutes=layout.distributed_timeout_minutes),
             device_id=device.torch_device if device.kind == "cuda" else None,
+            **alone,
         )
     interleaved = layout.virtual_pipeline_model_parallel_size > 1
     parallel_state.initialize_model_parallel(

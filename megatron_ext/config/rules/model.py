@@ -82,7 +82,11 @@ def mlp_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
 
 def one_activation(config: Config, facts: Facts) -> Iterator[str]:
     model = config.model
-    switches = [("--swiglu", model.swiglu), ("--squared-relu", model.squared_relu), ("--openai-gelu", model.openai_gelu)]
+    switches = [
+        ("--swiglu", model.swiglu),
+        ("--squared-relu", model.squared_relu),
+        ("--openai-gelu", model.openai_gelu),
+    ]
     given = [flag for flag, on in switches if on]
     if len(given) > 1:
         yield f"{' and '.join(given)} name different activations; keep one of them"

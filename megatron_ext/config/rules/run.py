@@ -145,8 +145,7 @@ def vocabulary_covers_the_tokenizer(config: Config, facts: Facts) -> Iterator[st
     given, found = config.data.vocab_size, facts.vocab_size
     if given is not None and found is not None and given < found:
         yield (
-            f"--vocab-size {given} is below the tokenizer's {found} entries; "
-            f"use --vocab-size {found}, or leave it out"
+            f"--vocab-size {given} is below the tokenizer's {found} entries; use --vocab-size {found}, or leave it out"
         )
 
 

@@ -35,9 +35,7 @@ class Reporting(Callback):
             one (log line, metrics file). The sums are part of the saved state: a resumed run logs the same means.
     """
 
-    def __init__(
-        self, step_sinks: Sequence[Sink], step_interval: int, log_sinks: Sequence[Sink], log_interval: int
-    ):
+    def __init__(self, step_sinks: Sequence[Sink], step_interval: int, log_sinks: Sequence[Sink], log_interval: int):
         self.step_sinks = step_sinks
         self.step_interval = step_interval
         self.log_sinks = log_sinks

@@ -24,4 +24,6 @@ class Validation(Callback):
         state = trainer.run.state
         loss = evaluate(trainer.run)
         self.evaluated_at = state.iteration
-        trainer.report_validation(ValidationMetrics(iteration=state.iteration, consumed_samples=state.consumed_samples, validation_loss=loss))
+        trainer.report_validation(
+            ValidationMetrics(iteration=state.iteration, consumed_samples=state.consumed_samples, validation_loss=loss)
+        )
