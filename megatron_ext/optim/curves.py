@@ -78,7 +78,8 @@ class WeightDecayCurve:
         if style == "constant":
             return cls(optimizer.weight_decay, optimizer.weight_decay, _samples(config), style)
         start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-        assert start is not None and end is not None, "the configuration's rules require both"
+        assert start is not None, "the configuration's rules require it with this style"
+        assert end is not None, "the configuration's rules require it with this style"
         return cls(start, end, _samples(config), style)
 
 

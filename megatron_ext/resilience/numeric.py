@@ -1,0 +1,37 @@
+"""Finding a NaN or an infinity: one fused check, and a search by name only where it fails."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch.nn.utils import get_total_norm
+
+
+class BadTensor(NamedTuple):
+    """The first tensor that is not finite, and how many of its elements are not."""
+
+    name: str
+    nan: int
+    inf: int
+
+
+def first_bad(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> BadTensor | None:
+    """The first of the tensors that holds a NaN or an infinity; None if all are finite.
+
+    Costs one read of the tensors and one wait for the device. Tensors without elements, and of integers, are fine.
+
+    Args:
+        named_tensors: any shapes and devices.
+    """
+    candidates = [(name, tensor) for name, tensor in named_tensors if tensor.is_floating_point() and tensor.numel()]
+    # The largest magnitude carries NaN and infinity along and, unlike a sum, cannot overflow.
+    largest = get_total_norm([tensor for _, tensor in candidates], norm_type=math.inf)
+    if math.isfinite(largest.item()):
+        return None
+    return next(bad for name, tensor in candidates if (bad := _count(name, tensor)) is not None)
+
+
+def _count(name: str, tensor: torch.Tensor) -> BadTensor | None:
+    nan, inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+    return BadTensor(name, nan, inf) if nan or inf else None

@@ -1,0 +1,64 @@
+"""Stopping on request: SIGTERM (what schedulers send before they take a machine away), Ctrl-C, or a stop file."""
+
+import os
+import signal
+from pathlib import Path
+from types import FrameType, TracebackType
+
+
+class SignalWatcher:
+    """Remembers that somebody asked the run to stop; the loop asks between steps, saves and ends.
+
+        with SignalWatcher(stop_file=save / "stop") as watcher:
+            while not watcher.requested:
+                step()
+
+    SIGTERM and the first Ctrl-C only set a flag; a second Ctrl-C interrupts at once, without a save. Must be entered
+    on the main thread. What handled these signals before does so again on leaving.
+
+    Args:
+        stop_file: `touch` it to stop the run; removed when seen, so that the next start is not stopped by it.
+            Give it on one rank only, which tells the others.
+    """
+
+    def __init__(self, stop_file: Path | None = None):
+        self._stop_file = stop_file
+        self._reason: str | None = None
+        self._interrupted = False
+        self._before: dict[signal.Signals, signal._HANDLER] = {}
+        self._process = os.getpid()
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run was asked to stop; once true, it stays true."""
+        if self._reason is None and self._stop_file is not None and self._stop_file.exists():
+            self._stop_file.unlink(missing_ok=True)
+            self._reason = f"the file {self._stop_file}"
+        return self._reason is not None
+
+    @property
+    def reason(self) -> str | None:
+        """Who asked: `SIGTERM`, `SIGINT` or `the file <path>`; None where nobody has."""
+        return self._reason
+
+    def __enter__(self) -> "SignalWatcher":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A forked helper (data loader, checkpoint writer) inherits the handler; its parent means to end it.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+        if self._reason is None:
+            self._reason = signal.Signals(number).name

@@ -1,0 +1,50 @@
+"""Megatron-LM's tags for a step and for an evaluation; TensorBoard and Weights & Biases show the same ones."""
+
+from megatron_ext.telemetry.log_line import perplexity
+from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+
+# Shown against samples too, as `<tag> vs samples`. The rest is about the machine and shown against iterations only.
+_AGAINST_SAMPLES = frozenset(
+    {
+        "learning-rate",
+        "batch-size",
+        "lm loss",
+        "loss-scale",
+        "world-size",
+        "grad-norm",
+        "num-zeros",
+        "params-norm",
+        "lm loss validation",
+        "lm loss validation ppl",
+    }
+)
+
+
+def scalars(metrics: StepMetrics | ValidationMetrics) -> dict[str, float]:
+    """Tag to value, for an axis of iterations; what was not measured is left out. `iteration-time` is in seconds."""
+    if isinstance(metrics, ValidationMetrics):
+        return {
+            "lm loss validation": metrics.validation_loss,
+            "lm loss validation ppl": perplexity(metrics.validation_loss),
+        }
+    values = {
+        "learning-rate": metrics.learning_rate,
+        "batch-size": metrics.global_batch_size,
+        "lm loss": metrics.lm_loss,
+        "loss-scale": metrics.loss_scale,
+        "world-size": metrics.world_size,
+        "grad-norm": metrics.grad_norm,
+        "num-zeros": metrics.num_zeros,
+        "params-norm": metrics.params_norm,
+        "iteration-time": metrics.elapsed_ms / 1000.0,
+        "throughput": metrics.tflops_per_gpu,
+        "mem-allocated-bytes": metrics.allocated_bytes,
+        "mem-max-allocated-bytes": metrics.peak_memory_bytes,
+        "mem-reserved-bytes": metrics.reserved_bytes,
+    }
+    return {tag: value for tag, value in values.items() if value is not None}
+
+
+def scalars_against_samples(metrics: StepMetrics | ValidationMetrics) -> dict[str, float]:
+    """Tag to value, for an axis of consumed samples."""
+    return {f"{tag} vs samples": value for tag, value in scalars(metrics).items() if tag in _AGAINST_SAMPLES}

@@ -1,0 +1,96 @@
+"""TensorBoard, with Megatron-LM's tags.
+
+Resuming removes what lies past the checkpoint from the event files. TensorBoard's own `purge_step` cannot do that here:
+it hides every tag's points from one number on, but some of ours are shown against iterations and some against samples.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import StorageError
+from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.scalars import scalars, scalars_against_samples
+
+
+class TensorBoardWriter:
+    """Writes one event per axis and step, and flushes it."""
+
+    def __init__(self, folder: str | Path, loaded_iteration: int, loaded_samples: int):
+        """Open the folder to go on after a checkpoint: later points in it are removed.
+
+        A fresh start (0 and 0) only hides the points of an earlier run there: nothing of it is deleted.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        # torch.utils.tensorboard takes half a second to import: only for those who ask for it.
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        try:
+            if loaded_iteration:
+                drop_after(Path(folder), loaded_iteration, loaded_samples)
+            self._writer = SummaryWriter(str(folder), purge_step=None if loaded_iteration else 1)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to --tensorboard-dir {folder}: {error.strerror}. "
+                "Free space or fix the permission there, or give another folder."
+            ) from error
+
+    def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
+        self._add(scalars(metrics), metrics.iteration)
+        self._add(scalars_against_samples(metrics), metrics.consumed_samples)
+        self._writer.flush()
+
+    def write_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Show the run's arguments as text, one tag each, as Megatron does."""
+        for name, value in arguments.items():
+            self._writer.add_text(name, str(value))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, values: Mapping[str, float], step: int) -> None:
+        """Add all values in one event: add_scalar's event per value costs a millisecond per training step."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        writer = self._writer.file_writer
+        assert writer is not None, "SummaryWriter opens its file on construction"
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        writer.add_summary(summary, step)
+
+
+def drop_after(folder: Path, iteration: int, samples: int) -> None:
+    """Remove points past `iteration`, or past `samples` for the tags against samples, from every event file.
+
+    A record torn by a kill, and what follows it, goes too: TensorBoard does not read past one.
+    """
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        _rewrite(path, iteration, samples)
+
+
+def _rewrite(path: Path, iteration: int, samples: int) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    temporary = path.with_name("rewritten." + path.name + ".tmp")
+    with temporary.open("wb") as file:
+        writer = RecordWriter(file)
+        for record in _kept(path, iteration, samples):
+            writer.write(record)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _kept(path: Path, iteration: int, samples: int) -> Iterable[bytes]:
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    for record in RawEventFileLoader(str(path)).Load():
+        event = Event.FromString(record)
+        tags = [value.tag for value in event.summary.value]
+        limit = samples if tags and tags[0].endswith(" vs samples") else iteration
+        if event.step <= limit:
+            yield record

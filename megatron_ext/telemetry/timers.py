@@ -1,0 +1,93 @@
+"""Named timers of the parts of a step.
+
+They have the call shape that megatron-core's schedules and optimizers expect of `config.timers`, so that with
+--timing-log-level 1 or 2 the engine itself times what it does:
+
+    timers = Timers(level=1, synchronize=torch.cuda.synchronize)
+    timers("optimizer", log_level=1).start()
+    ...
+    timers("optimizer").stop()
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+
+class Timer:
+    """Adds up the time between `start` and `stop`."""
+
+    def __init__(self, synchronize: Callable[[], None]):
+        self.seconds = 0.0
+        self._synchronize = synchronize
+        self._started: float | None = None
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin. `barrier` is the engine's and ignored: waiting for the others would hide which rank is late."""
+        assert self._started is None, "the timer runs already"
+        self._synchronize()
+        self._started = time.perf_counter()
+
+    def stop(self, barrier: bool = False) -> None:
+        """End; `barrier` as in `start`."""
+        assert self._started is not None, "the timer was not started"
+        self._synchronize()
+        self.seconds += time.perf_counter() - self._started
+        self._started = None
+
+
+class _Idle(Timer):
+    """A timer above the level: costs nothing and waits for nothing."""
+
+    def start(self, barrier: bool = False) -> None:
+        pass
+
+    def stop(self, barrier: bool = False) -> None:
+        pass
+
+
+class Timers:
+    """The timers of one rank, by name.
+
+    Args:
+        level: --timing-log-level; timers of a higher level do nothing.
+        synchronize: waits until the device has done its work; called only around timers that run.
+    """
+
+    def __init__(self, level: int, synchronize: Callable[[], None] = lambda: None):
+        self._level = level
+        self._synchronize = synchronize
+        self._timers: dict[str, Timer] = {}
+        self._idle = _Idle(synchronize)
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        """The timer `name`; the first call, which says its level, makes it."""
+        if name not in self._timers:
+            if log_level is None or log_level > self._level:
+                return self._idle
+            self._timers[name] = Timer(self._synchronize)
+        return self._timers[name]
+
+    def take(self) -> dict[str, float]:
+        """Seconds by name since the last call."""
+        taken = {name: timer.seconds for name, timer in self._timers.items()}
+        for timer in self._timers.values():
+            timer.seconds = 0.0
+        return taken
+
+
+def timers_text(of_ranks: Sequence[Mapping[str, float]], iterations: int) -> str:
+    """Shortest and longest time per iteration over the ranks, in Megatron's layout; "" if nothing was timed.
+
+    Args:
+        of_ranks: what `Timers.take` gave on each rank. A name that some ranks lack (a pipeline stage without an
+            embedding) counts over those that have it.
+        iterations: iterations since the last time.
+    """
+    names = list(dict.fromkeys(name for seconds in of_ranks for name in seconds))
+    if not names:
+        return ""
+    lines = ["(min, max) time across ranks (ms):"]
+    for name in names:
+        times = [1000.0 * seconds[name] / iterations for seconds in of_ranks if name in seconds]
+        lines.append(f"    {name + ' ':.<48}: ({min(times):.2f}, {max(times):.2f})")
+    return "\n".join(lines)

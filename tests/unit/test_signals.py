@@ -1,0 +1,88 @@
+"""Stopping on request, with real signals to real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.resilience.signals import SignalWatcher
+
+LOOP = """
+import sys, time
+from megatron_ext.resilience.signals import SignalWatcher
+with SignalWatcher() as watcher:
+    print("ready", flush=True)
+    while not watcher.requested:
+        time.sleep(0.01)
+    print("stopping:", watcher.reason, flush=True)
+    time.sleep(float(sys.argv[1]))
+print("saved", flush=True)
+"""
+
+
+def start_loop(seconds_after: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", LOOP, str(seconds_after)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_lets_the_loop_finish(name: str):
+    process = start_loop(0)
+    process.send_signal(getattr(signal, name))
+    assert process.communicate(timeout=20)[0] == f"stopping: {name}\nsaved\n"
+    assert process.returncode == 0
+
+
+def test_a_second_ctrl_c_interrupts_and_a_second_sigterm_does_not():
+    process = start_loop(30)
+    assert process.stdout is not None
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "stopping: SIGTERM\n"
+    for repeated in (signal.SIGTERM, signal.SIGINT):
+        process.send_signal(repeated)
+        time.sleep(0.1)
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=20)
+    assert output == ""
+    assert errors.endswith("KeyboardInterrupt\n")
+
+
+def test_handlers_are_restored():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with SignalWatcher() as watcher:
+        assert signal.getsignal(signal.SIGTERM) not in before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert not watcher.requested
+    assert watcher.reason is None
+
+
+def test_a_forked_helper_is_ended_by_sigterm():
+    with SignalWatcher() as watcher:
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(0.05)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert not watcher.requested
+
+
+def test_a_stop_file_stops_this_run_and_not_the_next(tmp_path: Path):
+    file = tmp_path / "stop"
+    watcher = SignalWatcher(stop_file=file)
+    assert not watcher.requested
+    file.touch()
+    assert watcher.requested
+    assert watcher.reason == f"the file {file}"
+    assert watcher.requested
+    assert not file.exists()
+    assert not SignalWatcher(stop_file=file).requested

@@ -1,0 +1,86 @@
+"""TensorBoard's event files, read back by TensorBoard."""
+
+from pathlib import Path
+
+from samples import step
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.tensorboard import TensorBoardWriter
+
+GOLDEN = (Path(__file__).parents[1] / "golden" / "tensorboard_tags.txt").read_text().split("\n")[:-1]
+
+
+def at(iteration: int, lm_loss: float) -> StepMetrics:
+    return step(iteration=iteration, consumed_samples=16 * iteration, lm_loss=lm_loss)
+
+
+def write(folder: Path, steps: list[StepMetrics | ValidationMetrics], loaded: int = 0) -> None:
+    writer = TensorBoardWriter(folder, loaded, 16 * loaded)
+    for metrics in steps:
+        writer.write(metrics)
+    writer.close()
+
+
+def read(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def points(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_the_tags_are_the_pinned_ones(tmp_path: Path):
+    full = step(iteration=10, num_zeros=3, params_norm=5.0)
+    write(tmp_path, [full, ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=2.0)])
+    assert sorted(read(tmp_path).Tags()["scalars"]) == GOLDEN
+
+
+def test_values_and_both_axes(tmp_path: Path):
+    write(tmp_path, [at(1, 4.5), at(2, 4.25)])
+    events = read(tmp_path)
+    assert points(events, "lm loss") == [(1, 4.5), (2, 4.25)]
+    assert points(events, "lm loss vs samples") == [(16, 4.5), (32, 4.25)]
+    assert points(events, "mem-reserved-bytes") == [(1, 2000.0), (2, 2000.0)]
+    assert "num-zeros" not in events.Tags()["scalars"]
+
+
+def test_resuming_removes_later_points_on_both_axes_and_nothing_else(tmp_path: Path):
+    write(tmp_path, [at(i, i) for i in range(1, 7)])
+    write(tmp_path, [at(i, 10 * i) for i in range(4, 7)], loaded=3)
+    write(tmp_path, [at(i, 100 * i) for i in range(6, 8)], loaded=5)
+    values = [1.0, 2.0, 3.0, 40.0, 50.0, 600.0, 700.0]
+    events = read(tmp_path)
+    assert points(events, "lm loss") == list(zip(range(1, 8), values, strict=True))
+    assert points(events, "lm loss vs samples") == list(zip(range(16, 128, 16), values, strict=True))
+
+
+def test_a_fresh_start_shows_only_its_own_points_and_deletes_nothing(tmp_path: Path):
+    write(tmp_path, [at(i, i) for i in range(1, 5)])
+    (earlier,) = tmp_path.iterdir()
+    content = earlier.read_bytes()
+    write(tmp_path, [at(1, 10.0)])
+    events = read(tmp_path)
+    assert points(events, "lm loss") == [(1, 10.0)]
+    assert points(events, "lm loss vs samples") == [(16, 10.0)]
+    assert earlier.read_bytes() == content
+
+
+def test_a_torn_record_does_not_hide_what_is_written_after_resuming(tmp_path: Path):
+    write(tmp_path, [at(1, 1.0), at(2, 2.0)])
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-5])
+    write(tmp_path, [at(3, 3.0)], loaded=2)
+    assert points(read(tmp_path), "lm loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
+
+
+def test_arguments_are_shown_as_text(tmp_path: Path):
+    writer = TensorBoardWriter(tmp_path, 0, 0)
+    writer.write_arguments({"num_layers": 4, "data_path": ("a", "b")})
+    writer.close()
+    events = read(tmp_path)
+    text = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0] for tag in events.Tags()["tensors"]}
+    assert text == {"num_layers/text_summary": b"4", "data_path/text_summary": b"('a', 'b')"}

@@ -1,0 +1,51 @@
+"""Weights & Biases, with a recording stand-in for the package: the real one sends to a server."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from samples import step
+
+from megatron_ext.config.schema import LoggingConfig
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.telemetry.metrics import ValidationMetrics
+from megatron_ext.telemetry.wandb import WandbWriter
+
+STAND_IN = """
+calls = []
+class Run:
+    def log(self, values, step): calls.append(["log", step, values])
+    def finish(self): calls.append(["finish"])
+def init(**options):
+    calls.append(["init", options])
+    return Run()
+"""
+OPTIONS = LoggingConfig(wandb_project="p", wandb_exp_name="n", wandb_save_dir="d")
+
+
+def test_the_calls_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "wandb.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    writer = WandbWriter(OPTIONS, {"seed": 1})
+    writer.write(step(lm_loss=2.5))
+    writer.write(ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=0.0))
+    writer.close()
+
+    start, train, validation, end = sys.modules.pop("wandb").calls
+    assert start == ["init", {"project": "p", "name": "n", "entity": None, "dir": "d", "config": {"seed": 1}}]
+    assert train[:2] == ["log", 10]
+    assert json.loads(json.dumps(train[2])).items() >= {"lm loss": 2.5, "samples vs steps": 160}.items()
+    assert validation == [
+        "log",
+        10,
+        {"lm loss validation": 0.0, "lm loss validation ppl": 1.0, "samples vs steps": 160},
+    ]
+    assert end == ["finish"]
+
+
+def test_a_missing_package_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigurationError, match=r"--wandb-project p needs the wandb package.*pip install wandb"):
+        WandbWriter(OPTIONS, {})
