@@ -146,9 +146,10 @@ def device_is_there(config: Config, facts: Facts) -> Iterator[str]:
     device, backend = config.layout.device, config.layout.distributed_backend
     if device == "cuda" and not facts.cuda_available:
         yield "--device cuda, but this machine shows no NVIDIA GPU; use --device cpu"
+        return
     on_cpu = device == "cpu" or (device == "auto" and not facts.cuda_available)
     if backend == "nccl" and on_cpu:
-        yield f"--distributed-backend nccl works on GPUs alone, but --device is {device} without one; use gloo"
+        yield f"--distributed-backend nccl works on GPUs alone, but --device is {device} without one; use --distributed-backend gloo"
     if backend == "gloo" and not on_cpu:
         yield (
             f"--distributed-backend gloo serves CPU processes, but --device is {device} and there is a GPU; "

@@ -33,7 +33,9 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
         yield f"{given} must be three positive integers: start batch, increment, samples; for example 8 8 1000"
         return
     start, increment, _ = rampup
-    at_once = _samples_at_once(config) or 1
+    # Interleaving needs whole rounds of microbatches at every batch size on the way.
+    rounds = _microbatches_per_round(config)
+    at_once = (_samples_at_once(config) or 1) * rounds
     if positive(full) and start >= full:
         yield f"{given} starts at {start}, not below --global-batch-size {full}; use a smaller start, or leave it out"
     elif positive(full) and (full - start) % increment:
@@ -45,7 +47,7 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
         )
     if start % at_once or increment % at_once:
         yield (
-            f"{given}: start {start} and increment {increment} must be multiples of {_at_once_text(config)}; "
+            f"{given}: start {start} and increment {increment} must be multiples of {_at_once_text(config, rounds)}; "
             f"use multiples of {at_once}, for example {at_once} {at_once} {rampup[2]}"
         )
 
@@ -211,11 +213,18 @@ def _samples_at_once(config: Config) -> int | None:
     return micro * (layout.world_size // model_size)
 
 
-def _at_once_text(config: Config) -> str:
+def _microbatches_per_round(config: Config) -> int:
+    """Microbatches that one round of the schedule takes: with interleaving as many as there are stages."""
+    layout = config.layout
+    return layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
+
+
+def _at_once_text(config: Config, rounds: int = 1) -> str:
     micro, at_once = config.training.micro_batch_size, _samples_at_once(config)
     if not at_once:
         return f"--micro-batch-size {micro} x data-parallel size"
-    return f"--micro-batch-size {micro} x data-parallel size {at_once // micro} = {at_once}"
+    stages = f" x --pipeline-model-parallel-size {rounds}" if rounds > 1 else ""
+    return f"--micro-batch-size {micro} x data-parallel size {at_once // micro}{stages} = {at_once * rounds}"
 
 
 RULES = (

@@ -1,0 +1,108 @@
+"""What `--dry-run` prints: the layout rank by rank, and the sizes of model, batch and run."""
+
+from megatron_ext.config.flops import count_parameters, flops_per_token, parameters_per_rank, state_bytes_per_parameter
+from megatron_ext.config.layout import (
+    axis_sizes,
+    batch_phases,
+    chunk_layers,
+    coordinates,
+    num_microbatches,
+    rank_of,
+    training_steps,
+)
+from megatron_ext.config.schema import Config
+
+_MOST_RANKS_LISTED = 64
+
+
+def describe(config: Config) -> str:
+    """The report on a validated configuration."""
+    sections = [_formula(config), _model(config), _stages(config), _batch(config), _run(config), _ranks(config)]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _formula(config: Config) -> list[str]:
+    sizes = axis_sizes(config.layout)
+    switches = [
+        ("sequence parallel", config.layout.sequence_parallel),
+        ("distributed optimizer", config.layout.use_distributed_optimizer),
+        ("overlapped gradient reduction", config.layout.overlap_grad_reduce),
+        ("overlapped parameter gathering", config.layout.overlap_param_gather),
+    ]
+    lines = [f"world size {config.layout.world_size} = TP {sizes.tp} x PP {sizes.pp} x CP {sizes.cp} x DP {sizes.dp}"]
+    given = [name for name, on in switches if on]
+    if given:
+        lines.append("with " + ", ".join(given))
+    return lines
+
+
+def _model(config: Config) -> list[str]:
+    count = count_parameters(config)
+    padding = config.model.padded_vocab_size - (config.data.vocab_size or config.model.padded_vocab_size)
+    return [
+        f"parameters           {count.total:,} ({count.without_embeddings:,} without embeddings and output layer)",
+        f"vocabulary           {config.model.padded_vocab_size:,} rows, {padding:,} of them padding",
+        f"FLOPs per token      {flops_per_token(config):,} (forward and backward, causal attention)",
+    ]
+
+
+def _stages(config: Config) -> list[str]:
+    per_rank = parameters_per_rank(config)
+    bytes_each = state_bytes_per_parameter(config)
+    lines = ["stage  layers                          parameters per rank  weights + gradients + optimizer per rank"]
+    for stage, chunks in enumerate(chunk_layers(config)):
+        layers = " ".join(_layer_range(chunk) for chunk in chunks)
+        memory = _bytes(per_rank[stage] * bytes_each)
+        lines.append(f"{stage:5d}  {layers:<30}  {per_rank[stage]:>19,}  {memory} ({bytes_each:g} bytes a parameter)")
+    return lines
+
+
+def _batch(config: Config) -> list[str]:
+    training, data_size = config.training, config.layout.data_parallel_size
+    lines = [
+        f"micro batch          {training.micro_batch_size} samples of {config.model.seq_length:,} tokens",
+        f"microbatches         {num_microbatches(config)} per rank and step",
+        f"effective batch      {training.micro_batch_size} x {num_microbatches(config)} x DP {data_size} = "
+        f"{training.global_batch_size:,} samples (TP, CP and PP do not count)",
+        f"tokens per step      {training.global_batch_size * config.model.seq_length:,}",
+    ]
+    stages = config.layout.pipeline_model_parallel_size
+    if stages > 1:
+        useful = config.layout.virtual_pipeline_model_parallel_size * num_microbatches(config)
+        lines.append(f"pipeline bubble      {(stages - 1) / (useful + stages - 1):.1%} of the time, (p-1)/(v*m+p-1)")
+    return lines
+
+
+def _run(config: Config) -> list[str]:
+    phases = batch_phases(config)
+    samples = sum(phase.steps * phase.global_batch_size for phase in phases)
+    tokens = samples * config.model.seq_length
+    lines = [f"run                  {training_steps(config):,} steps, {samples:,} samples, {tokens:,} tokens"]
+    if config.training.rampup_batch_size is not None:
+        lines.append(f"batch ramp-up        from {phases[0].global_batch_size} in {len(phases)} phases")
+    return lines
+
+
+def _ranks(config: Config) -> list[str]:
+    layout, world = config.layout, config.layout.world_size
+    if world <= _MOST_RANKS_LISTED:
+        return ["rank  (tp, cp, dp, pp)", *(f"{rank:4d}  {tuple(coordinates(layout, rank))}" for rank in range(world))]
+    lines = ["stage  ranks          rank: (tp, cp, dp, pp)"]
+    per_stage = world // layout.pipeline_model_parallel_size
+    for stage in range(layout.pipeline_model_parallel_size):
+        first = rank_of(layout, coordinates(layout, 0)._replace(pp=stage))
+        some = ", ".join(f"{rank}: {tuple(coordinates(layout, rank))}" for rank in range(first, first + 3))
+        span = f"{first}-{first + per_stage - 1}"
+        lines.append(f"{stage:5d}  {span:<13}  {some}, ...")
+    return lines
+
+
+def _layer_range(layers: range) -> str:
+    return f"{layers.start}" if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count / 1e3:.2f} kB"
