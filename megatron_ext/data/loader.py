@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+import torch
+
 from megatron_ext.data.batch import Batch, collate, padding_sample
 from megatron_ext.data.sampler import microbatch_sample_ids
 from megatron_ext.errors import DataError, TrainingError
@@ -37,6 +39,8 @@ class BatchLoader:
         micro_batch_size: samples in one microbatch of this rank.
         dp_rank: this data-parallel rank.
         dp_size: number of data-parallel ranks.
+        is_first_stage: this rank's pipeline stage reads tokens and positions.
+        is_last_stage: it reads labels and the loss mask. A stage between them gets empty batches, and reads nothing.
         num_workers: background threads; 0 loads when asked.
         pin_memory: put the batches into page-locked memory, for copies to a GPU that overlap with computation.
         describe: where a sample comes from, for error texts.
@@ -51,16 +55,19 @@ class BatchLoader:
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
+        is_first_stage: bool = True,
+        is_last_stage: bool = True,
         num_workers: int = 0,
         pin_memory: bool = False,
         describe: Callable[[int], str] = lambda index: f"sample {index}",
     ):
-        self._dataset = dataset
+        self.dataset = dataset
         self._vocab_size = vocab_size
         self._padding = padding_sample(seq_length)
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
         self._dp_size = dp_size
+        self._stage = {"is_first_stage": is_first_stage, "is_last_stage": is_last_stage}
         self._pin_memory = pin_memory
         self._describe = describe
         self._threads = _Threads(num_workers) if num_workers > 0 else None
@@ -76,7 +83,7 @@ class BatchLoader:
             end: first sample past the end, for an evaluation; places from there on hold padding with loss mask zero.
 
         Returns:
-            For each microbatch: tokens, labels, position_ids (int64) and loss_mask (float32), [micro_batch, seq].
+            The microbatches in order, each of [micro_batch, seq].
 
         Raises:
             DataError: a sample cannot be read, or holds a token id outside the vocabulary.
@@ -87,7 +94,7 @@ class BatchLoader:
         current = self._pending if wanted == self._expected else self._submit(*wanted)
         following = consumed_samples + num_microbatches * self._micro_batch_size * self._dp_size
         self._expected, self._pending = None, []
-        if following < (len(self._dataset) if end is None else end):
+        if following < (len(self.dataset) if end is None else end):
             self._expected = (following, num_microbatches, end)
             self._pending = self._submit(*self._expected)
         return [future.result() for future in current]
@@ -105,6 +112,8 @@ class BatchLoader:
         ]
 
     def _load(self, consumed_samples: int, microbatch: int, end: int | None) -> Batch:
+        if not any(self._stage.values()):
+            return Batch()
         ids = microbatch_sample_ids(
             consumed_samples,
             microbatch,
@@ -113,25 +122,29 @@ class BatchLoader:
             dp_size=self._dp_size,
             end=end,
         )
-        batch = collate([self._padding if index is None else self._read(index) for index in ids])
-        for name in ("tokens", "labels"):
-            wrong = (batch[name] < 0) | (batch[name] >= self._vocab_size)
-            if wrong.any():
-                row, column = wrong.nonzero()[0].tolist()
-                index = ids[row]
-                assert index is not None
-                raise DataError(
-                    f"{self._describe(index)}: token id {int(batch[name][row, column])} at position {column} is "
-                    f"outside the vocabulary of {self._vocab_size}. Was the data made with another tokenizer than "
-                    "--tokenizer-type and --tokenizer-model name? Run tools/preprocess_data.py with this one"
-                )
-        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
+        batch = collate([self._padding if index is None else self._read(index) for index in ids], **self._stage)
+        for values in (batch.tokens, batch.labels):
+            if values is not None:
+                self._check_range(values, ids)
+        return batch.pin_memory() if self._pin_memory else batch
+
+    def _check_range(self, values: torch.Tensor, ids: list[int | None]) -> None:
+        wrong = (values < 0) | (values >= self._vocab_size)
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            index = ids[row]
+            assert index is not None
+            raise DataError(
+                f"{self._describe(index)}: token id {int(values[row, column])} at position {column} is outside the "
+                f"vocabulary of {self._vocab_size}. Was the data made with another tokenizer than --tokenizer-type and "
+                "--tokenizer-model name? Run tools/preprocess_data.py with this one"
+            )
 
     def _read(self, index: int) -> Mapping[str, Any]:
-        if index >= len(self._dataset):
-            raise DataError(f"sample {index} was asked of a dataset of {len(self._dataset)} samples")
+        if index >= len(self.dataset):
+            raise DataError(f"sample {index} was asked of a dataset of {len(self.dataset)} samples")
         try:
-            return self._dataset[index]
+            return self.dataset[index]
         except TrainingError:
             raise
         except Exception as error:
