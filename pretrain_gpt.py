@@ -5,32 +5,28 @@ import os
 import sys
 from collections.abc import Sequence
 
+from megatron_ext.resilience.report import RunStatus, end_process, run_guarded
+from megatron_ext.train.configure import configure
 
-def main(argv: Sequence[str]) -> int:
-    """Configure, then train. Returns the exit code (megatron_ext/errors.py)."""
-    from megatron_ext.resilience.report import run_guarded
-    from megatron_ext.train.configure import configure
 
-    rank = int(os.environ.get("RANK", "0"))
-    configured = None
+def main(argv: Sequence[str], status: RunStatus) -> int:
+    """Configure, then train. Nothing heavy is imported before the flags are known to be right."""
+    configured = configure(argv)
+    config = configured.config
+    status.save = config.checkpoint.save
+    for warning in configured.typed.warnings if status.rank == 0 else ():
+        print(f"warning: {warning}", file=sys.stderr)
+    if configured.typed.dry_run:
+        from megatron_ext.config.report import describe
 
-    def run() -> int:
-        nonlocal configured
-        configured = configure(argv)
-        for warning in configured.typed.warnings if rank == 0 else ():
-            print(f"warning: {warning}", file=sys.stderr)
-        if configured.typed.dry_run:
-            from megatron_ext.config.report import describe
-
-            print(describe(configured.config))
-            return 0
-        from megatron_ext.train.pretrain import pretrain
-
-        pretrain(configured.config)
+        print(describe(config))
         return 0
+    from megatron_ext.train.pretrain import pretrain
 
-    return run_guarded(run, rank)
+    pretrain(config, status)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_status = RunStatus(rank=int(os.environ.get("RANK", "0")))
+    end_process(run_guarded(lambda: main(sys.argv[1:], run_status), run_status))

@@ -4,7 +4,7 @@ Floats are written by `repr`, so they read back to the same double. NaN and infi
 `Infinity` and `-Infinity`: strict JSON has no such numbers, but Python's `json` reads them back as they were.
 
     with MetricsFile("out/metrics.jsonl", loaded_iteration=0) as file:
-        file.append(step_metrics)
+        file.write(step_metrics)
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class MetricsFile:
         except OSError as error:
             raise _storage_error("open", self.path, error) from error
 
-    def append(self, metrics: StepMetrics | ValidationMetrics) -> None:
+    def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
         """Write one row.
 
         Raises:

@@ -90,17 +90,15 @@ def training_samples(config: Config) -> int:
 
 
 def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection) -> Loaders:
-    """The loaders of training and validation data. Only the first and the last stage read batches."""
+    """The loaders of training and validation data."""
     training, data = config.training, config.data
     tokenizer = build_tokenizer(data.tokenizer_type or "NullTokenizer", data.tokenizer_model, data.vocab_size)
     evaluates = training.eval_interval > 0 and (training.eval_iters > 0 or training.full_validation)
     wanted = training.eval_iters * training.global_batch_size if evaluates else 0
     datasets = build_datasets(config, tokenizer, Splits(training_samples(config), wanted, 0), lambda: True)
-    is_middle_stage = 0 < groups.pp.rank() < groups.pp.size() - 1
+    assert datasets.train is not None
 
-    def loader(dataset: SampleDataset | None) -> BatchLoader | None:
-        if dataset is None or is_middle_stage:
-            return None
+    def loader(dataset: SampleDataset) -> BatchLoader:
         return BatchLoader(
             dataset,
             vocab_size=tokenizer.vocab_size,
@@ -108,6 +106,8 @@ def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection
             micro_batch_size=training.micro_batch_size,
             dp_rank=groups.dp.rank(),
             dp_size=groups.dp.size(),
+            is_first_stage=groups.pp.rank() == 0,
+            is_last_stage=groups.pp.rank() == groups.pp.size() - 1,
             num_workers=data.num_workers,
             pin_memory=device.kind == "cuda",
         )
@@ -115,6 +115,6 @@ def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection
     available = 0 if datasets.valid is None else len(datasets.valid)
     return Loaders(
         train=loader(datasets.train),
-        valid=loader(datasets.valid),
+        valid=None if datasets.valid is None else loader(datasets.valid),
         validation_samples=available if training.full_validation else min(wanted, available),
     )

@@ -6,7 +6,7 @@ import torch
 
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import load, run_schedule
+from megatron_ext.train.step import run_schedule
 
 
 def evaluate(run: Run) -> float:
@@ -16,12 +16,13 @@ def evaluate(run: Run) -> float:
     """
     batch = run.config.training.global_batch_size
     samples = run.loaders.validation_samples
+    assert run.loaders.valid is not None, "there is validation data"
     loss_sum, total_tokens = 0.0, 0
     for chunk in run.chunks:
         chunk.eval()
     with run.gathered_parameters(), torch.no_grad():
         for start in range(0, samples, batch):
-            microbatches = load(run.loaders.valid, start, num_microbatches(run.config, batch), end=samples)
+            microbatches = run.loaders.valid.global_batch(start, num_microbatches(run.config, batch), end=samples)
             loss, tokens = run_schedule(run, microbatches, forward_only=True)
             loss_sum += loss * tokens
             total_tokens += tokens

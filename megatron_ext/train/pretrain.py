@@ -2,22 +2,29 @@
 
 from megatron_ext import device
 from megatron_ext.config.schema import Config
+from megatron_ext.resilience import exit_record
+from megatron_ext.resilience.report import RunStatus
+from megatron_ext.resilience.signals import SignalWatcher
 
 
-def pretrain(config: Config) -> None:
-    """Train as `config` says, on this rank.
+def pretrain(config: Config, status: RunStatus) -> None:
+    """Train as `config` says, on this rank. `status` is kept up to date for the report of a failure.
 
     Raises:
         TrainingError: whatever ends the run before its planned end.
     """
+    if config.checkpoint.save is not None and status.rank == 0:
+        exit_record.clear(config.checkpoint.save)
     here = device.install(config.layout.device)
     # Only now may megatron-core be imported.
     from megatron_ext.parallel import groups
     from megatron_ext.train.build import build_run
-    from megatron_ext.train.callbacks.standard import standard_callbacks
+    from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
     from megatron_ext.train.trainer import Trainer
 
     run = build_run(config, here)
-    Trainer(run, standard_callbacks(config)).fit()
+    # One rank watches the stop file and tells the others at the end of a step.
+    with SignalWatcher(stop_file(config) if status.rank == 0 else None) as signals:
+        Trainer(run, standard_callbacks(run, signals, status)).fit()
     run.loaders.close()
     groups.destroy()

@@ -20,12 +20,12 @@ from megatron_ext.train.state import TrainState
 
 @dataclass(frozen=True)
 class Loaders:
-    """Where batches come from. A middle pipeline stage reads none: its loaders are None."""
+    """Where batches come from."""
 
-    train: BatchLoader | None
+    train: BatchLoader
     valid: BatchLoader | None
     validation_samples: int
-    """Samples of one evaluation, known on every stage; 0 when there is no evaluation."""
+    """Samples of one evaluation; 0 when there is none."""
 
     def close(self) -> None:
         """End the background threads."""

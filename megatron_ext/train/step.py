@@ -12,8 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.schema import Config
-from megatron_ext.data.batch import Batch, for_stage
-from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.batch import Batch
 from megatron_ext.errors import NumericError
 from megatron_ext.model.loss import token_loss
 from megatron_ext.train.run import Run
@@ -52,7 +51,9 @@ def train_step(run: Run, global_batch: int) -> StepResult:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     run.gradient_watch.reset()
-    microbatches = load(run.loaders.train, run.state.consumed_samples, num_microbatches(run.config, global_batch))
+    microbatches = run.loaders.train.global_batch(
+        run.state.consumed_samples, num_microbatches(run.config, global_batch)
+    )
     loss, tokens = run_schedule(run, microbatches, forward_only=False)
     checked = not run.config.training.no_check_for_nan_in_loss_and_grad
     overflow = run.optimizer.prepare_grads()
@@ -73,11 +74,6 @@ def train_step(run: Run, global_batch: int) -> StepResult:
     return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros)
 
 
-def load(loader: BatchLoader | None, consumed_samples: int, count: int, end: int | None = None) -> list[Batch]:
-    """The next `count` microbatches of this rank; a stage that reads no data gets as many empty ones."""
-    return [{} for _ in range(count)] if loader is None else loader.global_batch(consumed_samples, count, end)
-
-
 def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> tuple[float, int]:
     """Run megatron-core's schedule over `microbatches` on every stage.
 
@@ -88,7 +84,7 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
     config = run.config
     reports = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))(
         forward_step_func=_forward_step,
-        data_iterator=[_on_device(run, microbatches) for _ in run.chunks],
+        data_iterator=[(batch.to(run.device.torch_device) for batch in microbatches) for _ in run.chunks],
         model=run.chunks,
         num_microbatches=len(microbatches),
         seq_length=config.model.seq_length,
@@ -113,18 +109,11 @@ def _virtual_size(config: Config) -> int | None:
     return size if size > 1 else None
 
 
-def _on_device(run: Run, microbatches: list[Batch]) -> Iterator[Batch]:
-    """What this stage reads of each microbatch, moved just before it is needed."""
-    for batch in microbatches:
-        needed = for_stage(batch, is_first=run.is_first_stage, is_last=run.is_last_stage)
-        yield {name: tensor.to(run.device.torch_device, non_blocking=True) for name, tensor in needed.items()}
-
-
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """megatron-core's forward_step_func: run one model chunk on its next microbatch."""
     batch = next(batches)
-    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
-    return output, partial(token_loss, batch.get("loss_mask"))
+    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
+    return output, partial(token_loss, batch.loss_mask)
 
 
 def _numeric_error(run: Run, what: str) -> NumericError:

@@ -103,9 +103,7 @@ def test_catalogue_is_the_model(layout: str, model: str, whole_model: Any) -> No
                 sequence_parallel=parameter.sequence_parallel and config.layout.sequence_parallel,
                 dtype="torch.float32",
                 shard_hash=_hash(
-                    _shard(
-                        whole_model[model][0][parameter.name], parameter.tp_dim, parameter.tp_stride, tp_rank, tp
-                    )
+                    _shard(whole_model[model][0][parameter.name], parameter.tp_dim, parameter.tp_stride, tp_rank, tp)
                 ),
             )
             for parameter in parameters(config)

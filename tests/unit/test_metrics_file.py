@@ -29,7 +29,7 @@ CONTRACT = {
 def write(path: Path, first: int, last: int, loaded: int = 0) -> None:
     with MetricsFile(path, loaded) as file:
         for iteration in range(first, last + 1):
-            file.append(step(iteration=iteration, lm_loss=1.0 / iteration))
+            file.write(step(iteration=iteration, lm_loss=1.0 / iteration))
 
 
 def iterations(path: Path) -> list[int]:
@@ -41,7 +41,7 @@ def test_floats_read_back_to_the_same_double(tmp_path: Path):
     values = [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, math.pi, math.inf, -math.inf, math.nan]
     with MetricsFile(path, 0) as file:
         for value in values:
-            file.append(step(lm_loss=value))
+            file.write(step(lm_loss=value))
     read = [row["lm_loss"] for row in read_rows(path)]
     assert [struct.pack("d", value) for value in read] == [struct.pack("d", value) for value in values]
 
@@ -49,8 +49,8 @@ def test_floats_read_back_to_the_same_double(tmp_path: Path):
 def test_rows_hold_the_fields_of_the_contract(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path, 0) as file:
-        file.append(step(grad_norm=None))
-        file.append(ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=2.5))
+        file.write(step(grad_norm=None))
+        file.write(ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=2.5))
     train, validation = read_rows(path)
     assert set(train) >= CONTRACT
     assert train["grad_norm"] is None
@@ -60,7 +60,7 @@ def test_rows_hold_the_fields_of_the_contract(tmp_path: Path):
 def test_each_row_is_in_the_file_before_the_next_step(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
-    file.append(step(iteration=1))
+    file.write(step(iteration=1))
     assert iterations(path) == [1]
     file.close()
 
@@ -108,7 +108,7 @@ def test_a_refused_write_is_a_storage_error(tmp_path: Path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
         with pytest.raises(StorageError, match=r"metrics\.jsonl: File too large.*--metrics-file"):
-            file.append(step())
+            file.write(step())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

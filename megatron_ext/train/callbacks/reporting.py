@@ -9,7 +9,7 @@ from megatron_ext.config.flops import flops_per_token
 from megatron_ext.config.layout import training_steps
 from megatron_ext.optim.curves import learning_rate, weight_decay
 from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
-from megatron_ext.telemetry.throughput import mfu, tflops_per_gpu
+from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.norms import parameters_norm
 from megatron_ext.train.step import StepResult
@@ -19,9 +19,7 @@ from megatron_ext.train.trainer import Trainer
 class Sink(Protocol):
     """Somewhere that metrics go. Only the last rank has any."""
 
-    def step(self, metrics: StepMetrics) -> None: ...
-
-    def validation(self, metrics: ValidationMetrics) -> None: ...
+    def write(self, metrics: StepMetrics | ValidationMetrics) -> None: ...
 
     def close(self) -> None: ...
 
@@ -62,9 +60,9 @@ class Reporting(Callback):
         if trainer.run.is_last_rank:
             metrics = self._metrics(trainer, result, norm)
             for sink in self.step_sinks if to_steps else ():
-                sink.step(dataclasses.replace(metrics, lm_loss=result.loss, elapsed_ms=1000.0 * seconds))
+                sink.write(dataclasses.replace(metrics, lm_loss=result.loss, elapsed_ms=1000.0 * seconds))
             for sink in self.log_sinks if to_log else ():
-                sink.step(metrics)
+                sink.write(metrics)
         if to_log:
             state.start_interval()
             self._interval_seconds = 0.0
@@ -72,7 +70,7 @@ class Reporting(Callback):
 
     def on_validation(self, trainer: Trainer, metrics: ValidationMetrics) -> None:
         for sink in (*self.step_sinks, *self.log_sinks):
-            sink.validation(metrics)
+            sink.write(metrics)
 
     def on_end(self, trainer: Trainer) -> None:
         for sink in (*self.step_sinks, *self.log_sinks):
@@ -99,7 +97,7 @@ class Reporting(Callback):
             elapsed_ms=1000.0 * self._interval_seconds / self._interval_steps,
             tokens_per_second=tokens_per_second,
             tflops_per_gpu=tflops,
-            mfu=mfu(tflops, run.device.model_name),
+            mfu=model_flops_utilization(tflops, run.device.model_name),
             peak_memory_bytes=memory.max_allocated,
             allocated_bytes=memory.allocated,
             reserved_bytes=memory.reserved,

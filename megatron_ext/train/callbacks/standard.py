@@ -1,1 +1,82 @@
 """The callbacks that the flags ask for, in the order in which they hear of a step."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.resilience.report import RunStatus
+from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.telemetry.console import Console
+from megatron_ext.telemetry.jsonl import MetricsFile
+from megatron_ext.telemetry.profiler import StepProfiler
+from megatron_ext.telemetry.tensorboard import TensorBoardWriter
+from megatron_ext.telemetry.wandb import WandbWriter
+from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.callbacks.profiling import Profiling
+from megatron_ext.train.callbacks.reporting import Reporting, Sink
+from megatron_ext.train.callbacks.status import Status
+from megatron_ext.train.callbacks.stopping import Stopping
+from megatron_ext.train.callbacks.validation import Validation
+from megatron_ext.train.run import Run
+
+
+def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> list[Callback]:
+    """Report first, so that a step is on record before anything that follows it can fail; stop last.
+
+    Call it when the state is loaded: the files of an earlier run are cut back to the loaded iteration.
+
+    Raises:
+        StorageError: a file cannot be opened.
+        ConfigurationError: --wandb-project without the wandb package.
+    """
+    config = run.config
+    callbacks: list[Callback] = [
+        Status(status),
+        Profiling(StepProfiler.from_config(config, run.rank)),
+        Reporting(
+            _step_sinks(run), config.logging.tensorboard_log_interval, _log_sinks(run), config.logging.log_interval
+        ),
+    ]
+    if run.loaders.validation_samples:
+        callbacks.append(Validation(config.training.eval_interval))
+    callbacks.append(Stopping(signals, config.training.exit_interval, config.training.exit_duration_in_mins))
+    if config.checkpoint.save is not None:
+        from megatron_ext.train.callbacks.checkpointing import Checkpointing
+
+        callbacks.append(Checkpointing(config.checkpoint.save, config.checkpoint.save_interval))
+    return callbacks
+
+
+def stop_file(config: Config) -> Path | None:
+    """`touch` it to stop the run."""
+    return Path(config.checkpoint.save) / "stop" if config.checkpoint.save else None
+
+
+def _step_sinks(run: Run) -> list[Sink]:
+    logging = run.config.logging
+    sinks: list[Sink] = []
+    if not run.is_last_rank:
+        return sinks
+    if logging.tensorboard_dir is not None:
+        writer = TensorBoardWriter(logging.tensorboard_dir, run.state.iteration, run.state.consumed_samples)
+        writer.write_arguments(_arguments(run.config))
+        sinks.append(writer)
+    if logging.wandb_project is not None:
+        sinks.append(WandbWriter(logging, _arguments(run.config)))
+    return sinks
+
+
+def _log_sinks(run: Run) -> list[Sink]:
+    logging = run.config.logging
+    if not run.is_last_rank:
+        return []
+    sinks: list[Sink] = [Console(throughput=logging.log_throughput)]
+    if logging.metrics_file is not None:
+        sinks.append(MetricsFile(logging.metrics_file, run.state.iteration))
+    return sinks
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    """Every resolved value by its flag's name."""
+    return {name: value for group in dataclasses.asdict(config).values() for name, value in group.items()}

@@ -32,7 +32,7 @@ class Stopping(Callback):
             torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
         signalled, overdue = seen.tolist()
         if signalled:
-            trainer.stop("a signal or a stop file asked for it", by_signal=True)
+            trainer.stop(self.signals.reason or "another rank was asked to stop", by_signal=True)
         elif overdue:
             trainer.stop("--exit-duration-in-mins is over")
         elif self.exit_interval and trainer.run.state.iteration % self.exit_interval == 0:

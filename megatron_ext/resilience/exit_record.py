@@ -1,0 +1,80 @@
+"""Where a failing rank leaves its cause, for the other ranks and for whoever started the run.
+
+Two places: `exit.json` in --save, made by the first failing rank only; and, under torchrun, the rank's error file, whose
+message torchrun repeats in its summary. torchrun returns 1 whatever its ranks return, so `exit.json` tells the code.
+"""
+
+import contextlib
+import json
+import os
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+_NAME = "exit.json"
+
+
+def clear(save: str | Path) -> None:
+    """Remove the record of an earlier run; rank 0 calls this at the start, before the ranks meet."""
+    with contextlib.suppress(OSError):
+        (Path(save) / _NAME).unlink()
+
+
+def write(save: str | Path | None, *, code: int, rank: int, message: str, iteration: int | None) -> bool:
+    """Record why this rank ends; True if it is the first in `save` to do so.
+
+    `exit.json` holds code, rank, message, iteration (null before the first step) and time (ISO 8601, UTC). A place
+    that cannot be written is left out: the error that is being reported matters more.
+    """
+    record = {
+        "code": code,
+        "rank": rank,
+        "message": message,
+        "iteration": iteration,
+        "time": datetime.now(UTC).isoformat(),
+    }
+    first = False
+    if save is not None:
+        with contextlib.suppress(OSError):
+            Path(save).mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(Path(save) / _NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            first = True
+    return first
+
+
+def tell_launcher(message: str) -> None:
+    """Leave the message where torchrun, and this machine's other ranks, look for it; nothing under other launchers."""
+    path = _launcher_file()
+    if path is None:
+        return
+    # The form that torch.distributed.elastic.multiprocessing.errors reads; it sorts failures by this time.
+    content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    with contextlib.suppress(OSError):
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.replace(path)  # torchrun fails on half a file
+
+
+def wait_for_another(save: str | Path | None, seconds: float) -> bool:
+    """Whether another rank records a cause within `seconds`; returns as soon as one has."""
+    deadline = time.monotonic() + seconds
+    while not _another_has_recorded(save):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _another_has_recorded(save: str | Path | None) -> bool:
+    if save is not None and (Path(save) / _NAME).exists():
+        return True
+    own = _launcher_file()
+    # torchrun lays them out as attempt_<n>/<local rank>/error.json.
+    return own is not None and any(path != own for path in own.parent.parent.glob(f"*/{own.name}"))
+
+
+def _launcher_file() -> Path | None:
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None

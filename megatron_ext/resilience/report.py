@@ -1,0 +1,179 @@
+"""How a process ends: the exit code, the last line, and the record that others read.
+
+    status = RunStatus(rank=int(os.environ.get("RANK", "0")))
+    end_process(run_guarded(lambda: main(status), status))
+
+The last line that any rank prints must be the cause, although every other rank fails too once the first is gone. So
+a rank that lost its peers looks first whether one of them has said why, and is silent then. A rank says why
+before it ends, and its peers notice nothing before it ends: what they look for is there.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySignal, TrainingError
+from megatron_ext.resilience import exit_record
+
+# Time for the cause to appear. Longer for what every rank finds for itself, where rank 0 may just be slower to start.
+_SECONDS_FOR_A_PEERS_CAUSE = 1.0
+_SECONDS_FOR_RANK_0 = 5.0
+_SECONDS_TO_CLEAN_UP = 5.0
+
+# What gloo, NCCL and the store say when the other side is gone or silent (lower case).
+_LOST_PEER_TEXTS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "application timeout caused pair closure",
+    "timed out waiting",
+    "socket timeout",
+    "socket has timed out",
+    "wait timeout",
+    "remote process exited",
+    "remote worker hanging",
+    "watchdog caught collective operation timeout",
+)
+
+
+@dataclass
+class RunStatus:
+    """What the report says about this rank; the program fills it in as it learns it."""
+
+    rank: int
+    save: str | None = None  # --save, once known
+    iteration: int | None = None  # the step being worked on, from 1
+
+
+def run_guarded(main: Callable[[], int], status: RunStatus) -> int:
+    """Run `main` and return the process's exit code; a failure is reported as its rank's last line and recorded.
+
+    Errors of `megatron_ext.errors` give their own code, a lost peer 76, anything else 1 and a traceback. SystemExit
+    passes through: it is how argparse ends the process.
+    """
+    try:
+        return main()
+    except SystemExit:
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        # The launcher ends every rank soon after the first; this one must still say why.
+        with contextlib.suppress(ValueError):  # not on the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return _report(error, status)
+
+
+def end_process(code: int) -> None:
+    """End this process with `code`; after a failure at once, whatever threads and collectives still hang.
+
+    The helpers of megatron-core's checkpoint writer outlive os._exit and would keep the launcher's pipes
+    open, so multiprocessing ends its children first; if that hangs, they are killed.
+    """
+    if code == 0:
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    timer = threading.Timer(_SECONDS_TO_CLEAN_UP, _kill_children_and_exit, (code,))
+    timer.daemon = True
+    timer.start()
+    multiprocessing.util._exit_function()
+    os._exit(code)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether the error says that another rank is gone or does not answer, rather than something of this rank."""
+    if isinstance(error, PeerLostError):
+        return True
+    # Without torch.distributed in the process there was no peer, and importing it takes a second.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not isinstance(error, _types_of_lost_peers(distributed)):
+        return False
+    text = str(error).lower()
+    return any(known in text for known in _LOST_PEER_TEXTS)
+
+
+def _types_of_lost_peers(distributed: object) -> tuple[type[BaseException], ...]:
+    """Exceptions that torch raises when a peer is gone; the text decides, as each can mean something else too."""
+    kinds: list[type[BaseException]] = [RuntimeError]  # gloo's, and the base of DistBackendError and DistNetworkError
+    checkpoint = sys.modules.get("torch.distributed.checkpoint.api")
+    if checkpoint is not None:
+        kinds.append(checkpoint.CheckpointException)
+    return tuple(kinds)
+
+
+def _report(error: BaseException, status: RunStatus) -> int:
+    code = _exit_code(error)
+    if code == PeerLostError.exit_code:
+        if exit_record.wait_for_another(status.save, _SECONDS_FOR_A_PEERS_CAUSE):
+            return code
+    elif (
+        isinstance(error, ConfigurationError | StoppedBySignal)
+        and status.rank != 0
+        and exit_record.wait_for_another(status.save, _SECONDS_FOR_RANK_0)
+    ):
+        return code
+    message = _last_line(error, status)
+    if isinstance(error, ConfigurationError):
+        _say("\n".join(error.problems))
+    elif code == 1:
+        _say("".join(traceback.format_exception(error)).rstrip())
+    _say(message)
+    exit_record.write(status.save, code=code, rank=status.rank, message=message, iteration=status.iteration)
+    if code != PeerLostError.exit_code:  # torchrun would take it for the first cause
+        exit_record.tell_launcher(message)
+    return code
+
+
+def _exit_code(error: BaseException) -> int:
+    if is_lost_peer(error):
+        return PeerLostError.exit_code
+    return error.exit_code if isinstance(error, TrainingError) else 1
+
+
+def _last_line(error: BaseException, status: RunStatus) -> str:
+    """`rank R: what, where, next action`, in one line."""
+    where = "before the first step" if status.iteration is None else f"at iteration {status.iteration}"
+    text = " ".join(str(error).split())
+    match error:
+        case ConfigurationError():
+            count = len(error.problems)
+            problems = "1 problem" if count == 1 else f"{count} problems"
+            text = (
+                f"{problems} in the configuration, named above; nothing was started. Change the flags and start again."
+            )
+        case TrainingError():
+            pass
+        case KeyboardInterrupt():
+            text = f"interrupted {where}. What was done since the last checkpoint is lost; --load resumes from there."
+        case _ if is_lost_peer(error):
+            text = (
+                f"another rank was lost {where}, without a word why ({text}). Look for what ended it (the kernel's "
+                "log, the scheduler's), and start again: --load resumes from the last checkpoint."
+            )
+        case _:
+            text = (
+                f"{type(error).__name__}: {text} ({where}). An unexpected error, most likely a fault of the program: "
+                "report it with the traceback above; --load resumes from the last checkpoint."
+            )
+    return f"rank {status.rank}: {text}"
+
+
+def _say(text: str) -> None:
+    # One write, so that lines of several ranks do not mix.
+    sys.stdout.flush()
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _kill_children_and_exit(code: int) -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)

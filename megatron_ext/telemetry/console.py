@@ -1,0 +1,20 @@
+"""The log line and the validation lines on standard output."""
+
+from datetime import datetime
+
+from megatron_ext.telemetry.log_line import step_line, validation_lines
+from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+
+
+class Console:
+    def __init__(self, *, throughput: bool):
+        self._throughput = throughput
+
+    def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
+        if isinstance(metrics, StepMetrics):
+            print(step_line(metrics, datetime.now(), throughput=self._throughput), flush=True)
+        else:
+            print(validation_lines(metrics), flush=True)
+
+    def close(self) -> None:
+        """Nothing is held."""

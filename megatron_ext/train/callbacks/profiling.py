@@ -1,0 +1,16 @@
+"""--profile: a trace of some steps."""
+
+from megatron_ext.telemetry.profiler import StepProfiler
+from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.trainer import Trainer
+
+
+class Profiling(Callback):
+    def __init__(self, profiler: StepProfiler):
+        self._profiler = profiler
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        self._profiler.before_step(trainer.run.state.iteration + 1)
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._profiler.__exit__(None, None, None)

@@ -1,0 +1,13 @@
+"""Keep the failure report informed of the step that is being worked on."""
+
+from megatron_ext.resilience.report import RunStatus
+from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.trainer import Trainer
+
+
+class Status(Callback):
+    def __init__(self, status: RunStatus):
+        self._status = status
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        self._status.iteration = trainer.run.state.iteration + 1
