@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Runs all checks and tests: lint, types, pytest. Arguments go to pytest, e.g. `bash tests/run.sh -k parity`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source tools/environment.sh requirements-dev.txt
+export OMP_NUM_THREADS=1
+
+echo "== ruff"
+python -m ruff check .
+python -m ruff format --check .
+echo "== pyright"
+python -m pyright --pythonpath "$(command -v python)"
+echo "== pytest"
+python -m pytest "$@"
