@@ -70,21 +70,8 @@ def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
-def _set_state_of_cpu(_original: Any) -> Callable[..., None]:
-    return lambda state, *_args, **_kwargs: torch.set_rng_state(state)
-
-
 def _call_now(_original: Any) -> Callable[..., None]:
     return lambda callback, **_kwargs: callback()
-
-
-def _uncompiled(_original: Any) -> Callable[..., Any]:
-    """`torch.compile` as the engine uses it: a decorator for functions of a few operations."""
-
-    def compile_(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-        return function if function is not None else (lambda inner: inner)
-
-    return compile_
 
 
 REPLACEMENTS: tuple[Replacement, ...] = (
@@ -93,7 +80,6 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         "torch.cuda.current_stream", lambda _original: _NullStream, "gradient reduction, param_and_grad_buffer.py:632"
     ),
-    Replacement("torch.cuda.manual_seed", lambda _original: torch.manual_seed, "tensor_parallel/random.py:305"),
     Replacement(
         "torch.cuda.get_rng_state",
         lambda _original: lambda *_args, **_kwargs: torch.get_rng_state(),
@@ -115,8 +101,6 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement("torch.tensor", _made_on_cpu, 'device="cuda" in optimizer/optimizer.py:690'),
     Replacement("torch.zeros", _made_on_cpu, 'device="cuda" in pipeline_parallel/schedules.py:749'),
     Replacement("torch.empty", _made_on_cpu, "device=current_device() in tensor_parallel/mappings.py:95"),
-    Replacement("torch.arange", _made_on_cpu, "rotary frequencies, rotary_pos_embedding.py:305"),
-    Replacement("torch.compile", _uncompiled, "compiling fusions of a few operations costs more than they do, jit.py"),
 )
 
 

@@ -33,6 +33,7 @@ def run_ranks(
     *arguments: Any,
     timeout: float = 300.0,
     environment: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> list[Any]:
     """Call `function(*arguments)` on every rank and return the results in the order of the ranks.
 
@@ -41,13 +42,15 @@ def run_ranks(
         function: importable by name; it may call `torch.distributed.init_process_group()` with no arguments.
         timeout: seconds until all ranks are killed.
         environment: further variables for the ranks.
+        fresh: start each rank in an interpreter of its own, with nothing imported or adapted.
     Raises:
         RankError: a rank raised or ended without a result; the others are then killed.
     """
     from torch.distributed import TCPStore
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_PRELOAD])
+    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    if not fresh:
+        context.set_forkserver_preload([_PRELOAD])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     shared = {
         "MASTER_ADDR": "127.0.0.1",

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# From nothing to a trained GPT, with a stop and a resume on the way, in about five minutes on two cores.
+#   bash examples/quickstart.sh            results go to runs/quickstart
+# Trains over the machine's GPUs, or else on 8 CPU processes: the same program, the same flags.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source tools/environment.sh requirements.txt
+
+run=runs/quickstart
+rm -rf "$run"
+mkdir -p "$run"
+started=$SECONDS
+step() { printf '\n== [%3d s] %s\n' "$((SECONDS - started))" "$*"; }
+
+step "1/6 corpus: the sources of this Python's standard library"
+python tools/python_corpus.py --output-prefix "$run/python"
+
+step "2/6 tokenizer: byte-level BPE with 8,192 entries"
+python tools/train_tokenizer.py --input "$run/python_train.jsonl" --output-dir "$run/tokenizer" --vocab-size 8192
+
+step "3/6 preprocessing: text to .bin/.idx"
+tokenizer=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$run/tokenizer")
+for part in train valid; do
+    python tools/preprocess_data.py --input "$run/python_$part.jsonl" --output-prefix "$run/$part" \
+        "${tokenizer[@]}" --append-eod --workers 2
+done
+
+# A Llama-shaped model of 7.7M parameters.
+model=(
+    --num-layers 8 --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 4
+    --swiglu --ffn-hidden-size 704 --normalization RMSNorm --disable-bias-linear
+    --position-embedding-type rope --seq-length 128 --hidden-dropout 0 --attention-dropout 0
+)
+training=(
+    --micro-batch-size 4 --global-batch-size 16 --train-iters 100 --eval-interval 50 --eval-iters 4
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1
+    --adam-beta2 0.95 --clip-grad 1.0
+)
+data=(--train-data-path "$run/train_text_document" --valid-data-path "$run/valid_text_document" "${tokenizer[@]}")
+outputs=(
+    --save "$run/checkpoints" --load "$run/checkpoints" --save-interval 50
+    --tensorboard-dir "$run/tensorboard" --log-interval 5
+)
+three_d=(
+    --tensor-model-parallel-size 2 --sequence-parallel
+    --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+)
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
+case "$gpus" in
+    0) ranks=8 layout=(--device cpu "${three_d[@]}") ;;
+    1) ranks=1 layout=(--bf16) ;;
+    2 | 3) ranks=2 layout=(--bf16 --tensor-model-parallel-size 2 --sequence-parallel) ;;
+    4 | 5 | 6 | 7) ranks=4 layout=(--bf16 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2) ;;
+    *) ranks=8 layout=(--bf16 "${three_d[@]}") ;;
+esac
+export OMP_NUM_THREADS=1
+train() {
+    python -m torch.distributed.run --nproc-per-node "$ranks" pretrain_gpt.py \
+        "${model[@]}" "${training[@]}" "${data[@]}" "${outputs[@]}" "${layout[@]}" "$@"
+}
+
+step "4/6 training on $ranks processes; stops after 60 of 100 steps"
+train --exit-interval 60
+
+step "5/6 the same command again: resumes at step 60 and goes on with the same curve"
+train
+
+step "6/6 the loss curve (also as a page: $run/report.html)"
+python tools/show_run.py "$run/checkpoints/metrics.jsonl" --html "$run/report.html"
+
+cat <<TEXT
+
+Done in $((SECONDS - started)) s. Everything is under $run.
+TensorBoard:  tensorboard --logdir $run/tensorboard
+Next:
+  python pretrain_gpt.py --help                                   # all flags
+  bash examples/pretrain_cpu.sh                                   # the same data on one process, to compare
+  torchrun --nproc-per-node 4 pretrain_gpt.py ... --dry-run       # check a layout without starting anything
+TEXT

@@ -1,0 +1,73 @@
+"""Every row of the CPU adaptation is needed: without it, what we use of megatron-core fails on a CPU."""
+
+import pytest
+
+from megatron_ext.device import adaptation
+from megatron_ext.device.adaptation import REPLACEMENTS
+from megatron_ext.verify.ranks import RankError, run_ranks
+
+BASE = (
+    "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+    "--eval-iters 1 --make-vocab-size-divisible-by 8 --distributed-timeout-minutes 0.5 "
+)
+# Between them, what this project promises on a CPU.
+RUNS = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --fp16 --log-num-zeros-in-grad "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --position-embedding-type rope",
+    "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+)
+
+
+def _train_without(name: str | None, folder: str) -> None:
+    """On a fresh rank: adapt all but one row, then train, evaluate, save and load."""
+    adapt = adaptation.adapt
+    adaptation.adapt = lambda: adapt(without=[name] if name else [])
+    from megatron_ext import device
+
+    here = device.install("cpu")
+    from megatron_ext.checkpoint.load import load_checkpoint
+    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.parallel import groups
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.evaluate import evaluate
+    from megatron_ext.train.trainer import Trainer
+
+    for number, flags in enumerate(RUNS):
+        run = build_run(configure((BASE + flags).split()).config, here)
+        _check_dropout_generators(run.groups.tp.rank())
+        trainer = Trainer(run, [])
+        trainer.step()
+        trainer.step()
+        evaluate(run)
+        save_checkpoint(run, f"{folder}/{number}")
+        load_checkpoint(run, f"{folder}/{number}")
+        run.loaders.close()
+        groups.destroy()
+
+
+def _check_dropout_generators(tp_rank: int) -> None:
+    """The engine's tracker really switches generators; where it does not, nothing fails by itself."""
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(7, tp_rank=tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True)
+    with get_cuda_rng_tracker().fork():
+        inside = torch.rand(3)
+    outside = torch.rand(3)
+    offset = 2718  # megatron-core's, between the seed of replicated and of sharded regions
+    assert torch.equal(inside, torch.rand(3, generator=torch.Generator().manual_seed(7 + offset + tp_rank)))
+    assert torch.equal(outside, torch.rand(3, generator=torch.Generator().manual_seed(7)))
+
+
+def test_with_all_rows_the_runs_work(tmp_path) -> None:
+    run_ranks(2, _train_without, None, str(tmp_path), fresh=True)
+
+
+@pytest.mark.parametrize("name", [row.name for row in REPLACEMENTS])
+def test_a_row_that_nothing_misses_must_go(name: str, tmp_path) -> None:
+    with pytest.raises(RankError):
+        run_ranks(2, _train_without, name, str(tmp_path), fresh=True, timeout=90)
+        pytest.fail(f"megatron-core no longer needs the replacement of {name}: remove its row")

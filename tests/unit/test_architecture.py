@@ -1,0 +1,117 @@
+"""The house keeps its shape: imports go down, torch-free rooms stay torch-free, the engine comes after the device."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "megatron_ext"
+
+# Top floor first. A room may import from rooms below it, never from one above.
+FLOORS = [
+    "verify",
+    "train",
+    "checkpoint",
+    "telemetry",
+    "resilience",
+    "optim",
+    "model",
+    "data",
+    "tokenizer",
+    "parallel",
+    "device",
+    "plan",
+    "config",
+]
+FREE_OF_TORCH = ("config", "tokenizer", "plan")
+
+
+def room_of(path: Path) -> str | None:
+    """The room that a file lies in; None for the files beside the rooms (errors.py and the like)."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else None
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(module, whether it is imported when the file is) for every import; those for type checkers alone are left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    top_level = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, id(node) in top_level
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in top_level
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {room_of(path) for path in sources()} - {None}
+    assert rooms <= set(FLOORS), "give a new room its floor in this test and in the README's tree"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_only_go_down(path: Path) -> None:
+    own = room_of(path)
+    for module, _ in imports(path):
+        parts = module.split(".")
+        if parts[0] != "megatron_ext" or len(parts) < 2 or parts[1] not in FLOORS:
+            continue
+        assert own is not None, f"{path.name} lies below all rooms but imports {module}"
+        assert FLOORS.index(parts[1]) >= FLOORS.index(own), f"{own}/ imports {module}, which is a floor above"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_megatron_training(path: Path) -> None:
+    assert not [module for module, _ in imports(path) if module.startswith("megatron.training")]
+
+
+def test_package_inits_import_nothing_heavy() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        heavy = {module.split(".")[0] for module, now in imports(path) if now} & {"torch", "megatron", "numpy"}
+        assert not heavy, f"{path.relative_to(ROOT)} imports {heavy}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "import megatron_ext.train.configure, megatron_ext.config.report, megatron_ext.resilience.report",
+        *(f"import megatron_ext.{room}" for room in FREE_OF_TORCH if (PACKAGE / room).exists()),
+    ],
+)
+def test_what_help_and_dry_run_import_is_free_of_torch(command: str) -> None:
+    check = f"{command}; import sys; sys.exit(any(name in sys.modules for name in ('torch', 'megatron.core')))"
+    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("room", [room for room in FREE_OF_TORCH if (PACKAGE / room).exists()])
+def test_torch_free_rooms(room: str) -> None:
+    for path in (PACKAGE / room).rglob("*.py"):
+        found = {module.split(".")[0] for module, _ in imports(path)} & {"torch", "megatron", "transformers"}
+        assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
+def test_the_device_comes_before_the_engine() -> None:
+    check = (
+        "import megatron.core\n"
+        "from megatron_ext import device\n"
+        "try:\n    device.install('cpu')\n"
+        "except RuntimeError as error:\n    raise SystemExit(0 if 'before' in str(error) else 1)\n"
+        "raise SystemExit(2)"
+    )
+    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
