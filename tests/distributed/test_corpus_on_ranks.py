@@ -1,0 +1,62 @@
+"""Rank 0 builds the index cache, the others read it: with a cold and a warm cache, and where a rank reads no data."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.data.indexed import IndexedWriter
+from megatron_ext.verify.ranks import RankError, run_ranks
+
+
+def read_on_rank(paths: dict[str, Any], cache: str) -> list[list[list[int]] | None]:
+    """Train and validation tokens on this rank; rank 2 asks for no data."""
+    import torch
+
+    from megatron_ext.config.schema import Config, DataConfig, ModelConfig
+    from megatron_ext.data.corpus import Splits, build_datasets
+    from megatron_ext.tokenizer.byte import ByteTokenizer
+
+    torch.distributed.init_process_group("gloo")
+    config = Config(model=ModelConfig(seq_length=8), data=DataConfig(split="80,20,0", data_cache_path=cache, **paths))
+    builds = torch.distributed.get_rank() != 2
+    datasets = build_datasets(config, ByteTokenizer(), Splits(60, 1, 0), lambda: builds)
+    return [
+        None if dataset is None else [dataset[i]["tokens"].tolist() for i in range(len(dataset))]
+        for dataset in (datasets.train, datasets.valid)
+    ]
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path) -> tuple[str, str]:
+    for name, documents in (("a", 50), ("b", 2)):  # b is too small for a share in the validation data
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_tokens(np.arange(documents * 20, dtype=np.uint16).tobytes(), [20] * documents)
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+@pytest.mark.parametrize("form", ["one", "blend", "paths"])
+def test_all_ranks_read_the_same(tmp_path: Path, prefixes: tuple[str, str], form: str):
+    a, b = prefixes
+    paths = {
+        "one": {"data_path": (a,)},
+        "blend": {"data_path": ("0.5", a, "0.5", b)},
+        "paths": {"train_data_path": (a, b), "valid_data_path": (b, a)},
+    }[form]
+    for _ in ("cold", "warm"):
+        results = run_ranks(4, read_on_rank, paths, str(tmp_path / "cache"))
+        assert results[2] == [None, None]
+        assert results[0] == results[1] == results[3]
+        train, valid = results[0]
+        assert len(train) >= 60
+        assert len(valid) > 0
+
+
+def test_damaged_data_ends_all_ranks_with_the_cause(tmp_path: Path, prefixes: tuple[str, str]):
+    path = Path(f"{prefixes[0]}.bin")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(RankError) as caught:
+        run_ranks(4, read_on_rank, {"data_path": prefixes[:1]}, str(tmp_path / "cache"), timeout=60)
+    assert len(caught.value.tracebacks) == 4
+    assert all("a.bin has 1999 bytes" in text for _, text in caught.value.tracebacks)

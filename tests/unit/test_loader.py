@@ -1,0 +1,167 @@
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.data.batch import Batch
+from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.synthetic import MockDataset
+from megatron_ext.errors import DataError
+
+SEQ = 4
+
+
+class Counting:
+    """Sample i holds the tokens i, i + 1, ...; it remembers what was read."""
+
+    def __init__(self, length: int = 1000):
+        self._length = length
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        self.reads.append(index)
+        text = torch.arange(index, index + SEQ + 1)
+        return {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": torch.ones(SEQ),
+            "position_ids": torch.arange(SEQ),
+        }
+
+
+def make(dataset: Any = None, **options: Any) -> BatchLoader:
+    settings: dict[str, Any] = {
+        "vocab_size": 5000,
+        "seq_length": SEQ,
+        "micro_batch_size": 2,
+        "dp_rank": 1,
+        "dp_size": 2,
+    }
+    return BatchLoader(dataset or Counting(), **(settings | options))
+
+
+def firsts(batches: list[Batch]) -> list[list[int]]:
+    """The first token of each sample of each microbatch, which is the sample's number."""
+    return [batch.tokens[:, 0].tolist() for batch in batches if batch.tokens is not None]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_content_does_not_depend_on_the_threads(num_workers: int):
+    loader = make(num_workers=num_workers)
+    assert firsts(loader.global_batch(0, 2)) == [[2, 3], [6, 7]]
+    assert firsts(loader.global_batch(8, 2)) == [[10, 11], [14, 15]]
+    assert firsts(loader.global_batch(16, 3)) == [[18, 19], [22, 23], [26, 27]]  # a batch-size ramp-up
+    assert firsts(loader.global_batch(500, 1)) == [[502, 503]]  # a resume
+    assert firsts(loader.global_batch(504, 1)) == [[506, 507]]
+    loader.close()
+
+
+def test_dtypes_and_shapes():
+    batch = make(MockDataset(vocab_size=9, seq_length=SEQ, num_samples=9, seed=0, split=0)).global_batch(0, 1)[0]
+    for field in fields(batch):
+        values = getattr(batch, field.name)
+        assert values.shape == (2, SEQ)
+        assert values.dtype == (torch.float32 if field.name == "loss_mask" else torch.int64)
+        assert values.is_contiguous()
+
+
+def test_the_following_batch_is_read_ahead_and_only_once():
+    dataset = Counting(length=12)
+    loader = make(dataset, num_workers=1)
+    loader.global_batch(0, 1)
+    deadline = time.monotonic() + 5
+    while len(dataset.reads) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert dataset.reads == [2, 3, 6, 7]
+    loader.global_batch(4, 1)
+    loader.global_batch(8, 1)  # the last one: nothing follows
+    loader.close()
+    assert dataset.reads == [2, 3, 6, 7, 10, 11]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_last_batch_of_an_evaluation_is_filled_with_what_does_not_count(num_workers: int):
+    loader = make(num_workers=num_workers, dp_rank=0)
+    for _ in range(2):
+        batches = loader.global_batch(0, 2, end=5)
+        assert firsts(batches) == [[0, 1], [4, 0]]
+        masks = [batch.loss_mask.sum(dim=1).tolist() for batch in batches if batch.loss_mask is not None]
+        assert masks == [[SEQ, SEQ], [SEQ, 0.0]]
+    loader.close()
+
+
+def test_a_stage_gets_what_it_reads():
+    held = {
+        (first, last): {
+            field.name
+            for field in fields(Batch)
+            if getattr(make(is_first_stage=first, is_last_stage=last).global_batch(0, 1)[0], field.name) is not None
+        }
+        for first in (True, False)
+        for last in (True, False)
+    }
+    assert held == {
+        (True, True): {"tokens", "position_ids", "labels", "loss_mask"},
+        (True, False): {"tokens", "position_ids"},
+        (False, True): {"labels", "loss_mask"},
+        (False, False): set(),
+    }
+
+
+def test_a_middle_stage_reads_nothing():
+    dataset = Counting()
+    batches = make(dataset, is_first_stage=False, is_last_stage=False).global_batch(0, 3)
+    assert (batches, dataset.reads) == ([Batch()] * 3, [])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("stage", "wrong"), [({"is_first_stage": False}, 15), ({"is_last_stage": False}, 14), ({}, 15)]
+)
+def test_an_id_outside_the_vocabulary_is_named(num_workers: int, stage: dict[str, bool], wrong: int):
+    loader = make(vocab_size=wrong, num_workers=num_workers, describe=lambda i: f"sample {i} of corpus.bin", **stage)
+    loader.global_batch(0, 1)
+    loader.global_batch(4, 1)
+    with pytest.raises(DataError) as caught:
+        loader.global_batch(8, 1)
+    assert str(caught.value).startswith(f"sample 11 of corpus.bin: token id {wrong} at position 3 is outside the")
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_cannot_be_read_is_named_where_it_is_needed(num_workers: int):
+    class Broken(Counting):
+        def __getitem__(self, index: int) -> Mapping[str, Any]:
+            if index == 6:
+                raise OSError("the disk is gone")
+            return super().__getitem__(index)
+
+    loader = make(Broken(), num_workers=num_workers)
+    assert firsts(loader.global_batch(0, 1)) == [[2, 3]]  # though the batch read ahead has failed by now
+    with pytest.raises(DataError, match="sample 6 cannot be read: OSError: the disk is gone"):
+        loader.global_batch(4, 1)
+    with pytest.raises(DataError, match="sample 1000 was asked of a dataset of 1000 samples"):
+        loader.global_batch(998, 1)
+    loader.close()
+
+
+def test_threads_end():
+    before = threading.active_count()
+    closed, dropped = make(num_workers=3), make(num_workers=3)
+    closed.global_batch(0, 2)
+    dropped.global_batch(0, 2)
+    assert threading.active_count() == before + 6
+    closed.close()
+    assert threading.active_count() == before + 3
+    del dropped
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert threading.active_count() == before

@@ -1,0 +1,163 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_ext.data.preprocess import EncodeJob, encode_files
+from megatron_ext.errors import ConfigurationError, DataError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
+TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+
+
+def encode_bytes(folder: Path, *inputs: Path, **options) -> IndexedDataset:
+    job = EncodeJob(tuple(map(str, inputs)), str(folder / "out"), tokenizer_type="ByteTokenizer", **options)
+    encode_files(job)
+    return IndexedDataset(str(folder / "out_text_document"))
+
+
+def texts(dataset: IndexedDataset) -> list[str]:
+    return [
+        "".join("|" if token == 256 else chr(token) for token in np.asarray(dataset.get(i)).tolist())
+        for i in range(len(dataset))
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("name", "type", "model", "append_eod"),
+    [
+        ("hf_eod", "HuggingFaceTokenizer", "hf_bpe", True),
+        ("hf_plain", "HuggingFaceTokenizer", "hf_bpe", False),
+        ("spm_eod", "SentencePieceTokenizer", "spm_unigram.model", True),
+    ],
+)
+def test_bytes_equal_those_of_megatron(
+    tmp_path: Path, workers: int, name: str, type: str, model: str, append_eod: bool
+):
+    progress = encode_files(
+        EncodeJob(
+            inputs=(str(GOLDEN / "input.jsonl"),),
+            output_prefix=str(tmp_path / name),
+            tokenizer_type=type,
+            tokenizer_model=str(GOLDEN / model),
+            append_eod=append_eod,
+            workers=workers,
+        )
+    )
+    assert progress.documents == 200
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == [f"{name}_text_document.bin", f"{name}_text_document.idx"]
+    for file in files:
+        assert (tmp_path / file).read_bytes() == (GOLDEN / file).read_bytes()
+
+
+def test_keys_become_files(tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text('{"text": "ab", "title": "T"}\n\n{"title": "", "text": "c"}\n')
+    encode_bytes(tmp_path, tmp_path / "in.jsonl", json_keys=("text", "title"), append_eod=True)
+    assert texts(IndexedDataset(str(tmp_path / "out_text_document"))) == ["ab|", "c|"]
+    titles = IndexedDataset(str(tmp_path / "out_title_document"))
+    assert texts(titles) == ["T|"]
+    assert titles.document_indices.tolist() == [0, 1, 1]
+
+
+def test_text_files_and_folders(tmp_path: Path):
+    data = tmp_path / "data"
+    (data / "sub").mkdir(parents=True)
+    (data / "b.txt").write_bytes(b"x\r\ny\n--\nz")
+    (data / "sub" / "a.jsonl").write_text('{"text": "j"}')
+    (data / "ignored.py").write_text("pass")
+    assert texts(encode_bytes(tmp_path, data)) == ["x\r\ny\n--\nz", "j"]
+    assert texts(encode_bytes(tmp_path, data, split_on="\n--\n")) == ["x\r\ny", "z", "j"]
+    assert texts(encode_bytes(tmp_path, data / "sub", data / "b.txt")) == ["j", "x\r\ny\n--\nz"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{'text': 1}", "not a line of JSON"),
+        (b'{"text": "\xff"}', "not UTF-8 at byte 10"),
+        (b'["text"]', "a JSON object is wanted on each line, this is list"),
+        (b'{"body": "b"}', "key \"text\" is missing; the keys are ['body']"),
+        (b'{"text": null}', 'key "text" holds NoneType, not text'),
+        (b'{"text": "\\ud800"}', "the text cannot be encoded"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_left(tmp_path: Path, workers: int, line: bytes, message: str):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"text": "good"}\n' * 99 + line + b'\n{"text": "good"}\nworse')
+    with pytest.raises(DataError) as caught:
+        encode_bytes(tmp_path, source, workers=workers)
+    assert str(caught.value).startswith(f"{source}:100: {message}")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_ids_outside_the_vocabulary(tmp_path: Path):
+    (tmp_path / "in.txt").write_text("1 2 10")
+    job = EncodeJob((str(tmp_path / "in.txt"),), str(tmp_path / "out"), "NullTokenizer", vocab_size=10)
+    with pytest.raises(DataError, match=r"in.txt:1: token ids from 1 to 10 do not fit a vocabulary of 10"):
+        encode_files(job)
+
+
+def test_no_text_at_all(tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match="1 documents and not one token"):
+        encode_bytes(tmp_path, tmp_path / "in.jsonl")
+
+
+def test_flags_that_cannot_work(tmp_path: Path):
+    (tmp_path / "in.txt").write_text("a")
+    (tmp_path / "in.csv").write_text("a")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigurationError, match=r"in\.csv: the name of an input must end in one of \.jsonl"):
+        encode_bytes(tmp_path, tmp_path / "in.csv")
+    with pytest.raises(ConfigurationError, match=r"is a folder with no \.jsonl"):
+        encode_bytes(tmp_path, tmp_path / "empty")
+    with pytest.raises(ConfigurationError, match="--workers 0 must be 1 or more"):
+        encode_bytes(tmp_path, tmp_path / "in.txt", workers=0)
+    with pytest.raises(ConfigurationError, match=r"the folder .*none does not exist"):
+        encode_bytes(tmp_path / "none", tmp_path / "in.txt")
+
+
+def run_tool(*arguments: str | Path) -> tuple[int, str]:
+    """Exit code and last line of the standard error output."""
+    result = subprocess.run([sys.executable, TOOL, *arguments], capture_output=True, text=True)
+    assert "Traceback" not in result.stderr
+    return result.returncode, result.stderr.splitlines()[-1]
+
+
+def test_the_program_and_its_exit_codes(tmp_path: Path):
+    (tmp_path / "in.txt").write_text("abc")
+    (tmp_path / "bad.jsonl").write_text("{")
+    common = ["--output-prefix", tmp_path / "out", "--tokenizer-type", "ByteTokenizer"]
+    code, last = run_tool("--input", tmp_path / "in.txt", *common)
+    assert code == 0
+    assert last.startswith("done: 1 documents, 0.0 MB, 3 tokens (")
+    code, last = run_tool("--input", tmp_path / "bad.jsonl", *common)
+    assert code == 65
+    assert last.startswith(f"error: {tmp_path}/bad.jsonl:1: not a line of JSON")
+    assert run_tool("--input", "none.txt", *common) == (64, "error: --input none.txt does not exist")
+    code, last = run_tool("--inputs", "x", *common)
+    assert (code, "--input" in last) == (64, True)
+
+
+def test_killed_while_writing_leaves_nothing_under_the_final_name(tmp_path: Path):
+    with open(tmp_path / "in.jsonl", "w") as file:
+        file.writelines(json.dumps({"text": "x" * 2000}) + "\n" for _ in range(20_000))
+    arguments = ["--input", "in.jsonl", "--output-prefix", "out", "--tokenizer-type", "ByteTokenizer"]
+    process = subprocess.Popen(
+        [sys.executable, TOOL, *arguments, "--log-interval", "100"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("processed ")
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.stderr.close()
+    assert not {"out_text_document.bin", "out_text_document.idx"} & {path.name for path in tmp_path.iterdir()}

@@ -1,0 +1,88 @@
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.training import sample_texts
+
+TOOLS = Path(__file__).parents[2] / "tools"
+INPUT = str(Path(__file__).parents[1] / "golden" / "preprocess" / "input.jsonl")
+TEXT = "def first(citizen):\n    return  citizen  # ☂\n"
+
+
+@pytest.fixture
+def train() -> Callable[[list[str]], int]:
+    return runpy.run_path(str(TOOLS / "train_tokenizer.py"))["main"]
+
+
+def test_bytelevel_bpe(tmp_path: Path, train: Callable[[list[str]], int]):
+    for name in ("a", "b"):
+        assert train(["--input", INPUT, "--output-dir", str(tmp_path / name), "--vocab-size", "600"]) == 0
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "a"))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (600, 0)
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.encode("<|endoftext|>") == [0]
+    assert tokenizer.identity() == build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "b")).identity()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_sentencepiece(tmp_path: Path, train: Callable[[list[str]], int], kind: str):
+    arguments = ["--input", INPUT, "--vocab-size", "900", "--type", f"sentencepiece-{kind}"]
+    for name in ("a", "b"):
+        assert train([*arguments, "--output-dir", str(tmp_path / name)]) == 0
+    models = [(tmp_path / name / "tokenizer.model").read_bytes() for name in ("a", "b")]
+    assert models[0] == models[1]
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(tmp_path / "a" / "tokenizer.model"))
+    assert tokenizer.vocab_size == 900
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("size", "message"), [("256", "--vocab-size 256 must be over 256"), ("99999", "the text has merges for")]
+)
+def test_vocabularies_that_cannot_be(tmp_path: Path, train: Callable[[list[str]], int], size: str, message: str):
+    with pytest.raises(ConfigurationError, match=message):
+        train(["--input", INPUT, "--output-dir", str(tmp_path), "--vocab-size", size])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sample_is_the_same_every_time_and_about_as_large_as_asked():
+    texts = [f"text {i}" for i in range(10_000)]
+    chosen = list(sample_texts(texts, 0.25))
+    assert chosen == list(sample_texts(texts, 0.25))
+    assert abs(len(chosen) - 2500) < 250
+    assert set(sample_texts(texts, 0.1)) < set(chosen)
+
+
+def test_python_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    library = tmp_path / "lib"
+    for path in (
+        "b.py",
+        "a/z.py",
+        "a.py",
+        "site-packages/x.py",
+        "a/__pycache__/y.py",
+        *(f"m{i}.py" for i in range(99)),
+    ):
+        (library / path).parent.mkdir(parents=True, exist_ok=True)
+        (library / path).write_text(f"# {path} é")
+    (library / "latin.py").write_bytes(b"# \xe9")
+    tool = runpy.run_path(str(TOOLS / "python_corpus.py"))
+    monkeypatch.setattr(sys.modules["sysconfig"], "get_paths", lambda: {"stdlib": str(library)})
+    assert tool["main"](["--output-prefix", str(tmp_path / "out" / "python"), "--validation-share", "0.2"]) == 0
+    rows = {
+        split: [json.loads(line) for line in (tmp_path / "out" / f"python_{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "valid")
+    }
+    paths = {split: [row["path"] for row in split_rows] for split, split_rows in rows.items()}
+    assert sorted(paths["train"] + paths["valid"]) == sorted(
+        ["b.py", "a/z.py", "a.py", *(f"m{i}.py" for i in range(99))]
+    )
+    assert paths["train"] == sorted(paths["train"])
+    assert 10 <= len(paths["valid"]) <= 30
+    assert all(row["text"] == f"# {row['path']} é" for split_rows in rows.values() for row in split_rows)
