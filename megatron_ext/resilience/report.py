@@ -39,7 +39,7 @@ _LOST_PEER_TEXTS = (
     "socket timeout",
     "socket has timed out",
     "wait timeout",
-    "remote process exited",
+    "remote process exit",
     "remote worker hanging",
     "watchdog caught collective operation timeout",
 )
@@ -92,21 +92,12 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether the error says that another rank is gone or does not answer, rather than something of this rank."""
     if isinstance(error, PeerLostError):
         return True
-    # Without torch.distributed in the process there was no peer, and importing it takes a second.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not isinstance(error, _types_of_lost_peers(distributed)):
+    # gloo's errors are RuntimeErrors, so are DistBackendError and DistNetworkError; a checkpoint's come wrapped, in an
+    # exception known by name here because importing it takes a second. The text decides: each can mean other things.
+    if not isinstance(error, RuntimeError) and type(error).__name__ != "CheckpointException":
         return False
     text = str(error).lower()
     return any(known in text for known in _LOST_PEER_TEXTS)
-
-
-def _types_of_lost_peers(distributed: object) -> tuple[type[BaseException], ...]:
-    """Exceptions that torch raises when a peer is gone; the text decides, as each can mean something else too."""
-    kinds: list[type[BaseException]] = [RuntimeError]  # gloo's, and the base of DistBackendError and DistNetworkError
-    checkpoint = sys.modules.get("torch.distributed.checkpoint.api")
-    if checkpoint is not None:
-        kinds.append(checkpoint.CheckpointException)
-    return tuple(kinds)
 
 
 def _report(error: BaseException, status: RunStatus) -> int:
@@ -154,8 +145,9 @@ def _last_line(error: BaseException, status: RunStatus) -> str:
         case KeyboardInterrupt():
             text = f"interrupted {where}. What was done since the last checkpoint is lost; --load resumes from there."
         case _ if is_lost_peer(error):
+            seen = text.split(". ")[0]  # gloo goes on with advice
             text = (
-                f"another rank was lost {where}, without a word why ({text}). Look for what ended it (the kernel's "
+                f"another rank was lost {where}, without a word why ({seen}). Look for what ended it (the kernel's "
                 "log, the scheduler's), and start again: --load resumes from the last checkpoint."
             )
         case _:
