@@ -84,7 +84,7 @@ def end_process(code: int) -> None:
     timer = threading.Timer(_SECONDS_TO_CLEAN_UP, _kill_children_and_exit, (code,))
     timer.daemon = True
     timer.start()
-    multiprocessing.util._exit_function()
+    multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
     os._exit(code)
 
 
