@@ -131,7 +131,9 @@ def _exit_code(error: BaseException) -> int:
 
 def _last_line(error: BaseException, status: RunStatus) -> str:
     """`rank R: what, where, next action`, in one line."""
-    where = "before the first step" if status.iteration is None else f"at iteration {status.iteration}"
+    started = status.iteration is not None
+    where = f"at iteration {status.iteration}" if started else "before the first step"
+    resume = " --load resumes from the last checkpoint." if started else ""
     text = " ".join(str(error).split())
     match error:
         case ConfigurationError():
@@ -143,17 +145,17 @@ def _last_line(error: BaseException, status: RunStatus) -> str:
         case TrainingError():
             pass
         case KeyboardInterrupt():
-            text = f"interrupted {where}. What was done since the last checkpoint is lost; --load resumes from there."
+            text = f"interrupted {where}; what was done since the last checkpoint is lost.{resume}"
         case _ if is_lost_peer(error):
             seen = text.split(". ")[0]  # gloo goes on with advice
             text = (
                 f"another rank was lost {where}, without a word why ({seen}). Look for what ended it (the kernel's "
-                "log, the scheduler's), and start again: --load resumes from the last checkpoint."
+                f"log, the scheduler's), and start again.{resume}"
             )
         case _:
             text = (
                 f"{type(error).__name__}: {text} ({where}). An unexpected error, most likely a fault of the program: "
-                "report it with the traceback above; --load resumes from the last checkpoint."
+                f"report it with the traceback above.{resume}"
             )
     return f"rank {status.rank}: {text}"
 
