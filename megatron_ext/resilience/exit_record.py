@@ -1,7 +1,7 @@
 """Where a failing rank leaves its cause, for the other ranks and for whoever started the run.
 
-Two places: `exit.json` in --save, made by the first failing rank only; and, under torchrun, the rank's error file, whose
-message torchrun repeats in its summary. torchrun returns 1 whatever its ranks return, so `exit.json` tells the code.
+Two places: `exit.json` in --save, made by the first failing rank only; and, under torchrun, the rank's error file,
+whose message torchrun repeats in its summary. torchrun returns 1 whatever its ranks return: `exit.json` has the code.
 """
 
 import contextlib
@@ -20,12 +20,14 @@ def clear(save: str | Path) -> None:
         (Path(save) / _NAME).unlink()
 
 
-def write(save: str | Path | None, *, code: int, rank: int, message: str, iteration: int | None) -> bool:
-    """Record why this rank ends; True if it is the first in `save` to do so.
+def write(save: str | Path | None, *, code: int, rank: int, message: str, iteration: int | None) -> None:
+    """Record why this rank ends, unless another was first or there is no `save`.
 
     `exit.json` holds code, rank, message, iteration (null before the first step) and time (ISO 8601, UTC). A place
     that cannot be written is left out: the error that is being reported matters more.
     """
+    if save is None:
+        return
     record = {
         "code": code,
         "rank": rank,
@@ -33,15 +35,10 @@ def write(save: str | Path | None, *, code: int, rank: int, message: str, iterat
         "iteration": iteration,
         "time": datetime.now(UTC).isoformat(),
     }
-    first = False
-    if save is not None:
-        with contextlib.suppress(OSError):
-            Path(save).mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(Path(save) / _NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-            first = True
-    return first
+    with contextlib.suppress(OSError):
+        Path(save).mkdir(parents=True, exist_ok=True)
+        with (Path(save) / _NAME).open("x", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def tell_launcher(message: str) -> None:

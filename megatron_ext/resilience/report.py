@@ -39,7 +39,7 @@ _LOST_PEER_TEXTS = (
     "socket timeout",
     "socket has timed out",
     "wait timeout",
-    "remote process exited",
+    "remote process exit",
     "remote worker hanging",
     "watchdog caught collective operation timeout",
 )
@@ -84,7 +84,7 @@ def end_process(code: int) -> None:
     timer = threading.Timer(_SECONDS_TO_CLEAN_UP, _kill_children_and_exit, (code,))
     timer.daemon = True
     timer.start()
-    multiprocessing.util._exit_function()
+    multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
     os._exit(code)
 
 
@@ -92,21 +92,12 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether the error says that another rank is gone or does not answer, rather than something of this rank."""
     if isinstance(error, PeerLostError):
         return True
-    # Without torch.distributed in the process there was no peer, and importing it takes a second.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not isinstance(error, _types_of_lost_peers(distributed)):
+    # gloo's errors are RuntimeErrors, so are DistBackendError and DistNetworkError; a checkpoint's come wrapped, in an
+    # exception known by name here because importing it takes a second. The text decides: each can mean other things.
+    if not isinstance(error, RuntimeError) and type(error).__name__ != "CheckpointException":
         return False
     text = str(error).lower()
     return any(known in text for known in _LOST_PEER_TEXTS)
-
-
-def _types_of_lost_peers(distributed: object) -> tuple[type[BaseException], ...]:
-    """Exceptions that torch raises when a peer is gone; the text decides, as each can mean something else too."""
-    kinds: list[type[BaseException]] = [RuntimeError]  # gloo's, and the base of DistBackendError and DistNetworkError
-    checkpoint = sys.modules.get("torch.distributed.checkpoint.api")
-    if checkpoint is not None:
-        kinds.append(checkpoint.CheckpointException)
-    return tuple(kinds)
 
 
 def _report(error: BaseException, status: RunStatus) -> int:
@@ -140,7 +131,9 @@ def _exit_code(error: BaseException) -> int:
 
 def _last_line(error: BaseException, status: RunStatus) -> str:
     """`rank R: what, where, next action`, in one line."""
-    where = "before the first step" if status.iteration is None else f"at iteration {status.iteration}"
+    started = status.iteration is not None
+    where = f"at iteration {status.iteration}" if started else "before the first step"
+    resume = " --load resumes from the last checkpoint." if started else ""
     text = " ".join(str(error).split())
     match error:
         case ConfigurationError():
@@ -152,16 +145,17 @@ def _last_line(error: BaseException, status: RunStatus) -> str:
         case TrainingError():
             pass
         case KeyboardInterrupt():
-            text = f"interrupted {where}. What was done since the last checkpoint is lost; --load resumes from there."
+            text = f"interrupted {where}; what was done since the last checkpoint is lost.{resume}"
         case _ if is_lost_peer(error):
+            seen = text.split(". ")[0]  # gloo goes on with advice
             text = (
-                f"another rank was lost {where}, without a word why ({text}). Look for what ended it (the kernel's "
-                "log, the scheduler's), and start again: --load resumes from the last checkpoint."
+                f"another rank was lost {where}, without a word why ({seen}). Look for what ended it (the kernel's "
+                f"log, the scheduler's), and start again.{resume}"
             )
         case _:
             text = (
                 f"{type(error).__name__}: {text} ({where}). An unexpected error, most likely a fault of the program: "
-                "report it with the traceback above; --load resumes from the last checkpoint."
+                f"report it with the traceback above.{resume}"
             )
     return f"rank {status.rank}: {text}"
 

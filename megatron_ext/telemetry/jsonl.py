@@ -74,7 +74,8 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
-            row["iteration"] + 0
+            if not isinstance(row["iteration"], int):
+                raise TypeError("its iteration is no integer")
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"{path}:{number}: not a row of a metrics file ({error}). Move the file away, "

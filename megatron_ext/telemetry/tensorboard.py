@@ -54,7 +54,7 @@ class TensorBoardWriter:
 
     def _add(self, values: Mapping[str, float], step: int) -> None:
         """Add all values in one event: add_scalar's event per value costs a millisecond per training step."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]  # protobuf makes it
 
         writer = self._writer.file_writer
         assert writer is not None, "SummaryWriter opens its file on construction"
@@ -86,7 +86,7 @@ def _rewrite(path: Path, iteration: int, samples: int) -> None:
 
 def _kept(path: Path, iteration: int, samples: int) -> Iterable[bytes]:
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  # protobuf makes it
 
     for record in RawEventFileLoader(str(path)).Load():
         event = Event.FromString(record)

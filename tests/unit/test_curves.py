@@ -6,13 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_ext import device
 from megatron_ext.config.schema import Config, OptimizerConfig, TrainingConfig
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learning_rate, weight_decay
-
-if hasattr(device, "install"):
-    device.install("cpu")
 
 BATCH = 16
 STYLES = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -27,8 +24,6 @@ def config_with(training: dict[str, Any] | None = None, **optimizer: Any) -> Con
 
 def assert_equals_the_engine(config: Config, progress: int) -> None:
     """Both curves after `progress` samples, reached by the engine in one step."""
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
     rate, decay = LearningRateCurve.from_config(config), WeightDecayCurve.from_config(config)
     optimizer: Any = SimpleNamespace(param_groups=[{}])
     scheduler = OptimizerParamScheduler(

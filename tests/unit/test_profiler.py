@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def traced_steps(path: Path) -> list[str]:
     return sorted(event["name"] for event in events if event["name"].startswith("step "))
 
 
-def config_with(folder: Path, **logging: int | bool) -> Config:
+def config_with(folder: Path, **logging: Any) -> Config:
     return Config(checkpoint=CheckpointConfig(save=str(folder)), logging=LoggingConfig(**logging))
 
 

@@ -1,0 +1,125 @@
+"""A run's history from its metrics file, and its loss curve as text for a terminal."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.telemetry.jsonl import read_rows
+
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """The rows of one metrics file: logged steps and evaluations, each in the order of iterations."""
+
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+    def points(self, field: str) -> list[Point]:
+        """(iteration, value) of a field of the steps; without the rows that have none (a skipped step's norm)."""
+        return [(row["iteration"], row[field]) for row in self.steps if row.get(field) is not None]
+
+    @property
+    def validation_points(self) -> list[Point]:
+        return [(row["iteration"], row["validation_loss"]) for row in self.evaluations]
+
+
+def read_history(run: Path) -> RunHistory:
+    """The history of a run, given its metrics file or the folder (--save) that holds `metrics.jsonl`.
+
+    Raises:
+        ConfigurationError: there is no such file, or no row in it.
+        DataError: a line of it cannot be read.
+    """
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    if not path.exists():
+        raise ConfigurationError(
+            f"{path}: no such file. Give the --save folder of a run, or the file that it wrote with --metrics-file."
+        )
+    rows = list(read_rows(path))
+    if not rows:
+        raise ConfigurationError(f"{path}: no row yet. The first is written after iteration 1.")
+    return RunHistory(
+        steps=[row for row in rows if "lm_loss" in row],
+        evaluations=[row for row in rows if "validation_loss" in row],
+    )
+
+
+def loss_chart(history: RunHistory, width: int = 72, height: int = 16) -> str:
+    """The loss over the iterations: `.` training (mean of a column), `o` validation.
+
+    Args:
+        history: the run.
+        width: columns of the plot, without the axis.
+        height: lines of the plot.
+    """
+    train, validation = finite(history.points("lm_loss")), finite(history.validation_points)
+    if not train and not validation:
+        return "no finite loss to show"
+    iterations = [iteration for iteration, _ in train + validation]
+    first, last = min(iterations), max(iterations)
+
+    def columns(points: list[Point]) -> dict[int, float]:
+        values: dict[int, list[float]] = {}
+        for iteration, value in points:
+            column = round((iteration - first) / max(1, last - first) * (width - 1))
+            values.setdefault(column, []).append(value)
+        return {column: sum(inside) / len(inside) for column, inside in values.items()}
+
+    shown = [(".", columns(train)), ("o", columns(validation))]
+    levels = [value for _, points in shown for value in points.values()]
+    low, high = min(levels), max(levels)
+    grid = [[" "] * width for _ in range(height)]
+    for mark, points in shown:
+        for column, value in points.items():
+            line = round((high - value) / ((high - low) or 1.0) * (height - 1))
+            grid[line][column] = mark
+    labels = {line: f"{high - line / (height - 1) * (high - low):.2f}" for line in (0, height // 2, height - 1)}
+    margin = max(map(len, labels.values()))
+    plot = [f"{labels.get(line, ''):>{margin}} |{''.join(cells).rstrip()}" for line, cells in enumerate(grid)]
+    axis = f"{first}{str(last).rjust(width - len(str(first)))}"
+    return "\n".join(
+        [
+            f"{'':{margin}}  loss in nats per token (. training, o validation)",
+            *plot,
+            f"{'':{margin}} +{'-' * width}",
+            f"{'':{margin}}  {axis}",
+        ]
+    )
+
+
+def summary(history: RunHistory) -> list[str]:
+    """What came of the run, in a few lines."""
+    lines = []
+    train, validation = history.points("lm_loss"), history.validation_points
+    if train:
+        lines.append(f"training loss    {_from_to(train)}")
+    if validation:
+        lines.append(f"validation loss  {_from_to(validation)}, perplexity {_perplexity(validation[-1][1])}")
+    rates = finite(history.points("tokens_per_second"))
+    if rates:
+        # The first logged step holds what happens once: compilation, first allocations.
+        steady = sorted(rate for _, rate in rates[1:] or rates)
+        median, tokens = steady[len(steady) // 2], history.steps[-1]["consumed_tokens"]
+        lines.append(f"tokens           {tokens:,}, at {median:,.0f} per second (median)")
+    bad = len(train) + len(validation) - len(finite(train + validation))
+    if bad:
+        lines.append(f"not finite       {bad} losses, left out of the curve")
+    return lines
+
+
+def finite(points: Iterable[Point]) -> list[Point]:
+    return [(iteration, value) for iteration, value in points if math.isfinite(value)]
+
+
+def _from_to(points: list[Point]) -> str:
+    (first, begin), (last, end) = points[0], points[-1]
+    return f"{begin:.4f} at iteration {first} -> {end:.4f} at iteration {last}"
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.2f}" if loss < 20 else f"exp({loss:.1f})"

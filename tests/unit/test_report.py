@@ -1,0 +1,209 @@
+"""How processes end, with real processes, real ranks and a real launcher where it matters."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import (
+    ConfigurationError,
+    DataError,
+    NumericError,
+    PeerLostError,
+    StoppedBySignal,
+    StorageError,
+)
+from megatron_ext.resilience import exit_record
+from megatron_ext.resilience.report import RunStatus, is_lost_peer, run_guarded
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("failing_rank.py")
+
+
+@pytest.fixture(autouse=True)
+def _this_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def guarded(error: BaseException, status: RunStatus) -> int:
+    def main() -> int:
+        raise error
+
+    return run_guarded(main, status)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigurationError("a"), 64),
+        (DataError("a"), 65),
+        (NumericError("a"), 70),
+        (StorageError("a"), 74),
+        (StoppedBySignal("a"), 75),
+        (PeerLostError("a"), 76),
+        (RuntimeError("[pair.cc:545] Read error [::1]:1: Connection reset by peer."), 76),
+        (RuntimeError("a"), 1),
+        (KeyboardInterrupt(), 1),
+        (type("CheckpointException", (BaseException,), {})("a"), 1),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, capfd: pytest.CaptureFixture[str]):
+    assert guarded(error, RunStatus(rank=0)) == code
+    assert capfd.readouterr().err.split("\n")[-2].startswith("rank 0: ")
+
+
+def test_what_main_returns_and_system_exit_pass_through():
+    assert run_guarded(lambda: 0, RunStatus(rank=0)) == 0
+    with pytest.raises(SystemExit, match="64"):
+        guarded(SystemExit(64), RunStatus(rank=0))
+
+
+def test_a_typed_error_is_one_line_and_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    status = RunStatus(rank=3, save=str(tmp_path / "new"), iteration=12)
+    assert guarded(DataError("x.bin:\n  truncated at byte 7; copy it again"), status) == 65
+    message = "rank 3: x.bin: truncated at byte 7; copy it again"
+    assert capfd.readouterr().err == message + "\n"
+    record = json.loads((tmp_path / "new" / "exit.json").read_text())
+    assert record.pop("time").endswith("+00:00")
+    assert record == {"code": 65, "rank": 3, "message": message, "iteration": 12}
+
+
+def test_the_first_cause_stays_until_the_next_start(tmp_path: Path):
+    status = RunStatus(rank=0, save=str(tmp_path))
+    guarded(DataError("first"), status)
+    guarded(NumericError("second"), status)
+    assert json.loads((tmp_path / "exit.json").read_text())["message"] == "rank 0: first"
+    exit_record.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    exit_record.clear(tmp_path)
+
+
+def test_configuration_errors_one_per_line_then_a_closing_line(capfd: pytest.CaptureFixture[str]):
+    guarded(ConfigurationError(["--a 1: too small", "--b 2: too large"]), RunStatus(rank=0))
+    assert capfd.readouterr().err == (
+        "--a 1: too small\n"
+        "--b 2: too large\n"
+        "rank 0: 2 problems in the configuration, named above; nothing was started. Change the flags and start again.\n"
+    )
+
+
+def test_an_unexpected_error_has_its_traceback_above_the_last_line(capfd: pytest.CaptureFixture[str]):
+    assert guarded(ValueError("bad\nthing"), RunStatus(rank=1, iteration=5)) == 1
+    *above, last, end = capfd.readouterr().err.split("\n")
+    assert above[0] == "Traceback (most recent call last):"
+    assert last.startswith("rank 1: ValueError: bad thing (at iteration 5). An unexpected error")
+    assert end == ""
+
+
+def test_only_rank_0_prints_what_every_rank_finds(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    guarded(ConfigurationError("a"), RunStatus(rank=0, save=str(tmp_path)))
+    capfd.readouterr()
+    began = time.monotonic()
+    assert guarded(ConfigurationError("a"), RunStatus(rank=1, save=str(tmp_path))) == 64
+    assert capfd.readouterr().err == ""
+    assert time.monotonic() - began < 1.0
+
+
+def test_a_lost_peer_is_silent_where_the_cause_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    guarded(NumericError("NaN"), RunStatus(rank=2, save=str(tmp_path)))
+    record = (tmp_path / "exit.json").read_text()
+    capfd.readouterr()
+    assert guarded(PeerLostError("a"), RunStatus(rank=0, save=str(tmp_path))) == 76
+    assert capfd.readouterr().err == ""
+    assert (tmp_path / "exit.json").read_text() == record
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("shapes differ"), ConnectionResetError("Connection reset by peer"), ValueError("broken pipe")],
+)
+def test_errors_of_this_rank_are_not_taken_for_a_lost_peer(error: Exception):
+    assert not is_lost_peer(error)
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def ours(output: str) -> list[str]:
+    """The lines that ranks wrote: torchrun's begin otherwise, or are indented."""
+    return [line for line in output.split("\n") if line.startswith("rank ")]
+
+
+def torchrun(how: str, save: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(PROGRAM), how, str(save)]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90, env=environment(), check=False
+    )
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["with --save", "without"])
+def test_under_torchrun_the_failing_rank_has_the_last_word(tmp_path: Path, shared: bool):
+    save = tmp_path if shared else Path("-")
+    run = torchrun("numeric", save)
+    assert run.returncode == 1
+    assert ours(run.stdout) == ["rank 1: NaN in layer 3, iteration 5"], run.stdout
+    assert run.stdout.count("rank 1: NaN in layer 3, iteration 5") == 2, "torchrun's summary repeats the cause"
+    if shared:
+        assert json.loads((tmp_path / "exit.json").read_text())["code"] == 70
+
+
+def test_under_torchrun_a_killed_rank_is_reported_by_the_other(tmp_path: Path):
+    run = torchrun("kill", tmp_path)
+    (line,) = ours(run.stdout)
+    # The survivor may have gone on to the next step before it needed its peer.
+    assert re.match(r"rank 0: another rank was lost at iteration [56], without a word why \(.*peer\)\. Look", line), (
+        line
+    )
+    record = json.loads((tmp_path / "exit.json").read_text())
+    assert (record["code"], record["rank"], record["message"]) == (76, 0, line)
+
+
+def test_under_torchrun_rank_0_alone_tells_configuration_errors():
+    run = torchrun("configuration", Path("-"))
+    assert ours(run.stdout) == [
+        "rank 0: 1 problem in the configuration, named above; nothing was started. Change the flags and start again."
+    ], run.stdout
+
+
+CHILDREN = """
+import multiprocessing, os, sys, time
+from megatron_ext.resilience.report import end_process
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    manager = context.Manager()
+    child = context.Process(target=time.sleep, args=(60,))
+    child.start()
+    print(manager._process.pid, child.pid)
+    end_process(int(sys.argv[1]))
+"""
+
+
+def test_a_failed_process_ends_with_its_children_and_its_output():
+    began = time.monotonic()
+    # run() returns only when every holder of the pipe is gone.
+    run = subprocess.run(
+        [sys.executable, "-c", CHILDREN, "70"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env=environment(),
+        check=False,
+    )
+    assert run.returncode == 70, run.stderr
+    assert time.monotonic() - began < 15
+    for pid in map(int, run.stdout.split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,148 @@
+"""A run's history as text and as a page, from a real metrics file."""
+
+import math
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from samples import step
+
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.telemetry.curve import RunHistory, loss_chart, read_history, summary
+from megatron_ext.telemetry.jsonl import MetricsFile
+from megatron_ext.telemetry.metrics import ValidationMetrics
+from megatron_ext.telemetry.run_page import run_page
+
+TOOL = Path(__file__).parents[2] / "tools" / "show_run.py"
+
+
+def write_run(folder: Path, losses: dict[int, float], validation: dict[int, float]) -> RunHistory:
+    with MetricsFile(folder / "metrics.jsonl", 0) as file:
+        for iteration, loss in losses.items():
+            file.write(step(iteration=iteration, lm_loss=loss, grad_norm=None if iteration == 1 else 1.0))
+        for iteration, loss in validation.items():
+            file.write(ValidationMetrics(iteration=iteration, consumed_samples=1, validation_loss=loss))
+    return read_history(folder)
+
+
+def svgs(page: str) -> list[ElementTree.Element]:
+    """The charts, which are well-formed XML."""
+    return [ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>") for part in page.split("<svg")[1:]]
+
+
+def lines(chart: ElementTree.Element) -> list[str]:
+    return [path.attrib["d"] for path in chart.iter("path") if path.attrib["class"].startswith("line")]
+
+
+def test_the_chart_is_the_drawn_one(tmp_path: Path):
+    history = write_run(tmp_path, {1: 9.0, 2: 7.0, 3: 6.0, 4: 5.0, 5: 5.0, 6: 5.0}, {4: 6.0, 6: 5.0})
+    assert loss_chart(history, width=6, height=5) == (
+        "      loss in nats per token (. training, o validation)\n"
+        "9.00 |.\n"
+        "     |\n"
+        "7.00 | .\n"
+        "     |  .o\n"
+        "5.00 |   ..o\n"
+        "     +------\n"
+        "      1    6"
+    )
+
+
+def test_many_points_share_a_column_by_their_mean(tmp_path: Path):
+    history = write_run(tmp_path, {i: float(i % 2) for i in range(1, 1001)}, {})
+    plot = [line for line in loss_chart(history, width=10, height=3).split("\n") if "|" in line]
+    assert plot[0].startswith("0.5")
+    assert sum(line.count(".") - line.startswith("0.") for line in plot) == 10
+
+
+def test_summary(tmp_path: Path):
+    history = write_run(tmp_path, {1: 9.0, 2: math.nan, 3: 5.0}, {3: 2.0})
+    assert summary(history) == [
+        "training loss    9.0000 at iteration 1 -> 5.0000 at iteration 3",
+        "validation loss  2.0000 at iteration 3 -> 2.0000 at iteration 3, perplexity 7.39",
+        "tokens           10,240, at 3,278 per second (median)",
+        "not finite       1 losses, left out of the curve",
+    ]
+
+
+def test_the_page_is_complete_in_itself_and_well_formed(tmp_path: Path):
+    page = run_page(write_run(tmp_path, {1: 9.0, 2: 7.0, 3: 5.0}, {3: 6.0}), "<runs & more>")
+    open_tags: list[str] = []
+
+    class Checker(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            assert not {"src", "href", "onload"} & {name for name, _ in attrs}
+            assert tag not in ("script", "link", "img", "iframe")
+            if tag != "meta":
+                open_tags.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert open_tags.pop() == tag
+
+        def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            pass
+
+    Checker().feed(page)
+    assert open_tags == []
+    assert "http" not in page
+    assert "@import" not in page
+    assert "<h1>&lt;runs &amp; more&gt;</h1>" in page
+    assert [chart.attrib["aria-label"] for chart in svgs(page)] == [
+        "Loss by iteration",
+        "Learning rate by iteration",
+        "Gradient norm by iteration",
+        "Speed by iteration",
+    ]
+
+
+def test_lines_run_through_the_data_and_break_at_nan(tmp_path: Path):
+    losses = {1: 2.0, 2: 4.0, 3: math.nan, 4: 3.0, 5: 2.0}
+    loss, _, norm, _ = svgs(run_page(write_run(tmp_path, losses, {2: 3.0, 4: 2.5}), "run"))
+    train, validation = lines(loss)
+    # x from 64 to 532 over 4 iterations; y from 230 (1.9, a twentieth below the lowest) up to 12 (4.1).
+    assert train == "M64.0 220.1L181.0 21.9M415.0 121.0L532.0 220.1"
+    assert validation == "M181.0 121.0L415.0 170.5"
+    assert lines(norm)[0].count("L") == 3, "the step without a norm is left out"
+    titles = [title.text for title in loss.iter("title")]
+    assert "iteration 2: 4" in titles
+    assert "iteration 4: validation 2.5" in titles
+
+
+def test_a_long_run_keeps_its_spikes(tmp_path: Path):
+    losses = dict.fromkeys(range(1, 20001), 2.0) | {12_345: 9.0}
+    page = run_page(write_run(tmp_path, losses, {}), "run")
+    assert len(page) < 400_000
+    assert "iteration 12345: 9<" in page
+
+
+def test_a_run_with_nothing_finite_is_said_to_be_so(tmp_path: Path):
+    history = write_run(tmp_path, {1: math.nan}, {})
+    assert loss_chart(history) == "no finite loss to show"
+    assert "Nothing to show." in run_page(history, "run")
+
+
+def test_a_missing_or_empty_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match=r"metrics\.jsonl: no such file.*--metrics-file"):
+        read_history(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigurationError, match="no row yet"):
+        read_history(tmp_path)
+
+
+def test_the_tool_prints_the_curve_and_writes_the_page_without_torch(tmp_path: Path):
+    write_run(tmp_path, {1: 9.0, 2: 5.0}, {2: 6.0})
+    page = tmp_path / "run.html"
+    command = [sys.executable, "-X", "importtime", str(TOOL), str(tmp_path), "--html", str(page)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    assert run.stdout.startswith("      loss in nats per token")
+    assert run.stdout.endswith(f"page             {page}\n")
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert "| torch" not in run.stderr
+    missing = subprocess.run(
+        [sys.executable, str(TOOL), str(tmp_path / "no")], capture_output=True, text=True, check=False
+    )
+    assert missing.returncode == 64
+    assert missing.stderr.count("\n") == 1
