@@ -7,6 +7,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_ext import device  # noqa: E402
+from megatron_ext import device
 
 device.install("cpu")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -54,6 +55,7 @@ def small_config(
 def build_small_model(config: Config) -> tuple[list[GPTModel], ProcessGroupCollection]:
     """Start the groups of `config.layout` in this process, and build and initialize its chunks."""
     pg_collection = groups.initialize(config.layout, device.current())
+    tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
     chunks = build_model(config, transformer_config(config, "cpu"), pg_collection)
     initialize(chunks, config, pg_collection)
     return chunks, pg_collection

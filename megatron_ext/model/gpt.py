@@ -1,5 +1,7 @@
 """The model: megatron-core's GPTModel, one for each virtual pipeline stage of this rank."""
 
+import logging
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -8,6 +10,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron_ext.config.schema import Config
 from megatron_ext.model.rope import ScaledRotaryEmbedding
 from megatron_ext.model.spec import block_spec
+
+# It warns on every rank and for every chunk that another model class will one day replace this one.
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
 def build_model(

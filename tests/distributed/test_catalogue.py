@@ -59,7 +59,7 @@ def _describe(config: Config) -> tuple[int, int, dict[str, Built]]:
     for name, tensor in global_named_parameters(chunks):
         built[name] = Built(
             shape=tuple(tensor.shape),
-            tp_dim=tensor.partition_dim if getattr(tensor, "tensor_model_parallel", False) else None,
+            tp_dim=getattr(tensor, "partition_dim", 0) if getattr(tensor, "tensor_model_parallel", False) else None,
             tp_stride=getattr(tensor, "partition_stride", 1),
             sequence_parallel=getattr(tensor, "sequence_parallel", False),
             dtype=str(tensor.dtype),
@@ -103,9 +103,7 @@ def test_catalogue_is_the_model(layout: str, model: str, whole_model: Any) -> No
                 sequence_parallel=parameter.sequence_parallel and config.layout.sequence_parallel,
                 dtype="torch.float32",
                 shard_hash=_hash(
-                    _shard(
-                        whole_model[model][0][parameter.name], parameter.tp_dim, parameter.tp_stride, tp_rank, tp
-                    )
+                    _shard(whole_model[model][0][parameter.name], parameter.tp_dim, parameter.tp_stride, tp_rank, tp)
                 ),
             )
             for parameter in parameters(config)
