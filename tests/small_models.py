@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
+from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext import device
 from megatron_ext.config.schema import Config, DataConfig, LayoutConfig, ModelConfig, TrainingConfig
 from megatron_ext.model.config import transformer_config
-from megatron_ext.model.gpt import build_model
+from megatron_ext.model.gpt import GPT, build_model
 from megatron_ext.model.initialize import initialize
 from megatron_ext.parallel import groups
 
@@ -51,9 +51,10 @@ def small_config(
     )
 
 
-def build_small_model(config: Config) -> tuple[list[GPTModel], ProcessGroupCollection]:
+def build_small_model(config: Config) -> tuple[list[GPT], ProcessGroupCollection]:
     """Start the groups of `config.layout` in this process, and build and initialize its chunks."""
     pg_collection = groups.initialize(config.layout, device.current())
+    tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
     chunks = build_model(config, transformer_config(config, "cpu"), pg_collection)
     initialize(chunks, config, pg_collection)
     return chunks, pg_collection

@@ -70,6 +70,7 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
         persist_layer_norm=False,
         # Its gradient is cast to bfloat16 whatever the model's precision.
         cross_entropy_loss_fusion=False,
+        cuda_graph_modules=[],
         transformer_impl=model.transformer_impl,  # pyright: ignore[reportArgumentType]
     )
 

@@ -1,6 +1,9 @@
 """The model: megatron-core's GPTModel, one for each virtual pipeline stage of this rank."""
 
+import logging
+
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -9,10 +12,24 @@ from megatron_ext.config.schema import Config
 from megatron_ext.model.rope import ScaledRotaryEmbedding
 from megatron_ext.model.spec import block_spec
 
+# It warns on every rank and for every chunk that another model class will one day replace this one.
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+
+
+class GPT(GPTModel):
+    """megatron-core's GPTModel with torch's cross entropy where the vocabulary is not divided over ranks."""
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """labels: [batch, sequence]; logits: [sequence, batch, this rank's vocabulary]; the loss: [batch, sequence]."""
+        if self.tp_group.size() > 1:
+            return super().compute_language_model_loss(labels, logits)
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.t().flatten(), reduction="none")
+        return losses.view(logits.shape[:2]).t()
+
 
 def build_model(
     config: Config, transformer_config: TransformerConfig, pg_collection: ProcessGroupCollection
-) -> list[GPTModel]:
+) -> list[GPT]:
     """Build this rank's chunks of the model, with uninitialized weights (see `model.initialize`).
 
     Args:
@@ -33,10 +50,10 @@ def _build_chunk(
     pg_collection: ProcessGroupCollection,
     chunk: int,
     chunks: int,
-) -> GPTModel:
+) -> GPT:
     model = config.model
     num_layers = model.num_layers // (pg_collection.pp.size() * chunks)
-    gpt = GPTModel(
+    gpt = GPT(
         config=transformer_config,
         transformer_layer_spec=block_spec(model, num_layers),  # pyright: ignore[reportArgumentType]
         vocab_size=model.padded_vocab_size,
@@ -59,7 +76,7 @@ def _build_chunk(
     return gpt.to(device=device, dtype=transformer_config.params_dtype)
 
 
-def _mask_vocabulary_padding(gpt: GPTModel, config: Config, tp_group: torch.distributed.ProcessGroup) -> None:
+def _mask_vocabulary_padding(gpt: GPT, config: Config, tp_group: torch.distributed.ProcessGroup) -> None:
     """Give the logits of padding the lowest value of their dtype, so that padding never takes probability."""
     vocab_size, padded = config.data.vocab_size, config.model.padded_vocab_size
     assert vocab_size is not None

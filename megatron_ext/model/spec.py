@@ -4,7 +4,6 @@ from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -14,6 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.model.attention import SDPAttention
+from megatron_ext.model.linear import ColumnLinear, RowLinear
 from megatron_ext.model.norm import norm_class
 
 
@@ -37,9 +37,9 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=ColumnLinear,
             core_attention=SDPAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=RowLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
@@ -53,7 +53,7 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
             pre_mlp_layernorm=norm,
             mlp=partial(
                 MLP.as_mlp_submodule,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear),
             ),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),

@@ -59,7 +59,7 @@ def _describe(config: Config) -> tuple[int, int, dict[str, Built]]:
     for name, tensor in global_named_parameters(chunks):
         built[name] = Built(
             shape=tuple(tensor.shape),
-            tp_dim=tensor.partition_dim if getattr(tensor, "tensor_model_parallel", False) else None,
+            tp_dim=getattr(tensor, "partition_dim", 0) if getattr(tensor, "tensor_model_parallel", False) else None,
             tp_stride=getattr(tensor, "partition_stride", 1),
             sequence_parallel=getattr(tensor, "sequence_parallel", False),
             dtype=str(tensor.dtype),

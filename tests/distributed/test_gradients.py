@@ -1,0 +1,80 @@
+"""Gradients of one microbatch under tensor and sequence parallelism, by global name, against one process.
+
+Each of these models has a parameter whose gradient is easily wrong there: norms under sequence parallelism, query
+and key norms (each rank sees its own heads alone), key/value heads that several ranks share, biases added after a
+reduction, learned positions.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+from megatron_ext.config.parameters import parameters
+from megatron_ext.config.schema import Config
+from megatron_ext.model.loss import token_loss
+from megatron_ext.model.names import global_named_parameters
+from megatron_ext.verify.ranks import run_ranks
+from tests.small_models import LLAMA, build_small_model, small_config
+
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT-2": {},
+    "GPT-2, qk-norm": {"qk_layernorm": True},
+    "Llama, qk-norm, tied": {**LLAMA, "qk_layernorm": True, "untie_embeddings_and_output_weights": False},
+    "Llama, one query group, QKV bias": {**LLAMA, "num_query_groups": 1, "add_qkv_bias": True},
+    "Llama, partial scaled rotary": {**LLAMA, "rotary_percent": 0.5, "use_rope_scaling": True},
+}
+
+
+def _gradients(config: Config) -> tuple[float, dict[str, torch.Tensor]]:
+    [gpt], pg_collection = build_small_model(config)
+    # Norms that are not all ones and biases that are not all zeros, the same on every rank.
+    for name, tensor in global_named_parameters([gpt]):
+        if "norm" in name or (name.endswith("bias") and not getattr(tensor, "tensor_model_parallel", False)):
+            generator = torch.Generator().manual_seed(len(name))
+            tensor.data.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+    model = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt, pg_collection=pg_collection)
+    tokens = torch.randint(0, 250, (3, 17), generator=torch.Generator().manual_seed(0))
+    mask = (torch.rand(3, 16, generator=torch.Generator().manual_seed(1)) < 0.8).float()
+    losses = model(tokens[:, :-1], torch.arange(16).expand(3, 16), None, labels=tokens[:, 1:])
+    loss_sum, num_tokens, report = token_loss(mask, losses)
+    assert num_tokens == mask.sum()
+    loss_sum.backward()
+    finalize_model_grads([model], num_tokens, pg_collection=pg_collection)
+    loss = float(report["lm loss"][0] / report["lm loss"][1])
+    return loss, {name: tensor.main_grad for name, tensor in global_named_parameters([model])}  # pyright: ignore
+
+
+def _joined(config: Config, results: list[tuple[float, dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    joined = {}
+    for parameter in parameters(config):
+        shards = [gradients[parameter.name] for _, gradients in results]
+        if parameter.tp_dim is None:
+            assert all(torch.equal(shard, shards[0]) for shard in shards), f"ranks disagree on {parameter.name}"
+            joined[parameter.name] = shards[0]
+        else:
+            parts = zip(*(shard.chunk(parameter.tp_stride, parameter.tp_dim) for shard in shards), strict=True)
+            joined[parameter.name] = torch.cat([part for parts_ in parts for part in parts_], parameter.tp_dim)
+    return joined
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_equal_those_of_one_process(model: str, tp: int, sequence_parallel: bool) -> None:
+    layout = {"tensor_model_parallel_size": tp, "world_size": tp, "sequence_parallel": sequence_parallel}
+    config = small_config(MODELS[model], layout)
+    [(expected_loss, expected)] = run_ranks(1, _gradients, small_config(MODELS[model]))
+    results = run_ranks(tp, _gradients, config)
+    for loss, _ in results:
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+    got = _joined(config, results)
+    assert got.keys() == expected.keys()
+    whole_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name, gradient in got.items():
+        # Small beside the whole gradient, a difference is rounding. (The bias of a key norm without rotary has no
+        # gradient but rounding: it moves all scores of a query alike, which the softmax does not see.)
+        allowed = max(1e-5 * expected[name].norm(), 1e-7 * whole_norm)
+        error = (gradient - expected[name]).norm()
+        assert error < allowed, f"{name}: {error:.1e}, allowed {allowed:.1e}"

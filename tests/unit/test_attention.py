@@ -1,0 +1,81 @@
+"""Our core attention against attention written out in fp64."""
+
+import math
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_ext.model.attention import SDPAttention
+from megatron_ext.model.config import transformer_config
+from tests.small_models import small_config
+
+
+def _attention(dropout: float = 0.0, scale: float | None = None) -> SDPAttention:
+    config = transformer_config(small_config({"attention_dropout": dropout}), "cpu")
+    return SDPAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
+
+
+def _written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    repeats = query.size(2) // key.size(2)
+    key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key) * scale
+    future = torch.ones(query.size(0), key.size(0), dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+    return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_equals_attention_written_out(groups: int, scale: float | None, dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    sequence, batch, heads, channels = 33, 3, 6, 16
+    shapes = [(sequence, batch, heads, channels)] + [(sequence, batch, groups, channels)] * 2
+    ours = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    exact = [tensor.detach().double().requires_grad_() for tensor in ours]
+    weight = torch.randn(sequence, batch, heads * channels, dtype=dtype)
+
+    context = _attention(scale=scale)(*ours, None)
+    expected = _written_out(*exact, scale=scale or 1.0 / math.sqrt(channels))
+
+    assert context.shape == (sequence, batch, heads * channels)
+    assert context.is_contiguous()
+    torch.testing.assert_close(context.double(), expected, atol=tolerance, rtol=0)
+    for got, wanted in zip(
+        torch.autograd.grad((context * weight).sum(), ours),
+        torch.autograd.grad((expected * weight.double()).sum(), exact),
+        strict=True,
+    ):
+        torch.testing.assert_close(got.double(), wanted, atol=tolerance * 10, rtol=tolerance)
+
+
+def test_no_token_sees_the_future() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(8, 1, 2, 16) for _ in range(3))
+    attention = _attention()
+    before = attention(query, key, value, None)
+    key[5:], value[5:] = torch.randn(2, 3, 1, 2, 16) * 100.0
+    assert torch.equal(attention(query, key, value, None)[:5], before[:5])
+
+
+def test_dropout_draws_from_the_tensor_parallel_generator_and_only_in_training() -> None:
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    assert tracker is not None
+    tracker.reset()
+    tracker.add("model-parallel-rng", 7)
+    torch.manual_seed(0)
+    tensors = [torch.randn(8, 1, 2, 16) for _ in range(3)]
+    attention = _attention(dropout=0.5)
+    default_state = torch.get_rng_state()
+
+    first, second = attention(*tensors, None), attention(*tensors, None)
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), default_state)
+    tracker.reset()
+    tracker.add("model-parallel-rng", 7)
+    assert torch.equal(attention(*tensors, None), first)
+
+    attention.eval()
+    assert torch.equal(attention(*tensors, None), attention(*tensors, None))

@@ -1,0 +1,91 @@
+"""Initial values: a function of (seed, name), cut the same way whatever the shard, in little memory."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from megatron_ext.config.parameters import Parameter
+from megatron_ext.model.initialize import BLOCK_ELEMENTS, fill
+
+# 3 blocks and a remainder, none of whose edges falls on a shard's.
+TALL = Parameter("tall.weight", (3312, 1000), 0, "normal", 0.02, tp_dim=0, tp_stride=2)
+WIDE = Parameter("wide.weight", (3312, 1000), 0, "normal", 0.02, tp_dim=1)
+PADDED = Parameter("padded.weight", (3312, 1000), "embedding", "normal", 0.02, tp_dim=0, true_rows=3301)
+
+
+def _filled(parameter: Parameter, rank: int = 0, size: int = 1, seed: int = 1, dtype: torch.dtype = torch.float32):
+    shard = torch.full(parameter.local_shape(size), torch.nan, dtype=dtype)
+    fill(shard, parameter, seed, rank, size)
+    return shard
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("parameter", [TALL, WIDE, PADDED], ids=lambda parameter: parameter.name)
+def test_shards_are_slices_of_the_whole(parameter: Parameter, size: int) -> None:
+    assert parameter.shape[0] * parameter.shape[1] > 3 * BLOCK_ELEMENTS
+    whole = _filled(parameter)
+    assert parameter.tp_dim is not None
+    parts = [part.chunk(size, parameter.tp_dim) for part in whole.chunk(parameter.tp_stride, parameter.tp_dim)]
+    for rank in range(size):
+        expected = torch.cat([part[rank] for part in parts], parameter.tp_dim)
+        assert torch.equal(_filled(parameter, rank, size), expected)
+
+
+def test_padding_is_zero_and_takes_nothing_from_the_vocabulary() -> None:
+    whole = _filled(PADDED)
+    assert torch.count_nonzero(whole[3301:]) == 0
+    more = Parameter(PADDED.name, (4096, 1000), "embedding", "normal", 0.02, tp_dim=0, true_rows=3301)
+    assert torch.equal(_filled(more)[:3301], whole[:3301])
+    none = Parameter(PADDED.name, (3301, 1000), "embedding", "normal", 0.02, tp_dim=0)
+    assert torch.equal(_filled(none), whole[:3301])
+
+
+def test_values_are_normal_and_blocks_and_names_and_seeds_differ() -> None:
+    whole = _filled(TALL)
+    standard = (whole / 0.02).double()
+    assert abs(standard.mean()) < 5e-3
+    assert abs(standard.std() - 1.0) < 5e-3
+    rows = BLOCK_ELEMENTS // 1000
+    assert not torch.equal(whole[:rows], whole[rows : 2 * rows])
+    assert not torch.equal(whole, _filled(WIDE))
+    assert not torch.equal(whole, _filled(TALL, seed=2))
+    assert not torch.equal(whole, _filled(TALL, seed=1 + 2**32))
+
+
+def test_16_bit_weights_are_the_rounded_fp32_ones() -> None:
+    assert torch.equal(_filled(TALL, 1, 4, dtype=torch.bfloat16), _filled(TALL, 1, 4).bfloat16())
+
+
+def test_ones_and_zeros() -> None:
+    assert torch.equal(_filled(Parameter("n.weight", (5,), 0, "ones")), torch.ones(5))
+    assert torch.equal(_filled(Parameter("n.bias", (8,), 0, "zeros", tp_dim=0), 1, 2), torch.zeros(4))
+
+
+def test_pinned_values() -> None:
+    """A change of the rule would change every model of every user: it must be seen."""
+    whole = _filled(TALL)
+    assert whole[0, :3].tolist() == [-0.01814197562634945, 0.007869462482631207, 0.018126346170902252]
+    assert whole[-1, -3:].tolist() == [0.0011175211984664202, -4.003165668109432e-05, -0.001566845690831542]
+
+
+def test_a_rank_needs_little_more_memory_than_its_slice() -> None:
+    """A shard of 26 MB out of 210: the whole would be seen at once in the peak of a process of its own."""
+    program = """
+        import resource, torch
+        from megatron_ext.config.parameters import Parameter
+        from megatron_ext.model.initialize import fill
+
+        parameter = Parameter("big.weight", (8 * 6400, 1024), 0, "normal", 0.02, tp_dim=%s)
+        fill(torch.empty(1024, 128), Parameter("warm.weight", (1024, 1024), 0, "normal", 0.02, tp_dim=1), 1, 0, 8)
+        shard = torch.empty(parameter.local_shape(8)).zero_()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        fill(shard, parameter, 1, 3, 8)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    for tp_dim in (0, 1):
+        code = textwrap.dedent(program) % tp_dim
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert int(done.stdout) * 1024 < 64 * 2**20
