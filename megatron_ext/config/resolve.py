@@ -82,12 +82,14 @@ def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
 
 
 def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
-    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    hidden, heads = values.get("hidden_size", 0), values.get("num_attention_heads", 0)
     if positive(hidden):
         _fill(values, "ffn_hidden_size", default_ffn_hidden_size(hidden, values.get("swiglu", False)))
     if positive(hidden, heads) and hidden % heads == 0:
         _fill(values, "kv_channels", hidden // heads)
-    _fill(values, "num_query_groups", 1 if values.get("group_query_attention") else heads)  # 1 is Megatron's default
+    _fill(
+        values, "num_query_groups", 1 if values.get("group_query_attention") else heads or None
+    )  # 1 as Megatron has it
     _fill(values, "max_position_embeddings", values.get("seq_length"))
     _fill(values, "vocab_size", facts.vocab_size)
     divisor = values.get("make_vocab_size_divisible_by", 128)

@@ -47,7 +47,8 @@ def layers_divide_over_stages(config: Config, facts: Facts) -> Iterator[str]:
 def layers_divide_over_chunks(config: Config, facts: Facts) -> Iterator[str]:
     layout, layers = config.layout, config.model.num_layers
     stages = layout.pipeline_model_parallel_size
-    chunks, chunk_size = layout.num_virtual_stages_per_pipeline_rank, layout.num_layers_per_virtual_pipeline_stage
+    chunks = layout.num_virtual_stages_per_pipeline_rank or 0
+    chunk_size = layout.num_layers_per_virtual_pipeline_stage or 0
     if not positive(layers, stages) or layers % stages:
         return
     per_stage = layers // stages
@@ -149,7 +150,10 @@ def device_is_there(config: Config, facts: Facts) -> Iterator[str]:
         return
     on_cpu = device == "cpu" or (device == "auto" and not facts.cuda_available)
     if backend == "nccl" and on_cpu:
-        yield f"--distributed-backend nccl works on GPUs alone, but --device is {device} without one; use --distributed-backend gloo"
+        yield (
+            f"--distributed-backend nccl works on GPUs alone, but --device is {device} and there is none; "
+            f"use --distributed-backend gloo"
+        )
     if backend == "gloo" and not on_cpu:
         yield (
             f"--distributed-backend gloo serves CPU processes, but --device is {device} and there is a GPU; "

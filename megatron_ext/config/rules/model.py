@@ -120,11 +120,12 @@ def rope_scaling_has_rope(config: Config, facts: Facts) -> Iterator[str]:
 
 def vocabulary_fits_its_padding(config: Config, facts: Facts) -> Iterator[str]:
     model, size = config.model, config.layout.tensor_model_parallel_size
-    if not positive(config.data.vocab_size, model.padded_vocab_size, size):
+    vocabulary = config.data.vocab_size or 0
+    if not positive(vocabulary, model.padded_vocab_size, size):
         return
-    if model.padded_vocab_size < config.data.vocab_size or model.padded_vocab_size % size:
+    if model.padded_vocab_size < vocabulary or model.padded_vocab_size % size:
         yield (
-            f"--padded-vocab-size {model.padded_vocab_size} must be at least the vocabulary's {config.data.vocab_size} "
+            f"--padded-vocab-size {model.padded_vocab_size} must be at least the vocabulary's {vocabulary} "
             f"entries and divisible by --tensor-model-parallel-size {size}; leave it out to have it derived"
         )
 
