@@ -53,7 +53,7 @@ def samples_at_iteration(config: Config, iteration: int) -> int:
 def batch_phases(config: Config) -> list[BatchPhase]:
     """The whole run as stretches of equal global batch size: one, or several with `--rampup-batch-size`.
 
-    As megatron-core's calculator has it, the batch is start + increment x floor(consumed / (samples / increments))
+    By the rule of `global_batch_size`, the batch is start + increment x floor(consumed / (samples / increments))
     until `samples` are consumed. The last phase ends with the run, and a last step that would need more than
     `--train-samples` is not taken.
     """

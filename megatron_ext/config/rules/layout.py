@@ -81,17 +81,27 @@ def interleaving_needs_stages(config: Config, facts: Facts) -> Iterator[str]:
     if layout.num_layers_per_virtual_pipeline_stage is not None:
         flag += f" (--num-layers-per-virtual-pipeline-stage {layout.num_layers_per_virtual_pipeline_stage})"
     if stages == 1:
-        sizes = [size for size in pipeline_sizes(config) if size > 1]
-        fix = f"{use('--pipeline-model-parallel-size', sizes)}, or " if sizes else ""
         yield (
             f"{flag} interleaves pipeline stages, but --pipeline-model-parallel-size is 1; "
-            f"{fix}leave the virtual stages out"
+            f"leave the virtual stages out{_interleaved_layout(config)}"
         )
     elif stages == 2 and layout.no_overlap_p2p_communication:
         yield (
             f"{flag} with --pipeline-model-parallel-size 2 cannot run under --no-overlap-p2p-communication: the two "
             f"ranks would exchange several tensors in one batch; leave --no-overlap-p2p-communication out"
         )
+
+
+def _interleaved_layout(config: Config) -> str:
+    """A pipeline size that interleaves with the virtual stages given, and a batch in whole rounds for it."""
+    layout, training = config.layout, config.training
+    sizes = [size for size in pipeline_sizes(config) if size > 1]
+    if not sizes or not positive(training.micro_batch_size, layout.tensor_model_parallel_size):
+        return ""
+    stages = sizes[0]
+    per_round = training.micro_batch_size * stages * (layout.world_size // (layout.tensor_model_parallel_size * stages))
+    rounds = -(-(training.global_batch_size or 1) // per_round)
+    return f", or use --pipeline-model-parallel-size {stages} --global-batch-size {rounds * per_round}"
 
 
 def interleaving_needs_rounds_of_microbatches(config: Config, facts: Facts) -> Iterator[str]:
