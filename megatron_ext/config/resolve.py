@@ -44,8 +44,8 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
     _resolve_layout(values, facts)
     _resolve_model(values, facts)
     _resolve_training(values)
-    if values.get("save") and values.get("metrics_file") is None:
-        values["metrics_file"] = os.path.join(values["save"], "metrics.jsonl")
+    if values.get("save"):
+        _fill(values, "metrics_file", default_metrics_file(values["save"]))
     return _build(values)
 
 
@@ -61,6 +61,10 @@ def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
     would round to 0, so that at least 64 is given.
     """
     return max(int(4 * hidden_size * 2 / 3 / 64) * 64, 64) if swiglu else 4 * hidden_size
+
+
+def default_metrics_file(save: str) -> str:
+    return os.path.join(save, "metrics.jsonl")
 
 
 def padded_vocabulary(vocab_size: int, divisor: int, tensor_parallel_size: int) -> int:

@@ -10,9 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.unit.errors_page import errors_page  # noqa: E402
-
 from megatron_ext.config.reference import flags_page, pinned_command_line  # noqa: E402
+from tests.unit.errors_page import errors_page  # noqa: E402
 
 
 def main() -> None:

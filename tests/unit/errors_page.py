@@ -2,10 +2,9 @@
 
 import shlex
 
-from tests.unit.wrong_flags import BASE, EXAMPLES, SEVERAL, UNREADABLE
-
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
+from tests.unit.wrong_flags import BASE, EXAMPLES, SEVERAL, UNREADABLE
 
 _INTRODUCTION = f"""\
 # Wrong flags, and what the program answers

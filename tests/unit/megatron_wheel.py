@@ -44,7 +44,8 @@ def wheel_options() -> dict[str, WheelOption]:
 
 def _megatron() -> Path:
     spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).parent.parent
 
 

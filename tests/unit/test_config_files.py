@@ -4,12 +4,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.unit.wrong_flags import BASE
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.files import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
+from tests.unit.wrong_flags import BASE
 
 LAYOUT = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
@@ -25,6 +25,15 @@ def test_a_resolved_configuration_passed_back_resolves_to_its_equal(line: str, t
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config))
     assert resolve(parse(["--config", str(file)]).values, facts) == config
+
+
+def test_another_save_folder_gets_its_own_metrics_file(tmp_path: Path):
+    config = resolve(parse(shlex.split(f"{BASE} --save runs/a")).values, Facts())
+    assert config.logging.metrics_file == "runs/a/metrics.jsonl"
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(config))
+    again = resolve(parse(["--config", str(file), "--save", "runs/b"]).values, Facts())
+    assert again.logging.metrics_file == "runs/b/metrics.jsonl"
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path):

@@ -5,7 +5,6 @@ import shlex
 
 import pytest
 from megatron.core.parallel_state import RankGenerator
-from tests.unit.wrong_flags import BASE
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.batch import (
@@ -22,6 +21,7 @@ from megatron_ext.config.report import describe
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.config.validate import problems
+from tests.unit.wrong_flags import BASE
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 2, 3), (2, 4, 1)]
 

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from tests.unit.megatron_wheel import UNREADABLE, wheel_options
-
 from megatron_ext.config.megatron_options import megatron_options
 from megatron_ext.config.options import options_by_flag
+from tests.unit.megatron_wheel import UNREADABLE, wheel_options
 
 OUR_OWN = {
     "--world-size",
@@ -101,7 +100,7 @@ def test_a_value_that_passes_silently_is_megatrons_default_or_asks_for_nothing()
     }
     for flag, known in megatron_options().items():
         default = wheel_options()[flag].default
-        if known.neutral is None or default == UNREADABLE and flag not in asks_for_nothing:
+        if known.neutral is None or (default == UNREADABLE and flag not in asks_for_nothing):
             continue
         plain = default[0] if isinstance(default, list) else default
         assert known.neutral in (str(plain), asks_for_nothing.get(flag)), flag

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.unit.errors_page import answers, errors_page
-from tests.unit.wrong_flags import BASE, EXAMPLES, SEVERAL
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.blend import read_blend
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.validate import RULES, problems
+from tests.unit.errors_page import answers, errors_page
+from tests.unit.wrong_flags import BASE, EXAMPLES, SEVERAL
 
 ROOT = Path(__file__).resolve().parents[2]
 
