@@ -165,6 +165,15 @@ def test_no_rule_raises_whatever_the_numbers():
         assert isinstance(problems(resolve({k: v for k, v in base.items() if k != name}, Facts()), Facts()), list)
 
 
+def test_absurd_sizes_are_answered_at_once():
+    huge = 10**12
+    for name in ("num_layers", "num_attention_heads", "global_batch_size", "world_size"):
+        start = time.monotonic()
+        found(f"--world-size 3 --tensor-model-parallel-size 2 --{name.replace('_', '-')} {huge}")
+        found(f"--pipeline-model-parallel-size 7 --world-size 7 --{name.replace('_', '-')} {huge}")
+        assert time.monotonic() - start < 2, name
+
+
 def test_each_rule_is_seen_to_speak_by_a_test_above():
     """A rule that no example reaches would be one that cannot fail."""
     spoken = set()

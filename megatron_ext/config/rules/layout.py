@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_ext.config.resolve import Facts, positive
-from megatron_ext.config.rules.suggest import listed, nearest_multiples, pipeline_sizes, tensor_sizes, use
+from megatron_ext.config.rules.suggest import divisors, listed, nearest_multiples, pipeline_sizes, tensor_sizes, use
 from megatron_ext.config.schema import Config
 
 
@@ -52,18 +52,18 @@ def layers_divide_over_chunks(config: Config, facts: Facts) -> Iterator[str]:
     if not positive(layers, stages) or layers % stages:
         return
     per_stage = layers // stages
-    divisors = [n for n in range(1, per_stage + 1) if per_stage % n == 0]
+    working = listed(divisors(per_stage))
     if positive(chunks) and per_stage % chunks:
         yield (
             f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide the {per_stage} layers of a stage "
             f"(--num-layers {layers} / --pipeline-model-parallel-size {stages}); "
-            f"use --num-virtual-stages-per-pipeline-rank {listed(divisors)}"
+            f"use --num-virtual-stages-per-pipeline-rank {working}"
         )
     elif positive(chunk_size) and per_stage % chunk_size:
         yield (
             f"--num-layers-per-virtual-pipeline-stage {chunk_size} does not divide the {per_stage} layers of a stage "
             f"(--num-layers {layers} / --pipeline-model-parallel-size {stages}); "
-            f"use --num-layers-per-virtual-pipeline-stage {listed(divisors)}"
+            f"use --num-layers-per-virtual-pipeline-stage {working}"
         )
     elif positive(chunks, chunk_size) and chunks * chunk_size != per_stage:
         yield (

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_ext.config.resolve import Facts, positive
-from megatron_ext.config.rules.suggest import listed, nearest_multiples
+from megatron_ext.config.rules.suggest import divisors, listed, nearest_multiples
 from megatron_ext.config.schema import Config
 
 
@@ -39,7 +39,7 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
     if positive(full) and start >= full:
         yield f"{given} starts at {start}, not below --global-batch-size {full}; use a smaller start, or leave it out"
     elif positive(full) and (full - start) % increment:
-        working = [n for n in range(at_once, full - start + 1, at_once) if (full - start) % n == 0]
+        working = [n for n in divisors(full - start) if n % at_once == 0]
         fix = f"use an increment of {listed(working[:4])}" if working else f"use a start of {at_once}"
         yield (
             f"{given} does not reach --global-batch-size {full}: {full} - {start} = {full - start} is not divisible "
