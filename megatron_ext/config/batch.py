@@ -1,6 +1,17 @@
-"""How large the global batch is, as a function of the samples consumed so far. Pure arithmetic."""
+"""How large the global batch is, as a function of the samples consumed so far, and how long the run. Arithmetic."""
+
+from dataclasses import dataclass
 
 from megatron_ext.config.schema import Config
+
+
+@dataclass(frozen=True)
+class BatchPhase:
+    """A stretch of training with one global batch size, in optimizer steps and samples."""
+
+    global_batch_size: int
+    first_sample: int
+    steps: int
 
 
 def global_batch_size(config: Config, consumed_samples: int) -> int:
@@ -37,3 +48,40 @@ def samples_at_iteration(config: Config, iteration: int) -> int:
         consumed += global_batch_size(config, consumed)
         step += 1
     return consumed + (iteration - step) * config.training.global_batch_size
+
+
+def batch_phases(config: Config) -> list[BatchPhase]:
+    """The whole run as stretches of equal global batch size: one, or several with `--rampup-batch-size`.
+
+    By the rule of `global_batch_size`, the batch is start + increment x floor(consumed / (samples / increments))
+    until `samples` are consumed. The last phase ends with the run, and a last step that would need more than
+    `--train-samples` is not taken.
+    """
+    training = config.training
+    full = training.global_batch_size
+    sizes = [full]
+    borders = []  # consumed samples at which the next size begins
+    if training.rampup_batch_size is not None:
+        start, increment, samples = training.rampup_batch_size
+        increments = (full - start) // increment
+        sizes = [start + increment * i for i in range(increments + 1)]
+        borders = [samples / increments * (i + 1) for i in range(increments)]
+    phases = []
+    consumed = steps_taken = 0
+    for size, border in zip(sizes, [*borders, None], strict=True):
+        if training.train_iters is not None:
+            left = training.train_iters - steps_taken
+        else:
+            assert training.train_samples is not None, "validated: one of them is given"
+            left = max(training.train_samples - consumed, 0) // size
+        steps = left if border is None else min(left, max(-int(-(border - consumed) // size), 0))
+        if steps > 0:
+            phases.append(BatchPhase(size, consumed, steps))
+        consumed += size * steps
+        steps_taken += steps
+    return phases
+
+
+def training_steps(config: Config) -> int:
+    """Optimizer steps of the whole run."""
+    return sum(phase.steps for phase in batch_phases(config))

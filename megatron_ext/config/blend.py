@@ -47,8 +47,6 @@ def _needed_paths(typed: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         for prefix in prefixes:
             for suffix in (".bin", ".idx"):
                 yield "--" + name.replace("_", "-"), prefix + suffix
-    if typed.get("tokenizer_model") and typed.get("tokenizer_type") not in (None, "ByteTokenizer", "NullTokenizer"):
-        yield "--tokenizer-model", typed["tokenizer_model"]
     if typed.get("exit_on_missing_checkpoint") and typed.get("load"):
         yield "--load", os.path.join(typed["load"], "latest_checkpointed_iteration.txt")
 

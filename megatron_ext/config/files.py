@@ -1,7 +1,8 @@
 """The configuration as a YAML file: written beside every checkpoint, read back by `--config`.
 
 The file is flat: one line per option, named as its flag with underscores. The world size is left out, because it
-belongs to the launch: the same file may be started on another number of ranks.
+belongs to the launch: the same file may be started on another number of ranks. So is a metrics file at its usual
+place, so that a run with another `--save` does not write into the metrics of the first.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from megatron_ext.config.resolve import default_metrics_file
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 
@@ -18,12 +20,15 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def to_yaml(config: Config) -> str:
     """The resolved configuration; resolving it again, with the same facts, gives an equal one."""
+    left_out = {"world_size"}
+    if config.checkpoint.save and config.logging.metrics_file == default_metrics_file(config.checkpoint.save):
+        left_out.add("metrics_file")
     parts = [f"# Configuration of a run on {config.layout.world_size} ranks; pass it back with --config.\n"]
     for group in dataclasses.fields(config):
         values = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in vars(getattr(config, group.name)).items()
-            if name != "world_size" and value is not None
+            if name not in left_out and value is not None
         }
         parts.append(f"\n# {group.name}\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     return "".join(parts)

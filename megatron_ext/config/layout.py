@@ -6,7 +6,6 @@ neighbours, so that the heaviest traffic stays inside a machine; pipeline stages
     rank = tp + TP x (cp + CP x (dp + DP x pp))
 """
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_ext.config.schema import Config, LayoutConfig
@@ -25,15 +24,6 @@ class Coordinates(NamedTuple):
     cp: int
     dp: int
     pp: int
-
-
-@dataclass(frozen=True)
-class BatchPhase:
-    """A stretch of training with one global batch size, in optimizer steps and samples."""
-
-    global_batch_size: int
-    first_sample: int
-    steps: int
 
 
 def axis_sizes(layout: LayoutConfig) -> Coordinates:
@@ -87,48 +77,3 @@ def chunk_layers(config: Config) -> list[list[range]]:
         [range((chunk * stages + stage) * size, (chunk * stages + stage + 1) * size) for chunk in range(chunks)]
         for stage in range(stages)
     ]
-
-
-def num_microbatches(config: Config, global_batch_size: int | None = None) -> int:
-    """Microbatches of one data-parallel rank in one step of `global_batch_size` samples (default the full one)."""
-    samples = config.training.global_batch_size if global_batch_size is None else global_batch_size
-    count, rest = divmod(samples, config.training.micro_batch_size * config.layout.data_parallel_size)
-    assert rest == 0, "validated: the global batch divides evenly"
-    return count
-
-
-def batch_phases(config: Config) -> list[BatchPhase]:
-    """The whole run as stretches of equal global batch size: one, or several with `--rampup-batch-size`.
-
-    As megatron-core's calculator has it, the batch is start + increment x floor(consumed / (samples / increments))
-    until `samples` are consumed. The last phase ends with the run, and a last step that would need more than
-    `--train-samples` is not taken.
-    """
-    training = config.training
-    full = training.global_batch_size
-    sizes = [full]
-    borders = []  # consumed samples at which the next size begins
-    if training.rampup_batch_size is not None:
-        start, increment, samples = training.rampup_batch_size
-        increments = (full - start) // increment
-        sizes = [start + increment * i for i in range(increments + 1)]
-        borders = [samples / increments * (i + 1) for i in range(increments)]
-    phases = []
-    consumed = steps_taken = 0
-    for size, border in zip(sizes, [*borders, None], strict=True):
-        if training.train_iters is not None:
-            left = training.train_iters - steps_taken
-        else:
-            assert training.train_samples is not None, "validated: one of them is given"
-            left = max(training.train_samples - consumed, 0) // size
-        steps = left if border is None else min(left, max(-int(-(border - consumed) // size), 0))
-        if steps > 0:
-            phases.append(BatchPhase(size, consumed, steps))
-        consumed += size * steps
-        steps_taken += steps
-    return phases
-
-
-def training_steps(config: Config) -> int:
-    """Optimizer steps of the whole run."""
-    return sum(phase.steps for phase in batch_phases(config))

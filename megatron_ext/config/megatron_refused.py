@@ -136,14 +136,14 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "gradients are summed in one precision and divided by the token count once; use --accumulate-allreduce-grads-in-fp32 or --ddp-bucket-size",
+        "gradients are summed in one precision; use --accumulate-allreduce-grads-in-fp32 or --ddp-bucket-size",
         """
         --ddp-num-buckets N, --ddp-reduce-scatter-with-fp32-accumulation,
         --ddp-param-name-patterns-for-fp32-local-accumulation N..., --ddp-average-in-collective, --grad-reduce-in-bf16
         """,
     ),
     (
-        "overlap inside the tensor-parallel linear layers needs Transformer Engine's user buffers; use --sequence-parallel alone",
+        "overlap inside the linear layers needs Transformer Engine; use --sequence-parallel alone",
         """
         --tp-comm-overlap, --tp-comm-overlap-rs-dgrad, --tp-comm-bootstrap-backend N =nccl, --tp-comm-overlap-cfg N
         """,
@@ -369,7 +369,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "evaluation uses the training batch sizes, from the first --eval-interval on, over one validation set; leave it out",
+        "evaluation uses the training batch sizes and one validation set; use --eval-interval and --eval-iters",
         """
         --start-eval-at-iter N, --eval-global-batch-size N, --eval-micro-batch-size N, --multiple-validation-sets,
         --validation-set-names N..., --test-mode
@@ -432,7 +432,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "starting from other weights and choosing a checkpoint come with the checkpoint issue; --load resumes the newest one in full",
+        "choosing what to load comes with the checkpoint issue; --load resumes the newest checkpoint in full",
         """
         --finetune, --pretrained-checkpoint N, --ckpt-step N, --no-load-optim, --no-load-rng,
         --load-main-params-from-ckpt, --override-opt_param-scheduler, --override-opt-param-scheduler,

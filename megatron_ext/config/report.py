@@ -1,15 +1,9 @@
 """What `--dry-run` prints: the layout rank by rank, and the sizes of model, batch and run."""
 
-from megatron_ext.config.flops import count_parameters, flops_per_token, parameters_per_rank, state_bytes_per_parameter
-from megatron_ext.config.layout import (
-    axis_sizes,
-    batch_phases,
-    chunk_layers,
-    coordinates,
-    num_microbatches,
-    rank_of,
-    training_steps,
-)
+from megatron_ext.config.batch import batch_phases, num_microbatches, training_steps
+from megatron_ext.config.flops import flops_per_token, parameters_without_embeddings, state_bytes_per_parameter
+from megatron_ext.config.layout import axis_sizes, chunk_layers, coordinates, rank_of
+from megatron_ext.config.parameters import count, count_per_rank
 from megatron_ext.config.schema import Config
 
 _MOST_RANKS_LISTED = 64
@@ -37,17 +31,21 @@ def _formula(config: Config) -> list[str]:
 
 
 def _model(config: Config) -> list[str]:
-    count = count_parameters(config)
     padding = config.model.padded_vocab_size - (config.data.vocab_size or config.model.padded_vocab_size)
+    total = count(config) - padding * config.model.hidden_size * _vocabulary_matrices(config)
     return [
-        f"parameters           {count.total:,} ({count.without_embeddings:,} without embeddings and output layer)",
+        f"parameters           {total:,} ({parameters_without_embeddings(config):,} without embeddings and output)",
         f"vocabulary           {config.model.padded_vocab_size:,} rows, {padding:,} of them padding",
         f"FLOPs per token      {flops_per_token(config):,} (forward and backward, causal attention)",
     ]
 
 
+def _vocabulary_matrices(config: Config) -> int:
+    return 2 if config.model.untie_embeddings_and_output_weights else 1
+
+
 def _stages(config: Config) -> list[str]:
-    per_rank = parameters_per_rank(config)
+    per_rank = count_per_rank(config)
     bytes_each = state_bytes_per_parameter(config)
     lines = ["stage  layers                          parameters per rank  weights + gradients + optimizer per rank"]
     for stage, chunks in enumerate(chunk_layers(config)):
@@ -59,16 +57,17 @@ def _stages(config: Config) -> list[str]:
 
 def _batch(config: Config) -> list[str]:
     training, data_size = config.training, config.layout.data_parallel_size
+    microbatches = num_microbatches(config, training.global_batch_size)
     lines = [
         f"micro batch          {training.micro_batch_size} samples of {config.model.seq_length:,} tokens",
-        f"microbatches         {num_microbatches(config)} per rank and step",
-        f"effective batch      {training.micro_batch_size} x {num_microbatches(config)} x DP {data_size} = "
+        f"microbatches         {microbatches} per rank and step",
+        f"effective batch      {training.micro_batch_size} x {microbatches} x DP {data_size} = "
         f"{training.global_batch_size:,} samples (TP, CP and PP do not count)",
         f"tokens per step      {training.global_batch_size * config.model.seq_length:,}",
     ]
     stages = config.layout.pipeline_model_parallel_size
     if stages > 1:
-        useful = config.layout.virtual_pipeline_model_parallel_size * num_microbatches(config)
+        useful = config.layout.virtual_pipeline_model_parallel_size * microbatches
         lines.append(f"pipeline bubble      {(stages - 1) / (useful + stages - 1):.1%} of the time, (p-1)/(v*m+p-1)")
     return lines
 

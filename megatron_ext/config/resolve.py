@@ -44,8 +44,8 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
     _resolve_layout(values, facts)
     _resolve_model(values, facts)
     _resolve_training(values)
-    if values.get("save") and values.get("metrics_file") is None:
-        values["metrics_file"] = os.path.join(values["save"], "metrics.jsonl")
+    if values.get("save"):
+        _fill(values, "metrics_file", default_metrics_file(values["save"]))
     return _build(values)
 
 
@@ -61,6 +61,10 @@ def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
     would round to 0, so that at least 64 is given.
     """
     return max(int(4 * hidden_size * 2 / 3 / 64) * 64, 64) if swiglu else 4 * hidden_size
+
+
+def default_metrics_file(save: str) -> str:
+    return os.path.join(save, "metrics.jsonl")
 
 
 def padded_vocabulary(vocab_size: int, divisor: int, tensor_parallel_size: int) -> int:
@@ -82,12 +86,14 @@ def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
 
 
 def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
-    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    hidden, heads = values.get("hidden_size", 0), values.get("num_attention_heads", 0)
     if positive(hidden):
         _fill(values, "ffn_hidden_size", default_ffn_hidden_size(hidden, values.get("swiglu", False)))
     if positive(hidden, heads) and hidden % heads == 0:
         _fill(values, "kv_channels", hidden // heads)
-    _fill(values, "num_query_groups", 1 if values.get("group_query_attention") else heads)  # 1 is Megatron's default
+    _fill(
+        values, "num_query_groups", 1 if values.get("group_query_attention") else heads or None
+    )  # 1 as Megatron has it
     _fill(values, "max_position_embeddings", values.get("seq_length"))
     _fill(values, "vocab_size", facts.vocab_size)
     divisor = values.get("make_vocab_size_divisible_by", 128)

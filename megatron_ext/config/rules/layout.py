@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_ext.config.resolve import Facts, positive
-from megatron_ext.config.rules.suggest import listed, nearest_multiples, pipeline_sizes, tensor_sizes, use
+from megatron_ext.config.rules.suggest import divisors, listed, nearest_multiples, pipeline_sizes, tensor_sizes, use
 from megatron_ext.config.schema import Config
 
 
@@ -47,22 +47,23 @@ def layers_divide_over_stages(config: Config, facts: Facts) -> Iterator[str]:
 def layers_divide_over_chunks(config: Config, facts: Facts) -> Iterator[str]:
     layout, layers = config.layout, config.model.num_layers
     stages = layout.pipeline_model_parallel_size
-    chunks, chunk_size = layout.num_virtual_stages_per_pipeline_rank, layout.num_layers_per_virtual_pipeline_stage
+    chunks = layout.num_virtual_stages_per_pipeline_rank or 0
+    chunk_size = layout.num_layers_per_virtual_pipeline_stage or 0
     if not positive(layers, stages) or layers % stages:
         return
     per_stage = layers // stages
-    divisors = [n for n in range(1, per_stage + 1) if per_stage % n == 0]
+    working = listed(divisors(per_stage))
     if positive(chunks) and per_stage % chunks:
         yield (
             f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide the {per_stage} layers of a stage "
             f"(--num-layers {layers} / --pipeline-model-parallel-size {stages}); "
-            f"use --num-virtual-stages-per-pipeline-rank {listed(divisors)}"
+            f"use --num-virtual-stages-per-pipeline-rank {working}"
         )
     elif positive(chunk_size) and per_stage % chunk_size:
         yield (
             f"--num-layers-per-virtual-pipeline-stage {chunk_size} does not divide the {per_stage} layers of a stage "
             f"(--num-layers {layers} / --pipeline-model-parallel-size {stages}); "
-            f"use --num-layers-per-virtual-pipeline-stage {listed(divisors)}"
+            f"use --num-layers-per-virtual-pipeline-stage {working}"
         )
     elif positive(chunks, chunk_size) and chunks * chunk_size != per_stage:
         yield (
@@ -80,17 +81,27 @@ def interleaving_needs_stages(config: Config, facts: Facts) -> Iterator[str]:
     if layout.num_layers_per_virtual_pipeline_stage is not None:
         flag += f" (--num-layers-per-virtual-pipeline-stage {layout.num_layers_per_virtual_pipeline_stage})"
     if stages == 1:
-        sizes = [size for size in pipeline_sizes(config) if size > 1]
-        fix = f"{use('--pipeline-model-parallel-size', sizes)}, or " if sizes else ""
         yield (
             f"{flag} interleaves pipeline stages, but --pipeline-model-parallel-size is 1; "
-            f"{fix}leave the virtual stages out"
+            f"leave the virtual stages out{_interleaved_layout(config)}"
         )
     elif stages == 2 and layout.no_overlap_p2p_communication:
         yield (
             f"{flag} with --pipeline-model-parallel-size 2 cannot run under --no-overlap-p2p-communication: the two "
             f"ranks would exchange several tensors in one batch; leave --no-overlap-p2p-communication out"
         )
+
+
+def _interleaved_layout(config: Config) -> str:
+    """A pipeline size that interleaves with the virtual stages given, and a batch in whole rounds for it."""
+    layout, training = config.layout, config.training
+    sizes = [size for size in pipeline_sizes(config) if size > 1]
+    if not sizes or not positive(training.micro_batch_size, layout.tensor_model_parallel_size):
+        return ""
+    stages = sizes[0]
+    per_round = training.micro_batch_size * stages * (layout.world_size // (layout.tensor_model_parallel_size * stages))
+    rounds = -(-(training.global_batch_size or 1) // per_round)
+    return f", or use --pipeline-model-parallel-size {stages} --global-batch-size {rounds * per_round}"
 
 
 def interleaving_needs_rounds_of_microbatches(config: Config, facts: Facts) -> Iterator[str]:
@@ -149,7 +160,10 @@ def device_is_there(config: Config, facts: Facts) -> Iterator[str]:
         return
     on_cpu = device == "cpu" or (device == "auto" and not facts.cuda_available)
     if backend == "nccl" and on_cpu:
-        yield f"--distributed-backend nccl works on GPUs alone, but --device is {device} without one; use --distributed-backend gloo"
+        yield (
+            f"--distributed-backend nccl works on GPUs alone, but --device is {device} and there is none; "
+            f"use --distributed-backend gloo"
+        )
     if backend == "gloo" and not on_cpu:
         yield (
             f"--distributed-backend gloo serves CPU processes, but --device is {device} and there is a GPU; "

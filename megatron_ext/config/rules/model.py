@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from megatron_ext.config.resolve import Facts, positive
-from megatron_ext.config.rules.suggest import groups_fit, listed, nearest_multiples, tensor_sizes, use
+from megatron_ext.config.rules.suggest import divisors, groups_fit, listed, nearest_multiples, tensor_sizes, use
 from megatron_ext.config.schema import Config
 
 
@@ -22,7 +22,7 @@ def query_groups_fit_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
     if not model.group_query_attention or not positive(heads, groups, size):
         return
     if heads % size == 0 and not groups_fit(groups, size):
-        working = [g for g in range(1, heads + 1) if heads % g == 0 and groups_fit(g, size)]
+        working = [g for g in divisors(heads) if groups_fit(g, size)]
         yield (
             f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {size}; "
             f"use --num-query-groups {listed(working)}"
@@ -38,10 +38,9 @@ def heads_divide_by_query_groups(config: Config, facts: Facts) -> Iterator[str]:
         if groups != heads:
             yield f"--num-query-groups {groups} has no effect without --group-query-attention; give both or neither"
     elif heads % groups:
-        working = [g for g in range(1, heads + 1) if heads % g == 0]
         yield (
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
-            f"use --num-query-groups {listed(working)}"
+            f"use --num-query-groups {listed(divisors(heads))}"
         )
 
 
@@ -120,11 +119,12 @@ def rope_scaling_has_rope(config: Config, facts: Facts) -> Iterator[str]:
 
 def vocabulary_fits_its_padding(config: Config, facts: Facts) -> Iterator[str]:
     model, size = config.model, config.layout.tensor_model_parallel_size
-    if not positive(config.data.vocab_size, model.padded_vocab_size, size):
+    vocabulary = config.data.vocab_size or 0
+    if not positive(vocabulary, model.padded_vocab_size, size):
         return
-    if model.padded_vocab_size < config.data.vocab_size or model.padded_vocab_size % size:
+    if model.padded_vocab_size < vocabulary or model.padded_vocab_size % size:
         yield (
-            f"--padded-vocab-size {model.padded_vocab_size} must be at least the vocabulary's {config.data.vocab_size} "
+            f"--padded-vocab-size {model.padded_vocab_size} must be at least the vocabulary's {vocabulary} "
             f"entries and divisible by --tensor-model-parallel-size {size}; leave it out to have it derived"
         )
 

@@ -1,5 +1,6 @@
 """Settings that work, for the text of a problem: candidates are tried against the rules that they must meet."""
 
+import math
 from collections.abc import Iterable
 
 from megatron_ext.config.resolve import positive
@@ -10,6 +11,12 @@ def listed(values: Iterable[object]) -> str:
     """`1, 2 or 4`."""
     words = [str(value) for value in values]
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def divisors(value: int) -> list[int]:
+    """All divisors in rising order; fast enough that an absurd value is still answered at once."""
+    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    return small + [value // n for n in reversed(small) if n * n != value]
 
 
 def groups_fit(query_groups: int, tensor_size: int) -> bool:
@@ -24,9 +31,8 @@ def tensor_sizes(config: Config) -> list[int]:
         return []
     return [
         size
-        for size in range(1, model.num_attention_heads + 1)
-        if model.num_attention_heads % size == 0
-        and (not positive(model.num_query_groups) or groups_fit(model.num_query_groups, size))
+        for size in divisors(model.num_attention_heads)
+        if (not positive(model.num_query_groups) or groups_fit(model.num_query_groups, size))
         and (not positive(model.ffn_hidden_size) or model.ffn_hidden_size % size == 0)
         and (not positive(model.padded_vocab_size) or model.padded_vocab_size % size == 0)
         and (not layout.sequence_parallel or not positive(model.seq_length) or model.seq_length % size == 0)
@@ -42,7 +48,7 @@ def pipeline_sizes(config: Config) -> list[int]:
         return []
     return [
         size
-        for size in range(1, model.num_layers + 1)
+        for size in divisors(model.num_layers)
         if model.num_layers % (size * chunks) == 0
         and (size > 1 or chunks == 1)
         and _fills_world(layout.world_size, size * layout.tensor_model_parallel_size)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_ext.config.resolve import Facts, positive
-from megatron_ext.config.rules.suggest import listed, nearest_multiples
+from megatron_ext.config.rules.suggest import divisors, listed, nearest_multiples
 from megatron_ext.config.schema import Config
 
 
@@ -39,7 +39,7 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
     if positive(full) and start >= full:
         yield f"{given} starts at {start}, not below --global-batch-size {full}; use a smaller start, or leave it out"
     elif positive(full) and (full - start) % increment:
-        working = [n for n in range(at_once, full - start + 1, at_once) if (full - start) % n == 0]
+        working = [n for n in divisors(full - start) if n % at_once == 0]
         fix = f"use an increment of {listed(working[:4])}" if working else f"use a start of {at_once}"
         yield (
             f"{given} does not reach --global-batch-size {full}: {full} - {start} = {full - start} is not divisible "
@@ -146,7 +146,7 @@ def warmup_fits_the_decay(config: Config, facts: Facts) -> Iterator[str]:
             yield f"--lr-warmup-fraction {fraction:g} and --lr-warmup-{unit} {warmup} both give the warmup; keep one"
         if not 0 <= fraction < 1:
             yield f"--lr-warmup-fraction {fraction:g} is not at least 0 and below 1; use --lr-warmup-fraction 0.1"
-    elif warmup is not None and warmup < 0:
+    elif warmup < 0:
         yield f"--lr-warmup-{unit} {warmup} is below 0; use --lr-warmup-{unit} 0"
     elif positive(warmup, decay or length) and warmup >= (decay or length):
         end = f"{decay_flag} {decay}" if decay else f"the run's end (--train-{unit} {length})"
@@ -196,12 +196,12 @@ def weight_decay_has_both_ends(config: Config, facts: Facts) -> Iterator[str]:
         yield f"--start-weight-decay {start:g} must be at least 0 and at most --end-weight-decay {end:g}; swap them"
 
 
-def _curve(config: Config) -> tuple[str, int | None, int | None, int | None]:
-    """Unit of the run, its length, the warmup and the decay in that unit."""
+def _curve(config: Config) -> tuple[str, int, int, int]:
+    """Unit of the run, its length, the warmup and the decay in that unit; 0 for what is not given."""
     training, optimizer = config.training, config.optimizer
     if training.train_samples is not None and training.train_iters is None:
-        return "samples", training.train_samples, optimizer.lr_warmup_samples, optimizer.lr_decay_samples
-    return "iters", training.train_iters, optimizer.lr_warmup_iters, optimizer.lr_decay_iters
+        return "samples", training.train_samples, optimizer.lr_warmup_samples, optimizer.lr_decay_samples or 0
+    return "iters", training.train_iters or 0, optimizer.lr_warmup_iters, optimizer.lr_decay_iters or 0
 
 
 def _samples_at_once(config: Config) -> int | None:

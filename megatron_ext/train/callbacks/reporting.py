@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from megatron_ext.config.batch import training_steps
 from megatron_ext.config.flops import flops_per_token
-from megatron_ext.config.layout import training_steps
 from megatron_ext.optim.curves import learning_rate, weight_decay
 from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu

@@ -1,0 +1,117 @@
+"""The command line: every kind of value, every kind of mistake, and that it never changes by accident."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.arguments import Typed, parse
+from megatron_ext.config.reference import flags_page, pinned_command_line
+from megatron_ext.errors import ConfigurationError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def problems_of(line: str) -> list[str]:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(shlex.split(line))
+    return caught.value.problems
+
+
+def test_each_kind_of_value_is_read_as_its_field_has_it():
+    typed = parse(
+        shlex.split(
+            "--num-layers 4 --lr 1e-3 --bf16 --tokenizer-type ByteTokenizer --rampup-batch-size 8 8 1000 "
+            "--data-path 0.3 a 0.7 b --seed=-1 --sequence-parallel=false --persistent-save-interval 5 --dry-run"
+        )
+    )
+    assert typed == Typed(
+        values={
+            "num_layers": 4,
+            "lr": 0.001,
+            "bf16": True,
+            "tokenizer_type": "ByteTokenizer",
+            "rampup_batch_size": (8, 8, 1000),
+            "data_path": ("0.3", "a", "0.7", "b"),
+            "seed": -1,
+            "sequence_parallel": False,
+            "save_interval": 5,
+        },
+        dry_run=True,
+    )
+    assert type(parse(["--lr", "1"]).values["lr"]) is float
+
+
+def test_only_what_was_typed_is_in_the_values():
+    assert parse([]) == Typed(values={})
+
+
+def test_the_last_of_a_repeated_flag_counts():
+    assert parse(shlex.split("--num-layers 4 --num-layers 8")).values == {"num_layers": 8}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--hiden-size 4", "unknown flag --hiden-size; did you mean --hidden-size?"),
+        ("--num-layer 4", "unknown flag --num-layer; did you mean --num-layers?"),
+        ("--zzz", "unknown flag --zzz; see --help for all flags"),
+        ("--num-layers", "--num-layers needs a value: --num-layers N"),
+        ("--num-layers 4.5", "--num-layers: '4.5' is not an integer"),
+        ("--lr fast", "--lr: 'fast' is not a number"),
+        ("--lr nan", "--lr: 'nan' is not a finite number"),
+        ("--optimizer lion", "--optimizer: 'lion' is not one of adam, sgd"),
+        ("--timing-log-level 3", "--timing-log-level: '3' is not one of 0, 1, 2"),
+        ("--bf16 true", "unexpected argument 'true' after --bf16"),
+        ("--bf16=yes", "--bf16: 'yes' is not true or false"),
+        ("--num-layers 4 5", "unexpected argument '5' after --num-layers"),
+        ("stray", "unexpected argument 'stray': every value follows a flag; see --help"),
+        ("--config", "--config needs the path of a YAML file"),
+    ],
+)
+def test_a_mistake_is_named(line: str, problem: str):
+    assert problems_of(line) == [problem]
+
+
+def test_all_mistakes_are_reported_at_once():
+    assert len(problems_of("--hiden-size 4 --lr fast --num-experts 8 --num-layers")) == 4
+
+
+def test_refused_flags_are_named_with_their_values_and_neutral_ones_pass():
+    (problem,) = problems_of("--context-parallel-size 2 --num-layers 4")
+    assert problem.startswith("--context-parallel-size 2 is not supported: ")
+    (problem,) = problems_of("--moe-router-load-balancing-type aux_loss seq_aux_loss --num-layers 4")
+    assert problem.startswith("--moe-router-load-balancing-type aux_loss seq_aux_loss is not supported: ")
+    neutral = "--context-parallel-size 1 --expert-model-parallel-size=1 --cp-comm-type p2p --muon-momentum 0.90"
+    assert parse(shlex.split(neutral)) == Typed(values={})
+
+
+def test_accepted_flags_are_consumed_with_one_warning_each():
+    typed = parse(shlex.split("--use-flash-attn --manual-gc-interval 10 --use-flash-attn --num-layers 4"))
+    assert typed.values == {"num_layers": 4}
+    assert [warning.split()[0] for warning in typed.warnings] == ["--use-flash-attn", "--manual-gc-interval"]
+
+
+def test_text_that_looks_like_code_stays_text():
+    code = "__import__('os').system('touch canary')"
+    assert parse(["--save", code, f"--wandb-project={code}"]).values == {"save": code, "wandb_project": code}
+    assert problems_of(f'--num-layers "{code}"') == [f"--num-layers: {code!r} is not an integer"]
+
+
+def test_help_names_every_flag_and_exits_with_0(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        parse(["--num-layers", "4", "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    flags = [line.split(" | ")[0] for line in pinned_command_line().splitlines() if " | " in line]
+    assert [flag for flag in flags if flag not in shown] == []
+    assert all(len(line) <= 120 for line in shown.splitlines())
+
+
+def test_the_command_line_is_the_pinned_one():
+    pinned = (ROOT / "tests/golden/cli.txt").read_text()
+    assert pinned_command_line() == pinned, "a flag changed; if on purpose: python tests/golden/regenerate.py"
+
+
+def test_the_page_of_flags_is_current():
+    assert flags_page() == (ROOT / "docs/flags.md").read_text(), "python tests/golden/regenerate.py"

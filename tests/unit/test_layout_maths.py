@@ -1,0 +1,168 @@
+"""Layout, batch and cost arithmetic against independent sources: brute force, megatron-core, published sizes."""
+
+import itertools
+import shlex
+
+import pytest
+from megatron.core.parallel_state import RankGenerator
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.batch import (
+    BatchPhase,
+    batch_phases,
+    global_batch_size,
+    samples_at_iteration,
+    training_steps,
+)
+from megatron_ext.config.flops import flops_per_token, parameters_without_embeddings, state_bytes_per_parameter
+from megatron_ext.config.layout import AXES, axis_sizes, chunk_layers, coordinates, groups, rank_of
+from megatron_ext.config.parameters import count
+from megatron_ext.config.report import describe
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config
+from megatron_ext.config.validate import problems
+from tests.unit.wrong_flags import BASE
+
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 2, 3), (2, 4, 1)]
+
+
+def configuration(line: str) -> Config:
+    facts = Facts()
+    config = resolve(parse(shlex.split(f"{BASE} {line}")).values, facts)
+    assert problems(config, facts) == []
+    return config
+
+
+def layout(tensor: int, pipeline: int, data: int) -> Config:
+    return configuration(
+        f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} "
+        f"--world-size {tensor * pipeline * data}"
+    )
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "data"), LAYOUTS)
+def test_groups_are_those_that_megatron_core_makes(tensor: int, pipeline: int, data: int):
+    ours = layout(tensor, pipeline, data).layout
+    core = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
+    for axis in AXES:
+        assert sorted(groups(ours, axis)) == sorted(core.get_ranks(axis))
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "data"), LAYOUTS)
+def test_every_rank_has_its_own_place(tensor: int, pipeline: int, data: int):
+    ours = layout(tensor, pipeline, data).layout
+    places = [coordinates(ours, rank) for rank in range(ours.world_size)]
+    assert set(places) == set(itertools.product(*map(range, axis_sizes(ours))))
+    assert [rank_of(ours, place) for place in places] == list(range(ours.world_size))
+
+
+@pytest.mark.parametrize(("pipeline", "chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (4, 2)])
+def test_every_layer_is_in_one_chunk_and_the_pipeline_passes_them_in_order(pipeline: int, chunks: int):
+    virtual = f"--num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""
+    config = configuration(
+        f"--world-size {pipeline} --pipeline-model-parallel-size {pipeline} --global-batch-size {pipeline} {virtual}"
+    )
+    stages = chunk_layers(config)
+    passed = [layer for chunk in range(chunks) for stage in range(pipeline) for layer in stages[stage][chunk]]
+    assert passed == list(range(8))
+
+
+def test_both_virtual_stage_flags_give_the_same_configuration():
+    line = "--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2"
+    assert configuration(f"{line} --num-virtual-stages-per-pipeline-rank 2") == configuration(
+        f"{line} --num-layers-per-virtual-pipeline-stage 2"
+    )
+
+
+RAMPS = ["--rampup-batch-size 4 4 100", "--rampup-batch-size 2 2 7", "--rampup-batch-size 4 12 33"]
+
+
+@pytest.mark.parametrize("ramp", RAMPS)
+@pytest.mark.parametrize("length", ["--train-iters 40", "--train-iters 3"])
+def test_phases_are_what_stepping_through_the_run_gives(ramp: str, length: str):
+    config = configuration(f"--world-size 2 --global-batch-size 16 {ramp} {length}")
+    sizes = [phase.global_batch_size for phase in batch_phases(config) for _ in range(phase.steps)]
+    consumed = 0
+    for step, size in enumerate(sizes):
+        assert size == global_batch_size(config, consumed)
+        assert samples_at_iteration(config, step) == consumed
+        consumed += size
+    assert len(sizes) == training_steps(config) == config.training.train_iters
+
+
+def test_a_ramp_by_hand():
+    config = configuration("--global-batch-size 16 --rampup-batch-size 4 4 100 --train-iters 20")
+    # 3 increments over 100 samples: a larger batch from 33.3, 66.7 and 100 consumed samples on.
+    assert batch_phases(config) == [
+        BatchPhase(4, 0, 9),  # 36 samples
+        BatchPhase(8, 36, 4),  # 68
+        BatchPhase(12, 68, 3),  # 104
+        BatchPhase(16, 104, 4),
+    ]
+
+
+@pytest.mark.parametrize("samples", [4, 17, 100, 1000])
+def test_a_run_in_samples_takes_no_step_that_it_cannot_fill(samples: int):
+    line = f"--train-samples {samples} --global-batch-size 16 --rampup-batch-size 4 4 100"
+    config = resolve(
+        {**parse(shlex.split(f"{BASE} {line}")).values, "train_iters": None},
+        Facts(),
+    )
+    used = sum(phase.steps * phase.global_batch_size for phase in batch_phases(config))
+    assert samples - 16 < used <= samples
+
+
+def test_gpt2_small_has_its_published_size():
+    config = configuration(
+        "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 "
+        "--make-vocab-size-divisible-by 1"
+    )
+    assert count(config) == 124_439_808  # transformers' GPT2LMHeadModel("gpt2").num_parameters()
+    assert parameters_without_embeddings(config) == 124_439_808 - 50257 * 768 - 1024 * 768
+    matrices = 12 * 12 * 768 * 768 + 50257 * 768
+    assert flops_per_token(config) == 6 * matrices + 6 * 12 * 768 * 1024
+
+
+def test_llama_8b_has_its_published_size():
+    config = configuration(
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+        "--num-query-groups 8 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --vocab-size 128256 --seq-length 8192"
+    )
+    assert count(config) == 8_030_261_248  # the model card of Llama 3 8B: 8.03B
+    assert flops_per_token(config) == 6 * (8_030_261_248 - 128256 * 4096 - 65 * 4096) + 6 * 32 * 4096 * 8192
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--bf16", 18),
+        ("--bf16 --use-distributed-optimizer", 6 + 12 / 4),
+        ("", 16),
+        ("--use-distributed-optimizer", 8 + 8 / 4),
+        ("--fp16", 16),
+        ("--bf16 --optimizer sgd", 14),
+    ],
+)
+def test_bytes_per_parameter(line: str, expected: float):
+    assert state_bytes_per_parameter(configuration(f"--world-size 4 {line}")) == expected
+
+
+def test_the_report_shows_layout_batch_and_length():
+    report = describe(
+        configuration(
+            "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
+            "--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 16"
+        )
+    )
+    assert "world size 8 = TP 2 x PP 2 x CP 1 x DP 2" in report
+    assert "    1  2-3 6-7 " in report
+    assert "effective batch      1 x 8 x DP 2 = 16 samples" in report
+    assert "tokens per step      1,024" in report
+    assert "   7  (1, 0, 1, 1)" in report
+
+
+def test_the_report_on_many_ranks_stays_short():
+    report = describe(configuration("--world-size 4096 --pipeline-model-parallel-size 8"))
+    assert len(report.splitlines()) < 40
+    assert "    7  3584-4095      3584: (0, 0, 0, 7), 3585: (0, 0, 1, 7), 3586: (0, 0, 2, 7), ..." in report

@@ -1,0 +1,222 @@
+"""Every rule speaks where it should, names flags and values, and proposes a setting that works."""
+
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.blend import read_blend
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.validate import RULES, problems
+from tests.unit.errors_page import answers, errors_page
+from tests.unit.wrong_flags import BASE, EXAMPLES, SEVERAL
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def found(line: str, facts: Facts | None = None) -> list[str]:
+    facts = facts or Facts()
+    return problems(resolve(parse(shlex.split(f"{BASE} {line}")).values, facts), facts)
+
+
+def test_the_base_launch_has_no_problem():
+    assert found("") == answers("") == []
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_a_wrong_flag_is_named_and_what_the_message_says_puts_it_right(title: str, tmp_path: Path):
+    wrong, right = EXAMPLES[title]
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"corpus{suffix}").touch()
+    assert answers(wrong) != []
+    assert answers(f"{wrong} {right.replace('EXISTING', str(tmp_path / 'corpus'))}") == []
+
+
+def test_the_page_of_errors_is_what_the_program_says():
+    assert errors_page() == (ROOT / "docs/errors.md").read_text(), "python tests/golden/regenerate.py"
+
+
+WRONG = [
+    # flags, and words that the one problem must have
+    ("--num-layers 0", "--num-layers 0 is below 1"),
+    ("--hidden-size=-8", "--hidden-size -8 is below 1"),
+    ("--attention-dropout 1", "--attention-dropout 1 is not at least 0 and below 1"),
+    ("--norm-epsilon 0", "--norm-epsilon 0 is not above 0"),
+    ("--clip-grad=-1", "--clip-grad -1 is below 0"),
+    ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 is below 1"),
+    ("--hidden-size 100 --num-attention-heads 8", "use --hidden-size 96 or 104, or give the size of one head"),
+    ("--num-query-groups 2", "no effect without --group-query-attention"),
+    ("--group-query-attention --num-query-groups 3", "use --num-query-groups 1, 2, 4 or 8"),
+    ("--position-embedding-type rope --kv-channels 15", "they turn in pairs; use --kv-channels 16"),
+    ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0 is not above 0 and at most 1"),
+    ("--use-rope-scaling", "use --position-embedding-type rope"),
+    ("--world-size 2 --tensor-model-parallel-size 2 --ffn-hidden-size 511", "use --ffn-hidden-size 510 or 512"),
+    ("--swiglu --squared-relu", "--swiglu and --squared-relu name different activations"),
+    ("--max-position-embeddings 32", "use --max-position-embeddings 64"),
+    ("--padded-vocab-size 999", "must be at least the vocabulary's 1000"),
+    ("--transformer-impl transformer_engine", "use --transformer-impl local"),
+    ("--num-layers 8 --world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2"
+     " --num-virtual-stages-per-pipeline-rank 3", "use --num-virtual-stages-per-pipeline-rank 1, 2 or 4"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+     "use --num-layers-per-virtual-pipeline-stage 1, 2 or 4"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+     "--num-virtual-stages-per-pipeline-rank 4", "disagree: a stage has 4 layers"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 3 --num-virtual-stages-per-pipeline-rank 2",
+     "use --global-batch-size 2 or 4"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+     "--no-overlap-p2p-communication", "leave --no-overlap-p2p-communication out"),
+    ("--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 63", "use --seq-length 62 or 64"),
+    ("--overlap-param-gather --use-distributed-optimizer", "add --overlap-grad-reduce"),
+    ("--overlap-param-gather", "needs --use-distributed-optimizer and --overlap-grad-reduce"),
+    ("--distributed-backend nccl", "use --distributed-backend gloo"),
+    ("--device cuda", "use --device cpu"),
+    ("--distributed-timeout-minutes 0", "use --distributed-timeout-minutes 10"),
+    ("--train-samples 5", "both give the length of the run"),
+    ("--global-batch-size 16 --rampup-batch-size 4 5 100", "16 - 4 = 12 is not divisible by the increment 5"),
+    ("--global-batch-size 16 --rampup-batch-size 16 4 100", "starts at 16, not below --global-batch-size 16"),
+    ("--global-batch-size 16 --rampup-batch-size 4 4", "must be three positive integers"),
+    ("--world-size 2 --global-batch-size 16 --rampup-batch-size 3 13 100", "use multiples of 2"),
+    ("--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8 "
+     "--rampup-batch-size 1 1 100", "use multiples of 2"),
+    ("--loss-scale 0", "leave it out for a dynamic scale"),
+    ("--min-loss-scale 8 --initial-loss-scale 4", "use --min-loss-scale 1"),
+    ("--recompute-granularity full", "add --recompute-method uniform --recompute-num-layers 1"),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", "use 1 to 8"),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations",
+     "--recompute-activations means selective"),
+    ("--recompute-num-layers 1", "belong to --recompute-granularity full"),
+    ("--min-lr 1", "--min-lr 1 must be at least 0 and at most --lr 0.001"),
+    ("--lr-warmup-init 1", "use --lr-warmup-init 0"),
+    ("--lr-decay-samples 100", "use --lr-decay-iters"),
+    ("--lr-warmup-iters 100", "does not end before the run's end (--train-iters 100)"),
+    ("--lr-warmup-iters 50 --lr-decay-iters 20", "does not end before --lr-decay-iters 20"),
+    ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "both give the warmup"),
+    ("--lr-warmup-fraction 1.5", "use --lr-warmup-fraction 0.1"),
+    ("--lr-decay-style WSD", "add --lr-wsd-decay-iters 20"),
+    ("--lr-wsd-decay-iters 10", "use --lr-decay-style WSD"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 200", "must be 1 to 100"),
+    ("--start-weight-decay 0", "add it, or give --weight-decay alone"),
+    ("--weight-decay-incr-style linear", "add --start-weight-decay 0 --end-weight-decay 0.01"),
+    ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "swap them"),
+    ("--mock-data=false", "no data: give --data-path"),
+    ("--data-path a", "--mock-data and --data-path exclude each other"),
+    ("--mock-data=false --data-path a --valid-data-path b", "exclude each other; use --data-path alone"),
+    ("--mock-data=false --valid-data-path b", "add --train-data-path"),
+    ("--split 90,ten", "use --split 969,30,1"),
+    ("--split 0,1", "use --split 969,30,1"),
+    ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
+    ("--save-interval 5", "add --save checkpoints"),
+    ("--exit-on-missing-checkpoint", "needs --load"),
+    ("--profile --profile-step-start 5 --profile-step-end 5", "use --profile-step-start 5 --profile-step-end 7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "words"), WRONG, ids=[line for line, _ in WRONG])
+def test_one_mistake_is_one_problem(line: str, words: str):
+    (problem,) = [p for p in found(line) if not p.startswith("the vocabulary is unknown")]
+    assert words in problem
+
+
+def test_facts_of_the_machine_are_judged():
+    assert found("", Facts(world_size=4)) == []
+    (problem,) = found("--world-size 8", Facts(world_size=4))
+    assert problem.startswith("--world-size 8, but 4 ranks were started")
+    (problem,) = found("", Facts(vocab_size=2000))
+    assert problem == "--vocab-size 1000 is below the tokenizer's 2000 entries; use --vocab-size 2000, or leave it out"
+    assert found("", Facts(tokenizer_error="no such tokenizer")) == ["no such tokenizer"]
+    (problem,) = found("--device auto --distributed-backend gloo", Facts(cuda_available=True))
+    assert "use --distributed-backend nccl, or --device cpu" in problem
+
+
+def test_blends_follow_megatrons_rule():
+    assert read_blend(["a"]) == (None, ["a"])
+    assert read_blend(["a", "b"]) == (None, ["a", "b"])
+    assert read_blend(["0.3", "a", "2", "b"]) == ([0.3, 2.0], ["a", "b"])
+    (problem,) = found("--mock-data=false --tokenizer-type ByteTokenizer --data-path 0.3 a b c")
+    assert problem == "--data-path: 'b' stands where a weight should be; write: weight prefix weight prefix ..."
+
+
+def test_an_empty_command_line_lists_everything_that_is_needed():
+    listed = problems(resolve({}, Facts()), Facts())
+    assert len(listed) == 4
+    for flag in ("--num-layers", "--hidden-size", "--seq-length", "--micro-batch-size", "--lr", "--train-iters"):
+        assert any(flag in problem for problem in listed), flag
+
+
+def test_no_rule_raises_whatever_the_numbers():
+    """Each number of the base launch in turn is missing, zero and negative: rules report, they never fail."""
+    base = parse(shlex.split(f"{BASE} --world-size 4 --tensor-model-parallel-size 2")).values
+    numbers = [name for name, value in base.items() if not isinstance(value, bool | str)]
+    derived = [
+        "pipeline_model_parallel_size",
+        "num_virtual_stages_per_pipeline_rank",
+        "global_batch_size",
+        "kv_channels",
+    ]
+    for name in [*numbers, *derived]:
+        for wrong in (0, -1):
+            allowed = name == "lr" and wrong == 0
+            assert allowed or problems(resolve({**base, name: wrong}, Facts()), Facts()) != [], (name, wrong)
+        assert isinstance(problems(resolve({k: v for k, v in base.items() if k != name}, Facts()), Facts()), list)
+
+
+def test_absurd_sizes_are_answered_at_once():
+    huge = 10**12
+    for name in ("num_layers", "num_attention_heads", "global_batch_size", "world_size"):
+        start = time.monotonic()
+        found(f"--world-size 3 --tensor-model-parallel-size 2 --{name.replace('_', '-')} {huge}")
+        found(f"--pipeline-model-parallel-size 7 --world-size 7 --{name.replace('_', '-')} {huge}")
+        assert time.monotonic() - start < 2, name
+
+
+def test_each_rule_is_seen_to_speak_by_a_test_above():
+    """A rule that no example reaches would be one that cannot fail."""
+    spoken = set()
+    lines = [line for line, _ in WRONG] + [example.flags for example in EXAMPLES.values()]
+    facts = [Facts(missing_paths=("--data-path x.bin",)), Facts(world_size=3, vocab_size=10**6)]
+    for line in lines:
+        for fact in facts:
+            config = resolve(parse(shlex.split(f"{BASE} {line}")).values, fact)
+            spoken |= {rule.__name__ for rule in RULES if list(rule(config, fact))}
+    bare = resolve({}, Facts())
+    spoken |= {rule.__name__ for rule in RULES if list(rule(bare, Facts()))}
+    blend = resolve({"data_path": ("1", "a", "b", "c")}, Facts())
+    spoken |= {rule.__name__ for rule in RULES if list(rule(blend, Facts()))}
+    wandb = replace(bare, logging=replace(bare.logging, wandb_project="p"))
+    spoken |= {rule.__name__ for rule in RULES if list(rule(wandb, Facts()))}
+    optional = {"wandb_is_installed"}  # silent where the package is there
+    assert {rule.__name__ for rule in RULES} - spoken <= optional
+
+
+PROGRAM = [sys.executable, str(ROOT / "pretrain_gpt.py")]
+
+
+def timed(arguments: list[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
+    start = time.monotonic()
+    result = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+    return time.monotonic() - start, result
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [*shlex.split(BASE), "--world-size", "8"]], ids=["help", "dry-run"])
+def test_help_and_dry_run_answer_within_a_second_without_torch(arguments: list[str]):
+    seconds, result = min((timed(arguments) for _ in range(3)), key=lambda run: run[0])
+    assert result.returncode == 0
+    assert seconds < 1.0
+    imports = subprocess.run(
+        [sys.executable, "-X", "importtime", *PROGRAM[1:], *arguments], capture_output=True, text=True, check=True
+    ).stderr
+    assert "megatron_ext.config" in imports
+    assert not any(line.split("|")[-1].strip() in ("torch", "numpy", "megatron.core") for line in imports.splitlines())
+
+
+@pytest.mark.parametrize("line", [*(example.flags for example in EXAMPLES.values()), "--hiden-size 4", SEVERAL])
+def test_a_wrong_command_line_ends_the_process_with_64_in_two_seconds(line: str):
+    seconds, result = timed(shlex.split(f"{BASE} {line}"))
+    assert result.returncode == 64
+    assert seconds < 2.0
+    assert "Traceback" not in result.stderr

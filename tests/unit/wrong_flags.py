@@ -1,0 +1,58 @@
+"""Wrong command lines by what is wrong with them, each with flags that put it right: for docs/errors.md and tests."""
+
+from typing import NamedTuple
+
+
+class Example(NamedTuple):
+    flags: str
+    right: str
+    """Added after the flags, this makes them work, as the message says."""
+
+
+BASE = (
+    "--num-layers 8 --hidden-size 128 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 "
+    "--lr 1e-3 --train-iters 100 --mock-data --vocab-size 1000 --device cpu --dry-run"
+)
+"""A launch that works; each example adds to it."""
+
+EXAMPLES = {
+    "Heads not divisible by the tensor-parallel size": Example(
+        "--world-size 8 --num-attention-heads 6 --hidden-size 96 --tensor-model-parallel-size 4",
+        "--tensor-model-parallel-size 2",
+    ),
+    "Query groups neither a multiple nor a divisor of the tensor-parallel size": Example(
+        "--world-size 2 --num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 3 "
+        "--tensor-model-parallel-size 2",
+        "--num-query-groups 4",
+    ),
+    "Layers that do not divide over the pipeline stages": Example(
+        "--world-size 4 --num-layers 30 --pipeline-model-parallel-size 4", "--num-layers 28"
+    ),
+    "Virtual stages without pipeline stages": Example(
+        "--world-size 4 --num-virtual-stages-per-pipeline-rank 2",
+        "--pipeline-model-parallel-size 2 --global-batch-size 4",
+    ),
+    "A world size that is not a multiple of the model-parallel size": Example(
+        "--world-size 6 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "--world-size 8"
+    ),
+    "A global batch that the micro batch and the data-parallel size do not divide": Example(
+        "--world-size 4 --micro-batch-size 2 --global-batch-size 12", "--global-batch-size 16"
+    ),
+    "Sequence parallelism without tensor parallelism": Example(
+        "--world-size 4 --sequence-parallel", "--tensor-model-parallel-size 4"
+    ),
+    "A data path that does not exist": Example(
+        "--mock-data=false --vocab-size 257 --tokenizer-type ByteTokenizer --data-path nowhere/corpus",
+        "--data-path EXISTING",
+    ),
+    "Two precisions": Example("--fp16 --bf16", "--fp16=false"),
+}
+"""The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""
+
+UNREADABLE = {
+    "A misspelt flag": "--tensor-parallel-model-size 2",
+    "A flag of Megatron that is not supported": "--context-parallel-size 2",
+    "A value of the wrong type": "--hidden-size wide",
+}
+
+SEVERAL = "--world-size 3 --tensor-model-parallel-size 2 --min-lr 1 --save-interval 10 --swiglu --openai-gelu"
