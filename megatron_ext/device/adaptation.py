@@ -81,6 +81,9 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "torch.cuda.current_stream", lambda _original: _NullStream, "gradient reduction, param_and_grad_buffer.py:632"
     ),
     Replacement(
+        "torch.cuda.manual_seed", lambda _original: torch.manual_seed, "the RNG tracker, tensor_parallel/random.py:305"
+    ),
+    Replacement(
         "torch.cuda.get_rng_state",
         lambda _original: lambda *_args, **_kwargs: torch.get_rng_state(),
         "the RNG tracker, tensor_parallel/random.py:303",
