@@ -14,7 +14,8 @@ class SignalWatcher:
                 step()
 
     SIGTERM and the first Ctrl-C only set a flag; a second Ctrl-C interrupts at once, without a save. Must be entered
-    on the main thread. What handled these signals before does so again on leaving.
+    on the main thread. What handled these signals before does so again on leaving (SIGTERM: on leaving without an
+    error; `resilience.report` takes over otherwise).
 
     Args:
         stop_file: `touch` it to stop the run; removed when seen, so that the next start is not stopped by it.
@@ -48,7 +49,10 @@ class SignalWatcher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # After an error SIGTERM still only sets the flag: a launcher that ends the ranks because one of them
+            # failed must not cut off what this one has to say.
+            if error is None or number != signal.SIGTERM:
+                signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

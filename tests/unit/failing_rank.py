@@ -6,6 +6,7 @@ import sys
 
 from megatron_ext.errors import ConfigurationError, NumericError
 from megatron_ext.resilience.report import RunStatus, end_process, run_guarded
+from megatron_ext.resilience.signals import SignalWatcher
 
 
 def main(how: str, status: RunStatus) -> int:
@@ -15,14 +16,15 @@ def main(how: str, status: RunStatus) -> int:
     import torch
     import torch.distributed
 
-    torch.distributed.init_process_group("gloo")
-    tensor = torch.ones(4)
-    for status.iteration in range(1, 10):
-        torch.distributed.all_reduce(tensor)
-        if status.rank == 1 and status.iteration == 5:
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise NumericError("NaN in layer 3, iteration 5")
+    with SignalWatcher():
+        torch.distributed.init_process_group("gloo")
+        tensor = torch.ones(4)
+        for status.iteration in range(1, 10):
+            torch.distributed.all_reduce(tensor)
+            if status.rank == 1 and status.iteration == 5:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise NumericError("NaN in layer 3, iteration 5")
     return 0
 
 
