@@ -1,4 +1,4 @@
-"""Core attention on torch's scaled_dot_product_attention: causal, grouped-query, no mask tensor.
+"""Self-attention on torch's scaled_dot_product_attention: causal, grouped-query, no mask tensor.
 
 Shapes: S sequence, B batch, H query heads of this rank, G key/value heads of this rank, D channels of a head.
 """
@@ -6,16 +6,49 @@ Shapes: S sequence, B batch, H query heads of this rank, G key/value heads of th
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_ext.model.rope import rotate
+
+
+class CausalSelfAttention(SelfAttention):
+    """megatron-core's self-attention with a forward pass for training alone: project, rotate, attend, project.
+
+    Its parameters, and how they are divided over the ranks, are megatron-core's.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        **unused: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states: [S, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal, whatever is given.
+
+        Returns the projected context, [S, B, hidden], and the bias that must still be added, if any.
+        """
+        assert attention_mask is None and all(value is None for value in unused.values()), "training on plain sequences"
+        tensors_SBHD = self.get_query_key_value_tensors(hidden_states)
+        # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors_SBHD[:3])
+        if rotary_pos_emb is not None:
+            query, key = rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb)
+        heads_BHSD = query.contiguous(), key.contiguous(), value.contiguous()
+        if self.checkpoint_core_attention and self.training:
+            context = tensor_parallel.checkpoint(self.core_attention, False, *heads_BHSD)
+        else:
+            context = self.core_attention(*heads_BHSD)
+        return self.linear_proj(context)
 
 
 class SDPAttention(torch.nn.Module):
     """softmax(Q K^T / sqrt(D), causal) V (Vaswani et al. 2017, equation 1), by torch's fastest kernel for the device.
 
-    Its signature is megatron-core's for a core attention.
+    Built as megatron-core builds a core attention, and called by `CausalSelfAttention`.
     """
 
     def __init__(
@@ -36,31 +69,22 @@ class SDPAttention(torch.nn.Module):
         # Under sequence parallelism the whole block already draws from this rank's own generator.
         self.fork_generator = not config.sequence_parallel
 
-    def forward(
-        self,
-        query_SBHD: torch.Tensor,
-        key_SBGD: torch.Tensor,
-        value_SBGD: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
-        """Returns the context, [S, B, H * D]. `attention_mask` is not read: the mask is causal."""
+    def forward(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSD: torch.Tensor) -> torch.Tensor:
+        """Returns the context, [S, B, H * D]."""
         if self.training and self.dropout > 0.0 and self.fork_generator:
             # Ranks hold different heads, so that their dropout masks must differ.
             with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
-                return self._attend(query_SBHD, key_SBGD, value_SBGD)
-        return self._attend(query_SBHD, key_SBGD, value_SBGD)
+                return self._attend(query_BHSD, key_BGSD, value_BGSD)
+        return self._attend(query_BHSD, key_BGSD, value_BGSD)
 
-    def _attend(self, query_SBHD: torch.Tensor, key_SBGD: torch.Tensor, value_SBGD: torch.Tensor) -> torch.Tensor:
+    def _attend(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSD: torch.Tensor) -> torch.Tensor:
         context_BHSD = F.scaled_dot_product_attention(
-            query_SBHD.permute(1, 2, 0, 3),
-            key_SBGD.permute(1, 2, 0, 3),
-            value_SBGD.permute(1, 2, 0, 3),
+            query_BHSD,
+            key_BGSD,
+            value_BGSD,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
             scale=self.softmax_scale,
-            enable_gqa=query_SBHD.size(2) != key_SBGD.size(2),
+            enable_gqa=query_BHSD.size(1) != key_BGSD.size(1),
         )
         return context_BHSD.permute(2, 0, 1, 3).flatten(2)

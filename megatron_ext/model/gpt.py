@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.schema import Config
-from megatron_ext.model.rope import ScaledRotaryEmbedding
+from megatron_ext.model.rope import RotaryTable, ScaledRotaryEmbedding
 from megatron_ext.model.spec import block_spec
 
 # It warns on every rank and for every chunk that another model class will one day replace this one.
@@ -17,14 +17,35 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
 class GPT(GPTModel):
-    """megatron-core's GPTModel with torch's cross entropy where the vocabulary is not divided over ranks."""
+    """megatron-core's GPTModel, called with a batch, and with a loss that knows the vocabulary's true size."""
 
-    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """labels: [batch, sequence]; logits: [sequence, batch, this rank's vocabulary]; the loss: [batch, sequence]."""
+    true_vocab_size: int
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """One forward pass, each argument [batch, sequence] (stages without a use for one ignore it).
+
+        Returns:
+            On the last stage the loss of every token in nats, fp32 [batch, sequence]; on the others the hidden
+            states for the next stage, [sequence, batch, hidden].
+        """
+        return super().forward(tokens, position_ids, None, labels=labels, output_processor=self._loss)
+
+    def _loss(
+        self,
+        hidden_states: torch.Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: torch.Tensor | None,
+        labels: torch.Tensor,
+        **_: object,
+    ) -> torch.Tensor:
         if self.tp_group.size() > 1:
-            return super().compute_language_model_loss(labels, logits)
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.t().flatten(), reduction="none")
-        return losses.view(logits.shape[:2]).t()
+            logits, _ = output_layer(hidden_states, weight=output_weight)
+            return self.compute_language_model_loss(labels, logits)
+        # With the whole vocabulary at hand, padding is left out rather than masked.
+        weight = output_layer.weight if output_weight is None else output_weight
+        logits = F.linear(hidden_states, weight[: self.true_vocab_size]).flatten(0, 1)
+        losses = F.cross_entropy(logits.float(), labels.t().flatten(), reduction="none")
+        return losses.view(hidden_states.shape[:2]).t()
 
 
 def build_model(
@@ -68,7 +89,9 @@ def _build_chunk(
         vp_stage=chunk if chunks > 1 else None,
     )
     if model.position_embedding_type == "rope":
-        gpt.rotary_pos_emb = ScaledRotaryEmbedding(model, transformer_config, pg_collection)
+        rotary = RotaryTable if model.transformer_impl == "local" else ScaledRotaryEmbedding
+        gpt.rotary_pos_emb = rotary(model, transformer_config, pg_collection)
+    gpt.true_vocab_size = config.data.vocab_size or model.padded_vocab_size
     if gpt.post_process:
         _mask_vocabulary_padding(gpt, config, pg_collection.tp)
     # megatron-core makes the learned positions in fp32 on the CPU, whatever the rest of the model is.

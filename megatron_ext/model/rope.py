@@ -34,6 +34,35 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
+class RotaryTable(ScaledRotaryEmbedding):
+    """Cosines and sines of the angles, computed once for a sequence length, as `rotate` takes them."""
+
+    def __init__(self, model: ModelConfig, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(model, config, pg_collection)
+        self.dtype = config.params_dtype
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """[2, positions, rotated channels / 2]: cosines, then sines."""
+        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        return torch.stack((angles.cos(), angles.sin())).to(self.dtype)
+
+
+def rotate(x_BHSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (channel i, channel i + half) of the first channels by their position's angles.
+
+    Args:
+        x_BHSD: queries or keys; channels beyond twice the table's are left alone.
+        table: from `RotaryTable`.
+    Returns:
+        A contiguous tensor of the same shape.
+    """
+    cosines, sines = table[0], table[1]
+    half = cosines.size(-1)
+    first, second = x_BHSD[..., :half], x_BHSD[..., half : 2 * half]
+    rotated = (first * cosines - second * sines, second * cosines + first * sines)
+    return torch.cat((*rotated, x_BHSD[..., 2 * half :]) if x_BHSD.size(-1) > 2 * half else rotated, dim=-1)
+
+
 def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     """Stretch the rotary frequencies (the `llama3` rule of Hugging Face's modeling_rope_utils).
 

@@ -4,7 +4,7 @@ from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_ext.config.schema import ModelConfig
-from megatron_ext.model.attention import SDPAttention
+from megatron_ext.model.attention import CausalSelfAttention, SDPAttention
 from megatron_ext.model.linear import ColumnLinear, RowLinear
 from megatron_ext.model.norm import norm_class
 
@@ -34,7 +34,7 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
     norm = norm_class(model.normalization)
     head_norm = norm if model.qk_layernorm else None
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=CausalSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
