@@ -1,7 +1,6 @@
 """Write a checkpoint."""
 
 import contextlib
-import logging
 import queue
 import shutil
 from collections.abc import Callable
@@ -54,8 +53,6 @@ def _write(state_dict: dict, folder: Path) -> None:
     # A save that is waited for writes from this process. The queue that its result comes back through need not
     # cross a process boundary; the engine's own would start a process for it, which takes seconds.
     filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
-    # It warns of the future of its asynchronous saves, by which it does this one too.
-    logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").setLevel(logging.ERROR)
     dist_checkpointing.save(
         state_dict,
         str(folder),
