@@ -10,7 +10,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents
 from megatron_ext.checkpoint.folder import CONFIG, make_partial, partial_folder, publish

@@ -4,6 +4,7 @@ With dropout, warmup and batch ramp-up under way, and the save in the middle of 
 """
 
 import hashlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,32 +15,32 @@ import torch
 
 from megatron_ext.verify.ranks import run_ranks
 
-MODEL = """
+MODEL = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --seq-length 16 --max-position-embeddings 16 --mock-data --vocab-size 61
     --make-vocab-size-divisible-by 16 --attention-dropout 0.1 --hidden-dropout 0.1
-""".split()
-SCHEDULE = """
+""")
+SCHEDULE = shlex.split("""
     --micro-batch-size 1 --global-batch-size 8 --rampup-batch-size 4 4 30 --train-samples 72 --lr 1e-2 --min-lr 1e-3
     --lr-decay-style cosine --lr-warmup-samples 40 --weight-decay 0.1 --start-weight-decay 0.0 --end-weight-decay 0.1
     --weight-decay-incr-style linear --eval-interval 0
-""".split()
+""")
 GPT2 = ["--position-embedding-type", "learned_absolute"]
-LLAMA = """
+LLAMA = shlex.split("""
     --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
     --untie-embeddings-and-output-weights
-""".split()
+""")
 BF16 = ["--bf16"]
 # The scale is too large at first: steps are skipped before and after the save; later it doubles.
-FP16 = "--fp16 --initial-loss-scale 4e4 --loss-scale-window 2 --hysteresis 1".split()
+FP16 = shlex.split("--fp16 --initial-loss-scale 4e4 --loss-scale-window 2 --hysteresis 1")
 SGD = ["--optimizer", "sgd"]
-DP2_OVERLAPPED = (
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000".split()
+DP2_OVERLAPPED = shlex.split(
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
 )
-TP2_PP2_VPP2_DP2 = """
+TP2_PP2_VPP2_DP2 = shlex.split("""
     --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
     --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer
-""".split()
+""")
 
 CASES: dict[str, tuple[int, list[str]]] = {
     "fp32": (1, [*GPT2]),
