@@ -66,7 +66,7 @@ def _quiet_engine() -> None:
     """Keep the engine's advice to its own developers, repeated by every rank, out of a user's output."""
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed\.checkpoint")
 
 
 def current() -> Device:

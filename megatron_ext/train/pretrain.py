@@ -23,6 +23,13 @@ def pretrain(config: Config, status: RunStatus) -> None:
     from megatron_ext.train.trainer import Trainer
 
     run = build_run(config, here)
+    if config.checkpoint.load is not None:
+        from megatron_ext.checkpoint.load import load_checkpoint
+
+        iteration = load_checkpoint(run, config.checkpoint.load)
+        if run.rank == 0:
+            found = f"resuming at iteration {iteration} of" if iteration is not None else "starting afresh: none in"
+            print(f"checkpoint: {found} {config.checkpoint.load}", flush=True)
     # One rank watches the stop file and tells the others at the end of a step.
     with SignalWatcher(stop_file(config) if status.rank == 0 else None) as signals:
         Trainer(run, standard_callbacks(run, signals, status)).fit()

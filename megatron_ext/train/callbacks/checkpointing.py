@@ -1,5 +1,7 @@
 """Save every --save-interval steps and at the end."""
 
+import time
+
 from megatron_ext.checkpoint.save import save_checkpoint
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.step import StepResult
@@ -24,5 +26,8 @@ class Checkpointing(Callback):
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        save_checkpoint(trainer.run, self.folder)
+        started = time.perf_counter()
+        path = save_checkpoint(trainer.run, self.folder)
         self.saved_at = trainer.run.state.iteration
+        if trainer.run.rank == 0:
+            print(f"checkpoint: saved {path} in {time.perf_counter() - started:.1f} s", flush=True)

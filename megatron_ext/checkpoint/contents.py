@@ -1,0 +1,126 @@
+"""What a checkpoint holds, as the state dict that megatron-core's dist_checkpointing reads and writes.
+
+Tensors are saved once for the whole model, by global name and place, so that no layout shows in them. The state of
+the random generators is saved for every rank, by its place in the grid of ranks, and can only be used in that grid.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.utils import unwrap_model
+
+from megatron_ext.checkpoint import optimizer_state
+from megatron_ext.train.run import Run
+
+# What megatron-core's readers want to know of the tensors' names and cuts.
+CONTENT_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
+
+@dataclass
+class Contents:
+    state_dict: ShardedStateDict
+    weights: dict[str, ShardedBase]
+    """This rank's weights by name, part of the state dict: the optimizer's state is cut as they are."""
+    names: dict[int, str]
+    """Name of each weight by its parameter's id(). megatron-core takes the parameters out of `weights` on loading."""
+
+
+def to_save(run: Run) -> Contents:
+    """Everything of `run` that a resumed run needs. Collective."""
+    contents = _models(run)
+    contents.state_dict |= {
+        "optimizer": optimizer_state.state_to_save(run.optimizer, run.config.optimizer, contents.weights),
+        "optimizer_step": optimizer_state.step_count(run.optimizer),
+        "grad_scaler": _grad_scaler_state(run),
+        "train_state": asdict(run.state),
+        "iteration": run.state.iteration,
+        "rng_grid": rng_grid(run),
+        "rng_state": _rng_state(run),
+    }
+    return contents
+
+
+def to_load(run: Run, *, rng: bool) -> Contents:
+    """Where to read the tensors of a checkpoint into. `rng`: whether to read the generators too."""
+    contents = _models(run)
+    contents.state_dict["optimizer"] = optimizer_state.state_to_load(
+        run.optimizer, run.config.optimizer, contents.weights
+    )
+    if rng:
+        contents.state_dict["rng_state"] = _rng_state(run)
+    return contents
+
+
+def restore(run: Run, contents: Contents, loaded: dict[str, Any]) -> None:
+    """Put what was read into `run`."""
+    for key, chunk in _chunks(run).items():
+        chunk.load_state_dict(loaded[key])
+    optimizer_state.restore(run.optimizer, run.config.optimizer, contents.names, loaded.get("optimizer", {}))
+    optimizer_state.set_step_count(run.optimizer, loaded["optimizer_step"])
+    if loaded["grad_scaler"]:
+        for part in _scaled_parts(run):
+            part.grad_scaler.load_state_dict(
+                {**loaded["grad_scaler"], "scale": torch.tensor([loaded["grad_scaler"]["scale"]], dtype=torch.float32)}
+            )
+    for name, value in loaded["train_state"].items():
+        setattr(run.state, name, value)
+    if "rng_state" in loaded:
+        run.device.set_rng_state(loaded["rng_state"]["dropout"])
+        _tracker().set_states(loaded["rng_state"]["tracker"])
+
+
+def rng_grid(run: Run) -> list[int]:
+    """Sizes of the grid in which every rank has a place of its own: pipeline, data, tensor."""
+    return [run.groups.pp.size(), run.groups.dp_cp.size(), run.groups.tp.size()]
+
+
+def _rng_state(run: Run) -> ShardedObject:
+    place = (run.groups.pp.rank(), run.groups.dp_cp.rank(), run.groups.tp.rank())
+    state = {"dropout": run.device.rng_state(), "tracker": dict(_tracker().get_states())}
+    return ShardedObject("rng_state", state, tuple(rng_grid(run)), place)
+
+
+def _tracker() -> Any:
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
+def _chunks(run: Run) -> dict[str, Any]:
+    """The model chunks without their wrappers, under Megatron-LM's names."""
+    chunks: Any = unwrap_model(list(run.chunks))
+    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
+
+
+def _models(run: Run) -> Contents:
+    metadata = {**CONTENT_METADATA, "dp_cp_group": run.groups.dp_cp}
+    state_dict, weights = {}, {}
+    for key, chunk in _chunks(run).items():
+        state_dict[key] = chunk.sharded_state_dict(metadata=metadata)
+        weights |= {
+            f"{key}.{name}": value
+            for name, value in state_dict[key].items()
+            if isinstance(value, ShardedTensor | ShardedTensorFactory)
+        }
+    return Contents(state_dict, weights, names={id(weight.data): name for name, weight in weights.items()})
+
+
+def _scaled_parts(run: Run) -> list[Any]:
+    return [part for part in optimizer_state.parts(run.optimizer) if getattr(part, "grad_scaler", None) is not None]
+
+
+def _grad_scaler_state(run: Run) -> dict[str, float | int]:
+    """Of the dynamic loss scale; empty without one. All parts scale alike."""
+    state = next((part.grad_scaler.state_dict() for part in _scaled_parts(run)), {})
+    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}

@@ -1,0 +1,147 @@
+"""What lies in a checkpoint folder, under Megatron-LM's names. No torch here.
+
+    SAVE/latest_checkpointed_iteration.txt     "10": the tracker, written last
+    SAVE/iter_0000010/                         whole, whenever a folder of this name exists
+    SAVE/.iter_0000010.partial/                being written, or left by a process that was killed
+
+A checkpoint is written under the partial name, flushed to the disk, and renamed: at every moment of a save, and
+after a kill at any of them, each `iter_*` folder is either absent or whole, and the tracker is the old or the new one.
+"""
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.errors import DataError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+CONFIG = "config.yaml"
+
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|replaced)")
+# megatron-core writes both at the end of a save, after all shards.
+_WRITTEN_LAST = (".metadata", "metadata.json")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to resume from."""
+
+    path: Path
+    iteration: int
+    warning: str | None = None
+    """Why it is not the one that the tracker names."""
+
+
+def iteration_folder(folder: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of `iteration` lies."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def partial_folder(folder: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of `iteration` is written before it is whole."""
+    return Path(folder) / f".iter_{iteration:07d}.partial"
+
+
+def saved_iterations(folder: str | Path) -> list[int]:
+    """The iterations of all whole checkpoints, in ascending order; empty where there is no such folder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    found = {_ITERATION.fullmatch(entry.name): entry for entry in folder.iterdir()}
+    return sorted(int(match[1]) for match, entry in found.items() if match and _is_whole(entry))
+
+
+def find_latest(folder: str | Path) -> Found | None:
+    """The checkpoint that the tracker names; where it names none that is whole, the newest whole one.
+
+    Returns:
+        None where the folder holds neither a tracker nor a checkpoint.
+    Raises:
+        DataError: there is a tracker, but no whole checkpoint.
+        OSError: the folder cannot be read.
+    """
+    tracker = Path(folder) / TRACKER
+    iterations = saved_iterations(folder)
+    said = tracker.read_bytes()[:100].decode(errors="replace").strip() if tracker.exists() else None
+    if said is not None and said.isdecimal() and int(said) in iterations:
+        return Found(iteration_folder(folder, int(said)), int(said))
+    if said is None:
+        problem = f"{tracker} is missing"
+    elif said.isdecimal():
+        problem = f"{tracker} names iteration {said}, which is missing or not whole"
+    else:
+        problem = f"{tracker} holds {said!r} instead of an iteration"
+    if not iterations:
+        if said is None:
+            return None
+        raise DataError(
+            f"{problem}, and there is no whole checkpoint in {folder}. Give the right folder with --load, or remove "
+            "the file to start afresh."
+        )
+    newest = iteration_folder(folder, iterations[-1])
+    return Found(newest, iterations[-1], f"{problem}; using the newest whole checkpoint, {newest}")
+
+
+def make_partial(folder: str | Path, iteration: int) -> Path:
+    """An empty folder to write the checkpoint of `iteration` into. What killed saves have left is removed.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    partial = partial_folder(folder, iteration)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    partial.mkdir()
+    return partial
+
+
+def remove_leftovers(folder: str | Path) -> None:
+    """Remove the folders of saves that did not end."""
+    for entry in Path(folder).iterdir():
+        if _LEFTOVER.fullmatch(entry.name):
+            shutil.rmtree(entry)
+
+
+def publish(folder: str | Path, iteration: int) -> Path:
+    """Make the written checkpoint of `iteration` the latest one: flush it, rename it, and then set the tracker.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    partial, final = partial_folder(folder, iteration), iteration_folder(folder, iteration)
+    for entry in (*partial.rglob("*"), partial):
+        _flush(entry)
+    replaced = final.with_name(f".{final.name}.replaced")
+    if final.exists():  # of a run that took another course from an earlier checkpoint
+        final.rename(replaced)
+    partial.rename(final)
+    _flush(final.parent)
+    write_tracker(folder, iteration)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def write_tracker(folder: str | Path, iteration: int) -> None:
+    """Set the tracker in one step: a reader sees the old or the new one, never a part."""
+    tracker = Path(folder) / TRACKER
+    temporary = tracker.with_name(f".{tracker.name}.tmp")
+    temporary.write_text(str(iteration), encoding="ascii")
+    _flush(temporary)
+    temporary.replace(tracker)
+    _flush(tracker.parent)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    return all((checkpoint / name).is_file() for name in _WRITTEN_LAST)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,136 @@
+"""Saved, ended, and resumed in the same layout: every loss, weight and moment is bitwise the uninterrupted run's.
+
+With dropout, warmup and batch ramp-up under way, and the save in the middle of a logging interval.
+"""
+
+import hashlib
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.verify.ranks import run_ranks
+
+MODEL = shlex.split("""
+    --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --seq-length 16 --max-position-embeddings 16 --mock-data --vocab-size 61
+    --make-vocab-size-divisible-by 16 --attention-dropout 0.1 --hidden-dropout 0.1
+""")
+SCHEDULE = shlex.split("""
+    --micro-batch-size 1 --global-batch-size 8 --rampup-batch-size 4 4 30 --train-samples 72 --lr 1e-2 --min-lr 1e-3
+    --lr-decay-style cosine --lr-warmup-samples 40 --weight-decay 0.1 --start-weight-decay 0.0 --end-weight-decay 0.1
+    --weight-decay-incr-style linear --eval-interval 0
+""")
+GPT2 = ["--position-embedding-type", "learned_absolute"]
+LLAMA = shlex.split("""
+    --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
+    --untie-embeddings-and-output-weights
+""")
+BF16 = ["--bf16"]
+# The scale is too large at first: steps are skipped before and after the save; later it doubles.
+FP16 = shlex.split("--fp16 --initial-loss-scale 4e4 --loss-scale-window 2 --hysteresis 1")
+SGD = ["--optimizer", "sgd"]
+DP2_OVERLAPPED = shlex.split(
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
+)
+TP2_PP2_VPP2_DP2 = shlex.split("""
+    --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
+    --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer
+""")
+
+CASES: dict[str, tuple[int, list[str]]] = {
+    "fp32": (1, [*GPT2]),
+    "bf16": (1, [*LLAMA, *BF16]),
+    "fp16": (1, [*GPT2, *FP16]),
+    "fp32, SGD": (1, [*GPT2, *SGD]),
+    "bf16, SGD without momentum": (1, [*GPT2, *BF16, *SGD, "--sgd-momentum", "0.0"]),
+    "fp32, DP2": (2, [*GPT2]),
+    "fp32, distributed optimizer": (2, [*LLAMA, *DP2_OVERLAPPED]),
+    "bf16, distributed optimizer": (2, [*GPT2, *BF16, *DP2_OVERLAPPED]),
+    "fp16, distributed optimizer": (2, [*LLAMA, *FP16, *DP2_OVERLAPPED]),
+    "fp32, TP2 PP2 VPP2 DP2": (8, [*LLAMA, *TP2_PP2_VPP2_DP2]),
+    "bf16, TP2 PP2 VPP2 DP2, tied": (8, [*GPT2, *BF16, *TP2_PP2_VPP2_DP2]),
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank computed."""
+
+    losses: list[str]
+    grad_norms: list[str | None]
+    state: dict[str, Any]
+    hashes: list[str]
+    """Of weights and optimizer state, where the run was saved or loaded, and at its end."""
+    skipped: int
+
+
+def _train(flags: list[str], load: str | None, steps: int, save: str | None) -> Trace:
+    from megatron_ext import device
+    from megatron_ext.checkpoint.load import load_checkpoint
+    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+
+    run = build_run(configure([*flags, "--device", "cpu"]).config, device.install("cpu"))
+    hashes = []
+    if load is not None:
+        assert load_checkpoint(run, load) == run.state.iteration > 0
+        hashes.append(_hash(run))
+    trainer = Trainer(run, [])
+    results = [trainer.step() for _ in range(steps)]
+    if save is not None:
+        save_checkpoint(run, save)
+    hashes.append(_hash(run))
+    run.loaders.close()
+    return Trace(
+        losses=[result.loss.hex() for result in results],
+        grad_norms=[None if result.grad_norm is None else result.grad_norm.hex() for result in results],
+        state=asdict(run.state),
+        hashes=hashes,
+        skipped=sum(not result.updated for result in results),
+    )
+
+
+def _hash(run: Any) -> str:
+    digest = hashlib.sha256()
+    with run.gathered_parameters():
+        for tensor in _tensors(run):
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(run: Any) -> Iterator[torch.Tensor]:
+    for chunk in run.chunks:
+        yield from chunk.parameters()
+    for part in run.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for main in group["params"]:
+                yield main
+                # An optimizer makes its state at its first update; a saved or loaded one has it, as zeros.
+                for _, value in sorted(part.optimizer.state[main].items()):
+                    yield torch.as_tensor(value).reshape(1) if torch.as_tensor(value).ndim == 0 else value
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
+    world_size, flags = CASES[case]
+    flags = [*MODEL, *SCHEDULE, *flags]
+    whole = run_ranks(world_size, _train, flags, None, 8, None)
+    first = run_ranks(world_size, _train, flags, None, 3, str(tmp_path))
+    second = run_ranks(world_size, _train, flags, str(tmp_path), 5, None)
+    for one, before, after in zip(whole, first, second, strict=True):
+        assert before.losses + after.losses == one.losses
+        assert before.grad_norms + after.grad_norms == one.grad_norms
+        assert after.state == one.state
+        assert after.hashes[0] == before.hashes[-1], "loading did not give back what was saved"
+        assert after.hashes[-1] == one.hashes[-1]
+    assert len(set(whole[0].losses)) == 8
+    if "fp16" in case:
+        assert first[0].skipped > 0
+        assert 0 < second[0].skipped < 5
