@@ -9,7 +9,7 @@ seed and no checkpoint.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,9 +123,9 @@ class Experiment:
         self._data = list(data)
         self.reference = functools.cache(self._reference)
 
-    def train(self, case: Case, *, bf16: bool = False) -> Record:
-        """The record of a case."""
-        return record([*self._flags(case.model, bf16), *case.flags], case.world_size, STEPS)
+    def train(self, case: Case, *, bf16: bool = False, sabotage: Callable[[], None] | None = None) -> Record:
+        """The record of a case; `sabotage` plants a fault on every rank before the run is built."""
+        return record([*self._flags(case.model, bf16), *case.flags], case.world_size, STEPS, sabotage)
 
     def _reference(self, model: str, *, bf16: bool = False) -> Record:
         """The record of one process."""
