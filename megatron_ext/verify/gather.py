@@ -62,32 +62,38 @@ def _reduced_gradients(chunk: DistributedDataParallel) -> Iterator[tuple[torch.n
                 yield parameter, reduced[start:end].view(parameter.shape)
 
 
-def assemble(config: Config, shards: Iterable[Shard]) -> dict[str, np.ndarray]:
-    """Whole tensors by name. Vocabulary padding is cut off, so that any two layouts have the same shapes.
+def assemble(config: Config, shards: Iterable[Shard]) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Put the shards of all ranks together.
 
-    Raises:
-        AssertionError: ranks that hold the same shard disagree on it, or a shard is missing.
+    Returns:
+        Whole tensors by name, in the order of a forward pass, without vocabulary padding, so that any two layouts
+        have the same shapes; and what is wrong with them: a tensor that several ranks hold and disagree on (the
+        lowest rank's is returned), or padding that is not zero.
     """
     by_name: dict[str, dict[int, np.ndarray]] = {}
+    problems = []
     for shard in shards:
         seen = by_name.setdefault(shard.name, {}).setdefault(shard.tp_rank, shard.values)
-        assert np.array_equal(seen, shard.values, equal_nan=True), f"replicas of {shard.name} differ"
+        if not np.array_equal(seen, shard.values, equal_nan=True):
+            problems.append(f"{shard.name}: ranks disagree")
     tensors = {}
     for parameter in parameters(config):
         parts = by_name.pop(parameter.name)
-        tensors[parameter.name] = _join(parameter, [parts[rank] for rank in sorted(parts)])
+        whole = _join(parameter, [parts[rank] for rank in sorted(parts)])
+        if parameter.tp_dim is None and not all(np.array_equal(whole, part, equal_nan=True) for part in parts.values()):
+            problems.append(f"{parameter.name}: tensor-parallel ranks disagree")
+        if parameter.true_rows is not None and np.any(whole[parameter.true_rows :]):
+            problems.append(f"{parameter.name}: vocabulary padding is not zero")
+        tensors[parameter.name] = whole[: parameter.true_rows] if parameter.true_rows is not None else whole
     assert not by_name, f"not in the catalogue: {sorted(by_name)}"
-    return tensors
+    return tensors, list(dict.fromkeys(problems))
 
 
 def _join(parameter: Parameter, parts: list[np.ndarray]) -> np.ndarray:
     if parameter.tp_dim is None:
-        assert all(np.array_equal(parts[0], part) for part in parts), f"{parameter.name} differs between TP ranks"
-        whole = parts[0]
-    else:
-        # A stride of n: every shard is n pieces, and piece i of all ranks together is the i-th part of the whole.
-        pieces = [np.split(part, parameter.tp_stride, axis=parameter.tp_dim) for part in parts]
-        whole = np.concatenate(
-            [piece[index] for index in range(parameter.tp_stride) for piece in pieces], axis=parameter.tp_dim
-        )
-    return whole[: parameter.true_rows] if parameter.true_rows is not None else whole
+        return parts[0]
+    # A stride of n: every shard is n pieces, and piece i of all ranks together is the i-th part of the whole.
+    pieces = [np.split(part, parameter.tp_stride, axis=parameter.tp_dim) for part in parts]
+    return np.concatenate(
+        [piece[index] for index in range(parameter.tp_stride) for piece in pieces], axis=parameter.tp_dim
+    )

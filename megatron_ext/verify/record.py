@@ -3,12 +3,15 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_ext.config.schema import Config
 from megatron_ext.verify.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from megatron_ext.verify.gather import Shard
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,9 @@ class Record:
     """Initial weights by global name."""
     gradients: dict[str, np.ndarray]
     """Gradients of the first step by global name, before clipping."""
+    flaws: tuple[str, ...]
+    """What ranks should hold in common and do not, and vocabulary padding that is not zero: in the initial weights,
+    the first gradients and the final weights, by name."""
 
     @property
     def weight_hash(self) -> str:
@@ -45,17 +51,33 @@ def record(flags: Sequence[str], world_size: int, steps: int, sabotage: Callable
     from megatron_ext.verify.gather import assemble
 
     results = run_ranks(world_size, _train, list(flags), steps, sabotage)
-    config, losses, grad_norms, validation_loss = results[-1][:4]
+    last = results[-1]
+    tensors, flaws = {}, []
+    for what in ("initial weights", "first gradients", "final weights"):
+        tensors[what], found = assemble(last.config, (shard for result in results for shard in result.shards[what]))
+        flaws += [f"{what}: {flaw}" for flaw in found]
     return Record(
-        losses=losses,
-        grad_norms=grad_norms,
-        validation_loss=validation_loss,
-        weights=assemble(config, (shard for result in results for shard in result[4])),
-        gradients=assemble(config, (shard for result in results for shard in result[5])),
+        losses=last.losses,
+        grad_norms=last.grad_norms,
+        validation_loss=last.validation_loss,
+        weights=tensors["initial weights"],
+        gradients=tensors["first gradients"],
+        flaws=tuple(flaws),
     )
 
 
-def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None) -> tuple[Any, ...]:
+@dataclass(frozen=True)
+class _RankRecord:
+    """What one rank hands back. Losses and norms are equal on all ranks."""
+
+    config: Config
+    losses: list[float]
+    grad_norms: list[float | None]
+    validation_loss: float | None
+    shards: dict[str, list["Shard"]]
+
+
+def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None) -> _RankRecord:
     """One rank of `record`."""
     from megatron_ext import device
     from megatron_ext.train.build import build_run
@@ -64,17 +86,16 @@ def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None) ->
     from megatron_ext.train.trainer import Trainer
     from megatron_ext.verify import gather
 
-    config: Config = configure([*flags, "--device", "cpu"]).config
+    config = configure([*flags, "--device", "cpu"]).config
     if sabotage is not None:
         sabotage()
     run = build_run(config, device.install("cpu"))
-    initial = gather.weights(run)
-    first_gradients: list[gather.Shard] = []
+    shards = {"initial weights": gather.weights(run)}
     prepare_grads = run.optimizer.prepare_grads
 
     def capture_then_prepare() -> bool:
         if run.state.iteration == 0:
-            first_gradients.extend(gather.gradients(run))
+            shards["first gradients"] = gather.gradients(run)
         return prepare_grads()
 
     run.optimizer.prepare_grads = capture_then_prepare
@@ -85,4 +106,5 @@ def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None) ->
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
     validation_loss = evaluate(run) if run.loaders.validation_samples else None
-    return config, losses, grad_norms, validation_loss, initial, first_gradients
+    shards["final weights"] = gather.weights(run)
+    return _RankRecord(config, losses, grad_norms, validation_loss, shards)

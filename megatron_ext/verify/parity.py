@@ -1,0 +1,231 @@
+"""Any layout, one loss curve: the layouts that are compared with one process, and how.
+
+    experiment = Experiment(write_corpus(folder))
+    case = CASES["TP2 SP, tied"]
+    print(compare(experiment.reference(case.model), experiment.train(case)).problems())     # [] when they agree
+
+Source of recipe and tolerances: promise 1 of the project, in fp32 with dropout 0. Every case starts from the same
+seed and no checkpoint.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.verify.record import Record, record
+
+STEPS = 20
+FIRST_LOSS_TOLERANCE = 1e-6
+"""Nats per token, at the first step."""
+
+GRADIENT_TOLERANCE = 1e-5
+"""L2 norm of the difference of a tensor's first gradient over the norm of that gradient."""
+
+CURVE_TOLERANCE = 1e-5
+"""Losses in nats per token, and gradient norms, over all steps; validation loss after them."""
+
+BF16_FACTOR = 2.0
+"""How far a bf16 curve may be off, in units of one process's own distance between bf16 and fp32."""
+
+RECIPE = (
+    "--hidden-size 64 --num-attention-heads 4 --micro-batch-size 2 --global-batch-size 8 --train-iters 20 "
+    "--optimizer adam --lr 1e-3 --lr-warmup-iters 10 --lr-decay-style constant "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+
+_LLAMA = (
+    "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2"
+)
+_UNTIED = "--untie-embeddings-and-output-weights"
+
+# The vocabulary is 256 bytes and the end of a document, padded to a multiple of 128 x TP: 384 rows in one process, 512
+# at TP2, and 512 at TP4, where the last rank holds nothing but padding.
+MODELS = {
+    "tied": f"--num-layers 4 {_LLAMA}",
+    "untied": f"--num-layers 4 {_LLAMA} {_UNTIED}",
+    "8 layers, tied": f"--num-layers 8 {_LLAMA}",
+    "8 layers, untied": f"--num-layers 8 {_LLAMA} {_UNTIED}",
+    "learned positions, biases": "--num-layers 4",
+    "query and key norm, QKV bias": f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --add-qkv-bias",
+}
+
+_TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+_PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+_PP4_VPP2 = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+_OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+_RECOMPUTE = "--recompute-granularity full --recompute-num-layers"
+
+_LAYOUTS = {
+    "TP2": (2, "--tensor-model-parallel-size 2"),
+    "TP4": (4, "--tensor-model-parallel-size 4"),
+    "TP2 SP": (2, _TP2_SP),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "PP4": (4, "--pipeline-model-parallel-size 4"),
+    "PP2 VPP2": (2, _PP2_VPP2),
+    "PP4 VPP2": (4, _PP4_VPP2),
+    "DP2": (2, ""),
+    "DP4": (4, ""),
+    "DP2 distributed optimizer": (2, "--use-distributed-optimizer"),
+    "DP2 distributed optimizer, overlap": (2, _OVERLAP),
+    "TP2 SP PP2 VPP2 DP2 distributed optimizer, overlap": (8, f"{_TP2_SP} {_PP2_VPP2} {_OVERLAP}"),
+}
+
+RECOMPUTE = {
+    "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",
+    "full uniform by twos": f"{_RECOMPUTE} 2 --recompute-method uniform",
+    "full block": f"{_RECOMPUTE} 1 --recompute-method block",
+    "selective": "--recompute-granularity selective",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model, to be compared with one process."""
+
+    name: str
+    model: str
+    """Key of MODELS."""
+
+    world_size: int
+    flags: tuple[str, ...]
+    """What differs from the one process."""
+
+
+def _cases() -> list[Case]:
+    cases = []
+    for layout, (world_size, flags) in _LAYOUTS.items():
+        depth = "8 layers, " if layout == "PP4 VPP2" else ""
+        for model in ("tied", "untied"):
+            cases.append(Case(f"{layout}, {model}", f"{depth}{model}", world_size, tuple(flags.split())))
+    # Biases and learned positions under sequence parallelism, and tied embeddings across a divided vocabulary.
+    flags = f"{_TP2_SP} --pipeline-model-parallel-size 2"
+    for model in ("learned positions, biases", "query and key norm, QKV bias"):
+        cases.append(Case(f"TP2 SP PP2, {model}", model, 4, tuple(flags.split())))
+    for mode, flags in RECOMPUTE.items():
+        cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
+    return cases
+
+
+CASES = {case.name: case for case in _cases()}
+
+
+class Experiment:
+    """Trains cases and the single processes that they are compared with, each of these once.
+
+    Args:
+        data: flags of the data, from `verify.corpus.write_corpus`.
+    """
+
+    def __init__(self, data: Sequence[str]):
+        self._data = list(data)
+        self.reference = functools.cache(self._reference)
+
+    def train(self, case: Case, *, bf16: bool = False, sabotage: Callable[[], None] | None = None) -> Record:
+        """The record of a case; `sabotage` plants a fault on every rank before the run is built."""
+        return record([*self._flags(case.model, bf16), *case.flags], case.world_size, STEPS, sabotage)
+
+    def _reference(self, model: str, *, bf16: bool = False) -> Record:
+        """The record of one process."""
+        return record(self._flags(model, bf16), 1, STEPS)
+
+    def _flags(self, model: str, bf16: bool) -> list[str]:
+        return [*RECIPE.split(), *MODELS[model].split(), *self._data, *(["--bf16"] if bf16 else [])]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How far a run is from its reference. NaN, which nothing may be, is beyond every tolerance."""
+
+    weights: tuple[str, ...]
+    """Tensors whose initial values are not equal bit for bit."""
+
+    flaws: tuple[str, ...]
+    """Of the run by itself: see `Record.flaws`."""
+
+    gradients: dict[str, float]
+    """By tensor: the distance of the first gradients over the norm of the reference's."""
+
+    first_loss: float
+    loss: float
+    """Largest over the steps."""
+    grad_norm: float
+    """Largest over the steps."""
+    validation_loss: float
+
+    @property
+    def worst_gradient(self) -> str:
+        """Name of the tensor whose gradient is farthest off."""
+        return max(self.gradients, key=lambda name: np.nan_to_num(self.gradients[name], nan=np.inf))
+
+    @property
+    def none(self) -> bool:
+        """Whether the runs are equal bit for bit."""
+        distances = (self.first_loss, self.loss, self.grad_norm, self.validation_loss, *self.gradients.values())
+        return not self.weights and not self.flaws and all(distance == 0.0 for distance in distances)
+
+    def problems(self) -> list[str]:
+        """What is beyond the tolerances of fp32, in words; empty when the runs agree."""
+        found = [f"initial weights differ: {name}" for name in self.weights]
+        found += self.flaws
+        found += [
+            f"first gradient of {name} is {distance:.1e} of its norm off (tolerance {GRADIENT_TOLERANCE:.0e})"
+            for name, distance in self.gradients.items()
+            if not distance <= GRADIENT_TOLERANCE
+        ]
+        for what, distance, tolerance in (
+            ("first loss", self.first_loss, FIRST_LOSS_TOLERANCE),
+            ("loss", self.loss, CURVE_TOLERANCE),
+            ("gradient norm", self.grad_norm, CURVE_TOLERANCE),
+            ("validation loss", self.validation_loss, CURVE_TOLERANCE),
+        ):
+            if not distance <= tolerance:
+                found.append(f"{what} is {distance:.1e} off (tolerance {tolerance:.0e})")
+        return found
+
+
+def compare(reference: Record, other: Record) -> Differences:
+    """Distance of `other` from `reference`, two runs of one model on the same data."""
+    assert reference.weights.keys() == other.weights.keys(), "two different models"
+    assert reference.gradients.keys() == other.gradients.keys() == reference.weights.keys()
+    return Differences(
+        weights=tuple(n for n in reference.weights if not np.array_equal(reference.weights[n], other.weights[n])),
+        flaws=other.flaws,
+        gradients={name: _relative(other.gradients[name], known) for name, known in reference.gradients.items()},
+        first_loss=abs(other.losses[0] - reference.losses[0]),
+        loss=farthest(other.losses, reference.losses),
+        grad_norm=farthest(other.grad_norms, reference.grad_norms),
+        validation_loss=farthest([other.validation_loss], [reference.validation_loss]),
+    )
+
+
+def farthest(curve: Sequence[float | None], other: Sequence[float | None]) -> float:
+    """Largest distance of two curves of the same length; NaN where one of them has no number."""
+    assert len(curve) == len(other)
+    return float(np.max(np.abs(np.array(curve, np.float64) - np.array(other, np.float64))))
+
+
+def _relative(gradient: np.ndarray, reference: np.ndarray) -> float:
+    distance = np.linalg.norm(gradient.astype(np.float64) - reference)
+    # A gradient of exactly zero has to be met exactly.
+    return float(distance / np.linalg.norm(reference)) if distance else 0.0
+
+
+def bf16_distance(fp32: Record, bf16: Record, other: Record) -> tuple[float, float]:
+    """How far a layout's bf16 curve is from one process, training losses and validation loss together.
+
+    Args:
+        fp32: one process.
+        bf16: one process.
+        other: the layout, in bf16.
+    Returns:
+        The larger of its distances from the two, and one process's own distance between bf16 and fp32.
+    """
+    own = farthest(_curve(bf16), _curve(fp32))
+    return max(farthest(_curve(other), _curve(known)) for known in (fp32, bf16)), own
+
+
+def _curve(run: Record) -> list[float | None]:
+    return [*run.losses, run.validation_loss]

@@ -1,0 +1,51 @@
+"""Every layout against one process: initial weights, first gradients by name, 20 steps, validation with a remainder.
+
+`python tools/parity_table.py` writes the same comparison to docs/parity.md.
+"""
+
+import pytest
+
+from megatron_ext.verify.corpus import VALIDATION_SAMPLES
+from megatron_ext.verify.parity import BF16_FACTOR, CASES, RECIPE, STEPS, Case, Experiment, bf16_distance, compare
+
+RECOMPUTED = [name for name in CASES if "recompute" in name]
+LAYOUTS = [name for name in CASES if name not in RECOMPUTED]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_agrees_with_one_process(name: str, experiment: Experiment) -> None:
+    case = CASES[name]
+    reference, other = experiment.reference(case.model), experiment.train(case)
+    assert compare(reference, other).problems() == []
+    assert other.weight_hash == reference.weight_hash
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputation_changes_no_bit(name: str, experiment: Experiment) -> None:
+    case = CASES[name]
+    differences = compare(experiment.reference(case.model), experiment.train(case))
+    assert differences.none, differences.problems()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bf16_layout_stays_within_the_rounding_of_one_process(name: str, experiment: Experiment) -> None:
+    case = CASES[name]
+    reference, other = experiment.reference(case.model, bf16=True), experiment.train(case, bf16=True)
+    assert other.weight_hash == reference.weight_hash
+    assert other.flaws == ()
+    distance, own = bf16_distance(experiment.reference(case.model), reference, other)
+    assert distance <= BF16_FACTOR * own
+
+
+def test_the_reference_learns_and_the_evaluation_has_a_remainder(experiment: Experiment) -> None:
+    reference = experiment.reference("tied")
+    assert len(reference.losses) == STEPS
+    assert reference.losses[-1] < reference.losses[0] - 0.3
+    assert reference.validation_loss == pytest.approx(reference.losses[-1], abs=0.3)
+    words = RECIPE.split()
+    assert VALIDATION_SAMPLES % int(words[words.index("--global-batch-size") + 1])
+
+
+def test_another_model_is_no_case_of_agreement(experiment: Experiment) -> None:
+    case = Case("another epsilon", "tied", 1, ("--norm-epsilon", "1e-3"))
+    assert compare(experiment.reference("tied"), experiment.train(case)).problems()

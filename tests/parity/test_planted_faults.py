@@ -1,0 +1,156 @@
+"""The comparison finds what it is there to find: faults as they were made before, planted one at a time.
+
+Each sabotage runs on every rank, before its model is built, and replaces one piece of the real program.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ext.verify.parity import CASES, GRADIENT_TOLERANCE, Differences, Experiment, compare
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+def differences(experiment: Experiment, name: str, sabotage: Callable[[], None]) -> Differences:
+    case = CASES[name]
+    return compare(experiment.reference(case.model), experiment.train(case, sabotage=sabotage))
+
+
+def wrong_gradients(found: Differences) -> set[str]:
+    return {name for name, distance in found.gradients.items() if not distance <= GRADIENT_TOLERANCE}
+
+
+def shift_qkv() -> None:
+    """Every rank but the first takes its slice of QKV one row too early."""
+    from megatron_ext.model import initialize
+
+    fill = initialize.fill
+
+    def fill_shifted(shard: torch.Tensor, parameter: Any, seed: int, tp_rank: int = 0, tp_size: int = 1) -> None:
+        fill(shard, parameter, seed, tp_rank, tp_size)
+        if parameter.name.endswith("linear_qkv.weight") and tp_rank > 0:
+            whole = torch.empty(parameter.shape)
+            fill(whole, parameter, seed)
+            start = tp_rank * len(shard) - 1
+            shard.copy_(whole[start : start + len(shard)])
+
+    initialize.fill = fill_shifted
+
+
+def test_qkv_slice_off_by_one(experiment: Experiment) -> None:
+    found = differences(experiment, "TP2, untied", shift_qkv)
+    assert found.weights == tuple(f"decoder.layers.{layer}.self_attention.linear_qkv.weight" for layer in range(4))
+    assert found.problems()
+
+
+def forget_sequence_parallel_mark() -> None:
+    """The norms' parameters lack the mark by which megatron-core sums their gradients over tensor-parallel ranks."""
+    from megatron_ext.model import norm
+
+    make = norm._parameter
+
+    def make_unmarked(config: Any, size: int) -> torch.nn.Parameter:
+        parameter = make(config, size)
+        parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+        return parameter
+
+    norm._parameter = make_unmarked
+
+
+def test_gradient_of_sequence_parallel_norm_not_reduced(experiment: Experiment) -> None:
+    found = differences(experiment, "TP2 SP, untied", forget_sequence_parallel_mark)
+    norms = {name for name in found.gradients if "layernorm" in name}
+    assert len(norms) == 9
+    assert wrong_gradients(found) == norms
+    assert {f"first gradients: {name}: tensor-parallel ranks disagree" for name in norms} <= set(found.flaws)
+    assert found.weights == ()
+    assert found.first_loss <= 1e-6  # one step's loss says nothing: only gradients show the fault
+
+
+def skip_tied_embedding_reduction() -> None:
+    import importlib
+
+    # The package exports a function of the same name, which hides the module.
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    module._allreduce_word_embedding_grads = lambda *_args, **_kwargs: None  # pyright: ignore
+
+
+def test_gradient_of_tied_embedding_not_reduced(experiment: Experiment) -> None:
+    found = differences(experiment, "PP2, tied", skip_tied_embedding_reduction)
+    assert wrong_gradients(found) == {WORD_EMBEDDINGS}
+    assert f"first gradients: {WORD_EMBEDDINGS}: ranks disagree" in found.flaws
+    assert f"final weights: {WORD_EMBEDDINGS}: ranks disagree" in found.flaws
+
+
+def average_per_microbatch() -> None:
+    """Mean of means: every microbatch counts alike, however many of its tokens do."""
+    from megatron_ext.train import step
+
+    token_loss = step.token_loss
+
+    def mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+        loss_sum, num_tokens, report = token_loss(loss_mask, losses)
+        count = num_tokens.clamp(min=1)
+        return loss_sum / count, torch.ones_like(count), {"lm loss": report["lm loss"] / count}
+
+    step.token_loss = mean_loss
+
+
+def test_loss_denominator_per_microbatch(experiment: Experiment) -> None:
+    found = differences(experiment, "DP2, untied", average_per_microbatch)
+    assert not found.first_loss <= 1e-3
+    assert wrong_gradients(found) == set(found.gradients)
+
+
+def count_tokens_of_own_rank_only() -> None:
+    """The logged loss is right, but each rank divides its gradients by its own tokens times the number of ranks."""
+    import importlib
+
+    from megatron_ext.train import build
+
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    all_reduce = torch.distributed.all_reduce
+
+    def finalize(model: Any, num_tokens: torch.Tensor, **kwargs: Any) -> None:
+        def all_reduce_but_tokens(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if tensor.data_ptr() == num_tokens.data_ptr():
+                tensor.mul_(torch.distributed.get_world_size())
+                return None
+            return all_reduce(tensor, *args, **options)
+
+        torch.distributed.all_reduce = all_reduce_but_tokens
+        try:
+            module.finalize_model_grads(model, num_tokens, **kwargs)
+        finally:
+            torch.distributed.all_reduce = all_reduce
+
+    build.finalize_model_grads = finalize
+
+
+def test_loss_denominator_per_rank(experiment: Experiment) -> None:
+    found = differences(experiment, "DP2, untied", count_tokens_of_own_rank_only)
+    assert found.first_loss <= 1e-6
+    assert wrong_gradients(found) == set(found.gradients)
+    assert f"first gradients: {WORD_EMBEDDINGS}: ranks disagree" in found.flaws
+
+
+def batch_sends_between_two_stages() -> None:
+    """With two stages the next rank is also the previous one, and batched sends over gloo carry no tag: they swap."""
+    from megatron_ext.train import build
+
+    transformer_config = build.transformer_config
+
+    def batched(*args: Any) -> Any:
+        config = transformer_config(*args)
+        config.batch_p2p_comm, config.overlap_p2p_comm = True, False
+        return config
+
+    build.transformer_config = batched
+
+
+def test_sends_between_stages_in_the_wrong_order(experiment: Experiment) -> None:
+    found = differences(experiment, "PP2 VPP2, untied", batch_sends_between_two_stages)
+    assert wrong_gradients(found)
+    assert found.problems()
