@@ -38,7 +38,7 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
-            core_attention=SDPAttention,
+            core_attention=SDPAttention,  # pyright: ignore[reportArgumentType]
             linear_proj=RowLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
