@@ -9,10 +9,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.model.attention import CausalSelfAttention, SDPAttention
+from megatron_ext.model.layer import PreNormLayer
 from megatron_ext.model.linear import ColumnLinear, RowLinear
 from megatron_ext.model.norm import norm_class
 
@@ -45,7 +46,7 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
         ),
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=PreNormLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,
