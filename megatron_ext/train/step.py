@@ -112,7 +112,7 @@ def _virtual_size(config: Config) -> int | None:
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """megatron-core's forward_step_func: run one model chunk on its next microbatch."""
     batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
+    output = model(batch.tokens, batch.position_ids, batch.labels)
     return output, partial(token_loss, batch.loss_mask)
 
 
