@@ -9,6 +9,7 @@ seed and no checkpoint.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ MODELS = {
 
 _TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 _PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-_PP4_VPP2 = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+_PP4_VPP2 = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
 _OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _RECOMPUTE = "--recompute-granularity full --recompute-num-layers"
 
@@ -210,9 +211,11 @@ def farthest(curve: Sequence[float | None], other: Sequence[float | None]) -> fl
 
 
 def _relative(gradient: np.ndarray, reference: np.ndarray) -> float:
-    distance = np.linalg.norm(gradient.astype(np.float64) - reference)
-    # A gradient of exactly zero has to be met exactly.
-    return float(distance / np.linalg.norm(reference)) if distance else 0.0
+    distance = float(np.linalg.norm(gradient.astype(np.float64) - reference))
+    norm = float(np.linalg.norm(reference))
+    if norm == 0.0:  # to be met exactly
+        return 0.0 if distance == 0.0 else math.inf
+    return distance / norm
 
 
 def bf16_distance(fp32: Record, bf16: Record, other: Record) -> tuple[float, float]:
