@@ -3,6 +3,8 @@
 Shapes: S sequence, B batch, H query heads of this rank, G key/value heads of this rank, D channels of a head.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -20,7 +22,7 @@ class CausalSelfAttention(SelfAttention):
     Its parameters, and how they are divided over the ranks, are megatron-core's.
     """
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
@@ -31,17 +33,20 @@ class CausalSelfAttention(SelfAttention):
 
         Returns the projected context, [S, B, hidden], and the bias that must still be added, if any.
         """
-        assert attention_mask is None and all(value is None for value in unused.values()), "training on plain sequences"
-        tensors_SBHD = self.get_query_key_value_tensors(hidden_states)
+        given = [name for name, value in unused.items() if value is not None]
+        assert attention_mask is None, "the mask is causal"
+        assert not given, f"not for training on plain sequences: {given}"
+        tensors_SBHD: Any = self.get_query_key_value_tensors(hidden_states)
         # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors_SBHD[:3])
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors_SBHD)
         if rotary_pos_emb is not None:
             query, key = rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb)
         heads_BHSD = query.contiguous(), key.contiguous(), value.contiguous()
+        attend: Any = self.core_attention
         if self.checkpoint_core_attention and self.training:
-            context = tensor_parallel.checkpoint(self.core_attention, False, *heads_BHSD)
+            context = tensor_parallel.checkpoint(attend, False, *heads_BHSD)
         else:
-            context = self.core_attention(*heads_BHSD)
+            context = attend(*heads_BHSD)
         return self.linear_proj(context)
 
 

@@ -17,18 +17,26 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
 class GPT(GPTModel):
-    """megatron-core's GPTModel, called with a batch, and with a loss that knows the vocabulary's true size."""
+    """megatron-core's GPTModel with a loss that knows the vocabulary's true size."""
 
     true_vocab_size: int
 
-    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """One forward pass, each argument [batch, sequence] (stages without a use for one ignore it).
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        attention_mask: None = None,
+        labels: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One forward pass. The arguments are [batch, sequence]; a stage without a use for one ignores it.
 
         Returns:
-            On the last stage the loss of every token in nats, fp32 [batch, sequence]; on the others the hidden
-            states for the next stage, [sequence, batch, hidden].
+            On the last stage with labels the loss of every token in nats, fp32 [batch, sequence]; without them the
+            logits, [batch, sequence, this rank's vocabulary]; on other stages the hidden states for the next one,
+            [sequence, batch, hidden].
         """
-        return super().forward(tokens, position_ids, None, labels=labels, output_processor=self._loss)
+        processor = None if labels is None else self._loss
+        return super().forward(input_ids, position_ids, attention_mask, labels=labels, output_processor=processor)  # pyright: ignore[reportArgumentType]
 
     def _loss(
         self,
@@ -38,11 +46,12 @@ class GPT(GPTModel):
         labels: torch.Tensor,
         **_: object,
     ) -> torch.Tensor:
-        if self.tp_group.size() > 1:
+        if self.pg_collection.tp.size() > 1:
             logits, _ = output_layer(hidden_states, weight=output_weight)
             return self.compute_language_model_loss(labels, logits)
         # With the whole vocabulary at hand, padding is left out rather than masked.
-        weight = output_layer.weight if output_weight is None else output_weight
+        weight = self.output_layer.weight if output_weight is None else output_weight
+        assert weight is not None
         logits = F.linear(hidden_states, weight[: self.true_vocab_size]).flatten(0, 1)
         losses = F.cross_entropy(logits.float(), labels.t().flatten(), reduction="none")
         return losses.view(hidden_states.shape[:2]).t()

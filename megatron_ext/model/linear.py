@@ -1,8 +1,8 @@
 """megatron-core's parallel linear layers, but where a rank has nothing to communicate they are a plain F.linear.
 
 That is the case on one tensor-parallel rank, and for the matrix product of a row-parallel layer on any number: torch
-then adds the bias inside the product and needs no autograd function in Python (a third of a small model's step is
-such overhead on a CPU).
+then adds the bias inside the product, and no autograd function in Python is needed. (On a CPU that makes a small
+model's step 7% shorter.)
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import get_pg_size
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -18,22 +19,29 @@ class ColumnLinear(ColumnParallelLinear):
     def __init__(self, *sizes: int, skip_bias_add: bool, **settings: Any) -> None:
         # The bias lies beside its rows, so that nothing is gained by handing it to the next operation.
         super().__init__(*sizes, skip_bias_add=False, **settings)
+        self.divided = get_pg_size(self.tp_group) > 1
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """input_: [..., columns of A]. Returns this rank's part of Y, and no bias to add later."""
-        if self.tp_group.size() > 1:
+        if self.divided or self.weight is None or weight is not None:
             return super().forward(input_, weight, runtime_gather_output)
-        return F.linear(input_, self.weight if weight is None else weight, self.bias), None
+        return F.linear(input_, self.weight, self.bias), None
 
 
 class RowLinear(RowParallelLinear):
     """Y = X A^T + b with the columns of A divided over the tensor-parallel ranks."""
 
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __init__(self, *sizes: int, **settings: Any) -> None:
+        super().__init__(*sizes, **settings)
+        self.divided = get_pg_size(self.tp_group) > 1
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """input_: [..., this rank's columns of A]. Returns Y, and the bias if it must be added once, after the sum."""
-        if self.tp_group.size() > 1:
+        if self.divided:
             return super().forward(input_)
         return F.linear(input_, self.weight, self.bias), None
 

@@ -9,10 +9,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.model.attention import CausalSelfAttention, SDPAttention
+from megatron_ext.model.layer import PreNormLayer
 from megatron_ext.model.linear import ColumnLinear, RowLinear
 from megatron_ext.model.norm import norm_class
 
@@ -38,14 +39,14 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
-            core_attention=SDPAttention,
+            core_attention=SDPAttention,  # pyright: ignore[reportArgumentType]
             linear_proj=RowLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=PreNormLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,

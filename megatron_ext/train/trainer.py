@@ -59,7 +59,9 @@ class Trainer:
         while not self.finished and self.stop_reason is None:
             self._tell("on_step_begin")
             self._tell("on_step_end", self.step())
-        self._tell("on_end")
+        # In the opposite order: save first, evaluate, and close the reports last, so that they hear of it all.
+        for callback in reversed(self.callbacks):
+            callback.on_end(self)
         if self.stopped_by_signal:
             saved = self.run.config.checkpoint.save
             where = f"saved to {saved}; start again with --load {saved}" if saved else "nothing saved: no --save"

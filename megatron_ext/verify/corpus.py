@@ -28,9 +28,7 @@ def write_corpus(folder: Path) -> list[str]:
     _write(folder / "train", TRAINING_SAMPLES, split=0)
     _write(folder / "valid", VALIDATION_SAMPLES, split=1)
     paths = f"--train-data-path {folder}/train --valid-data-path {folder}/valid --data-cache-path {folder}/cache"
-    return (
-        f"--seq-length {SEQ_LENGTH} {paths} --tokenizer-type ByteTokenizer --eod-mask-loss --full-validation".split()
-    )
+    return f"--seq-length {SEQ_LENGTH} {paths} --tokenizer-type ByteTokenizer --eod-mask-loss --full-validation".split()
 
 
 def _write(prefix: Path, samples: int, split: int) -> None:

@@ -122,6 +122,16 @@ def test_layers_and_microbatches_draw_their_own_masks(flags: list[str]) -> None:
         assert len({mask.tobytes() for mask in masks}) == len(masks)
 
 
+def test_the_seed_decides_the_masks(flags: list[str]) -> None:
+    [(hidden, attention)] = run_ranks(1, _masks_of_first_step, flags)
+    [(again, attention_again)] = run_ranks(1, _masks_of_first_step, flags)
+    [(other, other_attention)] = run_ranks(1, _masks_of_first_step, [*flags, "--seed", "7"])
+    assert all(_equal(hidden, again))
+    assert all(_equal(attention, attention_again))
+    assert not any(_equal(hidden, other))
+    assert not any(_equal(attention, other_attention))
+
+
 @pytest.fixture(scope="module")
 def without_recomputation(flags: list[str]) -> Callable[[str], Record]:
     records: dict[str, Record] = {}

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from megatron_ext.verify.parity import CASES, GRADIENT_TOLERANCE, Differences, Experiment, compare
+from megatron_ext.verify.parity import (
+    CASES,
+    FIRST_LOSS_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    Differences,
+    Experiment,
+    compare,
+)
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -66,7 +73,7 @@ def test_gradient_of_sequence_parallel_norm_not_reduced(experiment: Experiment) 
     assert wrong_gradients(found) == norms
     assert {f"first gradients: {name}: tensor-parallel ranks disagree" for name in norms} <= set(found.flaws)
     assert found.weights == ()
-    assert found.first_loss <= 1e-6  # one step's loss says nothing: only gradients show the fault
+    assert found.first_loss <= FIRST_LOSS_TOLERANCE  # one step's loss says nothing: only gradients show the fault
 
 
 def skip_tied_embedding_reduction() -> None:
@@ -100,7 +107,7 @@ def average_per_microbatch() -> None:
 
 def test_loss_denominator_per_microbatch(experiment: Experiment) -> None:
     found = differences(experiment, "DP2, untied", average_per_microbatch)
-    assert not found.first_loss <= 1e-3
+    assert not found.first_loss <= FIRST_LOSS_TOLERANCE
     assert wrong_gradients(found) == set(found.gradients)
 
 
@@ -131,7 +138,7 @@ def count_tokens_of_own_rank_only() -> None:
 
 def test_loss_denominator_per_rank(experiment: Experiment) -> None:
     found = differences(experiment, "DP2, untied", count_tokens_of_own_rank_only)
-    assert found.first_loss <= 1e-6
+    assert found.first_loss <= FIRST_LOSS_TOLERANCE
     assert wrong_gradients(found) == set(found.gradients)
     assert f"first gradients: {WORD_EMBEDDINGS}: ranks disagree" in found.flaws
 

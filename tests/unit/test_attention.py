@@ -18,12 +18,13 @@ def _attention(dropout: float = 0.0, scale: float | None = None) -> SDPAttention
 
 
 def _written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    repeats = query.size(2) // key.size(2)
-    key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
-    scores = torch.einsum("sbhd,tbhd->bhst", query, key) * scale
-    future = torch.ones(query.size(0), key.size(0), dtype=torch.bool).triu(1)
+    """Heads [batch, heads, sequence, channels] to a context of [sequence, batch, heads x channels]."""
+    repeats = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = torch.einsum("bhsd,bhtd->bhst", query, key) * scale
+    future = torch.ones(query.size(2), key.size(2), dtype=torch.bool).triu(1)
     weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-    return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
+    return torch.einsum("bhst,bhtd->sbhd", weights, value).flatten(2)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
@@ -32,12 +33,12 @@ def _written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sc
 def test_equals_attention_written_out(groups: int, scale: float | None, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     sequence, batch, heads, channels = 33, 3, 6, 16
-    shapes = [(sequence, batch, heads, channels)] + [(sequence, batch, groups, channels)] * 2
+    shapes = [(batch, heads, sequence, channels)] + [(batch, groups, sequence, channels)] * 2
     ours = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     exact = [tensor.detach().double().requires_grad_() for tensor in ours]
     weight = torch.randn(sequence, batch, heads * channels, dtype=dtype)
 
-    context = _attention(scale=scale)(*ours, None)
+    context = _attention(scale=scale)(*ours)
     expected = _written_out(*exact, scale=scale or 1.0 / math.sqrt(channels))
 
     assert context.shape == (sequence, batch, heads * channels)
@@ -53,11 +54,11 @@ def test_equals_attention_written_out(groups: int, scale: float | None, dtype: t
 
 def test_no_token_sees_the_future() -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(8, 1, 2, 16) for _ in range(3))
+    query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
     attention = _attention()
-    before = attention(query, key, value, None)
-    key[5:], value[5:] = torch.randn(2, 3, 1, 2, 16) * 100.0
-    assert torch.equal(attention(query, key, value, None)[:5], before[:5])
+    before = attention(query, key, value)
+    key[:, :, 5:], value[:, :, 5:] = torch.randn(2, 1, 2, 3, 16) * 100.0
+    assert torch.equal(attention(query, key, value)[:5], before[:5])
 
 
 def test_dropout_draws_from_the_tensor_parallel_generator_and_only_in_training() -> None:
@@ -66,16 +67,16 @@ def test_dropout_draws_from_the_tensor_parallel_generator_and_only_in_training()
     tracker.reset()
     tracker.add("model-parallel-rng", 7)
     torch.manual_seed(0)
-    tensors = [torch.randn(8, 1, 2, 16) for _ in range(3)]
+    tensors = [torch.randn(1, 2, 8, 16) for _ in range(3)]
     attention = _attention(dropout=0.5)
     default_state = torch.get_rng_state()
 
-    first, second = attention(*tensors, None), attention(*tensors, None)
+    first, second = attention(*tensors), attention(*tensors)
     assert not torch.equal(first, second)
     assert torch.equal(torch.get_rng_state(), default_state)
     tracker.reset()
     tracker.add("model-parallel-rng", 7)
-    assert torch.equal(attention(*tensors, None), first)
+    assert torch.equal(attention(*tensors), first)
 
     attention.eval()
-    assert torch.equal(attention(*tensors, None), attention(*tensors, None))
+    assert torch.equal(attention(*tensors), attention(*tensors))

@@ -1,10 +1,11 @@
 """Rotary frequencies and their scaling."""
 
+import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatron_ext.config.schema import ModelConfig
-from megatron_ext.model.rope import scaled_inverse_frequencies
+from megatron_ext.model.rope import rotate, scaled_inverse_frequencies
 
 
 def _frequencies(base: float = 500000.0, channels: int = 128) -> torch.Tensor:
@@ -28,3 +29,16 @@ def test_other_constants_take_effect() -> None:
 
     narrower = ModelConfig(rope_scaling_low_freq_factor=2.0, rope_scaling_original_max_position_embeddings=1000)
     assert scaled_inverse_frequencies(frequencies, narrower)[2] < frequencies[2] / 2.0
+
+
+@pytest.mark.parametrize("channels", [16, 24])
+def test_rotation_turns_each_pair_of_channels_by_its_angle(channels: int) -> None:
+    """As complex numbers: channel i + i * channel (i + 8) times e^(i angle); channels from 16 on are left alone."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 5, channels, dtype=torch.float64)
+    angles = torch.outer(torch.arange(5, dtype=torch.float64), _frequencies(10000.0, 16).double())
+    expected = torch.complex(x[..., :8], x[..., 8:16]) * torch.polar(torch.ones_like(angles), angles)
+    rotated = rotate(x, torch.stack((angles.cos(), angles.sin())))
+    assert rotated.is_contiguous()
+    torch.testing.assert_close(rotated[..., :16], torch.cat((expected.real, expected.imag), -1), rtol=1e-12, atol=1e-12)
+    assert torch.equal(rotated[..., 16:], x[..., 16:])

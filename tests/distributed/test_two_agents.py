@@ -1,0 +1,39 @@
+"""Two torchrun agents of four ranks each, as on two machines, train exactly as one agent of eight."""
+
+import shlex
+from pathlib import Path
+
+from tests.launched import end_all, finish, free_port, reproducible_rows, start
+
+FLAGS = shlex.split("""
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --attention-dropout 0.1 --hidden-dropout 0.1 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16
+    --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
+    --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3 --eval-interval 5 --eval-iters 1
+    --log-interval 1
+""")
+
+
+def test_two_agents_are_one(tmp_path: Path) -> None:
+    def flags(name: str) -> list[str]:
+        return [*FLAGS, "--metrics-file", str(tmp_path / f"{name}.jsonl")]
+
+    one = start(flags("one"), tmp_path / "one.log", ["--nproc-per-node", "8", "--master-port", str(free_port())])
+    finish(one, tmp_path / "one.log")
+
+    rendezvous = ["--nnodes", "2", "--nproc-per-node", "4", "--master-addr", "127.0.0.1", "--master-port"]
+    rendezvous.append(str(free_port()))
+    agents = [
+        start(flags("two"), tmp_path / f"agent{node}.log", [*rendezvous, "--node-rank", str(node)]) for node in (0, 1)
+    ]
+    try:
+        for node, agent in enumerate(agents):
+            finish(agent, tmp_path / f"agent{node}.log")
+    finally:
+        for agent in agents:
+            end_all(agent)
+
+    rows = reproducible_rows(tmp_path / "two.jsonl")
+    assert rows == reproducible_rows(tmp_path / "one.jsonl")
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 5]

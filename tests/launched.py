@@ -1,0 +1,72 @@
+"""The real program in real processes, as a user starts it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.data.indexed import IndexedWriter
+from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.telemetry.metrics import MEASURED_FIELDS
+
+ROOT = Path(__file__).resolve().parent.parent
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start(flags: Sequence[str], log: Path, torchrun: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """Start pretrain_gpt.py on the CPU, alone or with the flags of torchrun; its output goes to `log`."""
+    launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *launcher, "pretrain_gpt.py", "--device", "cpu", *flags],
+            cwd=ROOT,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def finish(process: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:
+    """Wait for a run that must succeed."""
+    try:
+        code = process.wait(seconds)
+    finally:
+        end_all(process)
+    assert code == 0, f"exit code {code}:\n{log.read_text(errors='replace')[-5000:]}"
+
+
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill whatever is left of a run, torchrun's workers included, at once and without warning."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def reproducible_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file without times, rates and memory. Its floats read back to the same doubles."""
+    return [{name: value for name, value in row.items() if name not in MEASURED_FIELDS} for row in read_rows(path)]
+
+
+def write_corpus(prefix: Path, tokens: int) -> None:
+    """Documents of 50 tokens below 61, each a noisy count, so that there is something to learn."""
+    random = np.random.default_rng(0)
+    text = (np.cumsum(random.choice([1, 1, 1, 2], tokens)) % 61).astype(np.uint16)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_tokens(text.tobytes(), [50] * (tokens // 50))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

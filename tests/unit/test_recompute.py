@@ -1,0 +1,45 @@
+"""Recomputing activations changes no bit, with dropout on, on one rank and under sequence parallelism."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config.schema import Config
+from megatron_ext.model.names import global_named_parameters
+from megatron_ext.verify.ranks import run_ranks
+from tests.small_models import LLAMA, build_small_model, small_config
+
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+METHODS: dict[str, dict[str, Any]] = {
+    "selective": {"recompute_granularity": "selective"},
+    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+}
+
+
+def _loss_and_gradients(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    [gpt], _ = build_small_model(config)
+    tokens = torch.randint(0, 250, (2, 17), generator=torch.Generator().manual_seed(0))
+    losses = gpt(tokens[:, :-1], torch.arange(16).expand(2, 16), labels=tokens[:, 1:])
+    losses.sum().backward()
+    return losses.detach(), {name: tensor.grad for name, tensor in global_named_parameters([gpt])}
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}]
+)
+@pytest.mark.parametrize("model", [DROPOUT, {**LLAMA, **DROPOUT}], ids=["GPT-2", "Llama"])
+def test_recompute_is_bitwise_the_same(model: dict[str, Any], layout: dict[str, Any]) -> None:
+    size = layout.get("tensor_model_parallel_size", 1)
+    layout = {**layout, "world_size": size}
+    plain = run_ranks(size, _loss_and_gradients, small_config(model, layout))
+    without_dropout = run_ranks(size, _loss_and_gradients, small_config({**model, "attention_dropout": 0.0}, layout))
+    assert not torch.equal(plain[0][0], without_dropout[0][0])
+    for method in METHODS.values():
+        for expected, got in zip(
+            plain, run_ranks(size, _loss_and_gradients, small_config(model, layout, method)), strict=True
+        ):
+            assert torch.equal(got[0], expected[0])
+            for name, gradient in got[1].items():
+                assert torch.equal(gradient, expected[1][name]), (method, name)  # pyright: ignore[reportArgumentType]
