@@ -1,12 +1,16 @@
 """Data-parallel wrapping and the optimizer, as megatron-core builds them, from our configuration."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.config.schema import Config
 
@@ -81,21 +85,22 @@ def wrap_data_parallel(
     return wrapped
 
 
-def _for_chunks(functions: list) -> object:
+def _for_chunks(functions: list) -> Any:
     """megatron-core wants a function for one model chunk and a list for several."""
     return functions[0] if len(functions) == 1 else functions
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], config: Config, groups: ProcessGroupCollection
-) -> MegatronOptimizer:
+    chunks: Sequence[MegatronModule], config: Config, groups: ProcessGroupCollection
+) -> ChainedOptimizer:
     """megatron-core's optimizer over wrapped chunks whose weights are already initialized.
 
     With torch's Adam the fused kernel is asked for: one call for all tensors instead of a Python loop.
     """
     optimizer = get_megatron_optimizer(
-        optimizer_config(config), chunks, use_gloo_process_groups=False, pg_collection=groups
+        optimizer_config(config), list(chunks), use_gloo_process_groups=False, pg_collection=groups
     )
+    assert isinstance(optimizer, ChainedOptimizer)
     for inner in optimizer.chained_optimizers:
         if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
             for group in inner.optimizer.param_groups:
@@ -103,7 +108,7 @@ def build_optimizer(
     return optimizer
 
 
-def set_rates(optimizer: MegatronOptimizer, learning_rate: float, weight_decay: float) -> None:
+def set_rates(optimizer: ChainedOptimizer, learning_rate: float, weight_decay: float) -> None:
     """Give every parameter group this step's learning rate and weight decay (times the group's own factor)."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

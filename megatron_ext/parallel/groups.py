@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -19,7 +20,10 @@ def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
     """
     if not torch.distributed.is_initialized():
         # Without a launcher the program is a group of one, which needs no address to meet at.
-        alone = {} if "RANK" in os.environ else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+        alone: dict[str, Any] = {}
+        if "RANK" not in os.environ:
+            store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            alone = {"store": store, "rank": 0, "world_size": 1}
         torch.distributed.init_process_group(
             backend=layout.distributed_backend or device.backend,
             timeout=timedelta(minutes=layout.distributed_timeout_minutes),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -43,7 +43,7 @@ class Run:
     transformer_config: TransformerConfig
     chunks: list[DistributedDataParallel]
     """The model chunks of this rank, one per virtual stage."""
-    optimizer: MegatronOptimizer
+    optimizer: ChainedOptimizer
     gradient_watch: GradientWatch
     loaders: Loaders
     state: TrainState

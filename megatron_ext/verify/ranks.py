@@ -46,12 +46,14 @@ def run_ranks(
     Raises:
         RankError: a rank raised or ended without a result; the others are then killed.
     """
-    from torch.distributed import TCPStore
+    import torch
 
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     if not fresh:
         context.set_forkserver_preload([_PRELOAD])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    store = torch.distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -65,7 +67,9 @@ def run_ranks(
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
         settings = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = context.Process(target=_rank_main, args=(sender, settings, function, arguments), daemon=False)
+        process = context.Process(  # pyright: ignore[reportAttributeAccessIssue]
+            target=_rank_main, args=(sender, settings, function, arguments), daemon=False
+        )
         process.start()
         sender.close()
         processes.append(process)

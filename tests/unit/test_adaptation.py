@@ -54,7 +54,9 @@ def _check_dropout_generators(tp_rank: int) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(7, tp_rank=tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True)
-    with get_cuda_rng_tracker().fork():
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None
+    with tracker.fork():
         inside = torch.rand(3)
     outside = torch.rand(3)
     offset = 2718  # megatron-core's, between the seed of replicated and of sharded regions
@@ -68,6 +70,8 @@ def test_with_all_rows_the_runs_work(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", [row.name for row in REPLACEMENTS])
 def test_a_row_that_nothing_misses_must_go(name: str, tmp_path) -> None:
-    with pytest.raises(RankError):
+    try:
         run_ranks(2, _train_without, name, str(tmp_path), fresh=True, timeout=90)
-        pytest.fail(f"megatron-core no longer needs the replacement of {name}: remove its row")
+    except RankError:
+        return
+    pytest.fail(f"megatron-core no longer needs the replacement of {name}: remove its row")

@@ -37,7 +37,7 @@ def room_of(path: Path) -> str | None:
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """(module, whether it is imported when the file is) for every import; those for type checkers alone are left out."""
+    """(module, whether importing the file imports it) for every import but those for type checkers alone."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = {
         id(inner)

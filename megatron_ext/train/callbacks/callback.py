@@ -27,4 +27,4 @@ class Callback:
         """After an evaluation."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """After the last step of this process, however the loop ended, unless by an error. The list's order reversed."""
+        """After the last step of this process, unless an error ended it; in the reverse order of the list."""
