@@ -15,7 +15,7 @@ class PreNormLayer(TransformerLayer):
     offloading and cross-attention saves what is mostly Python on a CPU: 7% of a step of one small sequence.
     """
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
