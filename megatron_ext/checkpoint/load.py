@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents
 from megatron_ext.checkpoint.folder import Found, find_latest
-from megatron_ext.errors import ConfigurationError, DataError, StorageError, TrainingError
+from megatron_ext.errors import DataError, StorageError, TrainingError
 from megatron_ext.train.run import Run
 
 # What the engine and torch raise for a file that is cut short, altered or missing, or for other tensors than wanted.
@@ -37,16 +37,11 @@ def load_checkpoint(run: Run, folder: str | Path) -> int | None:
     Returns:
         Its iteration; None where the folder holds no checkpoint.
     Raises:
-        ConfigurationError: there is none, and --exit-on-missing-checkpoint.
         DataError: what is there cannot be read, or is of another model.
         StorageError: the folder cannot be read.
     """
     found = _agree_on_latest(run, folder)
     if found is None:
-        if run.config.checkpoint.exit_on_missing_checkpoint:
-            raise ConfigurationError(
-                f"--load {folder} holds no checkpoint; leave --exit-on-missing-checkpoint out to start afresh"
-            )
         return None
     if found.warning and run.rank == 0:
         print(f"warning: {found.warning}", file=sys.stderr)
