@@ -1,10 +1,9 @@
-"""The training loop."""
+"""The training loop, and what it tells its callbacks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megatron_ext.config.batch import global_batch_size
 from megatron_ext.errors import StoppedBySignal
@@ -13,9 +12,6 @@ from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learn
 from megatron_ext.telemetry.metrics import ValidationMetrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult, train_step
-
-if TYPE_CHECKING:
-    from megatron_ext.train.callbacks.callback import Callback
 
 
 class Trainer:
@@ -96,3 +92,22 @@ class Trainer:
     def _tell(self, event: str, *arguments: object) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *arguments)
+
+
+class Callback:
+    """An extra of the loop. Override what you need. Called on every rank, in the order of the list, so that collectives may be used."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step; the state may come from a checkpoint."""
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        """Before the microbatches of a step."""
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        """After a step; the state already counts it."""
+
+    def on_validation(self, trainer: Trainer, metrics: ValidationMetrics) -> None:
+        """After an evaluation."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """After the last step of this process, unless an error ended it; in the reverse order of the list."""

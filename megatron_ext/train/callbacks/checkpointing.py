@@ -3,9 +3,8 @@
 import time
 
 from megatron_ext.checkpoint.save import save_checkpoint
-from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.step import StepResult
-from megatron_ext.train.trainer import Trainer
+from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Checkpointing(Callback):

@@ -1,8 +1,7 @@
 """--profile: a trace of some steps."""
 
 from megatron_ext.telemetry.profiler import StepProfiler
-from megatron_ext.train.callbacks.callback import Callback
-from megatron_ext.train.trainer import Trainer
+from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Profiling(Callback):

@@ -10,10 +10,9 @@ from megatron_ext.config.flops import flops_per_token
 from megatron_ext.optim.curves import learning_rate, weight_decay
 from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
-from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.norms import parameters_norm
 from megatron_ext.train.step import StepResult
-from megatron_ext.train.trainer import Trainer
+from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Sink(Protocol):

@@ -12,13 +12,13 @@ from megatron_ext.telemetry.jsonl import MetricsFile
 from megatron_ext.telemetry.profiler import StepProfiler
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from megatron_ext.telemetry.wandb import WandbWriter
-from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.callbacks.profiling import Profiling
 from megatron_ext.train.callbacks.reporting import Reporting, Sink
 from megatron_ext.train.callbacks.status import Status
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.callbacks.validation import Validation
 from megatron_ext.train.run import Run
+from megatron_ext.train.trainer import Callback
 
 
 def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> list[Callback]:

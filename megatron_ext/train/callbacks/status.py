@@ -1,8 +1,7 @@
 """Keep the failure report informed of the step that is being worked on."""
 
 from megatron_ext.resilience.report import RunStatus
-from megatron_ext.train.callbacks.callback import Callback
-from megatron_ext.train.trainer import Trainer
+from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Status(Callback):

@@ -5,9 +5,8 @@ import time
 import torch
 
 from megatron_ext.resilience.signals import SignalWatcher
-from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.step import StepResult
-from megatron_ext.train.trainer import Trainer
+from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Stopping(Callback):

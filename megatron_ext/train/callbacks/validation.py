@@ -1,10 +1,9 @@
 """Evaluate every --eval-interval steps and at the end."""
 
 from megatron_ext.telemetry.metrics import ValidationMetrics
-from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.evaluate import evaluate
 from megatron_ext.train.step import StepResult
-from megatron_ext.train.trainer import Trainer
+from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Validation(Callback):
