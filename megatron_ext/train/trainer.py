@@ -95,7 +95,10 @@ class Trainer:
 
 
 class Callback:
-    """An extra of the loop. Override what you need. Called on every rank, in the order of the list, so that collectives may be used."""
+    """An extra of the loop: override what you need.
+
+    Called on every rank, in the order of the list, so that collectives may be used.
+    """
 
     def on_start(self, trainer: Trainer) -> None:
         """Before the first step; the state may come from a checkpoint."""
