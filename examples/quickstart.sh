@@ -32,7 +32,7 @@ model=(
     --position-embedding-type rope --seq-length 128 --hidden-dropout 0 --attention-dropout 0
 )
 training=(
-    --micro-batch-size 4 --global-batch-size 16 --train-iters 100 --eval-interval 50 --eval-iters 4
+    --micro-batch-size 4 --global-batch-size 16 --train-iters 100 --eval-at-start --eval-interval 50 --eval-iters 4
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1
     --adam-beta2 0.95 --clip-grad 1.0
 )

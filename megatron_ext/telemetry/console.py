@@ -2,19 +2,19 @@
 
 from datetime import datetime
 
-from megatron_ext.telemetry.log_line import step_line, validation_lines
-from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.log_line import evaluation_lines, step_line
+from megatron_ext.telemetry.metrics import Metrics, StepMetrics
 
 
 class Console:
     def __init__(self, *, throughput: bool):
         self._throughput = throughput
 
-    def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
+    def write(self, metrics: Metrics) -> None:
         if isinstance(metrics, StepMetrics):
             print(step_line(metrics, datetime.now(), throughput=self._throughput), flush=True)
         else:
-            print(validation_lines(metrics), flush=True)
+            print(evaluation_lines(metrics), flush=True)
 
     def close(self) -> None:
         """Nothing is held."""

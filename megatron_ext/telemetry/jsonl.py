@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_ext.errors import DataError, StorageError
-from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import Metrics
 
 
 class MetricsFile:
@@ -38,7 +38,7 @@ class MetricsFile:
         except OSError as error:
             raise _storage_error("open", self.path, error) from error
 
-    def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
+    def write(self, metrics: Metrics) -> None:
         """Write one row.
 
         Raises:

@@ -3,7 +3,7 @@
 import math
 from datetime import datetime
 
-from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import StepMetrics, TestMetrics, ValidationMetrics
 
 
 def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) -> str:
@@ -40,11 +40,15 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
     return " | ".join(fields) + " |"
 
 
-def validation_lines(metrics: ValidationMetrics) -> str:
+def evaluation_lines(metrics: ValidationMetrics | TestMetrics) -> str:
     """The three lines of one evaluation, without the last newline: the result between dashes."""
+    if isinstance(metrics, ValidationMetrics):
+        data, loss = "", metrics.validation_loss
+    else:
+        data, loss = " on test set", metrics.test_loss
     line = (
-        f" validation loss at iteration {metrics.iteration} | lm loss value: {scientific(metrics.validation_loss)}"
-        f" | lm loss PPL: {scientific(perplexity(metrics.validation_loss))} | "
+        f" validation loss at iteration {metrics.iteration}{data} | lm loss value: {scientific(loss)}"
+        f" | lm loss PPL: {scientific(perplexity(loss))} | "
     )
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"

@@ -46,8 +46,20 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
-    """One evaluation, after the step `iteration`."""
+    """One evaluation on the validation data, after the step `iteration`."""
 
     iteration: int
     consumed_samples: int
     validation_loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestMetrics:
+    """The evaluation on the test data, after the last step."""
+
+    iteration: int
+    consumed_samples: int
+    test_loss: float
+
+
+Metrics = StepMetrics | ValidationMetrics | TestMetrics

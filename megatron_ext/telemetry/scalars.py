@@ -1,7 +1,7 @@
 """Megatron-LM's tags for a step and for an evaluation; TensorBoard and Weights & Biases show the same ones."""
 
 from megatron_ext.telemetry.log_line import perplexity
-from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import Metrics, TestMetrics, ValidationMetrics
 
 # Shown against samples too, as `<tag> vs samples`. The rest is about the machine and shown against iterations only.
 _AGAINST_SAMPLES = frozenset(
@@ -20,13 +20,15 @@ _AGAINST_SAMPLES = frozenset(
 )
 
 
-def scalars(metrics: StepMetrics | ValidationMetrics) -> dict[str, float]:
+def scalars(metrics: Metrics) -> dict[str, float]:
     """Tag to value, for an axis of iterations; what was not measured is left out. `iteration-time` is in seconds."""
     if isinstance(metrics, ValidationMetrics):
         return {
             "lm loss validation": metrics.validation_loss,
             "lm loss validation ppl": perplexity(metrics.validation_loss),
         }
+    if isinstance(metrics, TestMetrics):
+        return {}  # Megatron has no tag for it
     values = {
         "learning-rate": metrics.learning_rate,
         "batch-size": metrics.global_batch_size,
@@ -45,6 +47,6 @@ def scalars(metrics: StepMetrics | ValidationMetrics) -> dict[str, float]:
     return {tag: value for tag, value in values.items() if value is not None}
 
 
-def scalars_against_samples(metrics: StepMetrics | ValidationMetrics) -> dict[str, float]:
+def scalars_against_samples(metrics: Metrics) -> dict[str, float]:
     """Tag to value, for an axis of consumed samples."""
     return {f"{tag} vs samples": value for tag, value in scalars(metrics).items() if tag in _AGAINST_SAMPLES}

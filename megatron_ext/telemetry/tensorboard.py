@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import StorageError
-from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import Metrics
 from megatron_ext.telemetry.scalars import scalars, scalars_against_samples
 
 
@@ -38,7 +38,7 @@ class TensorBoardWriter:
                 "Free space or fix the permission there, or give another folder."
             ) from error
 
-    def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
+    def write(self, metrics: Metrics) -> None:
         self._add(scalars(metrics), metrics.iteration)
         self._add(scalars_against_samples(metrics), metrics.consumed_samples)
         self._writer.flush()

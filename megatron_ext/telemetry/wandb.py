@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_ext.config.schema import LoggingConfig
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import Metrics
 from megatron_ext.telemetry.scalars import scalars
 
 
@@ -34,7 +34,7 @@ class WandbWriter:
             config=dict(arguments),
         )
 
-    def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
+    def write(self, metrics: Metrics) -> None:
         self._run.log(scalars(metrics) | {"samples vs steps": metrics.consumed_samples}, step=metrics.iteration)
 
     def close(self) -> None:

@@ -19,9 +19,10 @@ from megatron_ext.model.gpt import build_model
 from megatron_ext.model.initialize import initialize
 from megatron_ext.optim.build import build_optimizer, wrap_data_parallel
 from megatron_ext.parallel import groups as process_groups
+from megatron_ext.telemetry.timers import Timers
 from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.train.gradient_watch import GradientWatch
-from megatron_ext.train.run import Loaders, Run
+from megatron_ext.train.run import HeldOut, Loaders, Run
 from megatron_ext.train.state import TrainState
 
 
@@ -43,6 +44,12 @@ def build_run(config: Config, device: Device) -> Run:
     initialize(chunks, config, groups)
     wrapped = wrap_data_parallel(list(chunks), config, core, groups)
     optimizer = build_optimizer(wrapped, config, groups)
+    timers = Timers(config.logging.timing_log_level, device.synchronize)
+    if config.logging.timing_log_level > 0:
+        # The engine times its own parts; without timers it skips even the calls.
+        core.timers = timers
+        for part in optimizer.chained_optimizers:
+            part.config.timers = timers
     core.grad_scale_func = optimizer.scale_loss
     core.finalize_model_grads_func = finalize_model_grads
     return Run(
@@ -54,6 +61,7 @@ def build_run(config: Config, device: Device) -> Run:
         chunks=wrapped,
         optimizer=optimizer,
         gradient_watch=GradientWatch(wrapped),
+        timers=timers,
         loaders=build_loaders(config, device, groups),
         state=TrainState(),
     )
@@ -90,12 +98,12 @@ def training_samples(config: Config) -> int:
 
 
 def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection) -> Loaders:
-    """The loaders of training and validation data."""
+    """The loaders of training data and, where it is evaluated, of validation and test data."""
     training, data = config.training, config.data
     tokenizer = build_tokenizer(data.tokenizer_type or "NullTokenizer", data.tokenizer_model, data.vocab_size)
     evaluates = training.eval_interval > 0 and (training.eval_iters > 0 or training.full_validation)
-    wanted = training.eval_iters * training.global_batch_size if evaluates else 0
-    datasets = build_datasets(config, tokenizer, Splits(training_samples(config), wanted, 0), lambda: True)
+    wanted = max(training.eval_iters, 1) * training.global_batch_size if evaluates else 0
+    datasets = build_datasets(config, tokenizer, Splits(training_samples(config), wanted, wanted), lambda: True)
     assert datasets.train is not None
 
     def loader(dataset: SampleDataset) -> BatchLoader:
@@ -112,9 +120,9 @@ def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection
             pin_memory=device.kind == "cuda",
         )
 
-    available = 0 if datasets.valid is None else len(datasets.valid)
-    return Loaders(
-        train=loader(datasets.train),
-        valid=None if datasets.valid is None else loader(datasets.valid),
-        validation_samples=available if training.full_validation else min(wanted, available),
-    )
+    def held_out(dataset: SampleDataset | None) -> HeldOut | None:
+        if dataset is None or len(dataset) == 0:
+            return None
+        return HeldOut(loader(dataset), len(dataset) if training.full_validation else min(wanted, len(dataset)))
+
+    return Loaders(train=loader(datasets.train), valid=held_out(datasets.valid), test=held_out(datasets.test))

@@ -2,6 +2,7 @@
 
 from megatron_ext import device
 from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.report import RunStatus
 from megatron_ext.resilience.signals import SignalWatcher
@@ -27,6 +28,11 @@ def pretrain(config: Config, status: RunStatus) -> None:
         from megatron_ext.checkpoint.load import load_checkpoint
 
         iteration = load_checkpoint(run, config.checkpoint.load)
+        if iteration is None and config.checkpoint.exit_on_missing_checkpoint:
+            raise ConfigurationError(
+                f"--load {config.checkpoint.load} holds no checkpoint; name a folder that does, "
+                "or leave out --exit-on-missing-checkpoint to start afresh"
+            )
         if run.rank == 0:
             found = f"resuming at iteration {iteration} of" if iteration is not None else "starting afresh: none in"
             print(f"checkpoint: {found} {config.checkpoint.load}", flush=True)

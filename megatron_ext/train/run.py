@@ -14,8 +14,17 @@ from megatron.core.transformer import TransformerConfig
 from megatron_ext.config.schema import Config
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.device.protocol import Device
+from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Data to evaluate on: the first `samples` of what `loader` reads, the same at every evaluation."""
+
+    loader: BatchLoader
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -23,15 +32,15 @@ class Loaders:
     """Where batches come from."""
 
     train: BatchLoader
-    valid: BatchLoader | None
-    validation_samples: int
-    """Samples of one evaluation; 0 when there is none."""
+    valid: HeldOut | None
+    test: HeldOut | None
 
     def close(self) -> None:
         """End the background threads."""
-        for loader in (self.train, self.valid):
-            if loader is not None:
-                loader.close()
+        self.train.close()
+        for held_out in (self.valid, self.test):
+            if held_out is not None:
+                held_out.loader.close()
 
 
 @dataclass
@@ -45,6 +54,8 @@ class Run:
     """The model chunks of this rank, one per virtual stage."""
     optimizer: ChainedOptimizer
     gradient_watch: GradientWatch
+    timers: Timers
+    """Of the parts of a step; those above --timing-log-level do nothing."""
     loaders: Loaders
     state: TrainState
 
@@ -81,6 +92,8 @@ class Run:
             return
         for chunk in self.chunks:
             chunk.disable_forward_pre_hook()
-        yield
-        for chunk in self.chunks:
-            chunk.enable_forward_pre_hook()
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                chunk.enable_forward_pre_hook()

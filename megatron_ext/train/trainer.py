@@ -9,7 +9,7 @@ from megatron_ext.config.batch import global_batch_size
 from megatron_ext.errors import StoppedBySignal
 from megatron_ext.optim.build import set_rates
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learning_rate, weight_decay
-from megatron_ext.telemetry.metrics import ValidationMetrics
+from megatron_ext.telemetry.metrics import TestMetrics, ValidationMetrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult, train_step
 
@@ -63,9 +63,9 @@ class Trainer:
             where = f"saved to {saved}; start again with --load {saved}" if saved else "nothing saved: no --save"
             raise StoppedBySignal(f"stopped at iteration {self.run.state.iteration}: {self.stop_reason}; {where}")
 
-    def report_validation(self, metrics: ValidationMetrics) -> None:
+    def report_evaluation(self, metrics: ValidationMetrics | TestMetrics) -> None:
         """Hand the result of an evaluation to the callbacks; its time does not count as training."""
-        self._tell("on_validation", metrics)
+        self._tell("on_evaluation", metrics)
 
     def step(self) -> StepResult:
         """One optimizer step, counted in the state."""
@@ -109,7 +109,7 @@ class Callback:
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """After a step; the state already counts it."""
 
-    def on_validation(self, trainer: Trainer, metrics: ValidationMetrics) -> None:
+    def on_evaluation(self, trainer: Trainer, metrics: ValidationMetrics | TestMetrics) -> None:
         """After an evaluation."""
 
     def on_end(self, trainer: Trainer) -> None:

@@ -105,6 +105,6 @@ def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None) ->
         result = trainer.step()
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
-    validation_loss = evaluate(run) if run.loaders.validation_samples else None
+    validation_loss = evaluate(run, run.loaders.valid) if run.loaders.valid is not None else None
     shards["final weights"] = gather.weights(run)
     return _RankRecord(config, losses, grad_norms, validation_loss, shards)

@@ -41,7 +41,8 @@ def _train_without(name: str | None, folder: str) -> None:
         trainer = Trainer(run, [])
         trainer.step()
         trainer.step()
-        evaluate(run)
+        assert run.loaders.valid is not None
+        evaluate(run, run.loaders.valid)
         save_checkpoint(run, f"{folder}/{number}")
         load_checkpoint(run, f"{folder}/{number}")
         run.loaders.close()

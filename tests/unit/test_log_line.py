@@ -6,7 +6,7 @@ from pathlib import Path
 
 from samples import step
 
-from megatron_ext.telemetry.log_line import step_line, validation_lines
+from megatron_ext.telemetry.log_line import evaluation_lines, step_line
 from megatron_ext.telemetry.metrics import ValidationMetrics
 
 NOW = datetime(2026, 8, 22, 10, 0, 0, 123456)
@@ -33,15 +33,15 @@ def test_zeros_and_norm_stand_after_the_gradient_norm():
     assert "| grad norm: 2.345 | num zeros: 7 | params norm: 12.346 | number of skipped" in line
 
 
-def test_validation_lines():
-    lines = validation_lines(ValidationMetrics(iteration=100, consumed_samples=1600, validation_loss=9.1))
+def test_evaluation_lines():
+    lines = evaluation_lines(ValidationMetrics(iteration=100, consumed_samples=1600, validation_loss=9.1))
     text = " validation loss at iteration 100 | lm loss value: 9.100000E+00 | lm loss PPL: 8.955293E+03 | "
     assert lines.split("\n") == ["-" * (len(text) + 1), text, "-" * (len(text) + 1)]
 
 
 def test_validation_perplexity_is_capped_and_keeps_nan():
     def line(loss: float) -> str:
-        return validation_lines(ValidationMetrics(iteration=1, consumed_samples=1, validation_loss=loss)).split("\n")[1]
+        return evaluation_lines(ValidationMetrics(iteration=1, consumed_samples=1, validation_loss=loss)).split("\n")[1]
 
     assert "lm loss PPL: 4.851652E+08 | " in line(25.0)
     assert "lm loss value: nan | lm loss PPL: nan | " in line(math.nan)

@@ -24,6 +24,7 @@ class TrainingConfig:
         "Global batches of one evaluation, at most one pass over the validation data; 0 for no evaluation.",
     )
     full_validation: bool = option(False, "Evaluate on one whole pass over the validation data, whatever --eval-iters.")
+    eval_at_start: bool = option(False, "Evaluate before the first step too.")
     exit_interval: int | None = option(None, "Save and stop when the step is a multiple of this.")
     exit_duration_in_mins: float | None = option(None, "Save and stop after this many minutes.")
     exit_signal_handler: bool = option(

@@ -8,7 +8,7 @@ from typing import Protocol
 from megatron_ext.config.batch import training_steps
 from megatron_ext.config.flops import flops_per_token
 from megatron_ext.optim.curves import learning_rate, weight_decay
-from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import Metrics, StepMetrics, TestMetrics, ValidationMetrics
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
 from megatron_ext.train.norms import parameters_norm
 from megatron_ext.train.step import StepResult
@@ -18,7 +18,7 @@ from megatron_ext.train.trainer import Callback, Trainer
 class Sink(Protocol):
     """Somewhere that metrics go. Only the last rank has any."""
 
-    def write(self, metrics: StepMetrics | ValidationMetrics) -> None: ...
+    def write(self, metrics: Metrics) -> None: ...
 
     def close(self) -> None: ...
 
@@ -67,7 +67,7 @@ class Reporting(Callback):
             self._interval_seconds = 0.0
             self._interval_tokens = self._interval_steps = 0
 
-    def on_validation(self, trainer: Trainer, metrics: ValidationMetrics) -> None:
+    def on_evaluation(self, trainer: Trainer, metrics: ValidationMetrics | TestMetrics) -> None:
         for sink in (*self.step_sinks, *self.log_sinks):
             sink.write(metrics)
 

@@ -12,11 +12,12 @@ from megatron_ext.telemetry.jsonl import MetricsFile
 from megatron_ext.telemetry.profiler import StepProfiler
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from megatron_ext.telemetry.wandb import WandbWriter
+from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.profiling import Profiling
 from megatron_ext.train.callbacks.reporting import Reporting, Sink
 from megatron_ext.train.callbacks.status import Status
 from megatron_ext.train.callbacks.stopping import Stopping
-from megatron_ext.train.callbacks.validation import Validation
+from megatron_ext.train.callbacks.timing import Timing
 from megatron_ext.train.run import Run
 from megatron_ext.train.trainer import Callback
 
@@ -38,8 +39,12 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
             _step_sinks(run), config.logging.tensorboard_log_interval, _log_sinks(run), config.logging.log_interval
         ),
     ]
-    if run.loaders.validation_samples:
-        callbacks.append(Validation(config.training.eval_interval))
+    training = config.training
+    callbacks.append(
+        Evaluation(run.loaders.valid, run.loaders.test, training.eval_interval, at_start=training.eval_at_start)
+    )
+    if config.logging.timing_log_level > 0:
+        callbacks.append(Timing(run.timers, config.logging.log_interval))
     callbacks.append(Stopping(signals, config.training.exit_interval, config.training.exit_duration_in_mins))
     if config.checkpoint.save is not None:
         from megatron_ext.train.callbacks.checkpointing import Checkpointing
