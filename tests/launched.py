@@ -35,7 +35,7 @@ def start(flags: Sequence[str], log: Path, torchrun: Sequence[str] = ()) -> subp
         )
 
 
-def finish(process: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:
+def finish(process: subprocess.Popen[bytes], log: Path, seconds: float = 300.0) -> None:
     """Wait for a run that must succeed."""
     try:
         code = process.wait(seconds)
