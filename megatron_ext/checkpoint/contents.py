@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.checkpoint import optimizer_state
-from megatron_ext.train.run import Run
+from megatron_ext.checkpoint.saveable import Saveable
 
 # What megatron-core's readers want to know of the tensors' names and cuts.
 CONTENT_METADATA = {
@@ -38,7 +38,7 @@ class Contents:
     """Name of each weight by its parameter's id(). megatron-core takes the parameters out of `weights` on loading."""
 
 
-def to_save(run: Run) -> Contents:
+def to_save(run: Saveable) -> Contents:
     """Everything of `run` that a resumed run needs. Collective."""
     contents = _models(run)
     contents.state_dict |= {
@@ -53,7 +53,7 @@ def to_save(run: Run) -> Contents:
     return contents
 
 
-def to_load(run: Run, *, rng: bool) -> Contents:
+def to_load(run: Saveable, *, rng: bool) -> Contents:
     """Where to read the tensors of a checkpoint into. `rng`: whether to read the generators too."""
     contents = _models(run)
     contents.state_dict["optimizer"] = optimizer_state.state_to_load(
@@ -64,7 +64,7 @@ def to_load(run: Run, *, rng: bool) -> Contents:
     return contents
 
 
-def restore(run: Run, contents: Contents, loaded: dict[str, Any]) -> None:
+def restore(run: Saveable, contents: Contents, loaded: dict[str, Any]) -> None:
     """Put what was read into `run`."""
     for key, chunk in _chunks(run).items():
         chunk.load_state_dict(loaded[key])
@@ -82,12 +82,12 @@ def restore(run: Run, contents: Contents, loaded: dict[str, Any]) -> None:
         _tracker().set_states(loaded["rng_state"]["tracker"])
 
 
-def rng_grid(run: Run) -> list[int]:
+def rng_grid(run: Saveable) -> list[int]:
     """Sizes of the grid in which every rank has a place of its own: pipeline, data, tensor."""
     return [run.groups.pp.size(), run.groups.dp_cp.size(), run.groups.tp.size()]
 
 
-def _rng_state(run: Run) -> ShardedObject:
+def _rng_state(run: Saveable) -> ShardedObject:
     place = (run.groups.pp.rank(), run.groups.dp_cp.rank(), run.groups.tp.rank())
     state = {"dropout": run.device.rng_state(), "tracker": dict(_tracker().get_states())}
     return ShardedObject("rng_state", state, tuple(rng_grid(run)), place)
@@ -97,13 +97,13 @@ def _tracker() -> Any:
     return tensor_parallel.get_cuda_rng_tracker()
 
 
-def _chunks(run: Run) -> dict[str, Any]:
+def _chunks(run: Saveable) -> dict[str, Any]:
     """The model chunks without their wrappers, under Megatron-LM's names."""
     chunks: Any = unwrap_model(list(run.chunks))
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
 
 
-def _models(run: Run) -> Contents:
+def _models(run: Saveable) -> Contents:
     metadata = {**CONTENT_METADATA, "dp_cp_group": run.groups.dp_cp}
     state_dict, weights = {}, {}
     for key, chunk in _chunks(run).items():
@@ -116,11 +116,11 @@ def _models(run: Run) -> Contents:
     return Contents(state_dict, weights, names={id(weight.data): name for name, weight in weights.items()})
 
 
-def _scaled_parts(run: Run) -> list[Any]:
+def _scaled_parts(run: Saveable) -> list[Any]:
     return [part for part in optimizer_state.parts(run.optimizer) if getattr(part, "grad_scaler", None) is not None]
 
 
-def _grad_scaler_state(run: Run) -> dict[str, float | int]:
+def _grad_scaler_state(run: Saveable) -> dict[str, float | int]:
     """Of the dynamic loss scale; empty without one. All parts scale alike."""
     state = next((part.grad_scaler.state_dict() for part in _scaled_parts(run)), {})
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents
 from megatron_ext.checkpoint.folder import Found, find_latest
+from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.errors import DataError, StorageError, TrainingError
-from megatron_ext.train.run import Run
 
 # What the engine and torch raise for a file that is cut short, altered or missing, or for other tensors than wanted.
 _UNREADABLE = (
@@ -29,7 +29,7 @@ _UNREADABLE = (
 )
 
 
-def load_checkpoint(run: Run, folder: str | Path) -> int | None:
+def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
     """Put the latest checkpoint of `folder` into `run`. Collective.
 
     In the layout that saved it, the run then goes on exactly as if it had not been interrupted.
@@ -55,7 +55,7 @@ def load_checkpoint(run: Run, folder: str | Path) -> int | None:
     return found.iteration
 
 
-def _read(run: Run, path: Path) -> None:
+def _read(run: Saveable, path: Path) -> None:
     common = dist_checkpointing.load_common_state_dict(str(path))
     same_grid = common["rng_grid"] == contents.rng_grid(run)
     if not same_grid and run.rank == 0:
@@ -70,7 +70,7 @@ def _read(run: Run, path: Path) -> None:
     contents.restore(run, to_load, loaded)  # pyright: ignore[reportArgumentType]
 
 
-def _agree_on_latest(run: Run, folder: str | Path) -> Found | None:
+def _agree_on_latest(run: Saveable, folder: str | Path) -> Found | None:
     """The first rank looks and tells: on a network file system others may still see an older folder."""
     answer: list[Found | TrainingError | None] = [None]
     if run.rank == 0:

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents
 from megatron_ext.checkpoint.folder import CONFIG, make_partial, partial_folder, publish
+from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.config.files import to_yaml
 from megatron_ext.errors import StorageError
-from megatron_ext.train.run import Run
 
 
-def save_checkpoint(run: Run, folder: str | Path) -> Path:
+def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
     """Save all of `run` into `folder`, and make it the latest checkpoint there. Collective.
 
     Returns:
@@ -61,7 +61,7 @@ def _write(state_dict: dict, folder: Path) -> None:
     )
 
 
-def _on_first_rank(run: Run, folder: str | Path, action: Callable[[], object]) -> None:
+def _on_first_rank(run: Saveable, folder: str | Path, action: Callable[[], object]) -> None:
     """Call `action` on rank 0 while all wait; where it fails, every rank raises."""
     problem: list[str | None] = [None]
     if run.rank == 0:

@@ -56,6 +56,7 @@ WRONG = [
     ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0 is not above 0 and at most 1"),
     ("--use-rope-scaling", "use --position-embedding-type rope"),
     ("--world-size 2 --tensor-model-parallel-size 2 --ffn-hidden-size 511", "use --ffn-hidden-size 510 or 512"),
+    ("--use-distributed-optimizer --optimizer sgd", "use --optimizer adam"),
     ("--swiglu --squared-relu", "--swiglu and --squared-relu name different activations"),
     ("--max-position-embeddings 32", "use --max-position-embeddings 64"),
     ("--padded-vocab-size 999", "must be at least the vocabulary's 1000"),

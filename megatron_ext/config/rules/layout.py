@@ -153,6 +153,12 @@ def parameter_gathering_needs_the_distributed_optimizer(config: Config, facts: F
         yield f"--overlap-param-gather needs {' and '.join(missing)}; add {' '.join(missing)}"
 
 
+def distributed_optimizer_shards_adam(config: Config, facts: Facts) -> Iterator[str]:
+    rule = config.optimizer.optimizer
+    if config.layout.use_distributed_optimizer and rule != "adam":
+        yield f"--use-distributed-optimizer shards Adam's state, not that of --optimizer {rule}; use --optimizer adam"
+
+
 def device_is_there(config: Config, facts: Facts) -> Iterator[str]:
     device, backend = config.layout.device, config.layout.distributed_backend
     if device == "cuda" and not facts.cuda_available:
@@ -186,6 +192,7 @@ RULES = (
     interleaving_needs_rounds_of_microbatches,
     sequence_parallel_needs_tensor_parallel,
     parameter_gathering_needs_the_distributed_optimizer,
+    distributed_optimizer_shards_adam,
     device_is_there,
     timeout_is_a_time,
 )

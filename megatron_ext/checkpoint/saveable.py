@@ -1,0 +1,28 @@
+"""What a run must offer to be saved and restored. `train.run.Run` offers it."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_ext.config.schema import Config
+from megatron_ext.device.protocol import Device
+
+
+class Saveable(Protocol):
+    config: Config
+    device: Device
+    groups: ProcessGroupCollection
+    chunks: list[DistributedDataParallel]
+    optimizer: ChainedOptimizer
+    state: Any
+    """A dataclass of plain numbers, `iteration` among them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def gathered_parameters(self) -> AbstractContextManager[None]:
+        """All parameters are up to date inside."""
+        ...

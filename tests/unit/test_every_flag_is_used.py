@@ -1,0 +1,40 @@
+"""A flag that is accepted and does nothing is a defect: every field of the schema is read somewhere."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.schema import Config
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ext"
+# Checking a value, or showing it, is not using it.
+NOT_USES = ("config/schema/", "config/rules/", "config/report.py", "config/help_text.py", "config/reference.py")
+# Used by what they stand for rather than by name.
+BY_CONSTRUCTION = {
+    "exit_signal_handler": "SIGTERM always saves and stops; the help says that the flag changes nothing",
+    "ckpt_format": "one format, and the flag's only choice",
+    "test_data_path": "data/corpus.py reads `{split}_data_path`",
+    "train_data_path": "data/corpus.py reads `{split}_data_path`",
+    "valid_data_path": "data/corpus.py reads `{split}_data_path`",
+    "num_layers_per_virtual_pipeline_stage": "resolve turns it into num_virtual_stages_per_pipeline_rank",
+    "num_virtual_stages_per_pipeline_rank": "read through virtual_pipeline_model_parallel_size",
+    "group_query_attention": "read through num_key_value_heads",
+    "num_query_groups": "read through num_key_value_heads",
+    "make_vocab_size_divisible_by": "resolve turns it into padded_vocab_size",
+    "recompute_activations": "resolve turns it into recompute_granularity",
+}
+FIELDS = [field.name for group in dataclasses.fields(Config) for field in dataclasses.fields(group.type)]  # pyright: ignore[reportArgumentType]
+SOURCE = "\n".join(
+    path.read_text() for path in PACKAGE.rglob("*.py") if not any(part in path.as_posix() for part in NOT_USES)
+)
+
+
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - set(BY_CONSTRUCTION)))
+def test_the_field_is_read(name: str) -> None:
+    assert re.search(rf"\.{name}\b", SOURCE), f"--{name.replace('_', '-')} is accepted and does nothing"
+
+
+def test_the_exceptions_are_fields() -> None:
+    assert set(BY_CONSTRUCTION) <= set(FIELDS)
