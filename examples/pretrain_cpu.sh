@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The quickstart's data on one CPU process. Run examples/quickstart.sh first: it prepares the data.
-#   bash examples/pretrain_cpu.sh [further flags, e.g. --train-iters 20]
+#   bash examples/pretrain_cpu.sh [FOLDER [further flags]]      default: runs/quickstart
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh requirements.txt
-data=runs/quickstart
+data=${1:-runs/quickstart}
 
 OMP_NUM_THREADS=$(nproc) python pretrain_gpt.py --device cpu \
     --num-layers 8 --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 4 \
@@ -14,4 +14,4 @@ OMP_NUM_THREADS=$(nproc) python pretrain_gpt.py --device cpu \
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 \
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --log-interval 5 \
     --train-data-path "$data/train_text_document" --valid-data-path "$data/valid_text_document" \
-    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$data/tokenizer" "$@"
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$data/tokenizer" "${@:2}"

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # From nothing to a trained GPT, with a stop and a resume on the way, in about five minutes on two cores.
-#   bash examples/quickstart.sh            results go to runs/quickstart
+#   bash examples/quickstart.sh [FOLDER [ITERATIONS]]      default: runs/quickstart, 100
 # Trains over the machine's GPUs, or else on 8 CPU processes: the same program, the same flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh requirements.txt
 
-run=runs/quickstart
+run=${1:-runs/quickstart}
+iterations=${2:-100}
 rm -rf "$run"
 mkdir -p "$run"
 started=$SECONDS
@@ -32,13 +33,13 @@ model=(
     --position-embedding-type rope --seq-length 128 --hidden-dropout 0 --attention-dropout 0
 )
 training=(
-    --micro-batch-size 4 --global-batch-size 16 --train-iters 100 --eval-at-start --eval-interval 50 --eval-iters 4
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1
+    --micro-batch-size 4 --global-batch-size 16 --train-iters "$iterations" --eval-at-start --eval-interval $((iterations / 2)) --eval-iters 4
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters $((iterations / 10)) --weight-decay 0.1
     --adam-beta2 0.95 --clip-grad 1.0
 )
 data=(--train-data-path "$run/train_text_document" --valid-data-path "$run/valid_text_document" "${tokenizer[@]}")
 outputs=(
-    --save "$run/checkpoints" --load "$run/checkpoints" --save-interval 50
+    --save "$run/checkpoints" --load "$run/checkpoints" --save-interval $((iterations / 2))
     --tensorboard-dir "$run/tensorboard" --log-interval 5
 )
 three_d=(
@@ -60,10 +61,11 @@ train() {
         "${model[@]}" "${training[@]}" "${data[@]}" "${outputs[@]}" "${layout[@]}" "$@"
 }
 
-step "4/6 training on $ranks processes; stops after 60 of 100 steps"
-train --exit-interval 60
+stop=$((iterations * 6 / 10))
+step "4/6 training on $ranks processes; stops after $stop of $iterations steps"
+train --exit-interval "$stop"
 
-step "5/6 the same command again: resumes at step 60 and goes on with the same curve"
+step "5/6 the same command again: resumes at step $stop and goes on with the same curve"
 train
 
 step "6/6 the loss curve (also as a page: $run/report.html)"
@@ -72,9 +74,8 @@ python tools/show_run.py "$run/checkpoints/metrics.jsonl" --html "$run/report.ht
 cat <<TEXT
 
 Done in $((SECONDS - started)) s. Everything is under $run.
-TensorBoard:  tensorboard --logdir $run/tensorboard
-Next:
+The TensorBoard log is in $run/tensorboard. Next:
   python pretrain_gpt.py --help                                   # all flags
-  bash examples/pretrain_cpu.sh                                   # the same data on one process, to compare
-  torchrun --nproc-per-node 4 pretrain_gpt.py ... --dry-run       # check a layout without starting anything
+  bash examples/pretrain_cpu.sh                                   # the same data and model on one process
+  tensorboard --logdir $run/tensorboard          # the curves in a browser
 TEXT

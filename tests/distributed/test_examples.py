@@ -1,0 +1,32 @@
+"""The launch scripts that need no GPU run as they are."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from megatron_ext.telemetry.jsonl import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE"))}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540, check=False)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    return ended.stdout
+
+
+def test_the_quickstart_in_short_and_what_it_tells_to_try_next(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    said = run("bash", "examples/quickstart.sh", str(folder), "10")
+    rows = list(read_rows(folder / "checkpoints/metrics.jsonl"))
+    losses = {row["iteration"]: row["lm_loss"] for row in rows if "lm_loss" in row}
+    validation = {row["iteration"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    assert list(losses) == [1, 5, 10], "the log's intervals, across the stop at 6"
+    assert list(validation) == [0, 5, 10]
+    assert validation[10] < validation[0] - 0.5
+    assert f"resuming at iteration 6 of {folder}/checkpoints" in said
+    assert (folder / "report.html").stat().st_size > 1000
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    said = run("bash", "examples/pretrain_cpu.sh", str(folder), "--train-iters", "2", "--lr-warmup-iters", "1")
+    assert " validation loss at iteration 2 |" in said

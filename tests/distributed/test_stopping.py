@@ -1,0 +1,81 @@
+"""Every way in which a run ends before or at its plan, with the real program."""
+
+import json
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.telemetry.jsonl import read_rows
+from tests.launched import end_all, finish, start
+
+FLAGS = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+    "--eval-interval 0 --log-interval 1"
+)
+
+
+def iterations(save: Path) -> list[int]:
+    return [row["iteration"] for row in read_rows(save / "metrics.jsonl")]
+
+
+def wait_for_iteration(process: subprocess.Popen[bytes], save: Path, iteration: int) -> None:
+    deadline = time.monotonic() + 120
+    while not (save / "metrics.jsonl").exists() or iteration not in iterations(save):
+        assert process.poll() is None, "the run ended early"
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_the_step_and_ends_with_75(ranks: int, tmp_path: Path) -> None:
+    torchrun = ["--nproc-per-node", str(ranks)] if ranks > 1 else []
+    save, log = tmp_path / "save", tmp_path / "log"
+    process = start([*FLAGS, "--train-iters", "100000", "--save", str(save)], log, torchrun)
+    try:
+        wait_for_iteration(process, save, 5)
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(60)
+    finally:
+        end_all(process)
+    last = iterations(save)[-1]
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == str(last), "a step was lost"
+    if ranks == 1:
+        assert code == 75
+        assert log.read_text().splitlines()[-1].startswith("rank 0: stopped at iteration")
+    record = json.loads((save / "exit.json").read_text())
+    assert record["code"] == 75
+    assert "SIGTERM" in record["message"]
+
+
+def test_a_stop_file_saves_and_ends_with_75_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    save, log = tmp_path / "save", tmp_path / "log"
+    process = start([*FLAGS, "--train-iters", "100000", "--save", str(save)], log)
+    try:
+        wait_for_iteration(process, save, 3)
+        (save / "stop").touch()
+        assert process.wait(60) == 75
+    finally:
+        end_all(process)
+    last = iterations(save)[-1]
+    again = start([*FLAGS, "--train-iters", str(last + 2), "--save", str(save), "--load", str(save)], log)
+    finish(again, log)
+    assert iterations(save) == list(range(1, last + 3))
+    assert not (save / "exit.json").exists(), "the record of the earlier end is still there"
+
+
+def test_exit_interval_duration_and_samples(tmp_path: Path) -> None:
+    for name, flags, steps in (
+        ("interval", ["--train-iters", "100", "--exit-interval", "7"], 7),
+        # 30 samples are seven steps of four; an eighth would need more than there are.
+        ("samples", ["--train-samples", "30"], 7),
+        ("duration", ["--train-iters", "100", "--exit-duration-in-mins", "1e-6"], 1),
+    ):
+        save, log = tmp_path / name, tmp_path / f"{name}.log"
+        finish(start([*FLAGS, *flags, "--save", str(save)], log), log)
+        assert iterations(save) == list(range(1, steps + 1)), name
+        assert (save / "latest_checkpointed_iteration.txt").read_text() == str(steps)
