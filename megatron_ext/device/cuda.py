@@ -1,5 +1,7 @@
 """GPUs over NCCL. megatron-core is used as it is."""
 
+import os
+
 import torch
 
 from megatron_ext.device.protocol import Memory
@@ -10,6 +12,9 @@ class CudaDevice:
     backend = "nccl"
 
     def __init__(self, local_rank: int) -> None:
+        # One hardware queue keeps communication kernels behind the computation that was launched before them, which
+        # megatron-core's overlap of tensor-parallel reductions relies on. Read when CUDA starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
         self.torch_device = torch.device("cuda", local_rank)
         self.model_name = torch.cuda.get_device_name(local_rank)
