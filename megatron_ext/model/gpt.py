@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.schema import Config
+from megatron_ext.device.linear import linear
 from megatron_ext.model.rope import RotaryTable, ScaledRotaryEmbedding
 from megatron_ext.model.spec import block_spec
 
@@ -52,7 +53,7 @@ class GPT(GPTModel):
         # With the whole vocabulary at hand, padding is left out rather than masked.
         weight = self.output_layer.weight if output_weight is None else output_weight
         assert weight is not None
-        logits = F.linear(hidden_states, weight[: self.true_vocab_size]).flatten(0, 1)
+        logits = linear(hidden_states, weight[: self.true_vocab_size]).flatten(0, 1)
         losses = F.cross_entropy(logits.float(), labels.t().flatten(), reduction="none")
         return losses.view(hidden_states.shape[:2]).t()
 

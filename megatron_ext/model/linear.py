@@ -1,4 +1,4 @@
-"""megatron-core's parallel linear layers, but where a rank has nothing to communicate they are a plain F.linear.
+"""megatron-core's parallel linear layers, but where a rank has nothing to communicate they are one plain product.
 
 That is the case on one tensor-parallel rank, and for the matrix product of a row-parallel layer on any number: torch
 then adds the bias inside the product, and no autograd function in Python is needed. (On a CPU that makes a small
@@ -8,9 +8,10 @@ model's step 7% shorter.)
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_pg_size
+
+from megatron_ext.device.linear import linear
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -27,7 +28,7 @@ class ColumnLinear(ColumnParallelLinear):
         """input_: [..., columns of A]. Returns this rank's part of Y, and no bias to add later."""
         if self.divided or self.weight is None or weight is not None:
             return super().forward(input_, weight, runtime_gather_output)
-        return F.linear(input_, self.weight, self.bias), None
+        return linear(input_, self.weight, self.bias), None
 
 
 class RowLinear(RowParallelLinear):
@@ -43,7 +44,7 @@ class RowLinear(RowParallelLinear):
         """input_: [..., this rank's columns of A]. Returns Y, and the bias if it must be added once, after the sum."""
         if self.divided:
             return super().forward(input_)
-        return F.linear(input_, self.weight, self.bias), None
+        return linear(input_, self.weight, self.bias), None
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
-        return F.linear(input, weight)
+        return linear(input, weight)
