@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.schema import Config
-from megatron_ext.device.linear import linear
+from megatron_ext.device.kernels import linear
 from megatron_ext.model.rope import RotaryTable, ScaledRotaryEmbedding
 from megatron_ext.model.spec import block_spec
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_pg_size
 
-from megatron_ext.device.linear import linear
+from megatron_ext.device.kernels import linear
 
 
 class ColumnLinear(ColumnParallelLinear):

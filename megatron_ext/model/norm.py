@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.device.kernels import rms_norm
+
 
 class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, equation 4).
@@ -18,13 +20,12 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.shape = (hidden_size,)
         self.eps = eps
         self.weight = _parameter(config, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size]; the result has its shape and dtype."""
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(torch.nn.Module):

@@ -5,6 +5,7 @@ moves its frequencies to a GPU whatever the device is.
 """
 
 import math
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -56,11 +57,32 @@ def rotate(x_BHSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     Returns:
         A contiguous tensor of the same shape.
     """
+    return _Rotation.apply(x_BHSD, table)  # pyright: ignore[reportReturnType]
+
+
+class _Rotation(torch.autograd.Function):
+    """Its gradient is the rotation back. Written out, both take four operations in place of some twenty."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(table)
+        return _turn(x, table, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (table,) = ctx.saved_tensors
+        return _turn(grad, table, -1), None
+
+
+def _turn(x: torch.Tensor, table: torch.Tensor, direction: int) -> torch.Tensor:
     cosines, sines = table[0], table[1]
     half = cosines.size(-1)
-    first, second = x_BHSD[..., :half], x_BHSD[..., half : 2 * half]
-    rotated = (first * cosines - second * sines, second * cosines + first * sines)
-    return torch.cat((*rotated, x_BHSD[..., 2 * half :]) if x_BHSD.size(-1) > 2 * half else rotated, dim=-1)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = x.new_empty(x.shape)
+    torch.mul(first, cosines, out=turned[..., :half]).addcmul_(second, sines, value=-direction)
+    torch.mul(second, cosines, out=turned[..., half : 2 * half]).addcmul_(first, sines, value=direction)
+    turned[..., 2 * half :] = x[..., 2 * half :]
+    return turned
 
 
 def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, model: ModelConfig) -> torch.Tensor:

@@ -42,3 +42,14 @@ def test_rotation_turns_each_pair_of_channels_by_its_angle(channels: int) -> Non
     assert rotated.is_contiguous()
     torch.testing.assert_close(rotated[..., :16], torch.cat((expected.real, expected.imag), -1), rtol=1e-12, atol=1e-12)
     assert torch.equal(rotated[..., 16:], x[..., 16:])
+
+
+def test_the_gradient_is_the_rotation_back() -> None:
+    """A rotation keeps lengths, so that |rotate(x)|^2 / 2 = |x|^2 / 2, whose gradient is x itself."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 5, 24, dtype=torch.float64, requires_grad=True)
+    angles = torch.outer(torch.arange(5, dtype=torch.float64), _frequencies(10000.0, 16).double())
+    table = torch.stack((angles.cos(), angles.sin()))
+    (grad,) = torch.autograd.grad(rotate(x, table).square().sum() / 2, x)
+    torch.testing.assert_close(grad, x.detach(), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda value: rotate(value, table), (x[:1, :1],))

@@ -1,0 +1,78 @@
+"""The two operations that torch does slowly in fp32 on a CPU, each beside torch's own, which it equals.
+
+Matrix products: torch uses MKL, which on AMD processors does without AVX-512. oneDNN, which is in torch as well,
+uses it, and is 2.2 times as fast there (docs/LOG.md); torch itself asks it for 16-bit types alone.
+
+RMSNorm: on a CPU torch has no kernel for it, so that autograd runs back through every operation it is made of.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x: [..., in]; weight: [out, in]; bias: [out]. Returns [..., out], and differentiates as F.linear does."""
+    if _HAS_ONEDNN and _is_fp32_on_cpu(x, weight):
+        return _OneDNNLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; x: [..., hidden], weight: [hidden]."""
+    if _is_fp32_on_cpu(x, weight):
+        return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _is_fp32_on_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x A^T + b. Either matrix may be a transposed view; oneDNN reads it as it lies."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _OneDNNLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.size(-1))
+        return (
+            _product(grad, weight.t()) if for_x else None,
+            _product(rows.t(), x.reshape(-1, x.size(-1)).t()) if for_weight else None,
+            rows.sum(0) if for_bias else None,
+        )
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        normalized = x * inverse
+        ctx.save_for_backward(normalized, inverse, weight)
+        return normalized * weight
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        normalized, inverse, weight = ctx.saved_tensors
+        products = (grad * normalized).flatten(0, -2)
+        # What would change the norm of x itself has no effect: it is taken out.
+        radial = torch.mv(products, weight).div_(weight.numel()).view(inverse.shape)
+        for_x = torch.addcmul(grad * weight, normalized, radial, value=-1).mul_(inverse)
+        return for_x, products.sum(0), None

@@ -1,0 +1,52 @@
+"""The operations that stand in for torch's own on a CPU give the same values and gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_ext.device.kernels import linear, rms_norm
+
+
+def gradients(output: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [output.detach(), *torch.autograd.grad(output, inputs, torch.randn_like(output))]
+
+
+@pytest.mark.parametrize("shape", [(24,), (5, 24), (7, 3, 24)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_is_f_linear(shape: tuple[int, ...], biased: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(40, 24, requires_grad=True)
+    bias = torch.randn(40, requires_grad=True) if biased else None
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    expected = gradients(F.linear(x, weight, bias), *inputs)
+    torch.testing.assert_close(gradients(linear(x, weight, bias), *inputs), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_linear_reads_views_and_skips_gradients_that_nobody_wants() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(24, 10).t(), torch.randn(50, 24, requires_grad=True)
+    part = weight[:40]
+    (got,) = torch.autograd.grad(linear(x, part).square().sum(), weight)
+    (expected,) = torch.autograd.grad(F.linear(x, part).square().sum(), weight)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(6, 32), (7, 3, 32), (2, 5, 3, 32)])
+def test_rms_norm_is_f_rms_norm(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(32, requires_grad=True)
+    expected = gradients(F.rms_norm(x, (32,), weight, 1e-3), x, weight)
+    torch.testing.assert_close(gradients(rms_norm(x, weight, 1e-3), x, weight), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rms_norm_of_zeros_is_finite() -> None:
+    x = torch.zeros(2, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(rms_norm(x, torch.ones(8), 1e-5).sum(), x)
+    assert torch.isfinite(grad).all()
+
+
+def test_16_bit_types_stay_what_they_are() -> None:
+    x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8, 8, dtype=torch.bfloat16)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+    assert torch.equal(rms_norm(x, weight[0], 1e-5), F.rms_norm(x, (8,), weight[0], 1e-5))
