@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import make_viewless_tensor
 
 from megatron_ext.config.schema import Config
 from megatron_ext.device.kernels import linear
@@ -37,7 +38,11 @@ class GPT(GPTModel):
             [sequence, batch, hidden].
         """
         processor = None if labels is None else self._loss
-        return super().forward(input_ids, position_ids, attention_mask, labels=labels, output_processor=processor)  # pyright: ignore[reportArgumentType]
+        output = super().forward(input_ids, position_ids, attention_mask, labels=labels, output_processor=processor)  # pyright: ignore[reportArgumentType]
+        if self.post_process:
+            return output
+        # A compiled layer, or a fused addition, may return a view, which the pipeline's schedules cannot free.
+        return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
 
     def _loss(
         self,

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import make_viewless_tensor
 
 
 class PreNormLayer(TransformerLayer):
@@ -33,5 +32,4 @@ class PreNormLayer(TransformerLayer):
         attended = self.self_attention(input_norm(hidden_states), attention_mask, rotary_pos_emb)
         hidden_states = add(attended, hidden_states, self.hidden_dropout)
         hidden_states = add(mlp(mlp_norm(hidden_states)), hidden_states, self.hidden_dropout)
-        # A fused addition may return a view, which the pipeline's schedules cannot free.
-        return make_viewless_tensor(hidden_states, requires_grad=hidden_states.requires_grad, keep_graph=True), None
+        return hidden_states, None

@@ -57,7 +57,17 @@ def rotate(x_BHSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     Returns:
         A contiguous tensor of the same shape.
     """
+    if torch.compiler.is_compiling():
+        return rotate_reference(x_BHSD, table)
     return _Rotation.apply(x_BHSD, table)  # pyright: ignore[reportReturnType]
+
+
+def rotate_reference(x_BHSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """`rotate` in the usual operations, for the compiler, which fuses them and their gradients."""
+    cosines, sines = table[0], table[1]
+    half = cosines.size(-1)
+    first, second, rest = x_BHSD[..., :half], x_BHSD[..., half : 2 * half], x_BHSD[..., 2 * half :]
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines, rest), dim=-1)
 
 
 class _Rotation(torch.autograd.Function):

@@ -5,7 +5,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatron_ext.config.schema import ModelConfig
-from megatron_ext.model.rope import rotate, scaled_inverse_frequencies
+from megatron_ext.model.rope import rotate, rotate_reference, scaled_inverse_frequencies
 
 
 def _frequencies(base: float = 500000.0, channels: int = 128) -> torch.Tensor:
@@ -50,6 +50,7 @@ def test_the_gradient_is_the_rotation_back() -> None:
     x = torch.randn(2, 3, 5, 24, dtype=torch.float64, requires_grad=True)
     angles = torch.outer(torch.arange(5, dtype=torch.float64), _frequencies(10000.0, 16).double())
     table = torch.stack((angles.cos(), angles.sin()))
+    torch.testing.assert_close(rotate(x, table), rotate_reference(x, table), rtol=1e-12, atol=1e-12)
     (grad,) = torch.autograd.grad(rotate(x, table).square().sum() / 2, x)
     torch.testing.assert_close(grad, x.detach(), rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradcheck(lambda value: rotate(value, table), (x[:1, :1],))

@@ -57,6 +57,10 @@ WRONG = [
     ("--use-rope-scaling", "use --position-embedding-type rope"),
     ("--world-size 2 --tensor-model-parallel-size 2 --ffn-hidden-size 511", "use --ffn-hidden-size 510 or 512"),
     ("--use-distributed-optimizer --optimizer sgd", "use --optimizer adam"),
+    (
+        "--torch-compile --world-size 2 --tensor-model-parallel-size 2 --hidden-dropout 0.1 --attention-dropout 0",
+        "use --hidden-dropout 0 --attention-dropout 0",
+    ),
     ("--swiglu --squared-relu", "--swiglu and --squared-relu name different activations"),
     ("--max-position-embeddings 32", "use --max-position-embeddings 64"),
     ("--padded-vocab-size 999", "must be at least the vocabulary's 1000"),
@@ -173,6 +177,13 @@ def test_absurd_sizes_are_answered_at_once():
         found(f"--world-size 3 --tensor-model-parallel-size 2 --{name.replace('_', '-')} {huge}")
         found(f"--pipeline-model-parallel-size 7 --world-size 7 --{name.replace('_', '-')} {huge}")
         assert time.monotonic() - start < 2, name
+
+
+def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert found("--torch-compile") == [
+        "--torch-compile needs the C++ compiler no-such-compiler ($CXX); install it, or leave the switch out"
+    ]
 
 
 def test_each_rule_is_seen_to_speak_by_a_test_above():

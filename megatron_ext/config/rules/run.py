@@ -1,6 +1,9 @@
 """Rules about data, checkpoints, logs, and single values."""
 
 import importlib.util
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 
 from megatron_ext.config.blend import DATA_PATH_NAMES, read_blend
@@ -166,6 +169,22 @@ def wandb_is_installed(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
+    if not config.training.torch_compile:
+        return
+    # As torch's compiler looks for it.
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        yield f"--torch-compile needs the C++ compiler {compiler} ($CXX); install it, or leave the switch out"
+    size, model = config.layout.tensor_model_parallel_size, config.model
+    if size > 1 and max(model.hidden_dropout, model.attention_dropout) > 0.0:
+        yield (
+            f"--torch-compile cannot keep the dropout masks of --tensor-model-parallel-size {size} apart "
+            f"(--hidden-dropout {model.hidden_dropout:g}, --attention-dropout {model.attention_dropout:g}); "
+            "use --hidden-dropout 0 --attention-dropout 0, or leave the switch out"
+        )
+
+
 def profile_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
     logging = config.logging
     if logging.profile and not 0 <= logging.profile_step_start < logging.profile_step_end:
@@ -199,5 +218,6 @@ RULES = (
     vocabulary_covers_the_tokenizer,
     saving_has_a_folder,
     wandb_is_installed,
+    compiling_is_possible,
     profile_has_a_range,
 )

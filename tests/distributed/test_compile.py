@@ -1,0 +1,62 @@
+"""--torch-compile: compiled layers train as eager ones do, alone and divided over ranks."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_ext.train.build import compile_layers
+from megatron_ext.verify.corpus import write_corpus
+from megatron_ext.verify.parity import Case, Experiment, compare
+from tests.small_models import LLAMA, build_small_model, small_config
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler"
+)
+
+LAYOUTS = {
+    "one process": (1, ""),
+    "TP2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2 VPP2, selective recompute": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --recompute-granularity selective",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    return Experiment(write_corpus(tmp_path_factory.mktemp("corpus")))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_compiled_layers_train_as_eager_ones(name: str, experiment: Experiment) -> None:
+    world_size, flags = LAYOUTS[name]
+    case = Case(name, "tied", world_size, ("--torch-compile", *flags.split()))
+    assert compare(experiment.reference("tied"), experiment.train(case)).problems() == []
+
+
+def test_recomputed_layers_repeat_their_dropout(experiment: Experiment) -> None:
+    flags = "--torch-compile --hidden-dropout 0.1 --attention-dropout 0.1"
+    recompute = " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    kept = experiment.train(Case("kept", "tied", 1, tuple(flags.split())))
+    recomputed = experiment.train(Case("recomputed", "tied", 1, tuple((flags + recompute).split())))
+    assert compare(kept, recomputed).problems() == []
+    assert abs(kept.losses[0] - experiment.reference("tied").losses[0]) > 1e-4
+
+
+def test_every_layer_is_compiled() -> None:
+    [gpt], _ = build_small_model(small_config(LLAMA))
+    names = [name for name, _ in gpt.named_parameters()]
+    compile_layers([gpt])
+    layers = [module for module in gpt.modules() if isinstance(module, TransformerLayer)]
+    assert len(layers) == 4
+    assert all(layer._compiled_call_impl is not None for layer in layers)
+    assert [name for name, _ in gpt.named_parameters()] == names
+    tokens = torch.randint(0, 250, (2, 17), generator=torch.Generator().manual_seed(0))
+    torch._dynamo.utils.counters.clear()
+    gpt(tokens[:, :-1], torch.arange(16).expand(2, 16), labels=tokens[:, 1:]).sum().backward()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
