@@ -36,4 +36,4 @@ def test_two_agents_are_one(tmp_path: Path) -> None:
 
     rows = reproducible_rows(tmp_path / "two.jsonl")
     assert rows == reproducible_rows(tmp_path / "one.jsonl")
-    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 5]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 5, 5], "five steps, then validation and test"

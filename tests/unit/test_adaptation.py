@@ -27,9 +27,10 @@ def _train_without(name: str | None, folder: str) -> None:
     from megatron_ext import device
 
     here = device.install("cpu")
+    from megatron.core import parallel_state
+
     from megatron_ext.checkpoint.load import load_checkpoint
     from megatron_ext.checkpoint.save import save_checkpoint
-    from megatron_ext.parallel import groups
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.evaluate import evaluate
@@ -46,7 +47,8 @@ def _train_without(name: str | None, folder: str) -> None:
         save_checkpoint(run, f"{folder}/{number}")
         load_checkpoint(run, f"{folder}/{number}")
         run.loaders.close()
-        groups.destroy()
+        # The default group stays: one store serves it only once.
+        parallel_state.destroy_model_parallel()
 
 
 def _check_dropout_generators(tp_rank: int) -> None:
