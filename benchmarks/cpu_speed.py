@@ -8,7 +8,8 @@ Every contestant has a process of its own, and they take turns in short blocks o
 whatever else the machine does hits all of them. The figure is the median, over the rounds, of the ratio of two
 neighbouring blocks. Ours is the real program: `Trainer.fit` with its callbacks, loader and data files. Plain gets the
 same initial weights and the same batches ready in memory, and pays for no data loading. The losses of the first 20
-steps must agree within 1e-5, or nothing is reported.
+steps must agree within 1e-5, or nothing is reported. On a machine that others use as well, set
+OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait make two of them slower than one.
 """
 
 import argparse
@@ -231,6 +232,7 @@ def machine(threads: int) -> dict[str, Any]:
         "cpu": model or platform.machine(),
         "cores": os.cpu_count(),
         "threads": threads,
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "load_average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -243,7 +245,8 @@ def report(record: dict[str, Any]) -> str:
     lines = [
         f"# Speed on a CPU, {record['mode']}, {record['date']}",
         "",
-        f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, Python {about['python']}, torch "
+        f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads (OMP_WAIT_POLICY "
+        f"{about['wait_policy']}), Python {about['python']}, torch "
         f"{about['torch']}; load average {about['load_average']} before the start. {record['rounds']} rounds of "
         f"{record['block']} steps in turns, batch {BATCH} x {SEQUENCE} tokens. Largest difference of the losses over "
         f"{COMPARED_STEPS} steps: {record['loss_difference']:.1e}.",
