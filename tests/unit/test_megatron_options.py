@@ -9,6 +9,7 @@ from tests.unit.megatron_wheel import UNREADABLE, wheel_options
 OUR_OWN = {
     "--world-size",
     "--device",
+    "--eval-at-start",
     "--metrics-file",
     "--tf32",
     "--torch-compile",

@@ -33,4 +33,5 @@ def test_loss_and_gradients_are_those_without_padding(padded: int, tp: int, unti
     for name in ("embedding.word_embeddings.weight", "output_layer.weight")[: 1 + untied]:
         got = torch.cat([shards[name] for _, shards in results])
         assert torch.count_nonzero(got[VOCAB_SIZE:]) == 0
-        torch.testing.assert_close(got[:VOCAB_SIZE], gradients[name], rtol=1e-5, atol=1e-6)
+        # What any two layouts promise: within 1e-5 of the gradient's norm.
+        assert (got[:VOCAB_SIZE] - gradients[name]).norm() < 1e-5 * gradients[name].norm()
