@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents
 from megatron_ext.checkpoint.folder import Found, find_latest
+from megatron_ext.checkpoint.safe_reading import no_code_from_files
 from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.errors import DataError, StorageError, TrainingError
 
@@ -46,7 +47,8 @@ def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
     if found.warning and run.rank == 0:
         print(f"warning: {found.warning}", file=sys.stderr)
     try:
-        _read(run, found.path)
+        with no_code_from_files():
+            _read(run, found.path)
     except _UNREADABLE as error:
         raise DataError(
             f"the checkpoint {found.path} cannot be read as one of this model: {_reason(error)}. Compare its "
