@@ -63,9 +63,9 @@ class SafeReader(FileSystemReader):
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         with path.open("rb") as file:
             content = read_metadata(file)
-        if getattr(content, "storage_meta", None) is None:
-            content.storage_meta = metadata.StorageMeta()
-        content.storage_meta.load_id = self.load_id
+        meta = getattr(content, "storage_meta", None) or metadata.StorageMeta()
+        meta.load_id = self.load_id
+        content.storage_meta = meta
         return content
 
 

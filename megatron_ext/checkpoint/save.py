@@ -5,6 +5,7 @@ import queue
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -12,7 +13,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.checkpoint import contents
+from megatron_ext.checkpoint import contents, manifest
 from megatron_ext.checkpoint.folder import CONFIG, make_partial, partial_folder, publish
 from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.config.files import to_yaml
@@ -41,8 +42,13 @@ def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
                 shutil.rmtree(partial)
             raise _storage_error(folder, reason or "writing failed; rank 0 says why") from error
 
+    # Each rank reads back what it has just written; rank 0 the rest.
+    shards = _gather(run, folder, lambda: manifest.describe(partial.glob(f"__{run.rank}_*.distcp")))
+
     def finish() -> None:
         (partial / CONFIG).write_text(to_yaml(run.config), encoding="utf-8")
+        others = manifest.describe(path for path in partial.iterdir() if path.suffix != ".distcp")
+        manifest.write(partial, shards | others)
         publish(folder, iteration)
 
     _on_first_rank(run, folder, finish)
@@ -59,6 +65,20 @@ def _write(state_dict: dict, folder: Path) -> None:
         TorchDistSaveShardedStrategy(),
         content_metadata=dict(contents.CONTENT_METADATA),
     )
+
+
+def _gather(run: Saveable, folder: str | Path, action: Callable[[], manifest.Files]) -> manifest.Files:
+    """What `action` gives on all ranks; where it fails on one, every rank raises."""
+    answers: list[Any] = [None] * torch.distributed.get_world_size()
+    try:
+        own: manifest.Files | str = action()
+    except OSError as error:
+        own = f"{error.strerror}: {error.filename}"
+    torch.distributed.all_gather_object(answers, own)
+    for answer in answers:
+        if isinstance(answer, str):
+            raise _storage_error(folder, answer)
+    return {name: entry for answer in answers for name, entry in answer.items()}
 
 
 def _on_first_rank(run: Saveable, folder: str | Path, action: Callable[[], object]) -> None:

@@ -15,6 +15,9 @@ class CheckpointConfig:
         aliases=("--persistent-save-interval",),
     )
     ckpt_format: str = option("torch_dist", "Format of checkpoints.", choices=("torch_dist",))
+    no_fallback: bool = option(
+        False, "Fail when the checkpoint to load is damaged; default warn and use the newest that is whole."
+    )
     exit_on_missing_checkpoint: bool = option(False, "Fail when --load holds no checkpoint; default start afresh.")
 
 
