@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
+    is_main_replica,
 )
 from megatron.core.utils import unwrap_model
 
@@ -51,6 +53,17 @@ def to_save(run: Saveable) -> Contents:
         "rng_state": _rng_state(run),
     }
     return contents
+
+
+def size(contents: Contents) -> int:
+    """Bytes of the tensors that this rank writes: of those that several ranks hold, one does."""
+    return sum(
+        value.data.numel() * value.data.element_size()
+        for value in nested_values(contents.state_dict)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory)
+        and value.data is not None
+        and is_main_replica(value.replica_id)
+    )
 
 
 def to_load(run: Saveable, *, rng: bool) -> Contents:

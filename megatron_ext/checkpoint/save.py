@@ -1,6 +1,7 @@
 """Write a checkpoint."""
 
-import contextlib
+import errno
+import os
 import queue
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents, manifest
-from megatron_ext.checkpoint.folder import CONFIG, make_partial, partial_folder, publish
+from megatron_ext.checkpoint.folder import CONFIG, iteration_folder, make_partial, partial_folder, publish
 from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.config.files import to_yaml
 from megatron_ext.errors import StorageError
@@ -29,30 +30,69 @@ def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
         StorageError: it cannot be written, on every rank. Earlier checkpoints are as they were.
     """
     iteration = run.state.iteration
-    _on_first_rank(run, folder, lambda: make_partial(folder, iteration))
     partial = partial_folder(folder, iteration)
-    with run.gathered_parameters():
-        to_save = contents.to_save(run)
-        try:
+    try:
+        _on_first_rank(run, folder, lambda: make_partial(folder, iteration))
+        with run.gathered_parameters():
+            to_save = contents.to_save(run)
+            _check_space(run, folder, to_save)
             _write(to_save.state_dict, partial)
-        except CheckpointException as error:
-            # The engine tells every rank of a failure, but only the first rank its reason.
-            reason = "; ".join(str(failure[0]) for failure in error.failures.values())
-            with contextlib.suppress(OSError):
-                shutil.rmtree(partial)
-            raise _storage_error(folder, reason or "writing failed; rank 0 says why") from error
+        files = _describe_own_files(run, folder, partial)
+        _on_first_rank(run, folder, lambda: _finish(run, folder, files))
+    except CheckpointException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        # The engine tells every rank of a failure, but only the first rank its reason.
+        reason = "; ".join(str(failure[0]) for failure in error.failures.values())
+        raise _storage_error(folder, reason or "writing failed; rank 0 says why") from error
+    except OSError as error:  # of the engine's last file, which rank 0 writes alone
+        shutil.rmtree(partial, ignore_errors=True)
+        raise _storage_error(folder, f"{error.strerror}: {error.filename}") from error
+    except StorageError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return iteration_folder(folder, iteration)
 
-    # Each rank reads back what it has just written; rank 0 the rest.
-    shards = _gather(run, folder, lambda: manifest.describe(partial.glob(f"__{run.rank}_*.distcp")))
 
-    def finish() -> None:
-        (partial / CONFIG).write_text(to_yaml(run.config), encoding="utf-8")
-        others = manifest.describe(path for path in partial.iterdir() if path.suffix != ".distcp")
-        manifest.write(partial, shards | others)
-        publish(folder, iteration)
+def _check_space(run: Saveable, folder: str | Path, to_save: contents.Contents) -> None:
+    """Better to find out before the write than in the middle of it."""
+    sizes: list[int] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(sizes, contents.size(to_save))
 
-    _on_first_rank(run, folder, finish)
-    return partial.with_name(f"iter_{iteration:07d}")
+    def check() -> None:
+        free = shutil.disk_usage(folder).free
+        if sum(sizes) > free:
+            reason = f"{os.strerror(errno.ENOSPC)} ({sum(sizes):,} bytes are needed, {free:,} are free)"
+            raise OSError(errno.ENOSPC, reason, str(folder))
+
+    _on_first_rank(run, folder, check)
+
+
+def _describe_own_files(run: Saveable, folder: str | Path, partial: Path) -> manifest.Files:
+    """Every rank reads back the shards that it has just written.
+
+    Raises:
+        StorageError: one cannot, on every rank.
+    """
+    own: manifest.Files | str
+    try:
+        own = manifest.describe(partial.glob(f"__{run.rank}_*.distcp"))
+    except OSError as error:
+        own = f"{error.strerror}: {error.filename}"
+    answers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, own)
+    for answer in answers:
+        if isinstance(answer, str):
+            raise _storage_error(folder, answer)
+    return {name: entry for answer in answers for name, entry in answer.items()}
+
+
+def _finish(run: Saveable, folder: str | Path, shards: manifest.Files) -> None:
+    """What rank 0 adds to the shards; then the checkpoint gets its name."""
+    partial = partial_folder(folder, run.state.iteration)
+    (partial / CONFIG).write_text(to_yaml(run.config), encoding="utf-8")
+    others = manifest.describe(path for path in partial.iterdir() if path.suffix != ".distcp")
+    manifest.write(partial, shards | others)
+    publish(folder, run.state.iteration)
 
 
 def _write(state_dict: dict, folder: Path) -> None:
@@ -65,20 +105,6 @@ def _write(state_dict: dict, folder: Path) -> None:
         TorchDistSaveShardedStrategy(),
         content_metadata=dict(contents.CONTENT_METADATA),
     )
-
-
-def _gather(run: Saveable, folder: str | Path, action: Callable[[], manifest.Files]) -> manifest.Files:
-    """What `action` gives on all ranks; where it fails on one, every rank raises."""
-    answers: list[Any] = [None] * torch.distributed.get_world_size()
-    try:
-        own: manifest.Files | str = action()
-    except OSError as error:
-        own = f"{error.strerror}: {error.filename}"
-    torch.distributed.all_gather_object(answers, own)
-    for answer in answers:
-        if isinstance(answer, str):
-            raise _storage_error(folder, answer)
-    return {name: entry for answer in answers for name, entry in answer.items()}
 
 
 def _on_first_rank(run: Saveable, folder: str | Path, action: Callable[[], object]) -> None:
