@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents, manifest
 from megatron_ext.checkpoint.folder import CONFIG, iteration_folder, make_partial, partial_folder, publish
+from megatron_ext.checkpoint.retention import remove_expired
 from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.config.files import to_yaml
 from megatron_ext.errors import StorageError
@@ -50,6 +51,7 @@ def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
     except StorageError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    remove_expired(run, folder, iteration)
     return iteration_folder(folder, iteration)
 
 

@@ -443,7 +443,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "checkpoints are complete and kept until deleted in this version; use --save and --save-interval",
         """
-        --save-retain-interval N, --no-save-optim, --no-save-rng, --non-persistent-save-interval N,
+        --no-save-optim, --no-save-rng, --non-persistent-save-interval N,
         --non-persistent-ckpt-type N, --non-persistent-global-ckpt-dir N, --non-persistent-local-ckpt-dir N,
         --non-persistent-local-ckpt-algo N =fully_parallel, --replication, --replication-jump N,
         --replication-factor N =2, --async-save, --async-strategy N =nvrx, --async-ckpt-cpu-priority N =10,

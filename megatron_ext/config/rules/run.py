@@ -33,7 +33,7 @@ _AT_LEAST_ONE = {
     ),
     "optimizer": "lr_decay_iters lr_decay_samples",
     "data": "vocab_size",
-    "checkpoint": "save_interval",
+    "checkpoint": "save_interval keep_last_checkpoints save_retain_interval",
     "logging": "log_interval tensorboard_log_interval",
 }
 
@@ -156,6 +156,15 @@ def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.save_interval is not None and checkpoint.save is None:
         yield f"--save-interval {checkpoint.save_interval} needs a folder; add --save checkpoints"
+    for name in ("keep_last_checkpoints", "save_retain_interval"):
+        if getattr(checkpoint, name) is not None and checkpoint.save is None:
+            yield f"{flag_of(name)} {getattr(checkpoint, name)} needs a folder; add --save checkpoints"
+    retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
+    if retain and interval and retain > 0 and interval > 0 and retain % interval:
+        yield (
+            f"--save-retain-interval {retain} is not a multiple of --save-interval {interval}, so that most of its "
+            f"steps are never saved; use --save-retain-interval {-(-retain // interval) * interval}"
+        )
     if checkpoint.exit_on_missing_checkpoint and checkpoint.load is None:
         yield "--exit-on-missing-checkpoint needs --load, the folder to resume from; add it, or leave the switch out"
 

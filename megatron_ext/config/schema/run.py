@@ -14,6 +14,10 @@ class CheckpointConfig:
         "Steps between two checkpoints; without it only the end is saved.",
         aliases=("--persistent-save-interval",),
     )
+    keep_last_checkpoints: int | None = option(None, "Keep this many of the newest checkpoints; default all.")
+    save_retain_interval: int | None = option(
+        None, "Keep the checkpoints of every multiple of this many steps; of the others, the newest alone."
+    )
     ckpt_format: str = option("torch_dist", "Format of checkpoints.", choices=("torch_dist",))
     no_fallback: bool = option(
         False, "Fail when the checkpoint to load is damaged; default warn and use the newest that is whole."
