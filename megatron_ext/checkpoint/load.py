@@ -2,7 +2,9 @@
 
 import pickle
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -10,7 +12,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents
-from megatron_ext.checkpoint.folder import Found, find_all
+from megatron_ext.checkpoint.folder import Found, find_all, find_iteration
 from megatron_ext.checkpoint.safe_reading import no_code_from_files
 from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.checkpoint.verify import damage
@@ -34,7 +36,8 @@ _UNREADABLE = (
 def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
     """Put the latest checkpoint of `folder` into `run`. Collective.
 
-    In the layout that saved it, the run then goes on exactly as if it had not been interrupted. A checkpoint that is
+    In the layout that saved it, the run then goes on exactly as if it had not been interrupted, unless --finetune and
+    the like leave parts of it aside. A checkpoint that is
     not as its manifest says is passed over with a warning, for the next newest, unless --no-fallback forbids it.
 
     Returns:
@@ -83,14 +86,33 @@ def _first_undamaged(run: Saveable, candidates: list[Found], folder: str | Path)
 
 def _read(run: Saveable, path: Path) -> None:
     common = dist_checkpointing.load_common_state_dict(str(path))
-    same_grid = common["rng_grid"] == contents.rng_grid(run)
-    if not same_grid:
-        grid = tuple(common["rng_grid"])
-        _warn(run, f"{path} was saved by (pipeline, data, tensor) = {grid} ranks: dropout goes on from new numbers")
-    to_load = contents.to_load(run, rng=same_grid)
+    parts = _wanted(run, path, common)
+    to_load = contents.to_load(run, parts)
     # Not every rank reads every tensor: no need for the engine to see that they all do.
     loaded = dist_checkpointing.load(to_load.state_dict, str(path), validate_access_integrity=False)
-    contents.restore(run, to_load, loaded)  # pyright: ignore[reportArgumentType]
+    contents.restore(run, to_load, parts, loaded)  # pyright: ignore[reportArgumentType]
+
+
+def _wanted(run: Saveable, path: Path, common: Mapping[str, Any]) -> contents.Parts:
+    """What the flags ask for, of what is there."""
+    flags = run.config.checkpoint
+    optimizer = not (flags.finetune or flags.no_load_optim)
+    if optimizer and "optimizer_step" not in common:
+        raise DataError(
+            f"the checkpoint {path} was saved without optimizer state; add --no-load-optim to go on with a new one, "
+            "or --finetune to begin at iteration 0."
+        )
+    rng = not (flags.finetune or flags.no_load_rng)
+    grid = common.get("rng_grid")
+    if rng and grid != contents.rng_grid(run):
+        whose = (
+            f"{path} was saved by (pipeline, data, tensor) = {tuple(grid)} ranks"
+            if grid
+            else f"{path} holds no random state"
+        )
+        _warn(run, f"{whose}: dropout goes on from new random numbers")
+        rng = False
+    return contents.Parts(optimizer=optimizer, rng=rng, progress=not flags.finetune)
 
 
 def _agree_on_candidates(run: Saveable, folder: str | Path) -> list[Found]:
@@ -98,7 +120,8 @@ def _agree_on_candidates(run: Saveable, folder: str | Path) -> list[Found]:
     answer: list[list[Found] | TrainingError] = [[]]
     if run.rank == 0:
         try:
-            answer = [find_all(folder)]
+            step = run.config.checkpoint.ckpt_step
+            answer = [find_all(folder) if step is None else [find_iteration(folder, step)]]
         except DataError as error:
             answer = [error]
         except OSError as error:

@@ -35,7 +35,8 @@ def pretrain(config: Config, status: RunStatus) -> None:
                 "or leave out --exit-on-missing-checkpoint to start afresh"
             )
         if run.rank == 0:
-            found = f"resuming at iteration {iteration} of" if iteration is not None else "starting afresh: none in"
+            verb = "finetuning from" if config.checkpoint.finetune else "resuming at"
+            found = f"{verb} iteration {iteration} of" if iteration is not None else "starting afresh: none in"
             print(f"checkpoint: {found} {config.checkpoint.load}", flush=True)
     # One rank watches the stop file and tells the others at the end of a step.
     with SignalWatcher(stop_file(config) if status.rank == 0 else None) as signals:
