@@ -64,6 +64,13 @@ CURVES = (
 """What the learning rate and the weight decay follow."""
 
 
+def model_names(saved: Mapping[str, Any], *, finetune: bool) -> tuple[str, ...]:
+    """The fields in which a run must agree with the checkpoint that it loads."""
+    names = MODEL_SHAPES if finetune else (*MODEL_SHAPES, *MODEL_FUNCTION)
+    learned = saved.get("position_embedding_type", "learned_absolute") == "learned_absolute"
+    return (*names, "max_position_embeddings") if learned else names
+
+
 def read_saved(path: Path) -> dict[str, Any] | None:
     """The values of a checkpoint's config.yaml; None where it cannot be read, which loading will find out.
 
@@ -84,9 +91,7 @@ def adopt(values: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]
     """
     adopted = dict(values)
     if values.get("use_checkpoint_args"):
-        adopted = {name: saved[name] for name in (*MODEL_SHAPES, *MODEL_FUNCTION) if name in saved} | adopted
-        if saved.get("position_embedding_type", "learned_absolute") == "learned_absolute":
-            adopted.setdefault("max_position_embeddings", saved["max_position_embeddings"])
+        adopted = {name: saved[name] for name in model_names(saved, finetune=False) if name in saved} | adopted
     if values.get("use_checkpoint_opt_param_scheduler"):
         adopted = {name: value for name, value in adopted.items() if name not in CURVES}
         adopted |= {name: saved[name] for name in CURVES if name in saved}

@@ -56,22 +56,24 @@ def _saved_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _other_curves(config: Config, facts: Facts) -> list[str]:
     """Why the run would go on along other curves than it began; empty where it does not, or is meant to."""
-    flags = config.checkpoint
-    if facts.saved is None or flags.finetune or flags.no_load_optim or flags.override_opt_param_scheduler:
+    flags, saved = config.checkpoint, facts.saved
+    chosen = flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler
+    if saved is None or flags.finetune or flags.no_load_optim or chosen:
         return []
-    before = resolve(facts.saved, Facts(world_size=config.layout.world_size))
-    pairs = [
-        (LearningRateCurve.from_config(config), LearningRateCurve.from_config(before)),
-        (WeightDecayCurve.from_config(config), WeightDecayCurve.from_config(before)),
-    ]
+    if not {"lr", "global_batch_size"} <= saved.keys() or not {"train_iters", "train_samples"} & saved.keys():
+        return []  # not the configuration of a run
+    before = resolve(saved, Facts(world_size=config.layout.world_size))
+    now, then = (vars(LearningRateCurve.from_config(of)) for of in (config, before))
     names = {"peak": "--lr", "lowest": "--min-lr", "decay": "decay in samples", "warmup": "warmup in samples"}
     different = [
-        f"{names.get(name, name)} {value} instead of {was[name]}"
-        for now, then in pairs
-        for was in [vars(then)]
-        for name, value in vars(now).items()
-        if value != was[name]
+        f"{names.get(name, name)} {now[name]} instead of {then[name]}" for name in now if now[name] != then[name]
     ]
+    decay, was = WeightDecayCurve.from_config(config), WeightDecayCurve.from_config(before)
+    if decay != was and not decay.start == decay.end == was.start == was.end:
+        different.append(
+            f"weight decay {decay.start} to {decay.end} in {decay.length} samples instead of {was.start} "
+            f"to {was.end} in {was.length}"
+        )
     if not different:
         return []
     return [

@@ -78,7 +78,10 @@ def test_what_is_typed_must_agree_with_it(saved: str) -> None:
 
 
 def test_no_checkpoint_to_take_it_from(tmp_path: Path) -> None:
-    assert any("holds none that is whole" in problem for problem in _problems(str(tmp_path), REST, SCHEDULE, ["--use-checkpoint-args"]))
+    assert any(
+        "holds none that is whole" in problem
+        for problem in _problems(str(tmp_path), REST, SCHEDULE, ["--use-checkpoint-args"])
+    )
 
 
 LONGER = shlex.split("--train-iters 20 --lr 3e-2 --min-lr 1e-3 --lr-warmup-iters 2 --lr-decay-style cosine")

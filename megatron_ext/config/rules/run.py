@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from megatron_ext.config.blend import DATA_PATH_NAMES, read_blend
 from megatron_ext.config.options import flag_of, options_by_name
 from megatron_ext.config.resolve import Facts
-from megatron_ext.config.saved import MODEL_FUNCTION, MODEL_SHAPES
+from megatron_ext.config.saved import model_names
 from megatron_ext.config.schema import Config
 
 _REQUIRED = {
@@ -176,9 +176,8 @@ def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
 def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
     if facts.saved is None:
         return
-    names = MODEL_SHAPES if config.checkpoint.finetune else (*MODEL_SHAPES, *MODEL_FUNCTION)
     model = vars(config.model) | {"vocab_size": config.data.vocab_size}
-    for name in names:
+    for name in model_names(facts.saved, finetune=config.checkpoint.finetune):
         was = facts.saved.get(name, options_by_name()[name].default)
         if model[name] == was:
             continue
@@ -194,7 +193,7 @@ def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterat
     checkpoint = config.checkpoint
     if checkpoint.use_checkpoint_args and facts.saved is None:
         where = f"--load {checkpoint.load} holds none that is whole" if checkpoint.load else "--load is missing"
-        yield f"--use-checkpoint-args takes the model from a checkpoint, but {where}; give the folder of one with --load"
+        yield f"--use-checkpoint-args takes the model from a checkpoint, but {where}; give a folder that has one"
     if checkpoint.override_opt_param_scheduler and checkpoint.use_checkpoint_opt_param_scheduler:
         yield (
             "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; keep one "

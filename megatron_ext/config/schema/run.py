@@ -34,10 +34,14 @@ class CheckpointConfig:
     no_save_rng: bool = option(False, "Save no state of the random generators.")
     use_checkpoint_args: bool = option(False, "Take the model's flags from the checkpoint that --load names.")
     override_opt_param_scheduler: bool = option(
-        False, "Follow the learning-rate and weight-decay curves of the flags, where the checkpoint's are others."
+        False,
+        "Follow the learning-rate and weight-decay curves of the flags, where the checkpoint's are others.",
+        aliases=("--override-opt_param-scheduler",),
     )
     use_checkpoint_opt_param_scheduler: bool = option(
-        False, "Follow the checkpoint's learning-rate and weight-decay curves, whatever the flags say."
+        False,
+        "Follow the checkpoint's learning-rate and weight-decay curves, whatever the flags say.",
+        aliases=("--use-checkpoint-opt_param-scheduler",),
     )
     exit_on_missing_checkpoint: bool = option(False, "Fail when --load holds no checkpoint; default start afresh.")
 
