@@ -5,6 +5,7 @@ for name in tensors.names():
     print(name, tensors.shape(name), tensors.read(name).norm())
 """
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,17 @@ class Tensors:
         """The whole tensor, on the CPU."""
         tensors = {name: torch.empty(self.shape(name), dtype=self.dtype(name))}
         try:
-            load(tensors, storage_reader=self._reader, no_dist=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is on purpose
+                load(tensors, storage_reader=self._reader, no_dist=True)
         except (CheckpointException, OSError, RuntimeError) as error:
             raise DataError(f"{self.path}: {name} cannot be read: {error}") from error
         return tensors[name]
 
     def common(self) -> dict[str, Any]:
         """What is no tensor: iteration, training state, versions."""
-        with no_code_from_files():
+        with no_code_from_files(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
             return dist_checkpointing.load_common_state_dict(str(self.path))
 
 

@@ -444,7 +444,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --non-persistent-save-interval N,
         --non-persistent-ckpt-type N, --non-persistent-global-ckpt-dir N, --non-persistent-local-ckpt-dir N,
         --non-persistent-local-ckpt-algo N =fully_parallel, --replication, --replication-jump N,
-        --replication-factor N =2, --async-save, --async-strategy N =nvrx, --async-ckpt-cpu-priority N =10,
+        --replication-factor N =2, --async-strategy N =nvrx, --async-ckpt-cpu-priority N =10,
         --async-ckpt-io-priority N =3, --async-ckpt-use-cpu-shm, --use-persistent-ckpt-worker,
         --ckpt-convert-format N, --ckpt-convert-save N, --ckpt-convert-update-legacy-dist-opt-format,
         --verify-integrity, --dist-ckpt-save-pre-mcore-014, --dist-ckpt-strictness N =assume_ok_unexpected,

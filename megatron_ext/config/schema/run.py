@@ -14,6 +14,7 @@ class CheckpointConfig:
         "Steps between two checkpoints; without it only the end is saved.",
         aliases=("--persistent-save-interval",),
     )
+    async_save: bool = option(False, "Write checkpoints in the background; training stops only for a copy in memory.")
     keep_last_checkpoints: int | None = option(None, "Keep this many of the newest checkpoints; default all.")
     save_retain_interval: int | None = option(
         None, "Keep the checkpoints of every multiple of this many steps; of the others, the newest alone."
