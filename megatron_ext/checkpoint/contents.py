@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
+    is_main_replica,
 )
 from megatron.core.utils import unwrap_model
 
@@ -39,35 +41,72 @@ class Contents:
 
 
 def to_save(run: Saveable) -> Contents:
-    """Everything of `run` that a resumed run needs. Collective."""
+    """Everything of `run` that a resumed run needs, but for what the flags leave out. Collective."""
     contents = _models(run)
-    contents.state_dict |= {
-        "optimizer": optimizer_state.state_to_save(run.optimizer, run.config.optimizer, contents.weights),
-        "optimizer_step": optimizer_state.step_count(run.optimizer),
-        "grad_scaler": _grad_scaler_state(run),
-        "train_state": asdict(run.state),
-        "iteration": run.state.iteration,
-        "rng_grid": rng_grid(run),
-        "rng_state": _rng_state(run),
-    }
+    contents.state_dict |= {"train_state": asdict(run.state), "iteration": run.state.iteration}
+    if not run.config.checkpoint.no_save_optim:
+        contents.state_dict |= {
+            "optimizer": optimizer_state.state_to_save(run.optimizer, run.config.optimizer, contents.weights),
+            "optimizer_step": optimizer_state.step_count(run.optimizer),
+            "grad_scaler": _grad_scaler_state(run),
+        }
+    if not run.config.checkpoint.no_save_rng:
+        contents.state_dict |= {"rng_grid": rng_grid(run), "rng_state": _rng_state(run)}
     return contents
 
 
-def to_load(run: Saveable, *, rng: bool) -> Contents:
-    """Where to read the tensors of a checkpoint into. `rng`: whether to read the generators too."""
-    contents = _models(run)
-    contents.state_dict["optimizer"] = optimizer_state.state_to_load(
-        run.optimizer, run.config.optimizer, contents.weights
+def size(contents: Contents) -> int:
+    """Bytes of the tensors that this rank writes: of those that several ranks hold, one does."""
+    return sum(
+        value.data.numel() * value.data.element_size()
+        for value in nested_values(contents.state_dict)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory)
+        and value.data is not None
+        and is_main_replica(value.replica_id)
     )
-    if rng:
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a checkpoint to use, besides the weights."""
+
+    optimizer: bool
+    rng: bool
+    progress: bool
+    """Iteration, position in the data, and the sums of the current logging interval."""
+
+
+def to_load(run: Saveable, parts: Parts) -> Contents:
+    """Where to read the tensors of a checkpoint into."""
+    contents = _models(run)
+    if parts.optimizer:
+        contents.state_dict["optimizer"] = optimizer_state.state_to_load(
+            run.optimizer, run.config.optimizer, contents.weights
+        )
+    if parts.rng:
         contents.state_dict["rng_state"] = _rng_state(run)
     return contents
 
 
-def restore(run: Saveable, contents: Contents, loaded: dict[str, Any]) -> None:
+def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, Any]) -> None:
     """Put what was read into `run`."""
     for key, chunk in _chunks(run).items():
         chunk.load_state_dict(loaded[key])
+    if parts.optimizer:
+        _restore_optimizer(run, contents, loaded)
+    else:
+        run.optimizer.reload_model_params()  # into the fp32 copies of 16-bit weights
+    if parts.progress:
+        for name, value in loaded["train_state"].items():
+            setattr(run.state, name, value)
+        if not parts.optimizer:
+            run.state.scheduled_samples = 0  # as Megatron-LM: the curve's position goes with the optimizer
+    if parts.rng:
+        run.device.set_rng_state(loaded["rng_state"]["dropout"])
+        _tracker().set_states(loaded["rng_state"]["tracker"])
+
+
+def _restore_optimizer(run: Saveable, contents: Contents, loaded: dict[str, Any]) -> None:
     optimizer_state.restore(run.optimizer, run.config.optimizer, contents.names, loaded.get("optimizer", {}))
     optimizer_state.set_step_count(run.optimizer, loaded["optimizer_step"])
     if loaded["grad_scaler"]:
@@ -75,11 +114,6 @@ def restore(run: Saveable, contents: Contents, loaded: dict[str, Any]) -> None:
             part.grad_scaler.load_state_dict(
                 {**loaded["grad_scaler"], "scale": torch.tensor([loaded["grad_scaler"]["scale"]], dtype=torch.float32)}
             )
-    for name, value in loaded["train_state"].items():
-        setattr(run.state, name, value)
-    if "rng_state" in loaded:
-        run.device.set_rng_state(loaded["rng_state"]["dropout"])
-        _tracker().set_states(loaded["rng_state"]["tracker"])
 
 
 def rng_grid(run: Saveable) -> list[int]:

@@ -11,7 +11,7 @@ after a kill at any of them, each `iter_*` folder is either absent or whole, and
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ext.errors import DataError
@@ -20,14 +20,14 @@ TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|replaced)")
+_LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|replaced|removed)")
 # megatron-core writes both at the end of a save, after all shards.
 _WRITTEN_LAST = (".metadata", "metadata.json")
 
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint to resume from."""
+    """A checkpoint to resume from."""
 
     path: Path
     iteration: int
@@ -55,34 +55,55 @@ def saved_iterations(folder: str | Path) -> list[int]:
 
 
 def find_latest(folder: str | Path) -> Found | None:
-    """The checkpoint that the tracker names; where it names none that is whole, the newest whole one.
+    """The first of `find_all`."""
+    return next(iter(find_all(folder)), None)
+
+
+def find_all(folder: str | Path) -> list[Found]:
+    """The whole checkpoints in the order in which to try them: the one that the tracker names, then the newest first.
 
     Returns:
-        None where the folder holds neither a tracker nor a checkpoint.
+        An empty list where the folder holds neither a tracker nor a checkpoint.
     Raises:
         DataError: there is a tracker, but no whole checkpoint.
         OSError: the folder cannot be read.
     """
     tracker = Path(folder) / TRACKER
-    iterations = saved_iterations(folder)
+    newest_first = saved_iterations(folder)[::-1]
     said = tracker.read_bytes()[:100].decode(errors="replace").strip() if tracker.exists() else None
-    if said is not None and said.isdecimal() and int(said) in iterations:
-        return Found(iteration_folder(folder, int(said)), int(said))
+    if said is not None and said.isdecimal() and int(said) in newest_first:
+        return [find_iteration(folder, step) for step in sorted(newest_first, key=lambda step: step != int(said))]
     if said is None:
         problem = f"{tracker} is missing"
     elif said.isdecimal():
         problem = f"{tracker} names iteration {said}, which is missing or not whole"
+        if list(iteration_folder(folder, int(said)).glob("mp_rank_*")):
+            problem += " (it is in Megatron-LM's legacy format: a free pickle, which is not read)"
     else:
         problem = f"{tracker} holds {said!r} instead of an iteration"
-    if not iterations:
+    if not newest_first:
         if said is None:
-            return None
+            return []
         raise DataError(
             f"{problem}, and there is no whole checkpoint in {folder}. Give the right folder with --load, or remove "
             "the file to start afresh."
         )
-    newest = iteration_folder(folder, iterations[-1])
-    return Found(newest, iterations[-1], f"{problem}; using the newest whole checkpoint, {newest}")
+    found = [find_iteration(folder, step) for step in newest_first]
+    newest = found[0]
+    return [replace(newest, warning=f"{problem}; using the newest whole checkpoint, {newest.path}"), *found[1:]]
+
+
+def find_iteration(folder: str | Path, iteration: int) -> Found:
+    """The checkpoint of `iteration`.
+
+    Raises:
+        DataError: there is none, or it is not whole.
+    """
+    path = iteration_folder(folder, iteration)
+    if not path.is_dir() or not _is_whole(path):
+        there = ", ".join(map(str, saved_iterations(folder))) or "none"
+        raise DataError(f"{path} is missing or not whole; the whole checkpoints in {folder} are those of: {there}.")
+    return Found(path, iteration)
 
 
 def make_partial(folder: str | Path, iteration: int) -> Path:
@@ -103,6 +124,14 @@ def remove_leftovers(folder: str | Path) -> None:
     for entry in Path(folder).iterdir():
         if _LEFTOVER.fullmatch(entry.name):
             shutil.rmtree(entry)
+
+
+def remove(folder: str | Path, iteration: int) -> None:
+    """Remove a checkpoint: its name first, so that no part of it ever passes for a whole one."""
+    path = iteration_folder(folder, iteration)
+    removed = path.with_name(f".{path.name}.removed")
+    path.rename(removed)
+    shutil.rmtree(removed)
 
 
 def publish(folder: str | Path, iteration: int) -> Path:

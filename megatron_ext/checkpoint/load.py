@@ -2,7 +2,9 @@
 
 import pickle
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -10,8 +12,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents
-from megatron_ext.checkpoint.folder import Found, find_latest
+from megatron_ext.checkpoint.folder import Found, find_all, find_iteration
+from megatron_ext.checkpoint.safe_reading import no_code_from_files
 from megatron_ext.checkpoint.saveable import Saveable
+from megatron_ext.checkpoint.verify import damage
 from megatron_ext.errors import DataError, StorageError, TrainingError
 
 # What the engine and torch raise for a file that is cut short, altered or missing, or for other tensors than wanted.
@@ -32,21 +36,22 @@ _UNREADABLE = (
 def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
     """Put the latest checkpoint of `folder` into `run`. Collective.
 
-    In the layout that saved it, the run then goes on exactly as if it had not been interrupted.
+    In the layout that saved it, the run then goes on exactly as if it had not been interrupted, unless --finetune and
+    the like leave parts of it aside. A checkpoint that is
+    not as its manifest says is passed over with a warning, for the next newest, unless --no-fallback forbids it.
 
     Returns:
         Its iteration; None where the folder holds no checkpoint.
     Raises:
-        DataError: what is there cannot be read, or is of another model.
+        DataError: none is as it was written, or the first that is cannot be read, or is of another model.
         StorageError: the folder cannot be read.
     """
-    found = _agree_on_latest(run, folder)
+    found = _first_undamaged(run, _agree_on_candidates(run, folder), folder)
     if found is None:
         return None
-    if found.warning and run.rank == 0:
-        print(f"warning: {found.warning}", file=sys.stderr)
     try:
-        _read(run, found.path)
+        with no_code_from_files():
+            _read(run, found.path)
     except _UNREADABLE as error:
         raise DataError(
             f"the checkpoint {found.path} cannot be read as one of this model: {_reason(error)}. Compare its "
@@ -55,27 +60,68 @@ def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
     return found.iteration
 
 
+def _first_undamaged(run: Saveable, candidates: list[Found], folder: str | Path) -> Found | None:
+    damaged = []
+    for found in candidates:
+        if found.warning:
+            _warn(run, found.warning)
+        problems = damage(found.path)
+        if not problems:
+            if problems is None:
+                _warn(run, f"{found.path} has no manifest: whether it is damaged is not known")
+            if damaged:
+                _warn(run, f"{'; '.join(damaged)}; using the next whole checkpoint, {found.path}")
+            return found
+        damaged.append(f"the checkpoint {found.path} is damaged ({', '.join(problems[:5])})")
+        if run.config.checkpoint.no_fallback:
+            others = [str(other.iteration) for other in candidates if other is not found]
+            offer = f"leave --no-fallback out to use another: {', '.join(others)}" if others else "there is no other"
+            raise DataError(f"{damaged[0]}; {offer}.")
+    if damaged:
+        raise DataError(
+            f"{'; '.join(damaged)}; there is no whole checkpoint in {folder}. Give another folder with --load."
+        )
+    return None
+
+
 def _read(run: Saveable, path: Path) -> None:
     common = dist_checkpointing.load_common_state_dict(str(path))
-    same_grid = common["rng_grid"] == contents.rng_grid(run)
-    if not same_grid and run.rank == 0:
-        print(
-            f"warning: {path} was saved by (pipeline, data, tensor) = {tuple(common['rng_grid'])} ranks: dropout goes "
-            "on from new random numbers",
-            file=sys.stderr,
-        )
-    to_load = contents.to_load(run, rng=same_grid)
+    parts = _wanted(run, path, common)
+    to_load = contents.to_load(run, parts)
     # Not every rank reads every tensor: no need for the engine to see that they all do.
     loaded = dist_checkpointing.load(to_load.state_dict, str(path), validate_access_integrity=False)
-    contents.restore(run, to_load, loaded)  # pyright: ignore[reportArgumentType]
+    contents.restore(run, to_load, parts, loaded)  # pyright: ignore[reportArgumentType]
 
 
-def _agree_on_latest(run: Saveable, folder: str | Path) -> Found | None:
+def _wanted(run: Saveable, path: Path, common: Mapping[str, Any]) -> contents.Parts:
+    """What the flags ask for, of what is there."""
+    flags = run.config.checkpoint
+    optimizer = not (flags.finetune or flags.no_load_optim)
+    if optimizer and "optimizer_step" not in common:
+        raise DataError(
+            f"the checkpoint {path} was saved without optimizer state; add --no-load-optim to go on with a new one, "
+            "or --finetune to begin at iteration 0."
+        )
+    rng = not (flags.finetune or flags.no_load_rng)
+    grid = common.get("rng_grid")
+    if rng and grid != contents.rng_grid(run):
+        whose = (
+            f"{path} was saved by (pipeline, data, tensor) = {tuple(grid)} ranks"
+            if grid
+            else f"{path} holds no random state"
+        )
+        _warn(run, f"{whose}: dropout goes on from new random numbers")
+        rng = False
+    return contents.Parts(optimizer=optimizer, rng=rng, progress=not flags.finetune)
+
+
+def _agree_on_candidates(run: Saveable, folder: str | Path) -> list[Found]:
     """The first rank looks and tells: on a network file system others may still see an older folder."""
-    answer: list[Found | TrainingError | None] = [None]
+    answer: list[list[Found] | TrainingError] = [[]]
     if run.rank == 0:
         try:
-            answer = [find_latest(folder)]
+            step = run.config.checkpoint.ckpt_step
+            answer = [find_all(folder) if step is None else [find_iteration(folder, step)]]
         except DataError as error:
             answer = [error]
         except OSError as error:
@@ -85,6 +131,11 @@ def _agree_on_latest(run: Saveable, folder: str | Path) -> Found | None:
     if isinstance(found, TrainingError):
         raise found
     return found
+
+
+def _warn(run: Saveable, text: str) -> None:
+    if run.rank == 0:
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def _reason(error: BaseException) -> str:

@@ -432,21 +432,19 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "choosing what to load comes with the checkpoint issue; --load resumes the newest checkpoint in full",
+        "--load reads any layout, and --ckpt-step, --finetune and --no-load-optim choose what of it; use those",
         """
-        --finetune, --pretrained-checkpoint N, --ckpt-step N, --no-load-optim, --no-load-rng,
-        --load-main-params-from-ckpt, --override-opt_param-scheduler, --override-opt-param-scheduler,
-        --override-ckpt-iteration N, --use-checkpoint-opt_param-scheduler, --use-checkpoint-opt-param-scheduler,
-        --use-checkpoint-args, --use-mp-args-from-checkpoint-args
+        --pretrained-checkpoint N, --load-main-params-from-ckpt, --override-ckpt-iteration N,
+        --use-mp-args-from-checkpoint-args
         """,
     ),
     (
         "checkpoints are complete and kept until deleted in this version; use --save and --save-interval",
         """
-        --save-retain-interval N, --no-save-optim, --no-save-rng, --non-persistent-save-interval N,
+        --non-persistent-save-interval N,
         --non-persistent-ckpt-type N, --non-persistent-global-ckpt-dir N, --non-persistent-local-ckpt-dir N,
         --non-persistent-local-ckpt-algo N =fully_parallel, --replication, --replication-jump N,
-        --replication-factor N =2, --async-save, --async-strategy N =nvrx, --async-ckpt-cpu-priority N =10,
+        --replication-factor N =2, --async-strategy N =nvrx, --async-ckpt-cpu-priority N =10,
         --async-ckpt-io-priority N =3, --async-ckpt-use-cpu-shm, --use-persistent-ckpt-worker,
         --ckpt-convert-format N, --ckpt-convert-save N, --ckpt-convert-update-legacy-dist-opt-format,
         --verify-integrity, --dist-ckpt-save-pre-mcore-014, --dist-ckpt-strictness N =assume_ok_unexpected,

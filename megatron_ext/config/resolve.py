@@ -23,6 +23,7 @@ class Facts:
         cuda_available: whether this machine shows an NVIDIA GPU.
         vocab_size: entries of the tokenizer that the flags name, or None if they name none.
         tokenizer_error: why that tokenizer could not be read, or None.
+        saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
         missing_paths: files that the flags name and that do not exist (`config.blend.missing_paths`).
     """
 
@@ -31,6 +32,7 @@ class Facts:
     vocab_size: int | None = None
     tokenizer_error: str | None = None
     missing_paths: tuple[str, ...] = ()
+    saved: Mapping[str, Any] | None = None
 
 
 def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:

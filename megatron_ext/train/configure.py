@@ -2,16 +2,19 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.checkpoint.folder import CONFIG, find_iteration, find_latest
 from megatron_ext.config.arguments import Typed, parse
 from megatron_ext.config.blend import missing_paths
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.saved import adopt, read_saved
 from megatron_ext.config.schema import Config
 from megatron_ext.config.validate import problems
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
 from megatron_ext.tokenizer.build import build_tokenizer
 
 
@@ -28,12 +31,56 @@ def configure(argv: Sequence[str]) -> Configured:
         ConfigurationError: with every problem that was found.
     """
     typed = parse(argv)
-    facts = gather_facts(typed)
+    saved = _saved_values(typed.values)
+    if saved is not None:
+        typed = replace(typed, values=adopt(typed.values, saved))
+    facts = replace(gather_facts(typed), saved=saved)
     config = resolve(typed.values, facts)
-    found = problems(config, facts)
+    found = problems(config, facts) or _other_curves(config, facts)
     if found:
         raise ConfigurationError(found)
     return Configured(config, typed)
+
+
+def _saved_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The configuration of the checkpoint that will be loaded; None where there is none."""
+    folder, step = values.get("load"), values.get("ckpt_step")
+    if folder is None:
+        return None
+    try:
+        found = find_latest(folder) if step is None else find_iteration(folder, step)
+    except (DataError, OSError):
+        return None  # loading says so, in full
+    return read_saved(found.path / CONFIG) if found is not None else None
+
+
+def _other_curves(config: Config, facts: Facts) -> list[str]:
+    """Why the run would go on along other curves than it began; empty where it does not, or is meant to."""
+    flags, saved = config.checkpoint, facts.saved
+    chosen = flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler
+    if saved is None or flags.finetune or flags.no_load_optim or chosen:
+        return []
+    if not {"lr", "global_batch_size"} <= saved.keys() or not {"train_iters", "train_samples"} & saved.keys():
+        return []  # not the configuration of a run
+    before = resolve(saved, Facts(world_size=config.layout.world_size))
+    now, then = (vars(LearningRateCurve.from_config(of)) for of in (config, before))
+    names = {"peak": "--lr", "lowest": "--min-lr", "decay": "decay in samples", "warmup": "warmup in samples"}
+    different = [
+        f"{names.get(name, name)} {now[name]} instead of {then[name]}" for name in now if now[name] != then[name]
+    ]
+    decay, was = WeightDecayCurve.from_config(config), WeightDecayCurve.from_config(before)
+    if decay != was and not decay.start == decay.end == was.start == was.end:
+        different.append(
+            f"weight decay {decay.start} to {decay.end} in {decay.length} samples instead of {was.start} "
+            f"to {was.end} in {was.length}"
+        )
+    if not different:
+        return []
+    return [
+        f"the curves of learning rate and weight decay are not those of the checkpoint in --load {flags.load}: "
+        f"{', '.join(different)}; add --override-opt-param-scheduler to follow the flags, or "
+        f"--use-checkpoint-opt-param-scheduler to follow the checkpoint"
+    ]
 
 
 def gather_facts(typed: Typed) -> Facts:

@@ -1,8 +1,9 @@
 """The main job: build the run, load a checkpoint if there is one, train."""
 
 from megatron_ext import device
+from megatron_ext.checkpoint.lock import hold_until_exit
 from megatron_ext.config.schema import Config
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, TrainingError
 from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.report import RunStatus
 from megatron_ext.resilience.signals import SignalWatcher
@@ -15,7 +16,7 @@ def pretrain(config: Config, status: RunStatus) -> None:
         TrainingError: whatever ends the run before its planned end.
     """
     if config.checkpoint.save is not None and status.rank == 0:
-        exit_record.clear(config.checkpoint.save)
+        _claim(config.checkpoint.save, status)
     here = device.install(config.layout.device)
     # Only now may megatron-core be imported.
     from megatron_ext.parallel import groups
@@ -34,10 +35,21 @@ def pretrain(config: Config, status: RunStatus) -> None:
                 "or leave out --exit-on-missing-checkpoint to start afresh"
             )
         if run.rank == 0:
-            found = f"resuming at iteration {iteration} of" if iteration is not None else "starting afresh: none in"
+            verb = "finetuning from" if config.checkpoint.finetune else "resuming at"
+            found = f"{verb} iteration {iteration} of" if iteration is not None else "starting afresh: none in"
             print(f"checkpoint: {found} {config.checkpoint.load}", flush=True)
     # One rank watches the stop file and tells the others at the end of a step.
     with SignalWatcher(stop_file(config) if status.rank == 0 else None) as signals:
         Trainer(run, standard_callbacks(run, signals, status)).fit()
     run.loaders.close()
     groups.destroy()
+
+
+def _claim(save: str, status: RunStatus) -> None:
+    """Make the save folder this job's own."""
+    try:
+        hold_until_exit(save)
+    except TrainingError:
+        status.save = None  # it is another's: leave no record there
+        raise
+    exit_record.clear(save)

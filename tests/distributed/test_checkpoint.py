@@ -78,7 +78,7 @@ def test_folder_has_megatrons_names_and_the_configuration(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "iter_0000002", TRACKER]
     assert (tmp_path / TRACKER).read_text() == "2"
     names = {path.name for path in (tmp_path / "iter_0000002").iterdir()}
-    assert {".metadata", "metadata.json", "config.yaml", "__0_0.distcp"} <= names
+    assert names == {".metadata", "metadata.json", "config.yaml", "manifest.json", "__0_0.distcp", "__1_0.distcp"}
     config = yaml.safe_load((tmp_path / "iter_0000002" / "config.yaml").read_text())
     assert config["hidden_size"] == 32
 
@@ -148,15 +148,18 @@ def test_every_rank_says_that_saving_failed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["another model", "truncated shard", "missing shard", "garbage metadata"])
 def test_what_cannot_be_loaded_is_named(damage: str, tmp_path: Path) -> None:
+    """Where no manifest tells of the damage, the engine does."""
     run_ranks(1, _save_at, str(tmp_path), [1], FLAGS)
     flags = [*FLAGS, "--hidden-size", "64"] if damage == "another model" else FLAGS
-    shard = tmp_path / "iter_0000001" / "__0_0.distcp"
+    checkpoint = tmp_path / "iter_0000001"
+    (checkpoint / "manifest.json").unlink()
+    shard = checkpoint / "__0_0.distcp"
     match damage:
         case "truncated shard":
             shard.write_bytes(shard.read_bytes()[:2000])
         case "missing shard":
             shard.unlink()
         case "garbage metadata":
-            (tmp_path / "iter_0000001" / ".metadata").write_bytes(b"garbage")
+            (checkpoint / ".metadata").write_bytes(b"garbage")
     with pytest.raises(RankError, match=r"DataError: the checkpoint \S*iter_0000001 cannot be read"):
         run_ranks(1, _load, str(tmp_path), flags)

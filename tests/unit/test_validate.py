@@ -117,6 +117,11 @@ WRONG = [
     ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
     ("--save-interval 5", "add --save checkpoints"),
     ("--exit-on-missing-checkpoint", "needs --load"),
+    ("--ckpt-step 5", "needs --load"),
+    ("--use-checkpoint-args", "--load is missing"),
+    ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "exclude each other"),
+    ("--keep-last-checkpoints 2", "add --save checkpoints"),
+    ("--save a --save-interval 10 --save-retain-interval 25", "use --save-retain-interval 30"),
     ("--profile --profile-step-start 5 --profile-step-end 5", "use --profile-step-start 5 --profile-step-end 7"),
 ]  # fmt: skip
 
@@ -190,7 +195,7 @@ def test_each_rule_is_seen_to_speak_by_a_test_above():
     """A rule that no example reaches would be one that cannot fail."""
     spoken = set()
     lines = [line for line, _ in WRONG] + [example.flags for example in EXAMPLES.values()]
-    facts = [Facts(missing_paths=("--data-path x.bin",)), Facts(world_size=3, vocab_size=10**6)]
+    facts = [Facts(missing_paths=("--data-path x.bin",)), Facts(world_size=3, vocab_size=10**6, saved={})]
     for line in lines:
         for fact in facts:
             config = resolve(parse(shlex.split(f"{BASE} {line}")).values, fact)

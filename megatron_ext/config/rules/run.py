@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 
 from megatron_ext.config.blend import DATA_PATH_NAMES, read_blend
-from megatron_ext.config.options import flag_of
+from megatron_ext.config.options import flag_of, options_by_name
 from megatron_ext.config.resolve import Facts
+from megatron_ext.config.saved import model_names
 from megatron_ext.config.schema import Config
 
 _REQUIRED = {
@@ -33,7 +34,7 @@ _AT_LEAST_ONE = {
     ),
     "optimizer": "lr_decay_iters lr_decay_samples",
     "data": "vocab_size",
-    "checkpoint": "save_interval",
+    "checkpoint": "save_interval keep_last_checkpoints save_retain_interval",
     "logging": "log_interval tensorboard_log_interval",
 }
 
@@ -42,6 +43,7 @@ _AT_LEAST_ZERO = {
     "training": "eval_interval eval_iters seed",
     "optimizer": "lr weight_decay clip_grad sgd_momentum",
     "data": "num_workers",
+    "checkpoint": "ckpt_step",
 }
 
 _ABOVE_ZERO = {
@@ -156,8 +158,47 @@ def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.save_interval is not None and checkpoint.save is None:
         yield f"--save-interval {checkpoint.save_interval} needs a folder; add --save checkpoints"
+    for name in ("keep_last_checkpoints", "save_retain_interval"):
+        if getattr(checkpoint, name) is not None and checkpoint.save is None:
+            yield f"{flag_of(name)} {getattr(checkpoint, name)} needs a folder; add --save checkpoints"
+    retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
+    if retain and interval and retain > 0 and interval > 0 and retain % interval:
+        yield (
+            f"--save-retain-interval {retain} is not a multiple of --save-interval {interval}, so that most of its "
+            f"steps are never saved; use --save-retain-interval {-(-retain // interval) * interval}"
+        )
+    if checkpoint.ckpt_step is not None and checkpoint.load is None:
+        yield f"--ckpt-step {checkpoint.ckpt_step} needs --load, the folder to load from; add it, or leave the step out"
     if checkpoint.exit_on_missing_checkpoint and checkpoint.load is None:
         yield "--exit-on-missing-checkpoint needs --load, the folder to resume from; add it, or leave the switch out"
+
+
+def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
+    if facts.saved is None:
+        return
+    model = vars(config.model) | {"vocab_size": config.data.vocab_size}
+    for name in model_names(facts.saved, finetune=config.checkpoint.finetune):
+        was = facts.saved.get(name, options_by_name()[name].default)
+        if model[name] == was:
+            continue
+        flag = flag_of(name)
+        if isinstance(was, bool):
+            now, fix = ("not given", f"add {flag}") if was else ("given", f"leave {flag} out")
+            yield f"{flag} is {now}, but the checkpoint in --load was saved {'with' if was else 'without'} it; {fix}"
+        elif was is not None:
+            yield f"{flag} {model[name]}, but the checkpoint in --load was saved with {was}; use {flag} {was}"
+
+
+def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.use_checkpoint_args and facts.saved is None:
+        where = f"--load {checkpoint.load} holds none that is whole" if checkpoint.load else "--load is missing"
+        yield f"--use-checkpoint-args takes the model from a checkpoint, but {where}; give a folder that has one"
+    if checkpoint.override_opt_param_scheduler and checkpoint.use_checkpoint_opt_param_scheduler:
+        yield (
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; keep one "
+            "of them"
+        )
 
 
 def wandb_is_installed(config: Config, facts: Facts) -> Iterator[str]:
@@ -217,6 +258,8 @@ RULES = (
     tokenizer_is_given,
     vocabulary_covers_the_tokenizer,
     saving_has_a_folder,
+    model_is_that_of_the_checkpoint,
+    checkpoint_options_have_a_checkpoint,
     wandb_is_installed,
     compiling_is_possible,
     profile_has_a_range,

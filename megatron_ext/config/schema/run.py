@@ -14,7 +14,36 @@ class CheckpointConfig:
         "Steps between two checkpoints; without it only the end is saved.",
         aliases=("--persistent-save-interval",),
     )
+    async_save: bool = option(False, "Write checkpoints in the background; training stops only for a copy in memory.")
+    keep_last_checkpoints: int | None = option(None, "Keep this many of the newest checkpoints; default all.")
+    save_retain_interval: int | None = option(
+        None, "Keep the checkpoints of every multiple of this many steps; of the others, the newest alone."
+    )
     ckpt_format: str = option("torch_dist", "Format of checkpoints.", choices=("torch_dist",))
+    no_fallback: bool = option(
+        False, "Fail when the checkpoint to load is damaged; default warn and use the newest that is whole."
+    )
+    ckpt_step: int | None = option(None, "Load the checkpoint of this iteration; default the latest.")
+    finetune: bool = option(
+        False, "Load the weights alone and begin at iteration 0: no optimizer state, no random state, no data position."
+    )
+    no_load_optim: bool = option(
+        False, "Leave the optimizer state and the position on the learning-rate curve of the checkpoint aside."
+    )
+    no_load_rng: bool = option(False, "Leave the state of the random generators (dropout) of the checkpoint aside.")
+    no_save_optim: bool = option(False, "Save no optimizer state: smaller, but the run cannot be resumed exactly.")
+    no_save_rng: bool = option(False, "Save no state of the random generators.")
+    use_checkpoint_args: bool = option(False, "Take the model's flags from the checkpoint that --load names.")
+    override_opt_param_scheduler: bool = option(
+        False,
+        "Follow the learning-rate and weight-decay curves of the flags, where the checkpoint's are others.",
+        aliases=("--override-opt_param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False,
+        "Follow the checkpoint's learning-rate and weight-decay curves, whatever the flags say.",
+        aliases=("--use-checkpoint-opt_param-scheduler",),
+    )
     exit_on_missing_checkpoint: bool = option(False, "Fail when --load holds no checkpoint; default start afresh.")
 
 

@@ -1,32 +1,51 @@
-"""Save every --save-interval steps and at the end."""
+"""Save every --save-interval steps and at the end; with --async-save, while the training goes on."""
 
 import time
 
-from megatron_ext.checkpoint.save import save_checkpoint
+from megatron_ext.checkpoint.save import Save
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Checkpointing(Callback):
-    def __init__(self, folder: str, interval: int | None):
+    def __init__(self, folder: str, interval: int | None, *, background: bool):
         self.folder = folder
         self.interval = interval
+        self.background = background
         self.saved_at: int | None = None
+        self._save: Save | None = None
+        self._started = 0.0
+        self._stall = 0.0
 
     def on_start(self, trainer: Trainer) -> None:
         self.saved_at = trainer.run.state.iteration
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if self._save is not None and self._save.written():
+            self._finish()
         if self.interval and trainer.run.state.iteration % self.interval == 0:
-            self._save(trainer)
+            self._start(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
         if self.saved_at != trainer.run.state.iteration:
-            self._save(trainer)
+            self._start(trainer)
+        self._finish()
 
-    def _save(self, trainer: Trainer) -> None:
-        started = time.perf_counter()
-        path = save_checkpoint(trainer.run, self.folder)
+    def _start(self, trainer: Trainer) -> None:
+        self._finish()
+        self._started = time.perf_counter()
+        self._save = Save(trainer.run, self.folder, background=self.background)
+        self._stall = time.perf_counter() - self._started
         self.saved_at = trainer.run.state.iteration
-        if trainer.run.rank == 0:
-            print(f"checkpoint: saved {path} in {time.perf_counter() - started:.1f} s", flush=True)
+        if not self.background:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the save in progress, if there is one."""
+        if self._save is None:
+            return
+        save, self._save = self._save, None
+        path = save.finish()
+        if save.run.rank == 0:
+            stall = f" (in the background; training stopped for {self._stall:.1f} s)" if self.background else ""
+            print(f"checkpoint: saved {path} in {time.perf_counter() - self._started:.1f} s{stall}", flush=True)

@@ -49,7 +49,11 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     if config.checkpoint.save is not None:
         from megatron_ext.train.callbacks.checkpointing import Checkpointing
 
-        callbacks.append(Checkpointing(config.checkpoint.save, config.checkpoint.save_interval))
+        callbacks.append(
+            Checkpointing(
+                config.checkpoint.save, config.checkpoint.save_interval, background=config.checkpoint.async_save
+            )
+        )
     return callbacks
 
 

@@ -1,0 +1,67 @@
+"""One job at a time writes into a save folder. No torch here.
+
+The lock is the kernel's, on `SAVE/.lock`, and goes with the process that holds it, however that ends: a killed job
+leaves nothing to clean up. The file's content only says who it is. The lock is of POSIX's kind (`lockf`), which
+works over NFS and which the helper processes that a job forks do not inherit.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+from megatron_ext.errors import ConfigurationError, StorageError
+
+LOCK = ".lock"
+
+_held: list[IO[str]] = []
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+
+
+def hold_until_exit(folder: str | Path) -> None:
+    """Lock `folder` for this process, until it ends; the folder is made where it is missing.
+
+    Raises:
+        ConfigurationError: another job holds it.
+        StorageError: the folder cannot be made or written.
+    """
+    path = Path(folder) / LOCK
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"--save {folder}: {error.strerror}. Fix the folder's permission, or give another one."
+        ) from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _TAKEN:
+            raise ConfigurationError(_refusal(folder, file)) from None
+        print(f"warning: {folder} cannot be locked ({error.strerror}): start no second job there", file=sys.stderr)
+    file.truncate(0)
+    file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": _now()}) + "\n")
+    file.flush()
+    _held.append(file)
+
+
+def _refusal(folder: str | Path, file: IO[str]) -> str:
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+        who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    except (ValueError, KeyError, TypeError):
+        who = "one that is just starting"
+    return (
+        f"--save {folder} is in use by another job: {who}; give another folder with --save, or end that job first "
+        "(its lock ends with it)"
+    )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,32 @@
+"""Hold a checkpoint against its manifest, all ranks together: each reads a share of the files."""
+
+from pathlib import Path
+
+import torch
+
+from megatron_ext.checkpoint import manifest
+
+
+def damage(checkpoint: Path) -> list[str] | None:
+    """What is wrong with the checkpoint; empty where it is as it was written. Collective; equal on every rank.
+
+    Returns:
+        None where it has no manifest, so that nothing can be said.
+    """
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found: list[str] | None
+    try:
+        files = manifest.read(checkpoint)
+    except (OSError, ValueError) as error:
+        files, found = {}, [str(error)]
+    else:
+        found = None if files is None else []
+    if files:
+        by_size = sorted(files, key=lambda name: (files[name]["bytes"], name))
+        own = {name: files[name] for name in by_size[rank::world_size]}
+        found = manifest.problems(checkpoint, own)
+    answers: list[list[str] | None] = [None] * world_size
+    torch.distributed.all_gather_object(answers, found)
+    if answers[0] is None:
+        return None
+    return list(dict.fromkeys(problem for answer in answers for problem in answer or ()))

@@ -1,0 +1,102 @@
+"""--async-save: what is written is the step at which the save began, whatever the training does meanwhile."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.checkpoint.folder import TRACKER, saved_iterations
+from megatron_ext.checkpoint.tensors import Tensors, differences
+from megatron_ext.verify.ranks import RankError, run_ranks
+from tests.distributed.test_checkpoint import FLAGS, _build, _contents, _load, _save_at
+
+LAYOUTS = {
+    "fp32": [*FLAGS, "--hidden-dropout", "0.1"],
+    "bf16, distributed optimizer": [*FLAGS, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce"],
+}
+
+
+def _save_while_training(folder: str, flags: list[str]) -> list[str]:
+    """Begin a save at step 2, hold its writer until step 5, and then finish it; returns what lay there meanwhile."""
+    from megatron_ext.checkpoint import save
+    from megatron_ext.train.trainer import Trainer
+
+    trained = threading.Event()
+    genuine = save.write_shards
+
+    def held(request: Any, buckets: Any) -> None:
+        assert trained.wait(60)
+        genuine(request, buckets)
+
+    save.write_shards = held
+    run = _build(flags)
+    trainer = Trainer(run, [])
+    for _ in range(2):
+        trainer.step()
+    pending = save.Save(run, folder, background=True)
+    for _ in range(3):
+        trainer.step()
+    assert not pending.written()
+    there = sorted(path.name for path in Path(folder).iterdir())
+    trained.set()
+    assert pending.finish() == Path(folder) / "iter_0000002"
+    return there
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_snapshot_is_exact(layout: str, tmp_path: Path) -> None:
+    flags = LAYOUTS[layout]
+    meanwhile, synchronous = tmp_path / "background", tmp_path / "synchronous"
+    meanwhile.mkdir()
+    assert run_ranks(2, _save_while_training, str(meanwhile), flags)[0] == [".iter_0000002.partial"]
+    run_ranks(2, _save_at, str(synchronous), [2], flags)
+    one, other = (Tensors(folder / "iter_0000002") for folder in (meanwhile, synchronous))
+    assert list(differences(one, other)) == []
+    assert one.common() == other.common()
+    assert (meanwhile / TRACKER).read_text() == "2"
+    assert run_ranks(2, _load, str(meanwhile), flags) == [(2, 2), (2, 2)]
+
+
+def _train(flags: list[str], broken: bool) -> None:
+    from megatron_ext.checkpoint import save
+    from megatron_ext.train.callbacks.checkpointing import Checkpointing
+    from megatron_ext.train.trainer import Trainer
+
+    genuine = save.write_shards
+
+    def failing(request: Any, buckets: Any) -> None:
+        if run.rank == 1 and broken and run.state.iteration >= 4:
+            raise OSError(28, "No space left on device", "shard")
+        genuine(request, buckets)
+
+    save.write_shards = failing
+    run = _build(flags)
+    checkpoint = run.config.checkpoint
+    assert checkpoint.save is not None
+    Trainer(run, [Checkpointing(checkpoint.save, checkpoint.save_interval, background=checkpoint.async_save)]).fit()
+
+
+def _flags(folder: Path, *more: str) -> list[str]:
+    return [*FLAGS, "--save", str(folder), "--save-interval", "2", "--train-iters", "7", *more]
+
+
+def test_a_run_saves_the_same_in_the_background(tmp_path: Path) -> None:
+    run_ranks(2, _train, _flags(tmp_path / "a", "--async-save", "--keep-last-checkpoints", "3"), False)
+    run_ranks(2, _train, _flags(tmp_path / "b", "--keep-last-checkpoints", "3"), False)
+    assert saved_iterations(tmp_path / "a") == [4, 6, 7], "the last one is waited for"
+    assert not list((tmp_path / "a").glob(".iter*"))
+    shards = [{name: sum_ for name, sum_ in _contents(tmp_path / run).items() if "distcp" in name} for run in "ab"]
+    assert shards[0].keys() == shards[1].keys()
+    for iteration in (4, 6, 7):
+        one, other = (Tensors(tmp_path / run / f"iter_{iteration:07d}") for run in "ab")
+        assert list(differences(one, other)) == []
+
+
+def test_a_failed_background_save_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _train, _flags(tmp_path, "--async-save"), True)
+    assert len(caught.value.tracebacks) == 2
+    assert all("StorageError: cannot save a checkpoint to" in text for _, text in caught.value.tracebacks)
+    assert saved_iterations(tmp_path) == [2]
+    assert not list(tmp_path.glob(".iter*"))

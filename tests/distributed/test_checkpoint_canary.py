@@ -1,0 +1,104 @@
+"""A checkpoint from a stranger runs nothing: every pickle in it asks for a folder to be made, and none is."""
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from megatron_ext.checkpoint.safe_reading import SafeReader, read_metadata
+from megatron_ext.verify.ranks import RankError, run_ranks
+from tests.distributed.test_checkpoint import FLAGS, _load, _save_at
+
+
+class _Canary:
+    """Unpickled freely, it makes a folder."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
+def _save_with_canary(folder: str, canary: str) -> None:
+    """Save; the state of the random generators is the canary."""
+    from megatron_ext.checkpoint import contents
+
+    genuine = contents._rng_state
+
+    def planted(run: Any) -> Any:
+        entry = genuine(run)
+        entry.data = _Canary(canary)
+        return entry
+
+    contents._rng_state = planted
+    _save_at(folder, [1], FLAGS)
+
+
+def _lay(folder: Path, place: str, canary: Path) -> None:
+    if place == "generators":
+        run_ranks(1, _save_with_canary, str(folder), str(canary))
+        return
+    run_ranks(1, _save_at, str(folder), [1], FLAGS)
+    checkpoint = folder / "iter_0000001"
+    (checkpoint / "manifest.json").unlink(missing_ok=True)  # a stranger would write one that agrees
+    if place == "common.pt":
+        torch.save({"state": _Canary(str(canary))}, checkpoint / "common.pt")
+    else:
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(_Canary(str(canary))))
+
+
+@pytest.mark.parametrize("place", [".metadata", "common.pt", "generators"])
+def test_nothing_in_a_checkpoint_is_run(place: str, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    _lay(tmp_path / "save", place, canary)
+    with pytest.raises(RankError, match=r"DataError: the checkpoint \S*iter_0000001 cannot be read"):
+        run_ranks(1, _load, str(tmp_path / "save"), FLAGS)
+    assert not canary.exists()
+
+
+def test_the_canary_sings_where_pickle_is_trusted(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    pickle.loads(pickle.dumps(_Canary(str(canary))))
+    assert canary.is_dir()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"cos\nsystem\n(S'true'\ntR.",
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"ctorch\nload\n(S'x'\ntR.",
+        b"ctorch.serialization\nload\n(S'x'\ntR.",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata.__init__\n.",
+        b"]q\x00.",
+        b"",
+        b"\x80\x04\x95garbage",
+    ],
+)
+def test_only_metadata_is_made(payload: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        read_metadata(io.BytesIO(payload))
+
+
+def test_what_torch_and_the_engine_write_is_read_alike(tmp_path: Path) -> None:
+    run_ranks(2, _save_at, str(tmp_path), [1], [*FLAGS, "--bf16", "--use-distributed-optimizer"])
+    folder = tmp_path / "iter_0000001"
+    ours, torchs = SafeReader(folder).read_metadata(), FileSystemReader(folder).read_metadata()
+    assert ours.state_dict_metadata == torchs.state_dict_metadata
+    assert ours.storage_data == torchs.storage_data
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "..", ""])
+def test_shards_lie_beside_the_metadata(name: str, tmp_path: Path) -> None:
+    run_ranks(1, _save_at, str(tmp_path), [1], FLAGS)
+    metadata = FileSystemReader(tmp_path / "iter_0000001").read_metadata()
+    assert metadata.storage_data
+    next(iter(metadata.storage_data.values())).relative_path = name
+    with pytest.raises(pickle.UnpicklingError, match="not one beside it"):
+        read_metadata(io.BytesIO(pickle.dumps(metadata)))

@@ -1,0 +1,127 @@
+"""A checkpoint with a single wrong byte is refused, with the file named, and the one before it is used."""
+
+import contextlib
+import io
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.checkpoint import manifest
+from megatron_ext.verify.ranks import RankError, run_ranks
+from tests.distributed.test_checkpoint import FLAGS, _load, _save_at
+
+
+def _flip(path: Path, offset: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def _damage(checkpoint: Path, kind: str) -> str:
+    """Damage a file of the checkpoint; returns its name."""
+    name, _, what = kind.partition(" ")
+    path = checkpoint / name
+    match what:
+        case "flipped":
+            _flip(path, path.stat().st_size // 2)
+        case "truncated":
+            path.write_bytes(path.read_bytes()[:-1])
+        case "empty":
+            path.write_bytes(b"")
+        case "missing":
+            path.unlink()
+    return name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of iterations 1 and 2, by two ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(2, _save_at, str(folder), [1, 2], FLAGS)
+    return folder
+
+
+def _load_and_listen(folder: str, flags: list[str]) -> tuple[int | None, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        iteration, _ = _load(folder, flags)
+    return iteration, said.getvalue()
+
+
+DAMAGES = [
+    "__0_0.distcp flipped",
+    "__1_0.distcp truncated",
+    "__0_0.distcp empty",
+    "__1_0.distcp missing",
+    ".metadata flipped",
+    "metadata.json flipped",
+    "config.yaml flipped",
+    "manifest.json flipped",
+]
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_the_one_before_is_used(kind: str, saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    name = _damage(folder / "iter_0000002", kind)
+    [(iteration, said), other] = run_ranks(2, _load_and_listen, str(folder), FLAGS)
+    assert (iteration, other) == (1, (1, ""))
+    assert f"{folder}/iter_0000002 is damaged ({name} " in said
+    assert f"using the next whole checkpoint, {folder}/iter_0000001" in said
+
+
+def test_no_fallback_refuses_and_names_the_other(saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    name = _damage(folder / "iter_0000002", "__0_0.distcp flipped")
+    with pytest.raises(RankError, match=rf"DataError: .*iter_0000002 is damaged \({name} .*--no-fallback out .*: 1\."):
+        run_ranks(2, _load, str(folder), [*FLAGS, "--no-fallback"])
+
+
+def test_nothing_whole_is_left(saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    for iteration in (1, 2):
+        _damage(folder / f"iter_000000{iteration}", "__0_0.distcp flipped")
+    with pytest.raises(RankError, match=r"DataError: .*iter_0000002 is damaged.*iter_0000001 is damaged"):
+        run_ranks(1, _load, str(folder), FLAGS)
+
+
+def test_one_without_a_manifest_is_loaded_with_a_warning(saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    (folder / "iter_0000002" / manifest.MANIFEST).unlink()
+    [(iteration, said)] = run_ranks(1, _load_and_listen, str(folder), FLAGS)
+    assert iteration == 2
+    assert "has no manifest" in said
+
+
+def test_200_flipped_bits(saved: Path) -> None:
+    """Anywhere in any file, chosen by size. Each is found by what `load_checkpoint` asks before it reads anything."""
+    checkpoint = saved / "iter_0000002"
+    files = manifest.read(checkpoint)
+    assert files is not None
+    paths = sorted(checkpoint.iterdir())
+    assert {path.name for path in paths} == {*files, manifest.MANIFEST}
+    chance = random.Random(0)
+    for path in chance.choices(paths, [path.stat().st_size for path in paths], k=200):
+        offset, bit = chance.randrange(path.stat().st_size), chance.randrange(8)
+        _flip(path, offset, bit)
+        if path.name == manifest.MANIFEST:
+            with pytest.raises(ValueError, match=manifest.MANIFEST):
+                manifest.read(checkpoint)
+        else:
+            [problem] = manifest.problems(checkpoint, files)
+            assert problem.startswith(f"{path.name} has another checksum")
+        _flip(path, offset, bit)
+    assert manifest.problems(checkpoint, files) == []
+
+
+def test_every_byte_of_the_manifest_counts(tmp_path: Path) -> None:
+    (tmp_path / "shard").write_bytes(b"content")
+    manifest.write(tmp_path, manifest.describe([tmp_path / "shard"]))
+    path = tmp_path / manifest.MANIFEST
+    for offset in range(path.stat().st_size):
+        _flip(path, offset)
+        with pytest.raises(ValueError, match="damaged"):
+            manifest.read(tmp_path)
+        _flip(path, offset)
+    assert manifest.read(tmp_path) is not None

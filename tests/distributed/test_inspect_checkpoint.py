@@ -1,0 +1,73 @@
+"""tools/inspect_checkpoint.py, as its users call it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.verify.ranks import run_ranks
+from tests.distributed.test_checkpoint import FLAGS, _save_at
+from tests.launched import ROOT
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(2, _save_at, str(folder), [1, 2], [*FLAGS, "--tensor-model-parallel-size", "2"])
+    return folder
+
+
+def _inspect(*words: object) -> tuple[int, str]:
+    command = [sys.executable, "tools/inspect_checkpoint.py", *map(str, words)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_ls(saved: Path) -> None:
+    code, said = _inspect("ls", saved)
+    first, second = said.splitlines()
+    assert code == 0
+    assert first.startswith("  iter_0000001 ")
+    assert second.startswith("* iter_0000002 ")
+    assert second.endswith("manifest")
+
+
+def test_show_lists_whole_tensors(saved: Path) -> None:
+    code, said = _inspect("show", saved)
+    lines = {line.split()[0]: line.split()[1:] for line in said.splitlines()}
+    assert code == 0
+    assert lines["iteration"] == ["2"]
+    assert lines["adam_updates"] == ["2"]
+    # 61 entries padded to 64; both tensor-parallel halves.
+    assert lines["embedding.word_embeddings.weight"][:4] == ["float32", "64", "x", "32"]
+    assert lines["decoder.final_layernorm.weight"][:3] == ["float32", "32", "norm"]
+    assert float(lines["decoder.final_layernorm.weight"][-1]) == pytest.approx(32**0.5, rel=0.1)
+    assert "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight" in lines
+
+
+def test_verify(saved: Path, tmp_path: Path) -> None:
+    code, said = _inspect("verify", saved / "iter_0000001")
+    assert (code, "are as they were written" in said) == (0, True)
+    copy = Path(shutil.copytree(saved, tmp_path / "copy")) / "iter_0000001"
+    shard = bytearray((copy / "__1_0.distcp").read_bytes())
+    shard[1000] ^= 4
+    (copy / "__1_0.distcp").write_bytes(shard)
+    code, said = _inspect("verify", copy)
+    assert (code, "__1_0.distcp has another checksum" in said) == (65, True)
+
+
+def test_diff(saved: Path) -> None:
+    one, two = saved / "iter_0000001", saved / "iter_0000002"
+    code, said = _inspect("diff", one, one)
+    assert (code, said.startswith("identical: ")) == (0, True)
+    code, said = _inspect("diff", one, two)
+    assert code == 1
+    assert "embedding.word_embeddings.weight: largest difference " in said
+
+
+def test_wrong_paths(tmp_path: Path) -> None:
+    assert _inspect("ls", tmp_path)[0] == 64
+    assert _inspect("show", tmp_path)[0] == 64
+    assert _inspect("diff", tmp_path)[0] == 64

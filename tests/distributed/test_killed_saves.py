@@ -1,0 +1,57 @@
+"""A save killed at any of 50 moments leaves the checkpoint before it whole, and that, or the new one, is loaded."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.checkpoint.folder import TRACKER, saved_iterations
+from megatron_ext.verify.ranks import RankError, run_ranks
+from tests.distributed.test_checkpoint import FLAGS, _build, _contents, _load, _save_at
+
+POINTS = 50
+
+
+def _save_and_die(folder: str, seconds: float | None) -> float:
+    """Save at step 2; the kernel ends the process that long after the save has begun, in Python or in a system call."""
+    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.train.trainer import Trainer
+
+    run = _build(FLAGS)
+    trainer = Trainer(run, [])
+    for _ in range(2):
+        trainer.step()
+    if seconds is not None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process as SIGKILL does
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    started = time.perf_counter()
+    save_checkpoint(run, folder)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return time.perf_counter() - started
+
+
+@pytest.mark.slow
+def test_50_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [duration] = run_ranks(1, _save_and_die, str(tmp_path / "whole"), None)
+    run_ranks(1, _save_at, str(tmp_path / "save"), [1], FLAGS)
+    before = _contents(tmp_path / "save" / "iter_0000001")
+    loaded, killed = [], 0
+    for point in range(POINTS):
+        try:
+            run_ranks(1, _save_and_die, str(tmp_path / "save"), duration * (point + 1) / POINTS)
+        except RankError as error:
+            assert "exit code -14" in str(error)
+            killed += 1
+        assert _contents(tmp_path / "save" / "iter_0000001") == before
+        [(iteration, _)] = run_ranks(1, _load, str(tmp_path / "save"), FLAGS)
+        assert iteration in saved_iterations(tmp_path / "save")
+        if iteration == 2:  # the name came before the end: begin again from one checkpoint
+            assert _contents(tmp_path / "save" / "iter_0000002") == _contents(tmp_path / "whole" / "iter_0000002")
+            (tmp_path / "save" / "iter_0000002").rename(tmp_path / f"done{point}")
+            (tmp_path / "save" / TRACKER).write_text("1")
+        loaded.append(iteration)
+    with capsys.disabled():
+        print(f"\n{killed} kills in {duration:.3f} s: {loaded.count(1)} loaded the old one, {loaded.count(2)} the new")
+    assert killed > POINTS / 2
+    assert loaded.count(1) > 0

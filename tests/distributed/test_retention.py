@@ -1,0 +1,71 @@
+"""Old checkpoints go, the last valid one never does."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.checkpoint.folder import TRACKER, saved_iterations
+from megatron_ext.checkpoint.retention import expired
+from megatron_ext.verify.ranks import run_ranks
+from tests.distributed.test_checkpoint import FLAGS, _load, _save_at
+
+EVERY_10 = [10, 20, 30, 40, 50]
+
+
+@pytest.mark.parametrize(
+    ("newest", "keep_last", "retain_interval", "gone"),
+    [
+        (50, None, None, []),
+        (50, 2, None, [10, 20, 30]),
+        (50, 5, None, []),
+        (50, 9, None, []),
+        (50, None, 20, [10, 30]),
+        (50, 2, 20, [10, 30]),
+        (50, 1, 30, [10, 20, 40]),
+        (30, 1, None, [10, 20]),  # 40 and 50 are of the course that was given up
+        (30, 2, None, [10]),
+    ],
+)
+def test_what_expires(newest: int, keep_last: int | None, retain_interval: int | None, gone: list[int]) -> None:
+    assert expired(EVERY_10, newest, keep_last, retain_interval) == gone
+
+
+def _save_with_a_bad_disk(folder: str, iterations: list[int], flags: list[str]) -> None:
+    """Save; the disk turns a byte of the last checkpoint as soon as it is written."""
+    from megatron_ext.checkpoint import save
+
+    genuine = save.publish
+
+    def publish(folder: str, iteration: int) -> Path:
+        path = genuine(folder, iteration)
+        if iteration == iterations[-1]:
+            shard = bytearray((path / "__0_0.distcp").read_bytes())
+            shard[len(shard) // 2] ^= 1
+            (path / "__0_0.distcp").write_bytes(shard)
+        return path
+
+    save.publish = publish
+    _save_at(folder, iterations, flags)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    run_ranks(2, _save_at, str(tmp_path), [1, 2, 3, 4], [*FLAGS, "--save", "x", "--keep-last-checkpoints", "2"])
+    assert saved_iterations(tmp_path) == [3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", TRACKER]
+
+
+def test_the_last_valid_one_is_never_removed(tmp_path: Path) -> None:
+    flags = [*FLAGS, "--save", "x", "--keep-last-checkpoints", "1"]
+    run_ranks(2, _save_with_a_bad_disk, str(tmp_path), [1, 2, 3], flags)
+    assert saved_iterations(tmp_path) == [2, 3]
+    assert run_ranks(1, _load, str(tmp_path), flags) == [(2, 2)]
+
+
+def test_links_are_left_alone(tmp_path: Path) -> None:
+    save, elsewhere = tmp_path / "save", tmp_path / "elsewhere"
+    run_ranks(1, _save_at, str(save), [1], FLAGS)
+    (save / "iter_0000001").rename(elsewhere)
+    (save / "iter_0000001").symlink_to(elsewhere)
+    run_ranks(1, _save_at, str(save), [2, 3], [*FLAGS, "--save", "x", "--save-retain-interval", "3"])
+    assert saved_iterations(save) == [1, 3]
+    assert (elsewhere / "manifest.json").exists()

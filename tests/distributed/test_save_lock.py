@@ -1,0 +1,65 @@
+"""Two jobs, one save folder: the second is refused and told of the first; a killed job is in nobody's way."""
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.checkpoint.lock import LOCK
+from tests.launched import ROOT, end_all, finish, start
+
+FLAGS = shlex.split("""
+    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --mock-data
+    --vocab-size 61 --make-vocab-size-divisible-by 1 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 0
+""")
+# Holds the lock, and so would a helper that it has forked, if that inherited it.
+HOLDER = """
+import os, sys
+from megatron_ext.checkpoint.lock import hold_until_exit
+hold_until_exit(sys.argv[1])
+if os.fork():
+    print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "save")],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    end_all(process)
+
+
+def test_the_second_job_is_refused_and_the_first_can_be_killed(holder: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    save, log = tmp_path / "save", tmp_path / "log"
+    flags = [*FLAGS, "--save", str(save)]
+    process = start(flags, log)
+    assert process.wait(60) == 64
+    said = log.read_text()
+    assert f"--save {save} is in use by another job: process {holder.pid} on {socket.gethostname()}, since 20" in said
+    assert sorted(path.name for path in save.iterdir()) == [LOCK], "the first job's folder is left alone"
+    holder.kill()  # its forked helper lives on
+    holder.wait()
+    finish(start(flags, log), log)
+    assert (save / "iter_0000001").is_dir()
+    assert json.loads((save / LOCK).read_text())["pid"] != holder.pid
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    log = tmp_path / "log"
+    assert start([*FLAGS, "--save", str(tmp_path / "file" / "save")], log).wait(60) == 74
+    assert "Not a directory. Fix the folder" in log.read_text().splitlines()[-1]
