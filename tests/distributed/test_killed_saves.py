@@ -41,13 +41,16 @@ def test_50_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         try:
             run_ranks(1, _save_and_die, str(tmp_path / "save"), duration * (point + 1) / POINTS)
         except RankError as error:
-            assert "exit code -14" in str(error)
+            if "exit code -14" not in str(error):
+                raise
             killed += 1
         assert _contents(tmp_path / "save" / "iter_0000001") == before
         [(iteration, _)] = run_ranks(1, _load, str(tmp_path / "save"), FLAGS)
         assert iteration in saved_iterations(tmp_path / "save")
         if iteration == 2:  # the name came before the end: begin again from one checkpoint
-            assert _contents(tmp_path / "save" / "iter_0000002") == _contents(tmp_path / "whole" / "iter_0000002")
+            # The metadata names the save; the tensors are the same.
+            shards = [(tmp_path / run / "iter_0000002" / "__0_0.distcp").read_bytes() for run in ("save", "whole")]
+            assert shards[0] == shards[1]
             (tmp_path / "save" / "iter_0000002").rename(tmp_path / f"done{point}")
             (tmp_path / "save" / TRACKER).write_text("1")
         loaded.append(iteration)

@@ -11,7 +11,6 @@ OUR_OWN = {
     "--device",
     "--eval-at-start",
     "--metrics-file",
-    "--eval-at-start",
     "--keep-last-checkpoints",
     "--no-fallback",
     "--tf32",
