@@ -41,6 +41,7 @@ def texts(dataset: IndexedDataset) -> list[str]:
 def test_bytes_equal_those_of_megatron(
     tmp_path: Path, workers: int, name: str, type: str, model: str, append_eod: bool
 ):
+    notes: list[str] = []
     progress = encode_files(
         EncodeJob(
             inputs=(str(GOLDEN / "input.jsonl"),),
@@ -49,11 +50,13 @@ def test_bytes_equal_those_of_megatron(
             tokenizer_model=str(GOLDEN / model),
             append_eod=append_eod,
             workers=workers,
-        )
+        ),
+        note=notes.append,
     )
     assert progress.documents == 200
-    files = sorted(path.name for path in tmp_path.iterdir())
+    files = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json")
     assert files == [f"{name}_text_document.bin", f"{name}_text_document.idx"]
+    assert [bool(note.startswith("fast tokenizer: equal on")) for note in notes] == [type == "HuggingFaceTokenizer"]
     for file in files:
         assert (tmp_path / file).read_bytes() == (GOLDEN / file).read_bytes()
 
@@ -73,6 +76,7 @@ def test_text_files_and_folders(tmp_path: Path):
     (data / "b.txt").write_bytes(b"x\r\ny\n--\nz")
     (data / "sub" / "a.jsonl").write_text('{"text": "j"}')
     (data / "ignored.py").write_text("pass")
+    (data / "ignored.parquet.gz").write_text("pass")
     assert texts(encode_bytes(tmp_path, data)) == ["x\r\ny\n--\nz", "j"]
     assert texts(encode_bytes(tmp_path, data, split_on="\n--\n")) == ["x\r\ny", "z", "j"]
     assert texts(encode_bytes(tmp_path, data / "sub", data / "b.txt")) == ["j", "x\r\ny\n--\nz"]
@@ -156,7 +160,8 @@ def test_killed_while_writing_leaves_nothing_under_the_final_name(tmp_path: Path
         [sys.executable, TOOL, *arguments, "--log-interval", "100"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("processed ")
+    while not process.stderr.readline().startswith("processed "):
+        assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     process.stderr.close()
