@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_ext.data.documents import Block, Place, Record
+from megatron_ext.data.documents import Block, Place
 from megatron_ext.data.indexed import token_dtype
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.batch import BatchEncoder
@@ -27,14 +27,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """The documents of one block: for each key the tokens' bytes, and the number of tokens of each document."""
+    """The documents of one block: for each key the tokens of all, and the number of tokens of each."""
 
     end: Place
     bytes_read: int
     text_bytes: int
     documents: int
     problems: list[str]  # one for each document that is left out
-    columns: list[tuple[bytes, np.ndarray]]
+    columns: list[tuple[np.ndarray, np.ndarray]]
     sample: Sample | None
 
 
@@ -60,21 +60,11 @@ class BlockEncoder:
         self._on_error = on_error
 
     def __call__(self, block: Block) -> EncodedBlock:
-        records: list[Record] = []
-        rows: list[list[str]] = []
-        problems: list[tuple[int, DataError]] = []
-        for record in block.records():
-            try:
-                rows.append(record.texts(self._keys))
-                records.append(record)
-            except DataError as error:
-                problems.append((record.position, error))
+        names, rows, problems = self._parse(block)
         try:
             columns = self._encode_rows(rows)
         except _REFUSALS:
-            rows = [
-                texts for record, texts in zip(records, rows, strict=True) if self._accepts(record, texts, problems)
-            ]
+            rows = [texts for name, texts in zip(names, rows, strict=True) if self._accepts(*name, texts, problems)]
             columns = self._encode_rows(rows)
         problems.sort(key=lambda problem: problem[0])
         if problems and self._on_error == "fail":
@@ -85,9 +75,22 @@ class BlockEncoder:
             text_bytes=block.size,
             documents=len(rows),
             problems=[str(error) for _, error in problems],
-            columns=[self._to_bytes(ids, lengths) for ids, lengths in columns],
+            columns=[self._finish(ids, lengths) for ids, lengths in columns],
             sample=self._sample(block, rows, columns),
         )
+
+    def _parse(self, block: Block) -> tuple[list[tuple[int, str]], list[list[str]], list[tuple[int, DataError]]]:
+        """For each document that can be read its name (position and file:line) and texts; and the others' errors."""
+        names: list[tuple[int, str]] = []  # not the records, which would keep their bytes in memory
+        rows: list[list[str]] = []
+        problems: list[tuple[int, DataError]] = []
+        for record in block.records():
+            try:
+                rows.append(record.texts(self._keys))
+                names.append((record.position, record.where))
+            except DataError as error:
+                problems.append((record.position, error))
+        return names, rows, problems
 
     def _encode_rows(self, rows: list[list[str]]) -> list[tuple[np.ndarray, np.ndarray]]:
         return [self._encode([row[column] for row in rows]) for column in range(len(self._keys))]
@@ -98,26 +101,25 @@ class BlockEncoder:
             raise _OutOfRange(f"token ids from {low} to {high} do not fit a vocabulary of {self._vocab_size}")
         return ids, lengths
 
-    def _accepts(self, record: Record, texts: list[str], problems: list[tuple[int, DataError]]) -> bool:
+    def _accepts(self, position: int, where: str, texts: list[str], problems: list[tuple[int, DataError]]) -> bool:
         try:
             self._encode_rows([texts])
         except _OutOfRange as error:
-            problems.append((record.position, DataError(f"{record.where}: {error}")))
+            problems.append((position, DataError(f"{where}: {error}")))
         except _REFUSALS as error:  # a lone surrogate, or for NullTokenizer a word that is no number
             reason = _surrogate(texts) or error
-            problems.append((record.position, DataError(f"{record.where}: the text cannot be encoded: {reason}")))
+            problems.append((position, DataError(f"{where}: the text cannot be encoded: {reason}")))
         else:
             return True
         return False
 
-    def _to_bytes(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[bytes, np.ndarray]:
+    def _finish(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         tokens = ids.astype(self._dtype)
-        if self._eod is not None:
-            # As Megatron's tool: an empty document gets no end of document either.
-            not_empty = lengths > 0
-            tokens = np.insert(tokens, np.cumsum(lengths)[not_empty], self._eod)
-            lengths = lengths + not_empty
-        return tokens.tobytes(), lengths
+        if self._eod is None:
+            return tokens, lengths
+        # As Megatron's tool: an empty document gets no end of document either.
+        not_empty = lengths > 0
+        return np.insert(tokens, np.cumsum(lengths)[not_empty], self._eod), lengths + not_empty
 
     def _sample(
         self, block: Block, rows: list[list[str]], columns: list[tuple[np.ndarray, np.ndarray]]

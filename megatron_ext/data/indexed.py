@@ -103,11 +103,12 @@ class IndexedWriter:
             tokens: the tokens of all these documents, already in the file's dtype.
             document_lengths: integers, tokens in each document; a document of none gets no sequence.
         """
-        assert len(tokens) == int(document_lengths.sum()) * self._dtype.itemsize
+        token_bytes = memoryview(tokens).nbytes
+        assert token_bytes == int(document_lengths.sum()) * self._dtype.itemsize
         self._bin.write(tokens)
         self._lengths.write(document_lengths.astype(_LENGTH).tobytes())
         self.written = Written(
-            self.written.token_bytes + len(tokens),
+            self.written.token_bytes + token_bytes,
             self.written.documents + len(document_lengths),
             self.written.sequences + int(np.count_nonzero(document_lengths)),
         )
@@ -131,7 +132,7 @@ class IndexedWriter:
         os.replace(_partial(self._idx_path), self._idx_path)
         self.close()
         _partial(self._lengths_path).unlink()
-        _sync_folder(self._idx_path.parent)
+        sync_folder(self._idx_path.parent)
 
     def _write_index(self, idx: BinaryIO) -> None:
         code = _CODE_OF[self._dtype.type]
@@ -186,7 +187,8 @@ def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Put the names of a folder's files on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,7 +6,7 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,17 @@ class Journal:
     def save(self, path: Path) -> None:
         """Replace the file in one step."""
         done = {number: found for number, found in self.hashes.found.items() if number < self.place.file}
-        text = json.dumps({**asdict(self), "hashes": done})
+        text = json.dumps(
+            {
+                "job": self.job,
+                "place": vars(self.place),
+                "progress": vars(self.progress),
+                "written": [vars(one) for one in self.written],
+                "blocks": self.blocks,
+                "samples": [(number, vars(sample)) for number, sample in self.samples],
+                "hashes": done,
+            }
+        )
         _write_whole(path, text)
 
     @staticmethod

@@ -8,7 +8,6 @@ seconds the parent notes how far it is; a run that was killed goes on from there
     -> data/corpus_text_document.bin, data/corpus_text_document.idx, data/corpus_manifest.json
 """
 
-import itertools
 import multiprocessing
 import time
 from collections import deque
@@ -27,8 +26,8 @@ from megatron_ext.tokenizer.batch import BatchEncoder, fast_encoder, first_diffe
 from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.tokenizer.protocol import Tokenizer
 
-_FIRST_SAMPLE_CHARACTERS = 1 << 18
-_SECOND_SAMPLE_TEXTS = 128
+_FIRST_SAMPLE_CHARACTERS = 1 << 17
+_SECOND_SAMPLE_TEXTS = 64
 _IN_FLIGHT_BYTES = 1 << 26
 
 
@@ -169,7 +168,8 @@ class _Run:
         encoder = BlockEncoder(
             self._tokenizer, self._choose_encoder(first), job.json_keys, job.append_eod, job.on_error
         )
-        blocks = itertools.chain([first], blocks)
+        blocks = _behind([first], blocks)
+        del first  # it can be a document of 100 MB
         encoded_blocks = map(encoder, blocks) if job.workers == 1 else _encode_in_processes(job, self._is_fast, blocks)
         committed = time.monotonic()
         for encoded in encoded_blocks:
@@ -183,7 +183,7 @@ class _Run:
     def _add(self, encoded: EncodedBlock) -> None:
         journal = self._journal
         for writer, (tokens, lengths) in zip(self._writers, encoded.columns, strict=True):
-            writer.add_tokens(tokens, lengths)
+            writer.add_tokens(tokens.data, lengths)
         if self._job.on_error == "log":
             for problem in encoded.problems:
                 self._note(f"left out: {problem}")
@@ -281,6 +281,12 @@ def _spread(samples: list[tuple[int, Sample]], number: int, sample: Sample) -> N
     if number % stride == 0:
         samples[:] = [kept for kept in samples if kept[0] % stride == 0]
         samples.append((number, sample))
+
+
+def _behind(first: list[Block], blocks: Iterator[Block]) -> Iterator[Block]:
+    """The one block of the list, of which nothing is kept, and then the others."""
+    yield first.pop()
+    yield from blocks
 
 
 _worker_encoder: BlockEncoder | None = None
