@@ -5,12 +5,20 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import gigatoken
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers
 
 from megatron_ext.data import preprocess
 from megatron_ext.data.preprocess import EncodeJob, encode_files
-from megatron_ext.tokenizer.batch import fast_encoder, first_difference, plain_encoder, probe_texts
+from megatron_ext.tokenizer.batch import (
+    fast_encoder,
+    first_difference,
+    plain_encoder,
+    probe_texts,
+    unassigned_characters,
+)
 from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.tokenizer.training import train_sentencepiece
 
@@ -29,6 +37,29 @@ def test_random_unicode(type: str, model: str | None, seed: int):
     found, expected = fast(texts), plain(texts)
     assert np.array_equal(found[0], expected[0])
     assert np.array_equal(found[1], expected[1])
+
+
+def test_every_character_is_split_off_as_the_reference_does():
+    # Two programs with two Unicode tables: where they differ, the characters must be among those that are guarded.
+    reference = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    unassigned = unassigned_characters()
+    different, guarded = [], 0
+    for point in (*range(0x3400), *range(0xA000, 0xAC00), *range(0xF900, 0x20000), *range(0x2A6D0, 0x323B0, 7)):
+        text = "a{0}!{0}1{0} {0}".format(chr(point))
+        pieces = [text[begin:end].encode() for _, (begin, end) in reference.pre_tokenize_str(text)]
+        if list(gigatoken.pretokenizer(text.encode())) != pieces:
+            different.append(chr(point))
+            guarded += bool(unassigned[point])
+    assert guarded == len(different), [hex(ord(one)) for one in different if not unassigned[ord(one)]][:20]
+
+
+def test_characters_younger_than_the_tables_take_the_reference():
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", HF)
+    texts = ["plain", 'young \ua7cf",\n    None', "", "é", "\U000e0080", "\ua7cf"]
+    found, expected = fast_encoder(tokenizer)(texts), plain_encoder(tokenizer)(texts)
+    assert found[0].tolist() == expected[0].tolist()
+    assert found[1].tolist() == expected[1].tolist()
+    assert unassigned_characters()[[0x41, 0xE9, 0x4E2D, 0x1F600, 0x378, 0xE0080]].tolist() == [False] * 4 + [True] * 2
 
 
 def test_no_texts():
