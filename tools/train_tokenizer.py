@@ -13,7 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.data.documents import find_files, read_records
+from megatron_ext.data.documents import read_records
+from megatron_ext.data.inputs import find_files
 from megatron_ext.tokenizer.training import TRAINABLE_TYPES, sample_texts, train_bytelevel_bpe, train_sentencepiece
 
 
@@ -29,8 +30,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     start = time.perf_counter()
     files = find_files(options.input)
-    size = sum(file.stat().st_size for file in files)
-    texts = (text for record in read_records(files) for text in record.texts(options.json_keys))
+    size = sum(file.size() or 0 for file in files)
+    texts = (text for record in read_records(files, options.json_keys) for text in record.texts(options.json_keys))
     if options.max_bytes is not None and options.max_bytes < size:
         texts = sample_texts(texts, options.max_bytes / size)
     folder = Path(options.output_dir)

@@ -8,14 +8,17 @@ Little-endian. A document is a run of sequences: document d owns the sequences f
 document_indices[d + 1], and an empty document owns none. Reading is megatron-core's `IndexedDataset`.
 """
 
+import fcntl
 import os
 import struct
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+
+from megatron_ext.errors import ConfigurationError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -30,6 +33,7 @@ DTYPE_CODES = {
     8: np.uint16,
 }
 _CODE_OF = {dtype: code for code, dtype in DTYPE_CODES.items()}
+_LENGTH = np.dtype("<i4")
 HEADER = struct.Struct("<9sQBQQ")
 
 
@@ -38,20 +42,50 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
+@dataclass(frozen=True)
+class Written:
+    """How much a writer has written: what one needs to go on from there."""
+
+    token_bytes: int = 0
+    documents: int = 0
+    sequences: int = 0
+
+
 class IndexedWriter:
     """Writes `<prefix>.bin` and `<prefix>.idx`; they appear under these names only when whole.
 
     Until `finish`, all lies in `<name>.partial`. A pair of the same name is replaced; there is no moment at which
     one file of the old pair stands beside one of the new pair. As a context manager it finishes on success and
-    removes the partial files on an exception.
+    removes the partial files on an exception. Memory does not grow with the number of documents.
+
+    Args:
+        prefix: path without suffix.
+        dtype: of the tokens.
+        start: what `commit` of an earlier, killed writer returned; what it wrote after that is dropped.
+
+    Raises:
+        ConfigurationError: another process is writing these files.
     """
 
-    def __init__(self, prefix: str | Path, dtype: type[np.uint16] | type[np.int32]):
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: type[np.uint16] | type[np.int32],
+        start: Written = Written(),
+    ):
         self._bin_path, self._idx_path = (Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
+        self._lengths_path = Path(f"{prefix}.lengths")
         self._dtype = np.dtype(dtype)
-        self._lengths = array("i")
-        self._document_indices = array("q", [0])
-        self._bin = open(_partial(self._bin_path), "wb")  # noqa: SIM115 (closed by finish or discard)
+        self.written = start
+        self._bin = _open_locked(_partial(self._bin_path), start.token_bytes)
+        self._lengths = _open_locked(_partial(self._lengths_path), start.documents * _LENGTH.itemsize)
+
+    @staticmethod
+    def holds(prefix: str | Path, written: Written) -> bool:
+        """Whether the partial files of an earlier writer are there, with at least what it said it had written."""
+        sizes = {".bin": written.token_bytes, ".lengths": written.documents * _LENGTH.itemsize}
+        paths = {_partial(Path(f"{prefix}{suffix}")): size for suffix, size in sizes.items()}
+        return all(path.is_file() and path.stat().st_size >= size for path, size in paths.items())
 
     def __enter__(self) -> "IndexedWriter":
         return self
@@ -62,55 +96,99 @@ class IndexedWriter:
         else:
             self.discard()
 
-    def add_tokens(self, tokens: bytes, document_lengths: Sequence[int]) -> None:
+    def add_tokens(self, tokens: bytes | memoryview, document_lengths: np.ndarray) -> None:
         """Append documents of one sequence each.
 
         Args:
             tokens: the tokens of all these documents, already in the file's dtype.
-            document_lengths: tokens in each document; a document of none gets no sequence.
+            document_lengths: integers, tokens in each document; a document of none gets no sequence.
         """
-        assert len(tokens) == sum(document_lengths) * self._dtype.itemsize
+        token_bytes = memoryview(tokens).nbytes
+        assert token_bytes == int(document_lengths.sum()) * self._dtype.itemsize
         self._bin.write(tokens)
-        for length in document_lengths:
-            if length:
-                self._lengths.append(length)
-            self._document_indices.append(len(self._lengths))
+        self._lengths.write(document_lengths.astype(_LENGTH).tobytes())
+        self.written = Written(
+            self.written.token_bytes + token_bytes,
+            self.written.documents + len(document_lengths),
+            self.written.sequences + int(np.count_nonzero(document_lengths)),
+        )
+
+    def commit(self) -> Written:
+        """Put everything so far on the disk, so that a later writer can start from here."""
+        for file in (self._bin, self._lengths):
+            file.flush()
+            os.fsync(file.fileno())
+        return self.written
 
     def finish(self) -> None:
         """Write the index, put everything on the disk, and give both files their names."""
-        _close_durably(self._bin)
-        lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
-        pointers = np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
-        indices = np.frombuffer(self._document_indices, dtype=np.int64)
+        self.commit()
         with open(_partial(self._idx_path), "wb") as idx:
-            idx.write(HEADER.pack(MAGIC, VERSION, _CODE_OF[self._dtype.type], len(lengths), len(indices)))
-            for values, little_endian in ((lengths, "<i4"), (pointers, "<i8"), (indices, "<i8")):
-                idx.write(values.astype(little_endian, copy=False).data)
-            _close_durably(idx)
+            self._write_index(idx)
+            idx.flush()
+            os.fsync(idx.fileno())
         self._idx_path.unlink(missing_ok=True)
         os.replace(_partial(self._bin_path), self._bin_path)
         os.replace(_partial(self._idx_path), self._idx_path)
-        _sync_folder(self._idx_path.parent)
+        self.close()
+        _partial(self._lengths_path).unlink()
+        sync_folder(self._idx_path.parent)
+
+    def _write_index(self, idx: BinaryIO) -> None:
+        code = _CODE_OF[self._dtype.type]
+        idx.write(HEADER.pack(MAGIC, VERSION, code, self.written.sequences, self.written.documents + 1))
+        for lengths in self._length_blocks():
+            idx.write(lengths[lengths > 0].data)
+        position = 0
+        for lengths in self._length_blocks():
+            ends = position + np.cumsum(lengths[lengths > 0], dtype="<i8") * self._dtype.itemsize
+            idx.write(np.concatenate([np.array([position], "<i8"), ends])[:-1].data)
+            position = int(ends[-1]) if len(ends) else position
+        idx.write(np.zeros(1, "<i8").data)
+        sequence = 0
+        for lengths in self._length_blocks():
+            indices = sequence + np.cumsum(lengths > 0, dtype="<i8")
+            idx.write(indices.data)
+            sequence = int(indices[-1])
+
+    def _length_blocks(self) -> Iterator[np.ndarray]:
+        """Tokens of each document, some at a time."""
+        with open(_partial(self._lengths_path), "rb") as file:
+            while block := file.read(_LENGTH.itemsize << 20):
+                yield np.frombuffer(block, _LENGTH)
+
+    def close(self) -> None:
+        """Let go of the files and leave them for a later writer."""
+        self._bin.close()
+        self._lengths.close()
 
     def discard(self) -> None:
         """Forget everything written so far."""
-        self._bin.close()
-        for path in (self._bin_path, self._idx_path):
+        self.close()
+        for path in (self._bin_path, self._idx_path, self._lengths_path):
             _partial(path).unlink(missing_ok=True)
+
+
+def _open_locked(path: Path, size: int) -> BinaryIO:
+    """Open for appending behind the first `size` bytes, for this process alone."""
+    file = open(path, "ab")  # noqa: SIM115 (closed by the writer)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigurationError(
+            f"another process is writing {path}: wait for it, or choose another --output-prefix"
+        ) from error
+    file.truncate(size)
+    return file
 
 
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def _close_durably(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-
-
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Put the names of a folder's files on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,6 +4,7 @@ A truncated .bin otherwise fails hours later, at the sample that reaches the hol
 """
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,59 @@ def _check_documents(idx: Path, sequences: int, entries: int) -> None:
             f"{idx}: the document indices do not rise from 0 to {sequences}, the number of sequences: "
             f"the file is altered. {_REMEDY}"
         )
+
+
+@dataclass(frozen=True)
+class IndexArrays:
+    """The arrays of an index file, mapped, not read: int32, int64 and int64, as megatron_ext.data.indexed says."""
+
+    code: int
+    lengths: np.ndarray
+    pointers: np.ndarray
+    document_indices: np.ndarray
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the tokens."""
+        return np.dtype(DTYPE_CODES[self.code])
+
+
+def open_index(prefix: str) -> IndexArrays:
+    """Map the index of a pair that `check_indexed_files` has found to be whole."""
+    idx = Path(f"{prefix}.idx")
+    dtype, sequences, entries = _read_header(idx, idx.stat().st_size)
+    code = next(code for code, kind in DTYPE_CODES.items() if kind == dtype)
+
+    def part(kind: str, offset: int, count: int) -> np.ndarray:
+        return np.memmap(idx, kind, "r", offset=HEADER.size + offset, shape=(count,))
+
+    return IndexArrays(
+        code,
+        lengths=part("<i4", 0, sequences),
+        pointers=part("<i8", 4 * sequences, sequences),
+        document_indices=part("<i8", 12 * sequences, entries),
+    )
+
+
+def check_token_ids(prefix: str, vocab_size: int) -> None:
+    """Read all tokens of a whole pair and check that every one is below the vocabulary's size and not negative.
+
+    Raises:
+        DataError: one is not; the text names the first such token and its document.
+    """
+    index = open_index(prefix)
+    tokens = np.memmap(f"{prefix}.bin", index.dtype.newbyteorder("<"), "r")
+    for first in range(0, len(tokens), _BLOCK):
+        block = tokens[first : first + _BLOCK]
+        if int(block.max()) >= vocab_size or int(block.min()) < 0:
+            at = first + int(np.argmax((block >= vocab_size) | (block < 0)))
+            sequence = int(np.searchsorted(index.pointers, at * index.dtype.itemsize, side="right")) - 1
+            document = int(np.searchsorted(index.document_indices, sequence, side="right")) - 1
+            raise DataError(
+                f"{prefix}.bin: token {int(tokens[at])} at byte {at * index.dtype.itemsize} (document {document}) is "
+                f"outside a vocabulary of {vocab_size}: the data was made with another tokenizer, or it is damaged. "
+                f"{_REMEDY}"
+            )
 
 
 def sequence_lengths(prefix: str) -> np.ndarray:

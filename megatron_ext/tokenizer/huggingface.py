@@ -52,6 +52,21 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def to_json(self) -> str:
+        """tokenizer.json with the tokens that only tokenizer_config.json knows."""
+        return self._tokenizer.to_str()
+
+    def added_tokens(self) -> list[str]:
+        """The tokens that are found in a text before it is split, in the order of their ids."""
+        return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
+
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer's template puts before and after each text."""
+        empty = self._tokenizer.encode("").ids
+        framed, bare = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
+        before = next((n for n in range(len(empty) + 1) if framed[n : n + len(bare)] == bare), 0)
+        return empty[:before], empty[before:]
+
     def identity(self) -> dict[str, str | int]:
         return {"type": "HuggingFaceTokenizer", "sha256": self._digest}
 

@@ -32,6 +32,7 @@ class SentencePieceTokenizer:
                 f"--tokenizer-model {model_file} has no end-of-sentence piece to end a document with: "
                 "train it with eos_id >= 0 (the default of SentencePiece)"
             )
+        self.model = model  # the file's bytes
         self._digest = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: str) -> list[int]:

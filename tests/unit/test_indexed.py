@@ -10,7 +10,7 @@ from megatron_ext.data.integrity import check_indexed_files, fingerprint, sequen
 from megatron_ext.errors import ConfigurationError, DataError
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10]]
-LENGTHS = [len(document) for document in DOCUMENTS]
+LENGTHS = np.array([len(document) for document in DOCUMENTS])
 TOKENS = [token for document in DOCUMENTS for token in document]
 
 
@@ -49,7 +49,7 @@ def test_dtype_rule():
 
 def test_nothing_appears_before_it_is_whole(tmp_path: Path):
     writer = IndexedWriter(tmp_path / "data", np.int32)
-    writer.add_tokens(np.array([1, 2], np.int32).tobytes(), [2])
+    writer.add_tokens(np.array([1, 2], np.int32).tobytes(), np.array([2]))
     assert not {"data.bin", "data.idx"} & {path.name for path in tmp_path.iterdir()}
     writer.finish()
     assert {path.name for path in tmp_path.iterdir()} == {"data.bin", "data.idx"}
@@ -60,7 +60,7 @@ def test_a_failure_leaves_the_old_pair_and_nothing_else(pair: str):
 
     def fail_midway() -> None:
         with IndexedWriter(pair, np.uint16) as writer:
-            writer.add_tokens(b"\1\0", [1])
+            writer.add_tokens(b"\1\0", np.array([1]))
             raise KeyError
 
     with pytest.raises(KeyError):

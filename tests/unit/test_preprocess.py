@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import signal
@@ -41,6 +42,7 @@ def texts(dataset: IndexedDataset) -> list[str]:
 def test_bytes_equal_those_of_megatron(
     tmp_path: Path, workers: int, name: str, type: str, model: str, append_eod: bool
 ):
+    notes: list[str] = []
     progress = encode_files(
         EncodeJob(
             inputs=(str(GOLDEN / "input.jsonl"),),
@@ -49,11 +51,13 @@ def test_bytes_equal_those_of_megatron(
             tokenizer_model=str(GOLDEN / model),
             append_eod=append_eod,
             workers=workers,
-        )
+        ),
+        note=notes.append,
     )
     assert progress.documents == 200
-    files = sorted(path.name for path in tmp_path.iterdir())
+    files = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json")
     assert files == [f"{name}_text_document.bin", f"{name}_text_document.idx"]
+    assert [bool(note.startswith("fast tokenizer: equal on")) for note in notes] == [type == "HuggingFaceTokenizer"]
     for file in files:
         assert (tmp_path / file).read_bytes() == (GOLDEN / file).read_bytes()
 
@@ -73,6 +77,7 @@ def test_text_files_and_folders(tmp_path: Path):
     (data / "b.txt").write_bytes(b"x\r\ny\n--\nz")
     (data / "sub" / "a.jsonl").write_text('{"text": "j"}')
     (data / "ignored.py").write_text("pass")
+    (data / "ignored.parquet.gz").write_text("pass")
     assert texts(encode_bytes(tmp_path, data)) == ["x\r\ny\n--\nz", "j"]
     assert texts(encode_bytes(tmp_path, data, split_on="\n--\n")) == ["x\r\ny", "z", "j"]
     assert texts(encode_bytes(tmp_path, data / "sub", data / "b.txt")) == ["j", "x\r\ny\n--\nz"]
@@ -156,8 +161,76 @@ def test_killed_while_writing_leaves_nothing_under_the_final_name(tmp_path: Path
         [sys.executable, TOOL, *arguments, "--log-interval", "100"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("processed ")
+    while not process.stderr.readline().startswith("processed "):
+        assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     process.stderr.close()
     assert not {"out_text_document.bin", "out_text_document.idx"} & {path.name for path in tmp_path.iterdir()}
+
+
+BAD_LINES = [b"{", b'{"text": "\xff"}', b'{"title": 1}', b'{"text": "\\ud800"}', b"[1]", b'{"text": 5}']
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("on_error", ["skip", "log"])
+def test_bad_documents_are_left_out_and_counted(tmp_path: Path, workers: int, on_error: str):
+    good = [b'{"text": "one\\u0000two"}', b'{"text": ""}', *[b'{"text": "%d"}' % n for n in range(500)]]
+    lines = [*good[:2], *BAD_LINES[:3], *good[2:300], *BAD_LINES[3:], *good[300:]]
+    (tmp_path / "good.jsonl").write_bytes(b"\n".join(good))
+    (tmp_path / "bad.jsonl").write_bytes(b"\n".join(lines))
+    for name, options in (("good", {}), ("bad", {"on_error": on_error, "workers": workers})):
+        notes: list[str] = []
+        job = EncodeJob((str(tmp_path / f"{name}.jsonl"),), str(tmp_path / name), "ByteTokenizer", **options)
+        progress = encode_files(job, note=notes.append)
+        assert (progress.documents, progress.skipped) == (len(good), 0 if name == "good" else len(BAD_LINES))
+    for suffix in ("bin", "idx"):
+        good_file, bad_file = (tmp_path / f"{name}_text_document.{suffix}" for name in ("good", "bad"))
+        assert good_file.read_bytes() == bad_file.read_bytes()
+    left_out = [note.split(": ")[1] for note in notes if note.startswith("left out")]
+    numbers = [number for number, line in enumerate(lines, start=1) if line in BAD_LINES]
+    assert left_out == ([f"{tmp_path}/bad.jsonl:{number}" for number in numbers] if on_error == "log" else [])
+    assert json.loads((tmp_path / "bad_manifest.json").read_text())["skipped"] == len(BAD_LINES)
+
+
+def test_manifest(tmp_path: Path):
+    encode_files(
+        EncodeJob(
+            inputs=(str(GOLDEN / "input.jsonl"),),
+            output_prefix=str(tmp_path / "a"),
+            tokenizer_type="HuggingFaceTokenizer",
+            tokenizer_model=str(GOLDEN / "hf_bpe"),
+            append_eod=True,
+        )
+    )
+    manifest = json.loads((tmp_path / "a_manifest.json").read_text())
+    content = (GOLDEN / "input.jsonl").read_bytes()
+    source = {
+        "path": str(GOLDEN / "input.jsonl"), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()
+    }  # fmt: skip
+    assert manifest["inputs"] == [source]
+    assert manifest["tokenizer"]["type"] == "HuggingFaceTokenizer"
+    assert (manifest["documents"], manifest["skipped"]) == (200, 0)
+    size = (tmp_path / "a_text_document.bin").stat().st_size
+    assert manifest["tokens"] == size // 2
+    assert manifest["outputs"][str(tmp_path / "a_text_document")]["token_bytes"] == size
+
+
+@pytest.mark.parametrize("type", ["ByteTokenizer", "HuggingFaceTokenizer"])
+@pytest.mark.parametrize("character", ["a", "中"])  # the second makes Python take 2 bytes a character
+def test_memory_with_a_line_of_100_megabytes(tmp_path: Path, type: str, character: str):
+    sentence = "A line of text that goes on, and 123 numbers; "
+    with open(tmp_path / "in.jsonl", "w") as file:
+        file.write('{"text": "short"}\n{"text": "')
+        # Piece by piece: the peak of a child begins with what its parent holds.
+        file.writelines(sentence * 1000 for _ in range(100_000 // len(sentence)))
+        file.write(character + '"}\n')
+    command = [sys.executable, str(TOOL), "--input", "in.jsonl", "--output-prefix", "out", "--tokenizer-type", type]
+    command += ["--tokenizer-model", str(GOLDEN / "hf_bpe"), "--append-eod"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = status
+    assert status == 0
+    assert usage.ru_maxrss * 1024 < 1e9
+    (tmp_path / "in.jsonl").unlink()
+    (tmp_path / "out_text_document.bin").unlink()

@@ -1,0 +1,71 @@
+"""What is in a .bin/.idx pair: counts, lengths, and the tokens of one document."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.data.integrity import check_indexed_files, open_index
+from megatron_ext.errors import ConfigurationError
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Counts of a pair. `histogram[k]` is the number of sequences with 2^k to 2^(k+1) - 1 tokens."""
+
+    dtype: str
+    documents: int
+    empty_documents: int
+    sequences: int
+    tokens: int
+    shortest: int
+    longest: int
+    histogram: list[int]
+
+
+def summarize(prefix: str) -> Summary:
+    """Read the whole index. Raises as `check_indexed_files` does."""
+    check_indexed_files(prefix)
+    index = open_index(prefix)
+    histogram = np.zeros(32, np.int64)
+    tokens = 0
+    for first in range(0, len(index.lengths), _BLOCK):
+        lengths = index.lengths[first : first + _BLOCK]
+        tokens += int(lengths.sum(dtype=np.int64))
+        # frexp gives the exponent of 2 exactly, where a logarithm would round.
+        histogram += np.bincount(np.frexp(lengths[lengths > 0])[1] - 1, minlength=32)
+    empty = sum(
+        int((np.diff(index.document_indices[first : first + _BLOCK + 1]) == 0).sum())
+        for first in range(0, len(index.document_indices) - 1, _BLOCK)
+    )
+    return Summary(
+        dtype=str(index.dtype),
+        documents=len(index.document_indices) - 1,
+        empty_documents=empty,
+        sequences=len(index.lengths),
+        tokens=tokens,
+        shortest=int(index.lengths.min()),
+        longest=int(index.lengths.max()),
+        histogram=histogram[: int(np.flatnonzero(histogram)[-1]) + 1].tolist() if histogram.any() else [],
+    )
+
+
+def document_tokens(prefix: str, document: int) -> list[int]:
+    """The token ids of a document, from 0.
+
+    Raises:
+        ConfigurationError: there is no such document, or a file is missing.
+        DataError: the pair is damaged.
+    """
+    check_indexed_files(prefix)
+    index = open_index(prefix)
+    count = len(index.document_indices) - 1
+    if not 0 <= document < count:
+        raise ConfigurationError(f"document {document} of {prefix}: the documents are 0 to {count - 1}")
+    first, behind = index.document_indices[document : document + 2].tolist()
+    length = int(index.lengths[first:behind].sum())
+    if length == 0:
+        return []
+    tokens = np.memmap(f"{prefix}.bin", index.dtype.newbyteorder("<"), "r", int(index.pointers[first]), (length,))
+    return tokens.tolist()

@@ -1,0 +1,211 @@
+"""Many texts at once: through the tokenizer itself, or through a faster program that gives the same ids.
+
+The fast one is gigatoken (SIMD byte-pair encoding) where it covers the tokenizer. It is another program than the
+reference, so nothing here trusts it: `first_difference` compares the two, on probes and on texts of the input. One
+difference no sample would show is known: the two have tables of different Unicode versions. So a text with a character
+that this Python's Unicode version does not assign goes through the reference.
+"""
+
+import random
+import unicodedata
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.tokenizer.byte import ByteTokenizer
+from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
+
+# Texts -> the ids of all, one after another, and the number of ids of each.
+# Raises ValueError or TypeError for a text that cannot be encoded.
+BatchEncoder = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
+
+
+def plain_encoder(tokenizer: Tokenizer) -> BatchEncoder:
+    """One text after another through `tokenizer.encode`: the reference, for every tokenizer."""
+
+    def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        # int64, so that an id out of any range arrives as it is.
+        ids = [np.asarray(tokenizer.encode(text), dtype=np.int64) for text in texts]
+        return np.concatenate([np.zeros(0, np.int64), *ids]), np.array([len(one) for one in ids], np.int64)
+
+    return encode
+
+
+def fast_encoder(tokenizer: Tokenizer) -> BatchEncoder:
+    """A faster encoder for this tokenizer, to be compared with the plain one before it is used.
+
+    Raises:
+        ValueError: there is none; the text says why.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return _encode_bytes
+    try:
+        import gigatoken
+    except ImportError as error:
+        raise ValueError("the package gigatoken is not installed") from error
+    try:
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            encoder = _Gigatoken(gigatoken.Tokenizer.from_json(tokenizer.to_json()), *tokenizer.frame())
+            return _Guarded(encoder, plain_encoder(tokenizer))
+        if isinstance(tokenizer, SentencePieceTokenizer):
+            encoder = _Gigatoken(gigatoken.Tokenizer.from_sentencepiece(tokenizer.model))
+            return _Guarded(encoder, plain_encoder(tokenizer))
+    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"gigatoken does not cover it: {error}") from error
+    raise ValueError(f"there is none for {tokenizer.identity()['type']}")
+
+
+def _encode_bytes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    encoded = [text.encode("utf-8") for text in texts]
+    return np.frombuffer(b"".join(encoded), np.uint8), np.array([len(one) for one in encoded], np.int64)
+
+
+class _Gigatoken:
+    """gigatoken on the calling thread, with the ids that the tokenizer's template puts around each text."""
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = (), after: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        self._before = np.array(before, np.uint32)
+        self._after = np.array(after, np.uint32)
+
+    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        if not texts:
+            return np.zeros(0, np.uint32), np.zeros(0, np.int64)
+        if len(texts) == 1:
+            ids = self._tokenizer.encode(texts[0])
+            return self._frame(ids, np.array([len(ids)]))
+        rows = self._tokenizer.encode_batch(list(texts), parallel=False).layout
+        offsets = rows.offsets.data
+        ids = rows.content.data[offsets[0] : offsets[-1]]
+        return self._frame(ids, np.diff(offsets))
+
+    def _frame(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if not len(self._before) + len(self._after):
+            return ids, lengths
+        framed_lengths = lengths + len(self._before) + len(self._after)
+        ends = np.cumsum(framed_lengths)
+        begins = ends - framed_lengths
+        framed = np.empty(int(ends[-1]), ids.dtype)
+        framed[begins[:, None] + np.arange(len(self._before))] = self._before
+        framed[ends[:, None] - np.arange(len(self._after), 0, -1)] = self._after
+        moved = begins + len(self._before) - (np.cumsum(lengths) - lengths)
+        framed[np.arange(len(ids)) + np.repeat(moved, lengths)] = ids
+        return framed, framed_lengths
+
+
+class _Guarded:
+    """The fast encoder, but the reference for texts with characters that are younger than Python's Unicode tables."""
+
+    def __init__(self, encoder: BatchEncoder, reference: BatchEncoder):
+        self._encoder = encoder
+        self._reference = reference
+        self._unassigned = unassigned_characters()
+
+    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        guarded = [n for n, text in enumerate(texts) if _holds_any(self._unassigned, text)]
+        if not guarded:
+            return self._encoder(texts)
+        ids, lengths = self._encoder(["" if n in guarded else text for n, text in enumerate(texts)])
+        pieces = np.split(ids, np.cumsum(lengths)[:-1])
+        for n in guarded:
+            pieces[n] = self._reference([texts[n]])[0]
+        return np.concatenate(pieces), np.array([len(piece) for piece in pieces], np.int64)
+
+
+# Behind this one lie planes without letters; all of them count as unassigned.
+_LAST_CHARACTER = 0x323AF
+_PIECE = 1 << 20  # characters looked at in one go
+
+
+def unassigned_characters() -> np.ndarray:
+    """bool [0x110000]: whether this Python's Unicode version does not assign the code point."""
+    table = np.ones(0x110000, bool)
+    table[: _LAST_CHARACTER + 1] = [unicodedata.category(chr(point)) == "Cn" for point in range(_LAST_CHARACTER + 1)]
+    return table
+
+
+def _holds_any(table: np.ndarray, text: str) -> bool:
+    """Whether the text has a character of the table. (A regular expression of so many ranges is 100 times slower.)"""
+    if text.isascii():
+        return False
+    pieces = (text[first : first + _PIECE] for first in range(0, len(text), _PIECE))
+    return any(table[np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), "<u4")].any() for piece in pieces)
+
+
+def first_difference(encoder: BatchEncoder, reference: BatchEncoder, texts: Sequence[str]) -> str | None:
+    """The first text that the two encode differently, or that only the reference accepts; None if there is none."""
+    accepted, expected = [], []
+    for text in texts:
+        try:
+            expected.append(reference([text])[0])
+            accepted.append(text)
+        except (ValueError, TypeError):
+            continue  # no run gets past such a text
+    try:
+        ids, lengths = encoder(accepted)
+        found = np.split(ids, np.cumsum(lengths)[:-1])
+    except (ValueError, TypeError, RuntimeError):
+        found = [_ids_or_none(encoder, text) for text in accepted]
+    for text, one, other in zip(accepted, found, expected, strict=True):
+        if one is None or not np.array_equal(one, other):
+            return text
+    return None
+
+
+def _ids_or_none(encoder: BatchEncoder, text: str) -> np.ndarray | None:
+    try:
+        return encoder([text])[0]
+    except (ValueError, TypeError, RuntimeError):
+        return None
+
+
+def probe_texts(tokenizer: Tokenizer, count: int = 250, seed: int = 0) -> list[str]:
+    """Texts made to find a difference: every kind of character, whitespace, repetition, special tokens.
+
+    The same ones for the same tokenizer, count and seed.
+    """
+    chooser = random.Random(seed)
+    special = special_texts(tokenizer)
+    texts = ["", " ", "\n", "a" * 3000, " " * 300, "\r\n\t\0\x7f", "can't WE'LL I'm'd", "1234567890" * 9, "é" * 99]
+    texts += [form.format(token) for token in special for form in ("{0}", "a {0} b", "x{0}{0}y", "\n{0}\n", " {0}.")]
+    while len(texts) < count:
+        alphabet = chooser.choice(_ALPHABETS)
+        pieces = ["".join(_character(chooser, alphabet) for _ in range(chooser.randint(1, 12))) for _ in range(6)]
+        if special and chooser.random() < 0.2:
+            pieces.append(chooser.choice(special))
+        chooser.shuffle(pieces)
+        texts.append(chooser.choice(("", " ", "\n", "  ", "\n\n\t")).join(pieces))
+    return texts
+
+
+def special_texts(tokenizer: Tokenizer) -> list[str]:
+    """Tokens that are recognized in the text as a whole: at most 30 of them."""
+    return tokenizer.added_tokens()[:30] if isinstance(tokenizer, HuggingFaceTokenizer) else []
+
+
+# Ranges of code points, first and last; surrogates are no text and left out.
+_ALPHABETS: list[list[tuple[int, int]]] = [
+    [(0x20, 0x7E)],
+    [(0x61, 0x7A), (0x27, 0x27), (0x20, 0x20), (0x30, 0x39)],
+    [(0x09, 0x0D), (0x20, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x2000, 0x200F), (0x2028, 0x202F), (0x3000, 0x3000)],
+    [(0x00, 0x1F), (0x7F, 0x9F), (0x61, 0x63)],
+    [(0xA1, 0x24F), (0x41, 0x5A)],
+    [(0x61, 0x7A), (0x300, 0x36F), (0x1AB0, 0x1AFF)],
+    [(0x370, 0x5FF)],
+    [(0x600, 0x6FF), (0x30, 0x39), (0x660, 0x669)],
+    [(0x900, 0xDFF), (0x966, 0x96F)],
+    [(0xE00, 0x10FF)],
+    [(0x1100, 0x11FF), (0xAC00, 0xD7A3)],
+    [(0x3040, 0x30FF), (0x4E00, 0x9FFF), (0xFF01, 0xFF5E)],
+    [(0x2010, 0x205E), (0x20A0, 0x2BFF)],
+    [(0x1F000, 0x1FAFF), (0x200D, 0x200D), (0xFE0F, 0xFE0F), (0x1F3FB, 0x1F3FF)],
+    [(0xE000, 0xF8FF), (0xFDD0, 0xFDEF), (0xFEFF, 0xFEFF), (0xFFF0, 0xFFFF)],
+    [(0x00, 0xD7FF), (0xE000, 0x10FFFF)],
+]
+
+
+def _character(chooser: random.Random, alphabet: list[tuple[int, int]]) -> str:
+    return chr(chooser.randint(*chooser.choice(alphabet)))

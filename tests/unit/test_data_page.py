@@ -1,0 +1,23 @@
+"""The commands of docs/data.md work as they stand."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_commands_of_the_page(tmp_path: Path):
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    shutil.copy(ROOT / "tests" / "golden" / "preprocess" / "input.jsonl", tmp_path / "corpus.jsonl")
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["bash", "-euc", "".join(blocks)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("merged: whole, every token is below 257\n")

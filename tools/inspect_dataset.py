@@ -1,0 +1,75 @@
+"""Look into a .bin/.idx pair, or prove that it is whole.
+
+    python tools/inspect_dataset.py show data/corpus_text_document
+    python tools/inspect_dataset.py document data/corpus_text_document 17 \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
+    python tools/inspect_dataset.py verify data/corpus_text_document --vocab-size 32000
+
+`show` reads the index, `verify` checks it against the data and, with --vocab-size, reads every token.
+Exit codes: 0 done, 64 the flags cannot work, 65 the pair is damaged or holds a token outside the vocabulary.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.data.inspect import document_tokens, summarize
+from megatron_ext.data.integrity import check_indexed_files, check_token_ids
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.tokenizer.build import TOKENIZER_TYPES, build_tokenizer
+
+
+def make_parser() -> ToolParser:
+    parser = ToolParser("Look into a .bin/.idx pair, or prove that it is whole.")
+    add = parser.add_argument
+    add("command", choices=("show", "document", "verify"), help="what to do")
+    add("prefix", help="path of the pair, without .bin or .idx")
+    add("document", nargs="?", type=int, help="number of the document, from 0, for the command document")
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="tokenizer that turns the document's tokens back into text")
+    add("--tokenizer-model", help="the tokenizer's file, or its folder for HuggingFaceTokenizer")
+    add("--vocab-size", type=int, help="verify: check that every token is below it")
+    return parser
+
+
+def show(prefix: str) -> None:
+    summary = summarize(prefix)
+    print(f"{prefix}: {summary.tokens} tokens of type {summary.dtype}")
+    print(f"documents {summary.documents}, {summary.empty_documents} of them empty; sequences {summary.sequences}")
+    print(
+        f"tokens in a sequence: {summary.shortest} to {summary.longest}, mean {summary.tokens / summary.sequences:.1f}"
+    )
+    most = max(summary.histogram)
+    for exponent, count in enumerate(summary.histogram):
+        bar = "#" * round(50 * count / most)
+        print(f"{2**exponent:>12} to {2 ** (exponent + 1) - 1:<12} {count:>12} {bar}".rstrip())
+
+
+def verify(prefix: str, vocab_size: int | None) -> None:
+    check_indexed_files(prefix)
+    if vocab_size is not None:
+        check_token_ids(prefix, vocab_size)
+    checked = "" if vocab_size is None else f", every token is below {vocab_size}"
+    print(f"{prefix}: whole{checked}")
+
+
+def main(argv: list[str]) -> int:
+    options = make_parser().parse_args(argv)
+    if options.command == "show":
+        show(options.prefix)
+    elif options.command == "verify":
+        verify(options.prefix, options.vocab_size)
+    elif options.document is None:
+        raise ConfigurationError("give the number of the document behind the prefix; they count from 0")
+    else:
+        ids = document_tokens(options.prefix, options.document)
+        if options.tokenizer_type is None:
+            print(*ids)
+        else:
+            print(build_tokenizer(options.tokenizer_type, options.tokenizer_model, options.vocab_size).decode(ids))
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)

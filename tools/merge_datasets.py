@@ -1,0 +1,32 @@
+"""All .bin/.idx pairs of a folder into one pair.
+
+    python tools/merge_datasets.py --input data/parts --output-prefix data/corpus_text_document
+
+The documents come in the order of the files' names. Exit codes: 0 done, 64 the flags cannot work, 65 a pair is damaged.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.data.merge import find_prefixes, merge_indexed_files
+
+
+def main(argv: list[str]) -> int:
+    parser = ToolParser("Merge the .bin/.idx pairs of a folder into one.")
+    parser.add_argument("--input", required=True, metavar="FOLDER", help="folder of the pairs")
+    parser.add_argument("--output-prefix", required=True, help="path of the merged pair, without .bin or .idx")
+    options = parser.parse_args(argv)
+    prefixes = find_prefixes(options.input)
+    merged = merge_indexed_files(prefixes, options.output_prefix)
+    print(
+        f"wrote {options.output_prefix}.bin and .idx: {len(prefixes)} pairs, {merged.documents} documents, "
+        f"{merged.sequences} sequences, {merged.token_bytes / 1e6:.1f} MB"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)
