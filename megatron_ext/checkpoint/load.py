@@ -95,6 +95,8 @@ def _read(run: Saveable, path: Path) -> None:
 
 def _wanted(run: Saveable, path: Path, common: Mapping[str, Any]) -> contents.Parts:
     """What the flags ask for, of what is there."""
+    if common.get("weights_only"):  # made from a Hugging Face model: training begins with a new optimizer
+        return contents.Parts(optimizer=False, rng=False, progress=False)
     flags = run.config.checkpoint
     optimizer = not (flags.finetune or flags.no_load_optim)
     if optimizer and "optimizer_step" not in common:

@@ -23,6 +23,8 @@ class Facts:
         cuda_available: whether this machine shows an NVIDIA GPU.
         vocab_size: entries of the tokenizer that the flags name, or None if they name none.
         tokenizer_error: why that tokenizer could not be read, or None.
+        huggingface: values of the model that --load-hf names, by field name; empty without it.
+        huggingface_problems: why its config.json cannot be used.
         saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
         missing_paths: files that the flags name and that do not exist (`config.blend.missing_paths`).
     """
@@ -32,6 +34,8 @@ class Facts:
     vocab_size: int | None = None
     tokenizer_error: str | None = None
     missing_paths: tuple[str, ...] = ()
+    huggingface: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    huggingface_problems: tuple[str, ...] = ()
     saved: Mapping[str, Any] | None = None
 
 
@@ -42,7 +46,7 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
         typed: values by field name, as `arguments.parse` gives them.
         facts: what was found outside of the flags.
     """
-    values = dict(typed)
+    values = {**facts.huggingface, **typed}
     _resolve_layout(values, facts)
     _resolve_model(values, facts)
     _resolve_training(values)

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_ext.checkpoint.folder import CONFIG, find_iteration, find_latest
 from megatron_ext.config.arguments import Typed, parse
 from megatron_ext.config.blend import missing_paths
+from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import adopt, read_saved
 from megatron_ext.config.schema import Config
@@ -86,6 +87,7 @@ def _other_curves(config: Config, facts: Facts) -> list[str]:
 def gather_facts(typed: Typed) -> Facts:
     """Read what the configuration depends on outside of the flags: ranks, GPUs, files, the vocabulary."""
     vocab_size, tokenizer_error = _vocabulary(typed.values)
+    huggingface, huggingface_problems = _huggingface(typed.values)
     dry_run_decides = typed.dry_run and typed.values.get("world_size") is not None
     return Facts(
         world_size=None if dry_run_decides else int(os.environ.get("WORLD_SIZE", "1")),
@@ -93,7 +95,20 @@ def gather_facts(typed: Typed) -> Facts:
         vocab_size=vocab_size,
         tokenizer_error=tokenizer_error,
         missing_paths=missing_paths(typed.values),
+        huggingface=huggingface,
+        huggingface_problems=huggingface_problems,
     )
+
+
+def _huggingface(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The model that --load-hf names, as values of flags, and why it could not be read."""
+    folder = values.get("load_hf")
+    if folder is None:
+        return {}, ()
+    try:
+        return read_hf_config(folder)[1], ()
+    except ConfigurationError as error:
+        return {}, tuple(f"--load-hf {problem}" for problem in error.problems)
 
 
 def _vocabulary(values: Mapping[str, Any]) -> tuple[int | None, str | None]:

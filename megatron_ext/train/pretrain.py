@@ -25,6 +25,7 @@ def pretrain(config: Config, status: RunStatus) -> None:
     from megatron_ext.train.trainer import Trainer
 
     run = build_run(config, here)
+    iteration = None
     if config.checkpoint.load is not None:
         from megatron_ext.checkpoint.load import load_checkpoint
 
@@ -38,6 +39,12 @@ def pretrain(config: Config, status: RunStatus) -> None:
             verb = "finetuning from" if config.checkpoint.finetune else "resuming at"
             found = f"{verb} iteration {iteration} of" if iteration is not None else "starting afresh: none in"
             print(f"checkpoint: {found} {config.checkpoint.load}", flush=True)
+    if config.checkpoint.load_hf is not None and iteration is None:
+        from megatron_ext.checkpoint.hf_load import load_huggingface
+
+        load_huggingface(run, config.checkpoint.load_hf)
+        if run.rank == 0:
+            print(f"checkpoint: beginning with the weights of {config.checkpoint.load_hf}", flush=True)
     # One rank watches the stop file and tells the others at the end of a step.
     with SignalWatcher(stop_file(config) if status.rank == 0 else None) as signals:
         Trainer(run, standard_callbacks(run, signals, status)).fit()

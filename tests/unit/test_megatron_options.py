@@ -8,6 +8,7 @@ from tests.unit.megatron_wheel import UNREADABLE, wheel_options
 
 OUR_OWN = {
     "--world-size",
+    "--load-hf",
     "--device",
     "--eval-at-start",
     "--metrics-file",

@@ -206,6 +206,7 @@ def test_each_rule_is_seen_to_speak_by_a_test_above():
     spoken |= {rule.__name__ for rule in RULES if list(rule(blend, Facts()))}
     wandb = replace(bare, logging=replace(bare.logging, wandb_project="p"))
     spoken |= {rule.__name__ for rule in RULES if list(rule(wandb, Facts()))}
+    spoken |= {rule.__name__ for rule in RULES if list(rule(bare, Facts(huggingface={"num_layers": 2})))}
     optional = {"wandb_is_installed"}  # silent where the package is there
     assert {rule.__name__ for rule in RULES} - spoken <= optional
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from megatron_ext.config.blend import DATA_PATH_NAMES, read_blend
+from megatron_ext.config.hf_config import differences
 from megatron_ext.config.options import flag_of, options_by_name
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.saved import model_names
@@ -154,6 +155,16 @@ def vocabulary_covers_the_tokenizer(config: Config, facts: Facts) -> Iterator[st
         )
 
 
+def model_is_the_one_to_load(config: Config, facts: Facts) -> Iterator[str]:
+    yield from facts.huggingface_problems
+    different = differences(config, facts.huggingface)
+    if different:
+        yield (
+            f"--load-hf {config.checkpoint.load_hf}: its config.json describes another model: {'; '.join(different)}. "
+            "Leave these flags out: they are then taken from there"
+        )
+
+
 def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.save_interval is not None and checkpoint.save is None:
@@ -257,6 +268,7 @@ RULES = (
     split_is_shares,
     tokenizer_is_given,
     vocabulary_covers_the_tokenizer,
+    model_is_the_one_to_load,
     saving_has_a_folder,
     model_is_that_of_the_checkpoint,
     checkpoint_options_have_a_checkpoint,

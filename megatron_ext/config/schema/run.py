@@ -9,6 +9,10 @@ from megatron_ext.config.schema.option import option
 class CheckpointConfig:
     save: str | None = option(None, "Folder to write checkpoints to.")
     load: str | None = option(None, "Folder to resume from, if it holds a checkpoint.")
+    load_hf: str | None = option(
+        None,
+        "Folder of a Hugging Face model to begin from; model flags that are not given are taken from its config.json.",
+    )
     save_interval: int | None = option(
         None,
         "Steps between two checkpoints; without it only the end is saved.",

@@ -1,0 +1,42 @@
+"""`--load-hf`: begin from the weights of a Hugging Face folder, each rank from its own slices."""
+
+from pathlib import Path
+
+import torch
+
+from megatron_ext.checkpoint.hf_read import HFFolder
+from megatron_ext.checkpoint.saveable import Saveable
+from megatron_ext.config.families import Arranged, arrangement
+from megatron_ext.model.names import global_named_parameters
+
+
+def load_huggingface(run: Saveable, path: str | Path) -> None:
+    """Put the weights into the run's model and its optimizer's master copies, rounded to the model's dtype.
+
+    Raises:
+        ConfigurationError: the folder cannot be read as a model of ours.
+        DataError: its tensors are not those that its `config.json` describes.
+    """
+    folder = HFFolder(path)
+    folder.check(run.config)
+    arranged = {part.parameter.name: part for part in arrangement(run.config, folder.family)}
+    with torch.no_grad():
+        for name, tensor in global_named_parameters(run.chunks):
+            read_shard(folder, arranged[name], tensor.data, run.groups.tp.rank(), run.groups.tp.size())
+    run.optimizer.reload_model_params()
+
+
+def read_shard(folder: HFFolder, arranged: Arranged, shard: torch.Tensor, tp_rank: int, tp_size: int) -> None:
+    """Fill one tensor-parallel shard of a parameter, in place."""
+    parameter = arranged.parameter
+    assert tuple(shard.shape) == parameter.local_shape(tp_size), f"{parameter.name}: shard of shape {shard.shape}"
+    columns = slice(None)
+    if parameter.tp_dim == 1:
+        width = shard.size(1)
+        columns = slice(tp_rank * width, (tp_rank + 1) * width)
+    ranks, rank = (tp_size, tp_rank) if parameter.tp_dim == 0 else (1, 0)
+    # With a stride of n the whole tensor is n parts one above the other, and a shard has its share of each.
+    share = shard.size(0) // parameter.tp_stride
+    for part in range(parameter.tp_stride):
+        start = (part * ranks + rank) * share
+        folder.read(arranged, range(start, start + share), columns, shard[part * share : (part + 1) * share])

@@ -1,0 +1,151 @@
+"""The safetensors format, read and written in place: a header, then the bytes of every tensor.
+
+    8 bytes    length of the header, little-endian
+    header     JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, perhaps "__metadata__"
+    data       the tensors, without gap or overlap
+
+The safetensors package writes a file from tensors that are all in memory. Here a tensor is a view into the mapped
+file, of which only the part that is copied is ever read or written. A header is checked before anything is believed.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ext.errors import DataError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Of weights. Files may hold tensors of other dtypes, which nobody here reads."""
+
+_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+_LARGEST_HEADER = 32 << 20  # 200,000 tensors; a file that claims more is damaged or hostile
+_INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}  # numpy has no bfloat16: bits are bits
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    def rows(self, start: int, count: int, *, writable: bool = False) -> torch.Tensor:
+        """A view of `count` rows (all other dimensions whole) in the file; unmapped when the tensor is gone."""
+        dtype = DTYPES[self.dtype]
+        width = math.prod(self.shape[1:])
+        bits = np.memmap(
+            self.path,
+            dtype=_INTEGERS[dtype.itemsize],
+            mode="r+" if writable else "c",
+            offset=self.offset + start * width * dtype.itemsize,
+            shape=(count * width,),
+        )
+        return torch.from_numpy(bits).view(dtype).view(count, *self.shape[1:])
+
+    def write_rows(self, start: int, rows: torch.Tensor) -> None:
+        """Write whole rows, rounded to the file's dtype: several times as fast as through a view."""
+        bits = rows.to(DTYPES[self.dtype]).contiguous().view(torch.uint8).numpy()
+        with self.path.open("r+b") as file:
+            file.seek(self.offset + start * math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize)
+            file.write(memoryview(bits).cast("B"))
+
+    def whole(self, *, writable: bool = False) -> torch.Tensor:
+        """A view of all of it."""
+        return self.rows(0, self.shape[0], writable=writable)
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a file.
+
+    Raises:
+        DataError: the header is no safetensors header, or does not describe this file's bytes exactly.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+                raise _wrong(path, f"its header claims {length} bytes, of a file of {size}")
+            content = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise _wrong(path, f"its header is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise _wrong(path, "its header is not a JSON object")
+    content.pop("__metadata__", None)
+    spans = [_span(path, name, entry) for name, entry in content.items()]
+    position = 0
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            what = "overlaps the one before it" if begin < position else "leaves a gap before it"
+            raise _wrong(path, f"tensor {name} at data offset {begin} {what}, which ends at {position}")
+        position = end
+    if position != size - 8 - length:
+        raise _wrong(path, f"its tensors cover {position} of {size - 8 - length} data bytes; it may be cut short")
+    return {
+        name: Entry(path, content[name]["dtype"], tuple(content[name]["shape"]), 8 + length + begin)
+        for begin, _, name in spans
+    }
+
+
+def create(path: Path, tensors: Mapping[str, Sequence[int]], dtype: str) -> dict[str, Entry]:
+    """Make a file for tensors of these shapes, all of one dtype. Their bytes are zero until they are written.
+
+    Raises:
+        OSError: there is no space for all of it: nothing fails later, in the middle of a tensor.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in tensors.items():
+        end = position + math.prod(shape) * _BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + position)
+    start = 8 + len(text)
+    return {
+        name: Entry(path, dtype, tuple(shape), start + header[name]["data_offsets"][0])
+        for name, shape in tensors.items()
+    }
+
+
+def _span(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
+    try:
+        begin, end = entry["data_offsets"]
+        shape, width = entry["shape"], _BYTES[entry["dtype"]]
+        numbers = [begin, end, *shape]
+        right = all(type(number) is int and number >= 0 for number in numbers)
+        right = right and end - begin == math.prod(shape) * width
+    except (TypeError, ValueError, KeyError):
+        right = False
+        begin = end = 0
+    if not right:
+        raise _wrong(path, f"the entry of tensor {name} contradicts itself: {json.dumps(entry)[:200]}")
+    return begin, end, name
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _wrong(path: Path, why: str) -> DataError:
+    return DataError(f"{path} is no whole safetensors file: {why}. Download or write it again.")

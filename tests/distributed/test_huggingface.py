@@ -1,0 +1,166 @@
+"""Weights from transformers' models: our logits are theirs, in every layout, by every way in and out."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_ext.verify.huggingface import their_logits
+from megatron_ext.verify.ranks import run_ranks
+from tests.hf_models import (
+    MODELS,
+    TOKENS,
+    flags,
+    forward,
+    our_logits,
+    quiet_transformers,
+    reference_logits,
+    whole_vocabulary,
+    write_model,
+)
+
+quiet_transformers()
+
+convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
+
+TOLERANCE = 1e-5
+VERIFIED = ("Llama 3.1", "Qwen2", "GPT-2")  # each takes two interpreters' time
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Folder and logits of every model."""
+    written = {}
+    for name in MODELS:
+        folder = tmp_path_factory.mktemp("hf")
+        written[name] = folder, reference_logits(write_model(folder, name))
+    return written
+
+
+def _difference(world_size: int, arguments: list[str], expected: torch.Tensor) -> float:
+    return (whole_vocabulary(run_ranks(world_size, our_logits, arguments)) - expected).abs().max().item()
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any]) -> None:
+    folder, expected = models[name]
+    assert expected.abs().max() > 0.5, "logits near zero would agree with anything"
+    assert _difference(tp * pp, flags(["--load-hf", str(folder)], tp, pp), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("heads", "tp"), [(2, 2), (6, 2), (3, 1), (3, 3)])
+def test_query_groups(heads: int, tp: int, tmp_path: Path) -> None:
+    expected = reference_logits(write_model(tmp_path, "Qwen2", num_key_value_heads=heads, intermediate_size=96))
+    assert _difference(tp, flags(["--load-hf", str(tmp_path)], tp), expected) < TOLERANCE
+
+
+def test_rope_scaling_is_needed(models: dict[str, Any]) -> None:
+    folder, expected = models["Llama 3.1"]
+    [logits] = run_ranks(1, our_logits_without_scaling, flags(["--load-hf", str(folder)]))
+    assert (whole_vocabulary([logits]) - expected).abs().max() > 100 * TOLERANCE
+
+
+def our_logits_without_scaling(arguments: list[str]) -> torch.Tensor | None:
+    from megatron_ext.model import rope
+
+    rope.scaled_inverse_frequencies = lambda inverse_frequencies, _model: inverse_frequencies
+    return our_logits(arguments)
+
+
+@pytest.fixture(scope="module")
+def imported(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Our checkpoint of every model."""
+    found = {}
+    for name, (folder, _) in models.items():
+        found[name] = str(tmp_path_factory.mktemp("ours"))
+        assert convert(["from-hf", "--load", str(folder), "--save", found[name]]) == 0
+    return found
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_from_hf(name: str, tp: int, pp: int, imported: dict[str, str], models: dict[str, Any]) -> None:
+    arguments = flags(["--load", imported[name], "--config", f"{imported[name]}/iter_0000000/config.yaml"], tp, pp)
+    assert _difference(tp * pp, arguments, models[name][1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_to_hf_gives_back_the_files(
+    name: str, imported: dict[str, str], models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "hf"
+    verified = name in VERIFIED
+    arguments = ["to-hf", "--load", imported[name], "--save", str(written), "--max-shard-size", "100KB"]
+    assert convert(arguments if verified else [*arguments, "--no-verify"]) == 0
+    expected, found = _tensors(models[name][0]), _tensors(written)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype, key
+        assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    assert len(list(written.glob("*.safetensors"))) > 1
+    assert ("largest difference of logits" in capsys.readouterr().out) == verified
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, as the safetensors package itself reads them."""
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+def _train(arguments: list[str], save: str | None) -> tuple[float, torch.Tensor | None]:
+    """Load, take three steps, and save; the last loss and the logits afterwards."""
+    from megatron_ext import device
+    from megatron_ext.checkpoint.hf_load import load_huggingface
+    from megatron_ext.checkpoint.load import load_checkpoint
+    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+
+    config = configure(arguments).config
+    run = build_run(config, device.install("cpu"))
+    if config.checkpoint.load is not None:
+        load_checkpoint(run, config.checkpoint.load)
+    else:
+        assert config.checkpoint.load_hf is not None
+        load_huggingface(run, config.checkpoint.load_hf)
+    trainer = Trainer(run, [])
+    losses = [trainer.step().loss for _ in range(3)]
+    if save is not None:
+        save_checkpoint(run, save)
+    return losses[-1], forward(run)
+
+
+def test_training_goes_on_from_either_way_in(imported: dict[str, str], models: dict[str, Any]) -> None:
+    sharded = ["--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    settings = ["--global-batch-size", "4", *sharded]
+    # Another padding than the checkpoint's, which has rows for multiples of 128.
+    padding = ["--make-vocab-size-divisible-by", "7"]
+    model = ["--config", str(Path(imported["Qwen3"]) / "iter_0000000" / "config.yaml"), "--padded-vocab-size", "1008"]
+    direct = run_ranks(2, _train, flags(["--load-hf", str(models["Qwen3"][0]), *settings, *padding]), None)
+    ours = run_ranks(2, _train, flags(["--load", imported["Qwen3"], *model, *settings]), None)
+    assert direct[0][0] == ours[0][0]
+    assert torch.equal(direct[0][1], ours[0][1])
+    assert (whole_vocabulary([direct[0][1]]) - models["Qwen3"][1]).abs().max() > 0.01, "three steps change the model"
+
+
+def test_a_trained_model_exports(models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, written = tmp_path / "saved", tmp_path / "hf"
+    arguments = flags(["--load-hf", str(models["Qwen3"][0]), "--sequence-parallel"], tp=2, pp=2)
+    parts = [logits for _, logits in run_ranks(4, _train, arguments, str(saved))]
+    assert convert(["to-hf", "--load", str(saved), "--save", str(written)]) == 0
+    assert "largest difference of logits" in capsys.readouterr().out
+    [theirs] = run_ranks(1, their_logits, str(written), TOKENS, fresh=True)
+    assert (whole_vocabulary(parts) - theirs).abs().max() < TOLERANCE
+
+
+def test_export_in_bf16_is_the_rounded_model(imported: dict[str, str], models: dict[str, Any], tmp_path: Path) -> None:
+    written = tmp_path / "hf"
+    arguments = ["to-hf", "--load", imported["Llama 2"], "--save", str(written), "--dtype", "bf16"]
+    assert convert([*arguments, "--no-verify"]) == 0
+    found = _tensors(written)
+    for key, tensor in _tensors(models["Llama 2"][0]).items():
+        assert torch.equal(found[key], tensor.bfloat16()), key

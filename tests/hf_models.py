@@ -1,0 +1,165 @@
+"""Small models made by transformers, in shapes where a swapped or mis-sliced tensor shows, and our logits for them."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 1003
+LENGTH = 64
+TOKENS = [[(7919 * position + 101 * row) % VOCABULARY for position in range(LENGTH)] for row in range(2)]
+
+_DECODER: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "head_dim": 12,
+}
+_SCALING: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_GPT2: dict[str, Any] = {
+    "n_embd": 48,
+    "n_inner": 100,
+    "n_layer": 4,
+    "n_head": 6,
+    "vocab_size": VOCABULARY,
+    "n_positions": 80,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama 2": {"model_type": "llama", **_DECODER, "num_key_value_heads": 6, "tie_word_embeddings": False},
+    "Llama 3.1": {
+        "model_type": "llama",
+        **_DECODER,
+        "rope_theta": 500000.0,
+        "rope_scaling": _SCALING,
+        "tie_word_embeddings": False,
+    },
+    "Llama 3.2": {
+        "model_type": "llama",
+        **_DECODER,
+        "num_key_value_heads": 1,
+        "rope_scaling": {**_SCALING, "factor": 32.0},
+        "tie_word_embeddings": True,
+    },
+    "Llama with biases": {
+        "model_type": "llama",
+        **_DECODER,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "Mistral": {"model_type": "mistral", **_DECODER, "sliding_window": None, "tie_word_embeddings": False},
+    "Qwen2": {"model_type": "qwen2", **_DECODER, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "Qwen3": {"model_type": "qwen3", **_DECODER, "tie_word_embeddings": False},
+    "GPT-2": {"model_type": "gpt2", **_GPT2},
+    "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
+}
+
+
+def write_model(folder: Path, name: str, **changes: Any) -> torch.nn.Module:
+    """Write a model of `MODELS` with random weights; norms and biases are perturbed, for they begin all alike."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {**MODELS[name], **changes}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.05))
+    model.save_pretrained(folder)
+    return model
+
+
+def reference_logits(model: torch.nn.Module) -> torch.Tensor:
+    """[2, LENGTH, VOCABULARY] of the model itself."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(TOKENS)).logits
+
+
+def flags(sources: Sequence[str], tp: int = 1, pp: int = 1) -> list[str]:
+    """A run on `TOKENS` from `--load-hf DIR` or `--load DIR`."""
+    return [
+        *("--seq-length", str(LENGTH), "--micro-batch-size", "2", "--train-iters", "3", "--lr", "1e-3"),
+        *("--mock-data", "--eval-interval", "0", "--device", "cpu"),
+        *("--attention-dropout", "0", "--hidden-dropout", "0", "--make-vocab-size-divisible-by", "16"),
+        *("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)),
+        *sources,
+    ]
+
+
+def our_logits(arguments: list[str]) -> torch.Tensor | None:
+    """On ranks: build the run, load as `pretrain` does, one forward pass over `TOKENS`.
+
+    Returns:
+        This rank's part of the vocabulary, [2, LENGTH, part], on the last stage.
+    """
+    from megatron_ext import device
+    from megatron_ext.checkpoint.hf_load import load_huggingface
+    from megatron_ext.checkpoint.load import load_checkpoint
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+
+    config = configure(arguments).config
+    run = build_run(config, device.install("cpu"))
+    if config.checkpoint.load is not None:
+        assert load_checkpoint(run, config.checkpoint.load) == 0
+    else:
+        assert config.checkpoint.load_hf is not None
+        load_huggingface(run, config.checkpoint.load_hf)
+    return forward(run)
+
+
+def forward(run: Any) -> torch.Tensor | None:
+    """One forward pass over `TOKENS`, through the pipeline's schedule."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    tokens = torch.tensor(TOKENS)
+    positions = torch.arange(LENGTH).expand_as(tokens)
+
+    def step(_iterator: Any, model: Any) -> Any:
+        def collect(output: torch.Tensor, **_: Any) -> Any:
+            return output
+
+        return model(tokens, positions, None), collect
+
+    for chunk in run.chunks:
+        chunk.eval()
+    with torch.no_grad():
+        collected = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(())] * len(run.chunks),
+            model=list(run.chunks),
+            num_microbatches=1,
+            seq_length=LENGTH,
+            micro_batch_size=2,
+            forward_only=True,
+            collect_non_loss_data=True,
+            pg_collection=run.groups,
+            p2p_communicator=run.p2p,
+        )
+    return collected[0] if run.is_last_stage else None
+
+
+def whole_vocabulary(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The logits of all ranks without padding, [2, LENGTH, VOCABULARY]."""
+    return torch.cat([part for part in parts if part is not None], dim=-1)[..., :VOCABULARY].float()
+
+
+def quiet_transformers() -> None:
+    """No progress bars, and no look at the network."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

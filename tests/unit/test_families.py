@@ -1,0 +1,248 @@
+"""Families of Hugging Face: which one a configuration is, what config.json may say, and folders that mean harm."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_ext.checkpoint import hf_safetensors
+from megatron_ext.checkpoint.hf_read import HFFolder
+from megatron_ext.config.families import FAMILIES, arrangement, family_of
+from megatron_ext.config.hf_config import hf_config, read_hf_config
+from megatron_ext.config.parameters import parameters
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.train.configure import configure
+from tests.small_models import LLAMA, small_config
+
+QWEN3 = {**LLAMA, "qk_layernorm": True}
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 10,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def _write(folder: Path, config: dict[str, Any] | None = None, **changes: torch.Tensor | None) -> Config:
+    """A model of `CONFIG` with ascending numbers as weights; `changes` replaces tensors, None takes one away."""
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
+    ours = resolve(read_hf_config(folder)[1], Facts())
+    tensors = {
+        name: torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+        for part in arrangement(ours, FAMILIES["llama"])
+        for name, shape in part.tensor_shapes().items()
+    }
+    tensors |= changes  # pyright: ignore[reportAssignmentType]
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [
+        (LLAMA, "llama"),
+        ({**LLAMA, "disable_bias_linear": False}, "llama"),
+        ({**LLAMA, "disable_bias_linear": False, "add_qkv_bias": True}, "llama"),
+        ({**LLAMA, "group_query_attention": False, "kv_channels": 20}, "llama"),
+        ({**LLAMA, "add_qkv_bias": True}, "qwen2"),
+        (QWEN3, "qwen3"),
+        ({"openai_gelu": True}, "gpt2"),
+        ({"group_query_attention": True, "num_query_groups": 4}, "gpt2"),
+    ],
+)
+def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
+    assert family_of(small_config(model)).model_type == family
+
+
+@pytest.mark.parametrize(
+    ("model", "obstacle"),
+    [
+        ({**LLAMA, "normalization": "LayerNorm"}, r"--normalization RMSNorm \(not LayerNorm\)"),
+        ({**LLAMA, "rotary_percent": 0.5}, r"--rotary-percent 1 \(not 0.5\)"),
+        ({"squared_relu": True}, "is gpt2, which has no --squared-relu"),
+        ({"kv_channels": 20}, r"--kv-channels 16 \(not 20\)"),
+        ({**QWEN3, "add_qkv_bias": True}, "is qwen2, which has no --qk-layernorm"),
+        ({**LLAMA, "swiglu": False}, "which has --swiglu"),
+    ],
+)
+def test_without_a_family_the_flag_in_the_way_is_named(model: dict[str, Any], obstacle: str) -> None:
+    with pytest.raises(ConfigurationError, match=obstacle):
+        family_of(small_config(model))
+
+
+@pytest.mark.parametrize("model", [{}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}])
+def test_runs_cover_every_row_once(model: dict[str, Any]) -> None:
+    config = small_config(model)
+    arranged = arrangement(config, family_of(config))
+    assert [part.parameter for part in arranged] == parameters(config)
+    for part in arranged:
+        rows = [row for run in part.runs for row in range(run.start, run.start + run.count)]
+        assert sorted(rows) == list(range(part.parameter.true_rows or part.parameter.shape[0]))
+        places = [(run.tensor, run.tensor_start + row) for run in part.runs for row in range(run.count)]
+        assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize("model", [{"openai_gelu": True}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}])
+def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Path) -> None:
+    scaled = {"use_rope_scaling": True, "rope_scaling_factor": 16.0} if model else {}
+    config = small_config({**model, **scaled})
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(config, family_of(config), "float32")))
+    family, values = read_hf_config(tmp_path)
+    assert family == family_of(config)
+    assert {name: values[name] for name in values if name != "vocab_size"} == {
+        name: getattr(config.model, name) for name in values if name != "vocab_size"
+    }
+    assert values["vocab_size"] == config.data.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mixtral"}, '"mixtral" is not supported; use one of llama, mistral'),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096: a sliding window"),
+        ({"model_type": "mistral"}, "sliding_window is 4096"),  # what transformers takes when it is left out
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is true, a sliding window"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "layer_types names sliding_attention"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type is "yarn"; only default and llama3'),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, 'rope_type is "dynamic"'),
+        ({"rope_parameters": {"full": {"rope_type": "default"}}}, "differ between layers"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", but the MLP here is SwiGLU'),
+        ({"attention_bias": True}, "mlp_bias is false, but attention_bias is true"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"num_hidden_layers": "4"}, 'num_hidden_layers is "4", and not a positive integer'),
+        ({"num_key_value_heads": 3}, "4 is not divisible by num_key_value_heads 3"),
+    ],
+)
+def test_what_config_json_may_not_say(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    with pytest.raises(ConfigurationError, match=message):
+        read_hf_config(tmp_path)
+
+
+def test_auto_map_is_data(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    (tmp_path / "modeling_evil.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    ours = _write(tmp_path, {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}, "trust_remote_code": True})
+    HFFolder(tmp_path).check(ours)
+    assert not canary.exists()
+
+
+def test_load_hf_fills_the_model_and_lists_what_differs(tmp_path: Path) -> None:
+    _write(tmp_path)
+    run = shlex.split(f"--load-hf {tmp_path} --seq-length 8 --micro-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data")
+    config = configure([*run, "--device", "cpu"]).config
+    assert (config.model.num_layers, config.model.swiglu, config.data.vocab_size) == (1, True, 10)
+    with pytest.raises(ConfigurationError) as caught:
+        configure([*run, "--num-layers", "2", "--normalization", "LayerNorm", "--num-attention-heads", "4"])
+    [problem] = caught.value.problems
+    assert "--num-layers is 2 and there 1" in problem
+    assert "--normalization is LayerNorm and there RMSNorm" in problem
+    assert "--num-attention-heads" not in problem
+    with pytest.raises(ConfigurationError, match=r"--load-hf \S*nowhere/config.json: No such file"):
+        configure([*run, "--load-hf", str(tmp_path / "nowhere")])
+
+
+def test_every_bad_tensor_is_listed_with_both_shapes(tmp_path: Path) -> None:
+    layer = "model.layers.0."
+    ours = _write(
+        tmp_path,
+        **{
+            f"{layer}self_attn.k_proj.weight": torch.zeros(16, 16),  # as if without grouped-query attention
+            f"{layer}mlp.up_proj.weight": None,
+            "model.norm.weight": torch.zeros(15),
+            "lm_head.weight": torch.ones(10, 16),  # not the embeddings, although config.json ties them
+        },
+    )
+    with pytest.raises(DataError) as caught:
+        HFFolder(tmp_path).check(ours)
+    for text in (
+        "k_proj.weight has shape [16, 16]; by config.json it should be [8, 16]",
+        "up_proj.weight is missing; it should have shape [24, 16]",
+        "model.norm.weight has shape [15]; by config.json it should be [16]",
+        "lm_head.weight differs from the embeddings",
+    ):
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "link.safetensors", "sub/model.safetensors"])
+def test_an_index_does_not_lead_out_of_the_folder(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    _write(folder)
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    (folder / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    index = {"weight_map": {"model.norm.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match="nothing was read"):
+        HFFolder(folder)
+
+
+def test_the_links_of_a_cache_are_followed(tmp_path: Path) -> None:
+    folder, blobs = tmp_path / "snapshots" / "1234", tmp_path / "blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    ours = _write(folder)
+    (folder / "model.safetensors").rename(blobs / "abcd")
+    (folder / "model.safetensors").symlink_to(Path("../../blobs/abcd"))
+    HFFolder(folder).check(ours)
+
+
+def _file(header: object, data: int = 8, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
+
+
+def _entry(begin: int, end: int, shape: list[int] | None = None) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [(end - begin) // 4] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "claims"),
+        (_file({}, length=1 << 60), "its header claims 1152921504606846976 bytes"),
+        (_file({"a": _entry(0, 8), "b": _entry(0, 8)}), "tensor b at data offset 0 overlaps"),
+        (_file({"a": _entry(0, 8), "b": _entry(4, 12)}, 12), "tensor b at data offset 4 overlaps"),
+        (_file({"a": _entry(4, 8)}), "leaves a gap"),
+        (_file({"a": _entry(0, 4)}), "its tensors cover 4 of 8 data bytes"),
+        (_file({"a": _entry(0, 8)}, 7), "its tensors cover 8 of 7 data bytes"),
+        (_file({"a": _entry(0, 8, [1 << 62, 1 << 62])}), "contradicts itself"),
+        (_file({"a": _entry(-8, 0)}), "contradicts itself"),
+        (_file({"a": 1}), "contradicts itself"),
+        (_file(b'{"a": 1, "a": 2}'), "a name occurs twice"),
+        (_file(b"[" * 100_000), "is not valid JSON"),
+        (_file([]), "is not a JSON object"),
+    ],
+)
+def test_a_header_is_not_believed(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        hf_safetensors.read_header(path)
+
+
+@pytest.mark.parametrize("code", hf_safetensors.DTYPES)
+def test_files_are_those_of_the_safetensors_package(code: str, tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7), "c": torch.randn(2, 2)}
+    tensors = {name: tensor.to(hf_safetensors.DTYPES[code]) for name, tensor in tensors.items()}
+    written, read = tmp_path / "written", tmp_path / "read"
+    for name, entry in hf_safetensors.create(written, {n: t.shape for n, t in tensors.items()}, code).items():
+        entry.whole(writable=True).copy_(tensors[name])
+    found = load_file(written)
+    save_file(tensors, read)
+    for name, entry in hf_safetensors.read_header(read).items():
+        assert torch.equal(entry.whole(), tensors[name])
+        assert torch.equal(entry.rows(1, 1), tensors[name][1:2])
+        assert torch.equal(found[name], tensors[name])

@@ -1,0 +1,85 @@
+"""Convert between our checkpoints and Hugging Face folders, on one CPU process, a piece of a tensor at a time.
+
+    python tools/convert_checkpoint.py to-hf --load checkpoints --save model-hf --dtype bf16
+    python tools/convert_checkpoint.py from-hf --load Llama-3.2-1B --save checkpoints
+
+to-hf takes the latest checkpoint of a --save folder (or the one that --load names itself), chooses the family that the
+model is shape-equal to, and at the end compares logits with transformers. from-hf writes a checkpoint of iteration 0
+that training begins from with --load; docs/huggingface.md has more.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.errors import ConfigurationError, DataError
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def main(argv: list[str]) -> int:
+    parser = ToolParser("Convert between our checkpoints and Hugging Face folders.")
+    parser.add_argument("direction", choices=("to-hf", "from-hf"), help="what to write")
+    parser.add_argument("--load", required=True, metavar="DIR", help="our checkpoints, or a Hugging Face folder")
+    parser.add_argument("--save", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights of to-hf; default the checkpoint's")
+    parser.add_argument("--max-shard-size", default="5GB", help="largest file of to-hf, in bytes, KB, MB or GB")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers after to-hf")
+    options = parser.parse_args(argv)
+    started = time.perf_counter()
+    if options.direction == "from-hf":
+        from megatron_ext.checkpoint.hf_import import import_huggingface
+
+        path = import_huggingface(options.load, options.save)
+        print(f"wrote {path} in {time.perf_counter() - started:.1f} s; begin with --load {options.save}", flush=True)
+        return 0
+    size = _bytes(options.max_shard_size)
+    import torch
+
+    from megatron_ext import device
+
+    device.install("cpu")
+    from megatron_ext.checkpoint.hf_export import SavedModel, export_huggingface
+
+    source = SavedModel(options.load)
+    dtype = getattr(torch, DTYPES[options.dtype]) if options.dtype else source.dtype()
+    exported = export_huggingface(source, options.save, dtype=dtype, max_shard_size=size)
+    print(
+        f"wrote {exported.path}: {exported.family.architecture}, {exported.size / 1e9:.3f} GB in {exported.files} "
+        f"file(s), {time.perf_counter() - started:.1f} s",
+        flush=True,
+    )
+    if not exported.tokenizer:
+        print("no tokenizer files were at hand; add them to the folder yourself", flush=True)
+    if not options.no_verify:
+        _verify(source, exported.path, dtype)
+    return 0
+
+
+def _verify(source, path: Path, dtype) -> None:
+    from megatron_ext.verify.huggingface import compare_logits
+
+    agreement = compare_logits(source, path, dtype)
+    summary = (
+        f"largest difference of logits to transformers: {agreement.largest_difference:.2e} over {agreement.tokens} "
+        f"tokens (largest logit {agreement.largest_logit:.2f})"
+    )
+    if not agreement.holds:
+        raise DataError(f"{summary}: more than rounding. Do not use {path}, and please report this")
+    print(summary, flush=True)
+
+
+def _bytes(text: str) -> int:
+    number = text.rstrip("KMGB")
+    unit = text.removeprefix(number)
+    if not number.isdecimal() or unit not in _UNITS or int(number) == 0:
+        raise ConfigurationError(f"--max-shard-size {text} is not a size; write for example 5GB")
+    return int(number) * _UNITS[unit]
+
+
+if __name__ == "__main__":
+    run_tool(main)
