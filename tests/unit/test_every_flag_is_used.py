@@ -15,6 +15,7 @@ NOT_USES = ("config/schema/", "config/rules/", "config/report.py", "config/help_
 BY_CONSTRUCTION = {
     "exit_signal_handler": "SIGTERM always saves and stops; the help says that the flag changes nothing",
     "ckpt_format": "one format, and the flag's only choice",
+    "use_checkpoint_args": "config/saved.py reads it among the typed values, before there is a configuration",
     "test_data_path": "data/corpus.py reads `{split}_data_path`",
     "train_data_path": "data/corpus.py reads `{split}_data_path`",
     "valid_data_path": "data/corpus.py reads `{split}_data_path`",
