@@ -11,7 +11,7 @@ document_indices[d + 1], and an empty document owns none. Reading is megatron-co
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -96,21 +96,22 @@ class IndexedWriter:
         else:
             self.discard()
 
-    def add_tokens(self, tokens: bytes | memoryview, document_lengths: np.ndarray) -> None:
+    def add_tokens(self, tokens: bytes | memoryview, document_lengths: Sequence[int] | np.ndarray) -> None:
         """Append documents of one sequence each.
 
         Args:
             tokens: the tokens of all these documents, already in the file's dtype.
             document_lengths: integers, tokens in each document; a document of none gets no sequence.
         """
+        lengths = np.asarray(document_lengths, _LENGTH)
         token_bytes = memoryview(tokens).nbytes
-        assert token_bytes == int(document_lengths.sum()) * self._dtype.itemsize
+        assert token_bytes == int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize
         self._bin.write(tokens)
-        self._lengths.write(document_lengths.astype(_LENGTH).tobytes())
+        self._lengths.write(lengths.tobytes())
         self.written = Written(
             self.written.token_bytes + token_bytes,
-            self.written.documents + len(document_lengths),
-            self.written.sequences + int(np.count_nonzero(document_lengths)),
+            self.written.documents + len(lengths),
+            self.written.sequences + int(np.count_nonzero(lengths)),
         )
 
     def commit(self) -> Written:
