@@ -96,15 +96,15 @@ class IndexedWriter:
         else:
             self.discard()
 
-    def add_tokens(self, tokens: bytes | memoryview, document_lengths: np.ndarray | Sequence[int]) -> None:
+    def add_tokens(self, tokens: bytes | memoryview, document_lengths: Sequence[int] | np.ndarray) -> None:
         """Append documents of one sequence each.
 
         Args:
             tokens: the tokens of all these documents, already in the file's dtype.
             document_lengths: integers, tokens in each document; a document of none gets no sequence.
         """
+        lengths = np.asarray(document_lengths, _LENGTH)
         token_bytes = memoryview(tokens).nbytes
-        lengths = np.asarray(document_lengths, dtype=_LENGTH)
         assert token_bytes == int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize
         self._bin.write(tokens)
         self._lengths.write(lengths.tobytes())
