@@ -18,6 +18,9 @@ FLAGS = shlex.split(
     "--eval-interval 0 --log-interval 1"
 )
 
+# The length of the decay, so that it does not follow from that of the run, which changes.
+CURVE = ["--lr-decay-iters", "100000"]
+
 
 def iterations(save: Path) -> list[int]:
     return [row["iteration"] for row in read_rows(save / "metrics.jsonl")]
@@ -54,7 +57,7 @@ def test_sigterm_saves_the_step_and_ends_with_75(ranks: int, tmp_path: Path) -> 
 
 def test_a_stop_file_saves_and_ends_with_75_and_the_next_start_goes_on(tmp_path: Path) -> None:
     save, log = tmp_path / "save", tmp_path / "log"
-    process = start([*FLAGS, "--train-iters", "100000", "--save", str(save)], log)
+    process = start([*FLAGS, *CURVE, "--train-iters", "100000", "--save", str(save)], log)
     try:
         wait_for_iteration(process, save, 3)
         (save / "stop").touch()
@@ -62,7 +65,7 @@ def test_a_stop_file_saves_and_ends_with_75_and_the_next_start_goes_on(tmp_path:
     finally:
         end_all(process)
     last = iterations(save)[-1]
-    again = start([*FLAGS, "--train-iters", str(last + 2), "--save", str(save), "--load", str(save)], log)
+    again = start([*FLAGS, *CURVE, "--train-iters", str(last + 2), "--save", str(save), "--load", str(save)], log)
     finish(again, log)
     assert iterations(save) == list(range(1, last + 3))
     assert not (save / "exit.json").exists(), "the record of the earlier end is still there"
