@@ -1,0 +1,81 @@
+"""Bytes that the model keeps on one rank between steps, counted at the tensors' storages.
+
+A storage counts once, however many tensors look into it: megatron-core's parameters are views of its buffers, and an
+fp32 optimizer updates the weights themselves. What a step needs for a while (activations, gathered weights that are
+freed again, scratch space of collectives) is not counted; ask the device's allocator for that.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ext.train.run import Run
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Live bytes of one rank."""
+
+    weights: int
+    """What the forward pass computes with."""
+
+    gradients: int
+
+    optimizer: int
+    """Moments and, for 16-bit weights, the fp32 master copy; not what is already counted as weights."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def bytes_per_rank(run: Run) -> Bytes:
+    """What this rank holds now. Call it after a step: before the first, the optimizer has no moments."""
+    seen: set[int] = set()
+    return Bytes(*(_count(tensors, seen) for tensors in (_weights(run), _gradients(run), _optimizer(run))))
+
+
+def _weights(run: Run) -> Iterator[torch.Tensor | None]:
+    for chunk in run.chunks:
+        yield from chunk.parameters()
+        for buffer in _buffers(chunk):
+            yield buffer.param_data
+
+
+def _gradients(run: Run) -> Iterator[torch.Tensor | None]:
+    for chunk in run.chunks:
+        for parameter in chunk.parameters():
+            yield parameter.grad
+        for buffer in _buffers(chunk):
+            yield buffer.grad_data
+    for part in run.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            yield from (parameter.grad for parameter in group["params"])
+
+
+def _optimizer(run: Run) -> Iterator[torch.Tensor | None]:
+    for part in run.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    """Of megatron-core's DDP."""
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
+def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:
+    """Bytes of the storages that are not yet in `seen`, and adds them."""
+    total = 0
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total

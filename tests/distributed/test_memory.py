@@ -1,0 +1,65 @@
+"""Bytes of weights, gradients and optimizer state per rank after a step, against the formulas.
+
+Per parameter (Rajbhandari et al. 2020, arXiv:1910.02054, section 3, with Megatron's fp32 gradients): fp32 training keeps 4 + 4 + 8
+bytes; bf16 2 + 4 + 12. The distributed optimizer (ZeRO-1) divides the last by the data-parallel size.
+"""
+
+import pytest
+
+from megatron_ext.verify.memory import Bytes
+from megatron_ext.verify.ranks import run_ranks
+
+BASE = (
+    "--device cpu --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --vocab-size 512 --eval-interval 0 "
+)
+BF16, FP32 = (2, 4, 12), (4, 4, 8)
+"""Bytes per parameter: weights, gradients, optimizer."""
+
+
+def _bytes(runs: list[str]) -> list[tuple[int, Bytes]]:
+    """The number of parameters and the bytes after two steps, run by run."""
+    from megatron_ext import device
+
+    here = device.install("cpu")
+    from megatron.core import parallel_state
+
+    from megatron_ext.config.parameters import count
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+    from megatron_ext.verify.memory import bytes_per_rank
+
+    found = []
+    for flags in runs:
+        run = build_run(configure((BASE + flags).split()).config, here)
+        trainer = Trainer(run, [])
+        trainer.step()
+        trainer.step()
+        found.append((count(run.config), bytes_per_rank(run)))
+        run.loaders.close()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+RUNS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    "": (FP32, (1, 1, 1)),
+    "--bf16": (BF16, (1, 1, 1)),
+    "--use-distributed-optimizer": (FP32, (1, 1, 4)),
+    "--use-distributed-optimizer --bf16": (BF16, (1, 1, 4)),
+}
+"""By flags: bytes per parameter, and by what 4 ranks divide them."""
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[tuple[int, Bytes]]]:
+    ranks = run_ranks(4, _bytes, list(RUNS))
+    return {flags: [rank[index] for rank in ranks] for index, flags in enumerate(RUNS)}
+
+
+@pytest.mark.parametrize("flags", RUNS)
+def test_bytes_shrink_as_the_formula_says(flags: str, measured: dict[str, list[tuple[int, Bytes]]]) -> None:
+    per_parameter, divisors = RUNS[flags]
+    for parameters, found in measured[flags]:
+        expected = [parameters * size / parts for size, parts in zip(per_parameter, divisors, strict=True)]
+        assert [found.weights, found.gradients, found.optimizer] == pytest.approx(expected, rel=0.02)
