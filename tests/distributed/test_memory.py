@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer state per rank after a step, against the formulas.
 
-Per parameter (Rajbhandari et al. 2020, arXiv:1910.02054, section 3, with Megatron's fp32 gradients): fp32 training keeps 4 + 4 + 8
-bytes; bf16 2 + 4 + 12. The distributed optimizer (ZeRO-1) divides the last by the data-parallel size.
+Per parameter (Rajbhandari et al. 2020, arXiv:1910.02054, section 3, with Megatron's fp32 gradients) fp32 training
+keeps 4 + 4 + 8 bytes, bf16 2 + 4 + 12. The distributed optimizer (ZeRO-1) divides the last by the data-parallel size.
 """
 
 import pytest
