@@ -8,6 +8,7 @@ neighbours, so that the heaviest traffic stays inside a machine; pipeline stages
 
 from typing import Literal, NamedTuple
 
+from megatron_ext.config.pipeline import first_layers, layer_counts
 from megatron_ext.config.schema import Config, LayoutConfig
 
 Axis = Literal["tp", "cp", "dp", "pp"]
@@ -66,14 +67,12 @@ def groups(layout: LayoutConfig, axis: Axis) -> list[list[int]]:
 def chunk_layers(config: Config) -> list[list[range]]:
     """Global layer indices (from 0) by pipeline stage and model chunk: `chunk_layers(config)[pp][chunk]`.
 
-    Without interleaving a stage has one chunk. With it, chunk v of stage p holds the layers from (v x PP + p) x n on,
-    n = layers / (PP x chunks) (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    Without interleaving a stage has one chunk. With it, chunk v of stage p is the (v x PP + p)-th that a microbatch
+    passes (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A chunk may hold no layer, but the embedding or the
+    loss alone.
     """
-    stages = config.layout.pipeline_model_parallel_size
-    chunks = config.layout.virtual_pipeline_model_parallel_size
-    size, rest = divmod(config.model.num_layers, stages * chunks)
-    assert rest == 0, "validated: the layers divide evenly"
+    counts = layer_counts(config)
     return [
-        [range((chunk * stages + stage) * size, (chunk * stages + stage + 1) * size) for chunk in range(chunks)]
-        for stage in range(stages)
+        [range(start, start + layers) for start, layers in zip(starts, stage, strict=True)]
+        for starts, stage in zip(first_layers(counts), counts, strict=True)
     ]

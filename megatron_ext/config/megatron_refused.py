@@ -102,17 +102,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "pipeline stages are even in this version; choose --num-layers as a multiple of --pipeline-model-parallel-size",
-        """
-        --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split,
-        --decoder-first-pipeline-num-layers N, --decoder-last-pipeline-num-layers N,
-        --pipeline-model-parallel-layout N
-        """,
-    ),
-    (
         "the pipeline runs megatron-core's own schedule; leave it out",
         """
-        --overlap-p2p-communication-warmup-flush, --microbatch-group-size-per-virtual-pipeline-stage N,
+        --overlap-p2p-communication-warmup-flush,
         --use-ring-exchange-p2p, --defer-embedding-wgrad-compute, --wgrad-deferral-limit N =0, --delay-wgrad-compute,
         --pipeline-model-parallel-comm-backend N
         """,

@@ -10,11 +10,13 @@ A global name is megatron-core's own name with the layer's index in the whole mo
 `decoder.layers.17.self_attention.linear_qkv.weight`.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_ext.config.layout import chunk_layers
 from megatron_ext.config.schema import Config
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -86,9 +88,15 @@ def stages(config: Config, parameter: Parameter) -> list[int]:
     if parameter.stage == "embedding":
         tied = parameter.name == WORD_EMBEDDINGS and not config.model.untie_embeddings_and_output_weights
         return [0, pipeline_size - 1] if tied and pipeline_size > 1 else [0]
-    # Interleaving deals the chunks of layers out to the stages in turn, like cards.
-    chunks = pipeline_size * config.layout.virtual_pipeline_model_parallel_size
-    return [parameter.stage // (config.model.num_layers // chunks) % pipeline_size]
+    return [_stage_of_layer(config)[parameter.stage]]
+
+
+@functools.lru_cache(maxsize=8)
+def _stage_of_layer(config: Config) -> list[int]:
+    """The pipeline stage of every layer of the model."""
+    held = chunk_layers(config)
+    found = {layer: stage for stage, chunks in enumerate(held) for chunk in chunks for layer in chunk}
+    return [found[layer] for layer in range(config.model.num_layers)]
 
 
 def count_per_stage(config: Config) -> list[int]:

@@ -97,6 +97,8 @@ def _ranks(config: Config) -> list[str]:
 
 
 def _layer_range(layers: range) -> str:
+    if not layers:
+        return "none"
     return f"{layers.start}" if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"
 
 

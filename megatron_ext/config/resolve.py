@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.config.pipeline import read_pipeline_layout
 from megatron_ext.config.schema import Config
 
 
@@ -81,13 +82,32 @@ def padded_vocabulary(vocab_size: int, divisor: int, tensor_parallel_size: int) 
 
 def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
     _fill(values, "world_size", facts.world_size if facts.world_size is not None else 1)
+    _resolve_virtual_stages(values)
+
+
+def _resolve_virtual_stages(values: dict[str, Any]) -> None:
+    """Chunks per stage from the layers of a chunk, or the other way round; a layout string says how many there are."""
     stages = values.get("pipeline_model_parallel_size", 1)
-    layers = values.get("num_layers")
+    split = values.get("pipeline_model_parallel_layout")
+    if split is not None:
+        try:
+            total = len(read_pipeline_layout(split))
+        except ValueError:
+            return
+        if positive(stages) and total % stages == 0 and total > stages:
+            _fill(values, "num_virtual_stages_per_pipeline_rank", total // stages)
+        return
+    if any(values.get(f"decoder_{end}_pipeline_num_layers") is not None for end in ("first", "last")):
+        return
     chunks = values.get("num_virtual_stages_per_pipeline_rank")
     chunk_size = values.get("num_layers_per_virtual_pipeline_stage")
-    if chunks is None and positive(layers, stages, chunk_size) and layers % (stages * chunk_size) == 0:
+    layers: Any = values.get("num_layers")
+    if not positive(layers):
+        return
+    layers += sum(bool(values.get(f"account_for_{what}_in_pipeline_split")) for what in ("embedding", "loss"))
+    if chunks is None and positive(stages, chunk_size) and layers % (stages * chunk_size) == 0:
         values["num_virtual_stages_per_pipeline_rank"] = layers // (stages * chunk_size)
-    elif chunk_size is None and positive(layers, stages, chunks) and layers % (stages * chunks) == 0:
+    elif chunk_size is None and positive(stages, chunks) and layers % (stages * chunks) == 0:
         values["num_layers_per_virtual_pipeline_stage"] = layers // (stages * chunks)
 
 

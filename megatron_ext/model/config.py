@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.config.pipeline import core_layout, is_uneven, layer_counts
 from megatron_ext.config.schema import Config, ModelConfig
 
 
@@ -24,7 +25,8 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
     chunks = layout.virtual_pipeline_model_parallel_size
     # Fused by torch.compile on a GPU; on a CPU they are the same operations one by one.
     fused_activation = on_cuda and model.swiglu
-    return TransformerConfig(
+    layers = layer_counts(config)
+    translated = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -48,6 +50,8 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
         sequence_parallel=layout.sequence_parallel,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_model_parallel_layout=core_layout(layers) if is_uneven(layers) else None,
+        microbatch_group_size_per_vp_stage=layout.microbatch_group_size,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=training.bf16,
@@ -73,6 +77,9 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
         cuda_graph_modules=[],
         transformer_impl=model.transformer_impl,  # pyright: ignore[reportArgumentType]
     )
+    # With a layout it makes this 1 where nothing is interleaved, but takes None alone for that elsewhere.
+    translated.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    return translated
 
 
 def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_ext.config.layout import chunk_layers
 from megatron_ext.config.schema import Config
 from megatron_ext.device.kernels import linear
 from megatron_ext.model.rope import RotaryTable, ScaledRotaryEmbedding
@@ -88,7 +89,7 @@ def _build_chunk(
     chunks: int,
 ) -> GPT:
     model = config.model
-    num_layers = model.num_layers // (pg_collection.pp.size() * chunks)
+    num_layers = len(chunk_layers(config)[pg_collection.pp.rank()][chunk])
     gpt = GPT(
         config=transformer_config,
         transformer_layer_spec=block_spec(model, num_layers),  # pyright: ignore[reportArgumentType]

@@ -76,6 +76,39 @@ _LAYOUTS = {
     "TP2 SP PP2 VPP2 DP2 distributed optimizer, overlap": (8, f"{_TP2_SP} {_PP2_VPP2} {_OVERLAP}"),
 }
 
+# Stages that differ in their layers, on the model with 4. Those in _QUICK are part of every test run.
+_UNEVEN = {
+    "PP2, 1 and 3 layers": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
+    "PP3, 1, 2 and 1 layers": (
+        3,
+        "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
+    ),
+    "PP3, embedding and loss counted": (
+        3,
+        "--pipeline-model-parallel-size 3 --account-for-embedding-in-pipeline-split "
+        "--account-for-loss-in-pipeline-split",
+    ),
+    "PP2 VPP3, embedding and loss counted, distributed optimizer, overlap": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 "
+        f"--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split {_OVERLAP}",
+    ),
+    "PP2 VPP2, Ett|t|t|L, groups of 4": (
+        2,
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*2|(t|)*2L "
+        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+    ),
+    "TP2 SP PP2 VPP2, E|ttt|t|L": (
+        4,
+        f"{_TP2_SP} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*3|t|L",
+    ),
+}
+_QUICK = {
+    "PP2, 1 and 3 layers, untied",
+    "PP2 VPP3, embedding and loss counted, distributed optimizer, overlap, tied",
+    "PP2 VPP2, Ett|t|t|L, groups of 4, tied",
+}
+
 RECOMPUTE = {
     "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",
     "full uniform by twos": f"{_RECOMPUTE} 2 --recompute-method uniform",
@@ -96,6 +129,12 @@ class Case:
     flags: tuple[str, ...]
     """What differs from the one process."""
 
+    slow: bool = False
+    """Left to docs/parity.md and to tests that are asked for with `-m slow`."""
+
+    slow_in_bf16: bool = False
+    """The same for bf16 alone."""
+
 
 def _cases() -> list[Case]:
     cases = []
@@ -103,6 +142,12 @@ def _cases() -> list[Case]:
         depth = "8 layers, " if layout == "PP4 VPP2" else ""
         for model in ("tied", "untied"):
             cases.append(Case(f"{layout}, {model}", f"{depth}{model}", world_size, tuple(flags.split())))
+    for layout, (world_size, flags) in _UNEVEN.items():
+        for model in ("tied", "untied"):
+            name = f"{layout}, {model}"
+            cases.append(
+                Case(name, model, world_size, tuple(flags.split()), slow=name not in _QUICK, slow_in_bf16=True)
+            )
     # Biases and learned positions under sequence parallelism, and tied embeddings across a divided vocabulary.
     flags = f"{_TP2_SP} --pipeline-model-parallel-size 2"
     for model in ("learned positions, biases", "query and key norm, QKV bias"):

@@ -20,6 +20,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP4 SP": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     "PP2": {"pipeline_model_parallel_size": 2},
     "PP2 VPP2": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+    "PP2 VPP2, E|ttt|t|L": {
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "pipeline_model_parallel_layout": "E|t*3|t|L",
+    },
     "TP2 PP2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
 }
 MODELS: dict[str, dict[str, Any]] = {

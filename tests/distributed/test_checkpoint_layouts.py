@@ -27,6 +27,13 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "DP2, distributed optimizer": (2, ["--use-distributed-optimizer", "--ddp-bucket-size", "3000"]),
     "TP2": (2, ["--tensor-model-parallel-size", "2"]),
     "PP4": (4, ["--pipeline-model-parallel-size", "4"]),
+    "PP2 VPP2, Et|tt|t|L": (
+        2,
+        [
+            *["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et|t*2|t|L"],
+            *["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+        ],
+    ),
 }
 
 

@@ -52,6 +52,12 @@ def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any]) -> None:
     assert _difference(tp * pp, flags(["--load-hf", str(folder)], tp, pp), expected) < TOLERANCE
 
 
+def test_load_hf_into_stages_that_differ(models: dict[str, Any]) -> None:
+    folder, expected = models["Llama 3.1"]
+    uneven = ["--load-hf", str(folder), "--decoder-first-pipeline-num-layers", "3"]
+    assert _difference(2, flags(uneven, 1, 2), expected) < TOLERANCE
+
+
 @pytest.mark.parametrize(("heads", "tp"), [(2, 2), (6, 2), (3, 1), (3, 3)])
 def test_query_groups(heads: int, tp: int, tmp_path: Path) -> None:
     expected = reference_logits(write_model(tmp_path, "Qwen2", num_key_value_heads=heads, intermediate_size=96))

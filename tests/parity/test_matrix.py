@@ -10,9 +10,13 @@ from megatron_ext.verify.parity import BF16_FACTOR, CASES, RECIPE, STEPS, Case, 
 
 RECOMPUTED = [name for name in CASES if "recompute" in name]
 LAYOUTS = [name for name in CASES if name not in RECOMPUTED]
+FP32 = [pytest.param(name, marks=[pytest.mark.slow] * CASES[name].slow) for name in LAYOUTS]
+BF16 = [
+    pytest.param(name, marks=[pytest.mark.slow] * (CASES[name].slow or CASES[name].slow_in_bf16)) for name in LAYOUTS
+]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", FP32)
 def test_layout_agrees_with_one_process(name: str, experiment: Experiment) -> None:
     case = CASES[name]
     reference, other = experiment.reference(case.model), experiment.train(case)
@@ -27,7 +31,7 @@ def test_recomputation_changes_no_bit(name: str, experiment: Experiment) -> None
     assert differences.none, differences.problems()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", BF16)
 def test_bf16_layout_stays_within_the_rounding_of_one_process(name: str, experiment: Experiment) -> None:
     case = CASES[name]
     reference, other = experiment.reference(case.model, bf16=True), experiment.train(case, bf16=True)

@@ -41,6 +41,7 @@ def test_the_page_of_errors_is_what_the_program_says():
     assert errors_page() == (ROOT / "docs/errors.md").read_text(), "python tests/golden/regenerate.py"
 
 
+_PP2 = "--world-size 2 --pipeline-model-parallel-size 2"
 WRONG = [
     # flags, and words that the one problem must have
     ("--num-layers 0", "--num-layers 0 is below 1"),
@@ -75,6 +76,32 @@ WRONG = [
      "use --global-batch-size 2 or 4"),
     ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2 --num-virtual-stages-per-pipeline-rank 2 "
      "--no-overlap-p2p-communication", "leave --no-overlap-p2p-communication out"),
+    (f"{_PP2} --num-layers 9", "use --num-layers 8 or 10, or --pipeline-model-parallel-size 1, or stages that differ: "
+     "--account-for-embedding-in-pipeline-split or --decoder-first-pipeline-num-layers 4"),
+    (f"{_PP2} --account-for-loss-in-pipeline-split",
+     "--num-layers 8 + 1 (--account-for-loss-in-pipeline-split) is not divisible"),
+    (f"{_PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
+     "use --decoder-last-pipeline-num-layers 5"),
+    ("--decoder-first-pipeline-num-layers 8", "--pipeline-model-parallel-size is 1; leave it out"),
+    (f"{_PP2} --decoder-first-pipeline-num-layers 8", "use --decoder-first-pipeline-num-layers 4"),
+    (f"{_PP2} --decoder-first-pipeline-num-layers 0", "is below 1"),
+    (f"{_PP2} --decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 2",
+     "use --num-virtual-stages-per-pipeline-rank"),
+    (f"{_PP2} --decoder-first-pipeline-num-layers 3 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2",
+     "does not divide the 3 or 5 layers of a stage"),
+    (f"{_PP2} --pipeline-model-parallel-layout Et*8|L --num-layers-per-virtual-pipeline-stage 2",
+     "give the layout alone"),
+    (f"{_PP2} --pipeline-model-parallel-layout Et*4|x*4L", "'x' is none of E, t, L"),
+    (f"{_PP2} --pipeline-model-parallel-layout Et*4|t*4mL", "multi-token prediction"),
+    (f"{_PP2} --pipeline-model-parallel-layout t*4E|t*4L", "must begin with its only E and end with its only L"),
+    (f"{_PP2} --pipeline-model-parallel-layout Et*4||t*4|L --global-batch-size 2", "chunk 2 of 4 holds nothing"),
+    (f"{_PP2} --pipeline-model-parallel-layout Et*(99999999)|L", "'*' is none of"),
+    (f"{_PP2} --pipeline-model-parallel-layout E(t*999)*999|L", "more than 100000 layers"),
+    (f"{_PP2} --pipeline-model-parallel-layout Et*4|t|t*3|L --num-virtual-stages-per-pipeline-rank 3 "
+     "--global-batch-size 2", "leave --num-virtual-stages-per-pipeline-rank out"),
+    (f"{_PP2} --microbatch-group-size-per-virtual-pipeline-stage 2", "belongs to interleaved stages"),
+    (f"{_PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2 "
+     "--microbatch-group-size-per-virtual-pipeline-stage 1", "stage 2 or more"),
     ("--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 63", "use --seq-length 62 or 64"),
     ("--overlap-param-gather --use-distributed-optimizer", "add --overlap-grad-reduce"),
     ("--overlap-param-gather", "needs --use-distributed-optimizer and --overlap-grad-reduce"),

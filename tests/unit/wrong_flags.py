@@ -28,6 +28,28 @@ EXAMPLES = {
     "Layers that do not divide over the pipeline stages": Example(
         "--world-size 4 --num-layers 30 --pipeline-model-parallel-size 4", "--num-layers 28"
     ),
+    "End stages that leave no even rest": Example(
+        "--world-size 4 --num-layers 30 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 5",
+        "--decoder-first-pipeline-num-layers 6",
+    ),
+    "Two ways to shape the pipeline stages": Example(
+        "--world-size 2 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-embedding-in-pipeline-split=false",
+    ),
+    "A layout string with another number of layers": Example(
+        "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*3|t*4L'",
+        "--pipeline-model-parallel-layout 'Et*4|t*4L'",
+    ),
+    "A layout string whose chunks the pipeline size does not divide": Example(
+        "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*3|t*3|t*2L'",
+        "--pipeline-model-parallel-size 3 --world-size 3",
+    ),
+    "Microbatches that make no whole groups": Example(
+        "--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 3 --global-batch-size 4",
+        "--global-batch-size 6",
+    ),
     "Virtual stages without pipeline stages": Example(
         "--world-size 4 --num-virtual-stages-per-pipeline-rank 2",
         "--pipeline-model-parallel-size 2 --global-batch-size 4",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_ext.config.resolve import Facts, positive
-from megatron_ext.config.rules.suggest import divisors, listed, nearest_multiples, pipeline_sizes, tensor_sizes, use
+from megatron_ext.config.rules.suggest import listed, nearest_multiples, pipeline_sizes, tensor_sizes, use
 from megatron_ext.config.schema import Config
 
 
@@ -30,97 +30,6 @@ def world_is_a_multiple_of_the_model(config: Config, facts: Facts) -> Iterator[s
         f"world size {world} is not a multiple of --tensor-model-parallel-size {tensor} x "
         f"--pipeline-model-parallel-size {stages} = {need}; {', or '.join(fixes)}"
     )
-
-
-def layers_divide_over_stages(config: Config, facts: Facts) -> Iterator[str]:
-    layers, stages = config.model.num_layers, config.layout.pipeline_model_parallel_size
-    if positive(layers, stages) and layers % stages:
-        fixes = [f"use --num-layers {listed(nearest_multiples(layers, stages))}"]
-        sizes = pipeline_sizes(config)
-        if sizes:
-            fixes.append(f"--pipeline-model-parallel-size {listed(sizes)}")
-        yield (
-            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {stages}; {', or '.join(fixes)}"
-        )
-
-
-def layers_divide_over_chunks(config: Config, facts: Facts) -> Iterator[str]:
-    layout, layers = config.layout, config.model.num_layers
-    stages = layout.pipeline_model_parallel_size
-    chunks = layout.num_virtual_stages_per_pipeline_rank or 0
-    chunk_size = layout.num_layers_per_virtual_pipeline_stage or 0
-    if not positive(layers, stages) or layers % stages:
-        return
-    per_stage = layers // stages
-    working = listed(divisors(per_stage))
-    if positive(chunks) and per_stage % chunks:
-        yield (
-            f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide the {per_stage} layers of a stage "
-            f"(--num-layers {layers} / --pipeline-model-parallel-size {stages}); "
-            f"use --num-virtual-stages-per-pipeline-rank {working}"
-        )
-    elif positive(chunk_size) and per_stage % chunk_size:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage {chunk_size} does not divide the {per_stage} layers of a stage "
-            f"(--num-layers {layers} / --pipeline-model-parallel-size {stages}); "
-            f"use --num-layers-per-virtual-pipeline-stage {working}"
-        )
-    elif positive(chunks, chunk_size) and chunks * chunk_size != per_stage:
-        yield (
-            f"--num-virtual-stages-per-pipeline-rank {chunks} and --num-layers-per-virtual-pipeline-stage {chunk_size} "
-            f"disagree: a stage has {per_stage} layers; give one of them"
-        )
-
-
-def interleaving_needs_stages(config: Config, facts: Facts) -> Iterator[str]:
-    layout = config.layout
-    stages = layout.pipeline_model_parallel_size
-    if layout.virtual_pipeline_model_parallel_size == 1 or stages < 1:
-        return
-    flag = f"--num-virtual-stages-per-pipeline-rank {layout.virtual_pipeline_model_parallel_size}"
-    if layout.num_layers_per_virtual_pipeline_stage is not None:
-        flag += f" (--num-layers-per-virtual-pipeline-stage {layout.num_layers_per_virtual_pipeline_stage})"
-    if stages == 1:
-        yield (
-            f"{flag} interleaves pipeline stages, but --pipeline-model-parallel-size is 1; "
-            f"leave the virtual stages out{_interleaved_layout(config)}"
-        )
-    elif stages == 2 and layout.no_overlap_p2p_communication:
-        yield (
-            f"{flag} with --pipeline-model-parallel-size 2 cannot run under --no-overlap-p2p-communication: the two "
-            f"ranks would exchange several tensors in one batch; leave --no-overlap-p2p-communication out"
-        )
-
-
-def _interleaved_layout(config: Config) -> str:
-    """A pipeline size that interleaves with the virtual stages given, and a batch in whole rounds for it."""
-    layout, training = config.layout, config.training
-    sizes = [size for size in pipeline_sizes(config) if size > 1]
-    if not sizes or not positive(training.micro_batch_size, layout.tensor_model_parallel_size):
-        return ""
-    stages = sizes[0]
-    per_round = training.micro_batch_size * stages * (layout.world_size // (layout.tensor_model_parallel_size * stages))
-    rounds = -(-(training.global_batch_size or 1) // per_round)
-    return f", or use --pipeline-model-parallel-size {stages} --global-batch-size {rounds * per_round}"
-
-
-def interleaving_needs_rounds_of_microbatches(config: Config, facts: Facts) -> Iterator[str]:
-    layout, training = config.layout, config.training
-    stages, world = layout.pipeline_model_parallel_size, layout.world_size
-    model_size = layout.tensor_model_parallel_size * stages
-    batch, micro = training.global_batch_size, training.micro_batch_size
-    if layout.virtual_pipeline_model_parallel_size == 1 or stages < 2 or not positive(batch, micro, world, model_size):
-        return
-    if world % model_size or batch % (micro * (world // model_size)):
-        return  # other rules name that
-    data_size = world // model_size
-    microbatches = batch // (micro * data_size)
-    if microbatches % stages:
-        yield (
-            f"interleaving needs a number of microbatches that --pipeline-model-parallel-size {stages} divides, but "
-            f"--global-batch-size {batch} / (--micro-batch-size {micro} x data-parallel size {data_size}) = "
-            f"{microbatches}; use --global-batch-size {listed(nearest_multiples(batch, stages * micro * data_size))}"
-        )
 
 
 def sequence_parallel_needs_tensor_parallel(config: Config, facts: Facts) -> Iterator[str]:
@@ -186,10 +95,6 @@ def timeout_is_a_time(config: Config, facts: Facts) -> Iterator[str]:
 RULES = (
     ranks_are_those_of_the_launch,
     world_is_a_multiple_of_the_model,
-    layers_divide_over_stages,
-    layers_divide_over_chunks,
-    interleaving_needs_stages,
-    interleaving_needs_rounds_of_microbatches,
     sequence_parallel_needs_tensor_parallel,
     parameter_gathering_needs_the_distributed_optimizer,
     distributed_optimizer_shards_adam,

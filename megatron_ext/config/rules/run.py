@@ -27,7 +27,9 @@ _AT_LEAST_ONE = {
     ),
     "layout": (
         "world_size tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
-        "num_virtual_stages_per_pipeline_rank ddp_bucket_size"
+        "num_virtual_stages_per_pipeline_rank ddp_bucket_size "
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+        "microbatch_group_size_per_virtual_pipeline_stage"
     ),
     "training": (
         "micro_batch_size global_batch_size train_iters train_samples exit_interval loss_scale_window hysteresis "

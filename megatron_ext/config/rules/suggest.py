@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 
+from megatron_ext.config.pipeline import counted_as_layers, read_pipeline_layout
 from megatron_ext.config.resolve import positive
 from megatron_ext.config.schema import Config
 
@@ -42,17 +43,31 @@ def tensor_sizes(config: Config) -> list[int]:
 
 def pipeline_sizes(config: Config) -> list[int]:
     """Pipeline sizes over which the layers and the world size divide, with as many model chunks as now."""
-    model, layout = config.model, config.layout
-    chunks = layout.virtual_pipeline_model_parallel_size
-    if not positive(model.num_layers, chunks):
-        return []
+    layout = config.layout
     return [
         size
-        for size in divisors(model.num_layers)
-        if model.num_layers % (size * chunks) == 0
-        and (size > 1 or chunks == 1)
+        for size in _splits(config)
+        if (size > 1 or layout.virtual_pipeline_model_parallel_size == 1)
         and _fills_world(layout.world_size, size * layout.tensor_model_parallel_size)
     ]
+
+
+def _splits(config: Config) -> list[int]:
+    """Pipeline sizes over which the layers divide, the flags of uneven stages kept."""
+    layout, layers = config.layout, config.model.num_layers
+    chunks = layout.virtual_pipeline_model_parallel_size
+    if not positive(layers, chunks):
+        return []
+    if layout.pipeline_model_parallel_layout is not None:
+        try:
+            total = len(read_pipeline_layout(layout.pipeline_model_parallel_layout))
+        except ValueError:
+            return []
+        return [size for size in divisors(total) if size > 1 or total == 1]
+    ends = [layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers]
+    given = [layers_of_one for layers_of_one in ends if layers_of_one is not None]
+    between = layers + counted_as_layers(layout) - sum(given)
+    return [len(given) + n for n in divisors(max(between, 0)) if between % (n * chunks) == 0]
 
 
 def nearest_multiples(value: int, of: int) -> list[int]:

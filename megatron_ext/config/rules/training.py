@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+from megatron_ext.config.pipeline import layer_counts
 from megatron_ext.config.resolve import Facts, positive
+from megatron_ext.config.rules.pipeline import split_is_right
 from megatron_ext.config.rules.suggest import divisors, listed, nearest_multiples
 from megatron_ext.config.schema import Config
 
@@ -78,17 +80,16 @@ def recomputation_is_complete(config: Config, facts: Facts) -> Iterator[str]:
     if training.recompute_activations and kind == "full":
         yield "--recompute-activations means selective, but --recompute-granularity is full; keep one of them"
     if kind == "full":
-        per_stage = (config.model.num_layers or 1) // max(config.layout.pipeline_model_parallel_size, 1)
         if method is None or layers is None:
             yield (
                 "--recompute-granularity full needs --recompute-method and --recompute-num-layers; "
                 "add --recompute-method uniform --recompute-num-layers 1 to recompute every layer"
             )
-        elif layers > per_stage:
-            yield (
-                f"--recompute-num-layers {layers} is more than the {per_stage} layers of a pipeline stage; "
-                f"use 1 to {per_stage}"
-            )
+        elif split_is_right(config, facts):
+            most = max(layers_of_one for stage in layer_counts(config) for layers_of_one in stage)
+            if layers > most:
+                what = "model chunk" if config.layout.virtual_pipeline_model_parallel_size > 1 else "pipeline stage"
+                yield f"--recompute-num-layers {layers} is more than the {most} layers of a {what}; use 1 to {most}"
     elif method is not None or layers is not None:
         yield (
             "--recompute-method and --recompute-num-layers belong to --recompute-granularity full; "
@@ -214,17 +215,19 @@ def _samples_at_once(config: Config) -> int | None:
 
 
 def _microbatches_per_round(config: Config) -> int:
-    """Microbatches that one round of the schedule takes: with interleaving as many as there are stages."""
-    layout = config.layout
-    return layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
+    """Microbatches that one round of the schedule takes: with interleaving those of one group."""
+    return config.layout.microbatch_group_size if config.layout.virtual_pipeline_model_parallel_size > 1 else 1
 
 
 def _at_once_text(config: Config, rounds: int = 1) -> str:
     micro, at_once = config.training.micro_batch_size, _samples_at_once(config)
     if not at_once:
         return f"--micro-batch-size {micro} x data-parallel size"
-    stages = f" x --pipeline-model-parallel-size {rounds}" if rounds > 1 else ""
-    return f"--micro-batch-size {micro} x data-parallel size {at_once // micro}{stages} = {at_once * rounds}"
+    group = " x --pipeline-model-parallel-size"
+    if config.layout.microbatch_group_size_per_virtual_pipeline_stage is not None:
+        group = " x --microbatch-group-size-per-virtual-pipeline-stage"
+    group = f"{group} {rounds}" if rounds > 1 else ""
+    return f"--micro-batch-size {micro} x data-parallel size {at_once // micro}{group} = {at_once * rounds}"
 
 
 RULES = (

@@ -24,6 +24,28 @@ class LayoutConfig:
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None, "Interleave: model chunks on each pipeline rank; the other way to say the same."
     )
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, "Layers of the first pipeline stage; the stages without a number of their own share the rest evenly."
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, "Layers of the last pipeline stage; the stages without a number of their own share the rest evenly."
+    )
+    account_for_embedding_in_pipeline_split: bool = option(
+        False, "Count the embedding as a layer of the first pipeline stage, which then has one fewer."
+    )
+    account_for_loss_in_pipeline_split: bool = option(
+        False, "Count the output layer and the loss as a layer of the last pipeline stage, which then has one fewer."
+    )
+    pipeline_model_parallel_layout: str | None = option(
+        None,
+        "What each stage (or virtual stage, in the order of a forward pass) holds: E embedding, t layer, L loss, "
+        "| next, x*n and (...)*n repeat, as in 'Et*3|(tt|)*2tL'.",
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
+        None,
+        "Interleave: microbatches that one virtual stage takes before the next one's turn; default the pipeline size.",
+        metavar="N",
+    )
     no_overlap_p2p_communication: bool = option(
         False, "With interleaving, do not overlap pipeline sends and receives with computation."
     )
@@ -51,5 +73,15 @@ class LayoutConfig:
         return self.num_virtual_stages_per_pipeline_rank or 1
 
     @property
+    def microbatch_group_size(self) -> int:
+        """Microbatches that one virtual stage takes before the next one's turn."""
+        return self.microbatch_group_size_per_virtual_pipeline_stage or self.pipeline_model_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on the same samples: TP x PP."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
     def data_parallel_size(self) -> int:
-        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+        return self.world_size // self.model_parallel_size

@@ -1,0 +1,102 @@
+"""How many layers each pipeline stage and model chunk has: even, or as one of Megatron's four ways to be uneven.
+
+    --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2      the stages between share the rest
+    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split  each counts as a layer
+    --pipeline-model-parallel-layout "Et*3|(tt|)*2tL"                               said chunk by chunk
+
+Everything that asks where a layer is goes through `layer_counts` (by `layout.chunk_layers`); megatron-core is handed
+its result.
+"""
+
+import re
+from itertools import accumulate
+
+from megatron_ext.config.schema import Config, LayoutConfig
+
+_MOST_CHARACTERS = 100_000
+_GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,6})")
+_LETTER = re.compile(r"([EtmL|])\*(\d{1,6})")
+
+
+def read_pipeline_layout(text: str) -> list[str]:
+    """The chunks of a layout string, each as the letters of what it holds: "Et*2|(tt|)*2L" -> [Ett, tt, tt, L].
+
+    Megatron's grammar: E is the embedding, t a transformer layer, L the loss with all that leads to it; `|` ends a
+    chunk; `x*n` and `(...)*n` repeat; commas mean nothing. Chunks are in the order in which a microbatch passes them.
+
+    Raises:
+        ValueError: it is not of this grammar; the text says where.
+    """
+    unrolled = text.replace(",", "").replace(" ", "")
+    for pattern in (_GROUP, _LETTER):
+        while (found := pattern.search(unrolled)) is not None:
+            if len(unrolled) + len(found[1]) * int(found[2]) > _MOST_CHARACTERS:
+                raise ValueError(f"it has more than {_MOST_CHARACTERS} layers")
+            unrolled = unrolled[: found.start()] + found[1] * int(found[2]) + unrolled[found.end() :]
+    wrong = re.search(r"[^EtL|]", unrolled)
+    if wrong is not None:
+        if wrong[0] == "m":
+            raise ValueError("m stands for multi-token prediction, which is not in this version")
+        raise ValueError(f"{wrong[0]!r} is none of E, t, L, |, x*n and (...)*n")
+    return unrolled.split("|")
+
+
+def layer_counts(config: Config) -> list[list[int]]:
+    """Layers of every chunk, `layer_counts(config)[stage][chunk]`, for a validated configuration."""
+    layout = config.layout
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    if layout.pipeline_model_parallel_layout is not None:
+        counts = [chunk.count("t") for chunk in read_pipeline_layout(layout.pipeline_model_parallel_layout)]
+        assert len(counts) == stages * chunks, "validated: as many chunks as stages x virtual stages"
+        return [counts[stage::stages] for stage in range(stages)]
+    per_chunk = [_evenly(layers, chunks) for layers in _layers_per_stage(config)]
+    counts = [[layers] * chunks for layers in per_chunk]
+    # The embedding is in the first chunk of all and the loss in the last: there it takes the place of a layer.
+    counts[0][0] -= layout.account_for_embedding_in_pipeline_split
+    counts[-1][-1] -= layout.account_for_loss_in_pipeline_split
+    assert min(min(stage) for stage in counts) >= 0, "validated"
+    return counts
+
+
+def _layers_per_stage(config: Config) -> list[int]:
+    """Layers of every stage, the embedding and the loss among them where they count."""
+    layout = config.layout
+    first, last = layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers
+    layers = config.model.num_layers + counted_as_layers(layout) - (first or 0) - (last or 0)
+    others = layout.pipeline_model_parallel_size - (first is not None) - (last is not None)
+    between = [_evenly(layers, others)] * others if others > 0 else []
+    assert others > 0 or layers == 0, "validated: every layer is on a stage"
+    return [*([] if first is None else [first]), *between, *([] if last is None else [last])]
+
+
+def counted_as_layers(layout: LayoutConfig) -> int:
+    """How many of the embedding and the loss count as a layer in the split."""
+    return layout.account_for_embedding_in_pipeline_split + layout.account_for_loss_in_pipeline_split
+
+
+def _evenly(layers: int, parts: int) -> int:
+    size, rest = divmod(layers, parts)
+    assert rest == 0, "validated: the layers divide evenly"
+    return size
+
+
+def is_uneven(counts: list[list[int]]) -> bool:
+    """Whether two chunks differ in their number of layers."""
+    return len({layers for stage in counts for layers in stage}) > 1
+
+
+def core_layout(counts: list[list[int]]) -> list[list[str]]:
+    """The same split as megatron-core's PipelineParallelLayerLayout takes it: chunk by chunk, what each holds."""
+    stages, chunks = len(counts), len(counts[0])
+    rows = [["decoder"] * counts[stage][chunk] for chunk in range(chunks) for stage in range(stages)]
+    rows[0] = ["embedding", *rows[0]]
+    rows[-1] = [*rows[-1], "loss"]
+    return rows
+
+
+def first_layers(counts: list[list[int]]) -> list[list[int]]:
+    """Index in the whole model of the first layer of every chunk, `[stage][chunk]`."""
+    stages, chunks = len(counts), len(counts[0])
+    in_order = [counts[stage][chunk] for chunk in range(chunks) for stage in range(stages)]
+    starts = [0, *accumulate(in_order)]
+    return [[starts[chunk * stages + stage] for chunk in range(chunks)] for stage in range(stages)]
