@@ -20,6 +20,7 @@ BY_CONSTRUCTION = {
     "train_data_path": "data/corpus.py reads `{split}_data_path`",
     "valid_data_path": "data/corpus.py reads `{split}_data_path`",
     "num_layers_per_virtual_pipeline_stage": "resolve turns it into num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_virtual_pipeline_stage": "read through microbatch_group_size",
     "num_virtual_stages_per_pipeline_rank": "read through virtual_pipeline_model_parallel_size",
     "group_query_attention": "read through num_key_value_heads",
     "num_query_groups": "read through num_key_value_heads",
