@@ -1,0 +1,103 @@
+"""What one key of another program's configuration means here. The tables of this folder are made of these."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of ours; `{}` stands for the value, `{0}`, `{1}` for the values of a list."""
+
+    template: str
+    convert: Callable[[Any], Any] = field(default=lambda value: value)
+
+
+@dataclass(frozen=True)
+class Default:
+    """What the program does in any case, or does not do without a flag: nothing to write."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NoCounterpart:
+    """Nothing here does this. The reason says what to do instead, if anything."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number of the layout, from which sizes are computed: see `layout.Layout`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Something that torchrun is told, not the program; `{}` stands for the value."""
+
+    template: str
+
+
+@dataclass(frozen=True)
+class Cases:
+    """The meaning depends on the value, written as text in lower case (true, false, null)."""
+
+    by_value: Mapping[str, "Meaning"]
+    otherwise: "Meaning"
+
+
+Meaning = Flags | Default | NoCounterpart | Fact | Launch | Cases
+
+Table = Mapping[str, Meaning]
+"""By key; nested keys are joined by dots, and `*` stands for the index in a list."""
+
+OFF = Default("off, as without a flag")
+
+
+def switch(flags: str) -> Cases:
+    """Flags where the value is true, nothing where it is false."""
+    return Cases({"true": Flags(flags), "false": OFF, "null": OFF}, NoCounterpart("neither true nor false"))
+
+
+def only_off(reason: str) -> Cases:
+    """Nothing where the value is false, empty or "none"; else no counterpart."""
+    off: dict[str, Meaning] = dict.fromkeys(("false", "null", "none", "no", "0", ""), OFF)
+    return Cases(off, NoCounterpart(reason))
+
+
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers {}"
+FULL_SHARD = Flags("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params")
+SHARD_GRAD = Flags("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads")
+
+ZERO_STAGE = Cases(
+    {
+        "0": Default("plain data parallelism, as without a flag"),
+        "1": Flags("--use-distributed-optimizer"),
+        "2": SHARD_GRAD,
+        "3": FULL_SHARD,
+    },
+    NoCounterpart("ZeRO has the stages 0 to 3"),
+)
+
+MIXED_PRECISION = Cases(
+    {
+        "bf16": Flags("--bf16"),
+        "fp16": Flags("--fp16"),
+        "fp8": Flags("--bf16 --fp8-format hybrid"),
+        "no": Default("fp32, as without a flag"),
+        "false": Default("fp32, as without a flag"),
+    },
+    NoCounterpart("unknown precision; use --bf16 or --fp16"),
+)
+
+ADAM = Flags("--optimizer adam")
+SGD = Flags("--optimizer sgd")
+OTHER_OPTIMIZER = NoCounterpart("use --optimizer adam (AdamW, the fused kernel where there is one) or sgd")
+
+CHECKPOINTS = Default(
+    "checkpoints are sharded and load into any layout; `tools/convert_checkpoint.py to-hf` writes the whole model"
+)
+EPOCHS = NoCounterpart("the length of a run is --train-iters or --train-samples, not passes over the data")
