@@ -15,10 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.config.schema.data import DataConfig
 from megatron_ext.data.inspect import document_tokens, summarize
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer.build import TOKENIZER_TYPES, build_tokenizer
+from megatron_ext.tokenizer.build import tokenizer_from_flags
+from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 
 
 def make_parser() -> ToolParser:
@@ -27,9 +29,7 @@ def make_parser() -> ToolParser:
     add("command", choices=("show", "document", "verify"), help="what to do")
     add("prefix", help="path of the pair, without .bin or .idx")
     add("document", nargs="?", type=int, help="number of the document, from 0, for the command document")
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="tokenizer that turns the document's tokens back into text")
-    add("--tokenizer-model", help="the tokenizer's file, or its folder for HuggingFaceTokenizer")
-    add("--vocab-size", type=int, help="verify: check that every token is below it")
+    add_tokenizer_flags(parser, required=False)
     return parser
 
 
@@ -67,7 +67,8 @@ def main(argv: list[str]) -> int:
         if options.tokenizer_type is None:
             print(*ids)
         else:
-            print(build_tokenizer(options.tokenizer_type, options.tokenizer_model, options.vocab_size).decode(ids))
+            flags = DataConfig(**tokenizer_values(options))
+            print(tokenizer_from_flags(flags).decode(ids))
     return 0
 
 

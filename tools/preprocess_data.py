@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.data.journal import Progress
 from megatron_ext.data.preprocess import EncodeJob, encode_files
-from megatron_ext.tokenizer.build import TOKENIZER_TYPES
+from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 
 _INPUTS = (
     "files, folders or patterns of .jsonl (also .json), .txt and .parquet; all but .parquet also .gz, .zst, .xz or "
@@ -30,9 +30,7 @@ def make_parser() -> ToolParser:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help=_INPUTS)
     add("--output-prefix", required=True, help="the files get this name plus _{key}_document.bin and .idx")
-    add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES, help="tokenizer")
-    add("--tokenizer-model", help="the tokenizer's file, or its folder for HuggingFaceTokenizer")
-    add("--vocab-size", type=int, help="number of ids, for NullTokenizer alone")
+    add_tokenizer_flags(parser, required=True)
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text is encoded")
     add("--append-eod", action="store_true", help="end each document that is not empty with the end-of-document id")
     add("--split-on", metavar="TEXT", help="what stands between two documents of a .txt file")
@@ -99,9 +97,7 @@ def main(argv: list[str]) -> int:
     job = EncodeJob(
         inputs=tuple(options.input),
         output_prefix=options.output_prefix,
-        tokenizer_type=options.tokenizer_type,
-        tokenizer_model=options.tokenizer_model,
-        vocab_size=options.vocab_size,
+        **tokenizer_values(options),
         json_keys=tuple(options.json_keys),
         append_eod=options.append_eod,
         split_on=options.split_on,

@@ -29,7 +29,7 @@ from megatron_ext.config.parameters import count
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.build import tokenizer_from_flags
 
 _BLOCK_BYTES = 32 << 20
 
@@ -246,7 +246,7 @@ def _end_of_document(config: Config) -> int | None:
     if data.tokenizer_type in (None, "NullTokenizer"):
         return None
     try:
-        return build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size).eod
+        return tokenizer_from_flags(data).eod
     except ConfigurationError:
         return None  # its files are no longer there
 

@@ -407,10 +407,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "a tokenizer is one file or folder; use --tokenizer-type with --tokenizer-model",
+        "a tokenizer is what its files say; use --tokenizer-type with --tokenizer-model",
         """
-        --vocab-file N, --merge-file N, --vocab-extra-ids N =0, --tokenizer-metadata N,
-        --tokenizer-special-tokens N..., --tiktoken-pattern N, --tiktoken-num-special-tokens N =1000,
+        --vocab-extra-ids N =0, --tokenizer-metadata N,
         --tokenizer-sentencepiece-legacy, --no-tokenizer-sentencepiece-ignore-extra-whitespaces,
         --disable-tokenizer-sentencepiece-ignore-extra-whitespaces, --tokenizer-hf-no-use-fast,
         --tokenizer-hf-no-include-special-tokens, --null-tokenizer-eod-id N, --null-tokenizer-pad-id N =-1,

@@ -23,7 +23,7 @@ from megatron_ext.data.inputs import InputFile, find_files
 from megatron_ext.data.journal import Journal, Progress, write_manifest
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.batch import BatchEncoder, fast_encoder, first_difference, plain_encoder, probe_texts
-from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 _FIRST_SAMPLE_CHARACTERS = 1 << 17
@@ -40,6 +40,11 @@ class EncodeJob:
     tokenizer_type: str
     tokenizer_model: str | None = None
     vocab_size: int | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_special_tokens: tuple[str, ...] | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
     json_keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     split_on: str | None = None
@@ -47,9 +52,6 @@ class EncodeJob:
     on_error: OnError = "fail"
     fast_tokenizer: bool = True
     commit_interval: float = 2.0  # seconds
-
-    def build_tokenizer(self) -> Tokenizer:
-        return build_tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size)
 
     def output(self, key: str) -> str:
         return f"{self.output_prefix}_{key}_document"
@@ -77,7 +79,7 @@ def encode_files(
     if not folder.is_dir():
         raise ConfigurationError(f"--output-prefix {job.output_prefix}: the folder {folder} does not exist; make it")
     files = find_files(job.inputs)
-    tokenizer = job.build_tokenizer()
+    tokenizer = tokenizer_from_flags(job)
     try:
         return _Run(job, files, tokenizer, note).encode(report)
     except _Differs as error:
@@ -294,7 +296,7 @@ _worker_encoder: BlockEncoder | None = None
 
 def _start_worker(job: EncodeJob, is_fast: bool) -> None:
     global _worker_encoder
-    tokenizer = job.build_tokenizer()
+    tokenizer = tokenizer_from_flags(job)
     encoder = fast_encoder(tokenizer) if is_fast else plain_encoder(tokenizer)
     _worker_encoder = BlockEncoder(tokenizer, encoder, job.json_keys, job.append_eod, job.on_error)
 

@@ -6,7 +6,9 @@ difference no sample would show is known: the two have tables of different Unico
 that this Python's Unicode version does not assign goes through the reference.
 """
 
+import base64
 import random
+import tempfile
 import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.tokenizer.byte import ByteTokenizer
-from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron_ext.tokenizer.library import LibraryTokenizer
 from megatron_ext.tokenizer.protocol import Tokenizer
 from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
+from megatron_ext.tokenizer.tiktoken import TikTokenizer
 
 # Texts -> the ids of all, one after another, and the number of ids of each.
 # Raises ValueError or TypeError for a text that cannot be encoded.
@@ -47,12 +50,14 @@ def fast_encoder(tokenizer: Tokenizer) -> BatchEncoder:
     except ImportError as error:
         raise ValueError("the package gigatoken is not installed") from error
     try:
-        if isinstance(tokenizer, HuggingFaceTokenizer):
+        if isinstance(tokenizer, LibraryTokenizer):
             encoder = _Gigatoken(gigatoken.Tokenizer.from_json(tokenizer.to_json()), *tokenizer.frame())
             return _Guarded(encoder, plain_encoder(tokenizer))
         if isinstance(tokenizer, SentencePieceTokenizer):
             encoder = _Gigatoken(gigatoken.Tokenizer.from_sentencepiece(tokenizer.model))
             return _Guarded(encoder, plain_encoder(tokenizer))
+        if isinstance(tokenizer, TikTokenizer):
+            return _Guarded(_gigatoken_for_tiktoken(tokenizer), plain_encoder(tokenizer))
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"gigatoken does not cover it: {error}") from error
     raise ValueError(f"there is none for {tokenizer.identity()['type']}")
@@ -94,6 +99,32 @@ class _Gigatoken:
         moved = begins + len(self._before) - (np.cumsum(lengths) - lengths)
         framed[np.arange(len(ids)) + np.repeat(moved, lengths)] = ids
         return framed, framed_lengths
+
+
+# gigatoken's name for a pattern of TikTokenizer; it has none that splits as v1.
+_TIKTOKEN_SCHEMES = {"v2": "nemotron"}
+
+
+def _gigatoken_for_tiktoken(tokenizer: TikTokenizer) -> BatchEncoder:
+    """gigatoken wants ranks from 0 and the special tokens behind them; here the special tokens come first."""
+    import gigatoken
+
+    if tokenizer.pattern not in _TIKTOKEN_SCHEMES:
+        raise ValueError(f"it cannot split as --tiktoken-pattern {tokenizer.pattern}")
+    tokens, special = len(tokenizer.ranks), len(tokenizer.special_tokens)
+    behind = {text: number + tokens for text, number in tokenizer.special_tokens.items()}
+    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+        for rank, token in enumerate(tokenizer.ranks):
+            file.write(b"%s %d\n" % (base64.b64encode(token), rank))
+        file.flush()
+        model = gigatoken.Tokenizer.from_tiktoken(file.name, _TIKTOKEN_SCHEMES[tokenizer.pattern], behind)
+    encoder = _Gigatoken(model)
+
+    def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, lengths = encoder(texts)
+        return np.where(ids < tokens, ids + np.uint32(special), ids - np.uint32(tokens)), lengths
+
+    return encode
 
 
 class _Guarded:
@@ -183,7 +214,9 @@ def probe_texts(tokenizer: Tokenizer, count: int = 250, seed: int = 0) -> list[s
 
 def special_texts(tokenizer: Tokenizer) -> list[str]:
     """Tokens that are recognized in the text as a whole: at most 30 of them."""
-    return tokenizer.added_tokens()[:30] if isinstance(tokenizer, HuggingFaceTokenizer) else []
+    if isinstance(tokenizer, LibraryTokenizer):
+        return tokenizer.added_tokens()[:30]
+    return list(tokenizer.special_tokens)[:30] if isinstance(tokenizer, TikTokenizer) else []
 
 
 # Ranges of code points, first and last; surrogates are no text and left out.

@@ -22,7 +22,8 @@ from megatron_ext.model.initialize import initialize
 from megatron_ext.optim.build import build_optimizer, wrap_data_parallel
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.telemetry.timers import Timers
-from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.build import tokenizer_from_flags
+from megatron_ext.tokenizer.null import NullTokenizer
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.run import HeldOut, Loaders, Run
 from megatron_ext.train.state import TrainState
@@ -111,7 +112,8 @@ def training_samples(config: Config) -> int:
 def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection) -> Loaders:
     """The loaders of training data and, where it is evaluated, of validation and test data."""
     training, data = config.training, config.data
-    tokenizer = build_tokenizer(data.tokenizer_type or "NullTokenizer", data.tokenizer_model, data.vocab_size)
+    # Without a tokenizer, for synthetic data, the ids are all there is.
+    tokenizer = tokenizer_from_flags(data) if data.tokenizer_type else NullTokenizer(data.vocab_size or 0)
     evaluates = training.eval_interval > 0 and (training.eval_iters > 0 or training.full_validation)
     wanted = max(training.eval_iters, 1) * training.global_batch_size if evaluates else 0
     datasets = build_datasets(config, tokenizer, Splits(training_samples(config), wanted, wanted), lambda: True)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import adopt, read_saved
 from megatron_ext.config.schema import Config
+from megatron_ext.config.schema.data import DataConfig
 from megatron_ext.config.validate import problems
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
-from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.build import tokenizer_from_flags
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,10 @@ def _huggingface(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[st
 
 def _vocabulary(values: Mapping[str, Any]) -> tuple[int | None, str | None]:
     """Size of the vocabulary of the tokenizer that the flags name, and why it could not be read."""
-    kind = values.get("tokenizer_type")
-    if kind is None:
+    if values.get("tokenizer_type") is None:
         return None, None
+    flags = DataConfig(**{field.name: values[field.name] for field in fields(DataConfig) if field.name in values})
     try:
-        return build_tokenizer(kind, values.get("tokenizer_model"), values.get("vocab_size")).vocab_size, None
+        return tokenizer_from_flags(flags).vocab_size, None
     except ConfigurationError as error:
         return None, str(error)

@@ -12,7 +12,7 @@ from megatron_ext import device
 from megatron_ext.checkpoint.hf_export import SavedModel
 from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.verify.ranks import run_ranks
 
 _TEXT = "A language model reads text as a sequence of tokens, and for each of them it gives the odds of the next. "
@@ -62,7 +62,7 @@ def _tokens(config: Config) -> torch.Tensor:
     ids = [(7919 * position) % data.vocab_size for position in range(length)]
     if data.tokenizer_type not in (None, "NullTokenizer"):
         try:
-            tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+            tokenizer = tokenizer_from_flags(data)
             ids = tokenizer.encode(_TEXT * length)[:length]
         except ConfigurationError:
             pass  # its files are no longer there

@@ -145,7 +145,7 @@ def tokenizer_is_given(config: Config, facts: Facts) -> Iterator[str]:
     elif data.tokenizer_type == "NullTokenizer":
         if data.vocab_size is None:
             yield "--tokenizer-type NullTokenizer needs --vocab-size; for example --vocab-size 50257"
-    elif data.tokenizer_type != "ByteTokenizer" and data.tokenizer_model is None:
+    elif data.tokenizer_type not in ("ByteTokenizer", "GPT2BPETokenizer") and data.tokenizer_model is None:
         yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model, its file or folder"
 
 

@@ -21,11 +21,34 @@ class DataConfig:
     tokenizer_type: str | None = option(
         None,
         "Tokenizer that made the data.",
-        choices=("ByteTokenizer", "SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
+        choices=(
+            "ByteTokenizer",
+            "SentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "TikTokenizer",
+            "GPT2BPETokenizer",
+            "NullTokenizer",
+        ),
     )
     tokenizer_model: str | None = option(None, "The tokenizer's file, or its folder for HuggingFaceTokenizer.")
     vocab_size: int | None = option(
-        None, "Entries of the vocabulary before padding; default the tokenizer's. NullTokenizer needs it."
+        None,
+        "Entries of the vocabulary before padding; default the tokenizer's, for TikTokenizer 131072. "
+        "NullTokenizer needs it.",
+    )
+    vocab_file: str | None = option(None, "GPT2BPETokenizer: its vocab.json, from token to id.")
+    merge_file: str | None = option(None, "GPT2BPETokenizer: its merges.txt, one merge a line.")
+    tokenizer_special_tokens: tuple[str, ...] | None = option(
+        None,
+        "Special tokens: appended to the vocabulary of HuggingFaceTokenizer and GPT2BPETokenizer; the first ids of "
+        "TikTokenizer, default <unk> <s> </s> <mask> <pad> <cls> <sep>.",
+        aliases=("--tiktoken-special-tokens",),
+    )
+    tiktoken_pattern: str | None = option(
+        None, "TikTokenizer: how a text is split before the merges; default v2.", choices=("v1", "v2")
+    )
+    tiktoken_num_special_tokens: int = option(
+        1000, "TikTokenizer: ids before the vocabulary's; those without a name are <SPECIAL_n>."
     )
     eod_mask_loss: bool = option(False, "Do not train on predicting what follows an end of document.")
     num_workers: int = option(2, "Background threads that load batches; 0 loads in the loop.")

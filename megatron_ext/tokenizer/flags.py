@@ -1,0 +1,39 @@
+"""The flags that choose a tokenizer, for the programs in tools/: those of pretrain_gpt.py, from the same schema."""
+
+import argparse
+from typing import Any
+
+from megatron_ext.config.options import options_by_name
+
+NAMES = (
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_size",
+    "vocab_file",
+    "merge_file",
+    "tokenizer_special_tokens",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+)
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add them to a tool's parser; `required`: --tokenizer-type must be given."""
+    for name in NAMES:
+        option = options_by_name()[name]
+        parser.add_argument(
+            option.flag,
+            *option.aliases,
+            type=option.type,
+            nargs="+" if option.many else None,
+            choices=option.choices,
+            default=option.default,
+            required=required and name == "tokenizer_type",
+            help=option.help,
+        )
+
+
+def tokenizer_values(options: argparse.Namespace) -> dict[str, Any]:
+    """The values of these flags, by field name."""
+    values = {name: getattr(options, name) for name in NAMES}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

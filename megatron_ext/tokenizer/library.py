@@ -1,0 +1,61 @@
+"""What the tokenizers that run on the library `tokenizers` share."""
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import AddedToken, Tokenizer
+
+from megatron_ext.errors import ConfigurationError
+
+
+class LibraryTokenizer:
+    """A tokenizer that is a `tokenizers.Tokenizer`; a subclass loads it and says what ends a document.
+
+    Args:
+        model: the loaded tokenizer, which this takes over.
+        end_of_document: the text of the token that ends a document.
+        special_tokens: --tokenizer-special-tokens, appended to the vocabulary where it lacks them.
+    """
+
+    def __init__(self, model: Tokenizer, end_of_document: str, special_tokens: Iterable[str] = ()):
+        model.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special_tokens])
+        self._tokenizer = model
+        self.vocab_size: int = model.get_vocab_size(with_added_tokens=True)
+        eod = model.token_to_id(end_of_document)
+        assert eod is not None, end_of_document
+        self.eod: int = eod
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        """tokenizer.json with the tokens that only tokenizer_config.json or the flags know."""
+        return self._tokenizer.to_str()
+
+    def added_tokens(self) -> list[str]:
+        """The tokens that are found in a text before it is split, in the order of their ids."""
+        return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
+
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer's template puts before and after each text."""
+        empty = self._tokenizer.encode("").ids
+        framed, bare = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
+        before = next((n for n in range(len(empty) + 1) if framed[n : n + len(bare)] == bare), 0)
+        return empty[:before], empty[before:]
+
+
+def read_file(flag: str, path: str, tokenizer_type: str) -> bytes:
+    """The bytes of a file that a flag names.
+
+    Raises:
+        ConfigurationError: it is missing or cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{flag} {path} cannot be read for --tokenizer-type {tokenizer_type}: {error.strerror}; check the path"
+        ) from error
