@@ -189,7 +189,7 @@ def report(record: dict[str, Any]) -> str:
         f"{corpus['share_of_bytes_unrepeated']:.0%} of the bytes in documents that are there once. One worker, "
         "--append-eod, cold process, the whole command.",
         "",
-        "| tokenizer | command | s | MB/s | processor s | MB/s of a core | peak MB | output | faster than the peer by s | "
+        "| tokenizer | command | s | MB/s | processor s | MB/s of a core | peak MB | output | times the peer, by s | "
         "by processor s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]

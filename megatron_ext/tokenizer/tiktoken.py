@@ -2,8 +2,9 @@
 
     [{"rank": 0, "token_bytes": "AA==", "token_str": "\\u0000"}, ...]
 
-token_bytes is base64; the first 256 are the bytes. Ids 0 to N-1 are special tokens (N = --tiktoken-num-special-tokens): those named, then <SPECIAL_7>, <SPECIAL_8> and so
-on. The token of rank r has id N + r, and the file is cut so that the last id is --vocab-size - 1.
+token_bytes is base64; the first 256 are the bytes. Ids 0 to N-1 are special tokens (N =
+--tiktoken-num-special-tokens): those named, then <SPECIAL_7>, <SPECIAL_8> and so on. The token of rank r has id N + r,
+and the file is cut so that the last id is --vocab-size - 1.
 """
 
 import base64
