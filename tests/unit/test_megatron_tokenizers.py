@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +89,10 @@ def test_gpt2_is_megatrons(gpt2_files: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
-    files = {"vocab_file": str(gpt2_files / "vocab.json"), "merges_file": str(gpt2_files / "merges.txt")}
+    files: dict[str, Any] = {
+        "vocab_file": str(gpt2_files / "vocab.json"),
+        "merges_file": str(gpt2_files / "merges.txt"),
+    }
     extra = ["<extra_0>", "<extra_1>"]
     theirs = MegatronHFTokenizer("GPT2BPETokenizer", **files, additional_special_tokens=extra)
     ours = build_tokenizer(
@@ -121,7 +125,7 @@ def every_character() -> list[str]:
 
 
 def test_the_fast_encoder_of_gpt2(gpt2_files: Path):
-    files = {"vocab_file": str(gpt2_files / "vocab.json"), "merge_file": str(gpt2_files / "merges.txt")}
+    files: dict[str, Any] = {"vocab_file": str(gpt2_files / "vocab.json"), "merge_file": str(gpt2_files / "merges.txt")}
     tokenizer = build_tokenizer("GPT2BPETokenizer", **files, special_tokens=["<extra_0>"])
     texts = [*TEXTS, *probe_texts(tokenizer, 1000, 5), "a<extra_0>b"]
     assert first_difference(fast_encoder(tokenizer), plain_encoder(tokenizer), texts) is None
@@ -150,7 +154,7 @@ def test_preprocessing(tmp_path: Path, vocabulary: tuple[str, int], gpt2_files: 
 
 def test_the_flags_decide_the_identity(vocabulary: tuple[str, int], gpt2_files: Path):
     path, tokens = vocabulary
-    files = {"vocab_file": str(gpt2_files / "vocab.json"), "merge_file": str(gpt2_files / "merges.txt")}
+    files: dict[str, Any] = {"vocab_file": str(gpt2_files / "vocab.json"), "merge_file": str(gpt2_files / "merges.txt")}
     built = [
         build_tokenizer("TikTokenizer", path, tokens + 1000),
         build_tokenizer("TikTokenizer", path, tokens + 999),
@@ -184,9 +188,11 @@ def test_the_flags_decide_the_identity(vocabulary: tuple[str, int], gpt2_files: 
         ({"type": "TikTokenizer", "model": "T", "special_tokens": [*SPECIAL, "<s>"]}, "<s> is there twice"),
     ],
 )
-def test_errors(vocabulary: tuple[str, int], gpt2_files: Path, flags: dict, message: str):
+def test_errors(vocabulary: tuple[str, int], gpt2_files: Path, flags: dict[str, Any], message: str):
     names = {"V": str(gpt2_files / "vocab.json"), "M": str(gpt2_files / "merges.txt"), "T": vocabulary[0]}
-    given = {key: names.get(value, value) if isinstance(value, str) else value for key, value in flags.items()}
+    given: dict[str, Any] = {
+        key: names.get(value, value) if isinstance(value, str) else value for key, value in flags.items()
+    }
     with pytest.raises(ConfigurationError) as caught:
         build_tokenizer(**given)
     assert message in str(caught.value)
