@@ -1,6 +1,6 @@
 """What lies in a checkpoint folder, under Megatron-LM's names. No torch here.
 
-    SAVE/latest_checkpointed_iteration.txt     "10": the tracker, written last
+    SAVE/latest_checkpointed_iteration.txt     "10": the tracker, written last ("release": Megatron-LM's weights alone)
     SAVE/iter_0000010/                         whole, whenever a folder of this name exists
     SAVE/.iter_0000010.partial/                being written, or left by a process that was killed
 
@@ -18,6 +18,8 @@ from megatron_ext.errors import DataError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
+RELEASE = "release"
+"""Content of the tracker, and name of the folder, where Megatron-LM's tools have put weights alone."""
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|replaced|removed)")
@@ -73,6 +75,8 @@ def find_all(folder: str | Path) -> list[Found]:
     said = tracker.read_bytes()[:100].decode(errors="replace").strip() if tracker.exists() else None
     if said is not None and said.isdecimal() and int(said) in newest_first:
         return [find_iteration(folder, step) for step in sorted(newest_first, key=lambda step: step != int(said))]
+    if said == RELEASE and _is_whole(Path(folder) / RELEASE):
+        return [Found(Path(folder) / RELEASE, 0)]
     if said is None:
         problem = f"{tracker} is missing"
     elif said.isdecimal():

@@ -11,9 +11,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.checkpoint import contents
-from megatron_ext.checkpoint.folder import Found, find_all, find_iteration
-from megatron_ext.checkpoint.safe_reading import no_code_from_files
+from megatron_ext.checkpoint import contents, megatron_lm
+from megatron_ext.checkpoint.folder import RELEASE, Found, find_all, find_iteration
+from megatron_ext.checkpoint.safe_reading import SafeReader, no_code_from_files
 from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.checkpoint.verify import damage
 from megatron_ext.errors import DataError, StorageError, TrainingError
@@ -51,7 +51,7 @@ def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
         return None
     try:
         with no_code_from_files():
-            _read(run, found.path)
+            _read(run, found)
     except _UNREADABLE as error:
         raise DataError(
             f"the checkpoint {found.path} cannot be read as one of this model: {_reason(error)}. Compare its "
@@ -84,18 +84,48 @@ def _first_undamaged(run: Saveable, candidates: list[Found], folder: str | Path)
     return None
 
 
-def _read(run: Saveable, path: Path) -> None:
+def _read(run: Saveable, found: Found) -> None:
+    path = found.path
     common = dist_checkpointing.load_common_state_dict(str(path))
-    parts = _wanted(run, path, common)
+    megatrons = megatron_lm.wrote(common)
+    translated = _as_ours(run, path, common) if megatrons else common
+    parts = _wanted(run, found, translated)
     to_load = contents.to_load(run, parts)
+    without: dict[str, list[str]] = {}
+    if megatrons:
+        without = megatron_lm.rename(to_load.state_dict, SafeReader(path).read_metadata().state_dict_metadata)
     # Not every rank reads every tensor: no need for the engine to see that they all do.
-    loaded = dist_checkpointing.load(to_load.state_dict, str(path), validate_access_integrity=False)
-    contents.restore(run, to_load, parts, loaded)  # pyright: ignore[reportArgumentType]
+    loaded: Any = dist_checkpointing.load(to_load.state_dict, str(path), validate_access_integrity=False)
+    if megatrons:
+        loaded |= {name: value for name, value in translated.items() if name != "optimizer"}
+        for chunk, names in without.items():
+            loaded[chunk] |= dict.fromkeys(names)
+    contents.restore(run, to_load, parts, loaded)
 
 
-def _wanted(run: Saveable, path: Path, common: Mapping[str, Any]) -> contents.Parts:
+def _as_ours(run: Saveable, path: Path, common: Mapping[str, Any]) -> dict[str, Any]:
+    """The common state of a checkpoint that Megatron-LM wrote, if it is one that can be used."""
+    different = megatron_lm.different_flags(common, run.config)
+    if different:
+        raise DataError(
+            f"the checkpoint {path}, which Megatron-LM wrote, has {', '.join(different)}; give it the flags that it was "
+            "trained with."
+        )
+    flags = run.config.checkpoint
+    if not (flags.finetune or flags.no_load_optim or megatron_lm.optimizer_is_readable(common)):
+        raise DataError(
+            f"the checkpoint {path}, which Megatron-LM wrote, has its optimizer state in flat buffers that only its "
+            "own layout can read; save it there with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim to go "
+            "on with a new optimizer."
+        )
+    return megatron_lm.as_ours(common)
+
+
+def _wanted(run: Saveable, found: Found, common: Mapping[str, Any]) -> contents.Parts:
     """What the flags ask for, of what is there."""
-    if common.get("weights_only"):  # made from a Hugging Face model: training begins with a new optimizer
+    path = found.path
+    # Made from a Hugging Face model, or released by somebody: training begins with a new optimizer.
+    if common.get("weights_only") or found.path.name == RELEASE:
         return contents.Parts(optimizer=False, rng=False, progress=False)
     flags = run.config.checkpoint
     optimizer = not (flags.finetune or flags.no_load_optim)
@@ -110,7 +140,7 @@ def _wanted(run: Saveable, path: Path, common: Mapping[str, Any]) -> contents.Pa
         whose = (
             f"{path} was saved by (pipeline, data, tensor) = {tuple(grid)} ranks"
             if grid
-            else f"{path} holds no random state"
+            else f"{path} holds no random state that can be used here"
         )
         _warn(run, f"{whose}: dropout goes on from new random numbers")
         rng = False

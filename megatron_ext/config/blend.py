@@ -31,10 +31,7 @@ def read_blend(items: Sequence[str]) -> tuple[list[float] | None, list[str]]:
 
 
 def missing_paths(typed: Mapping[str, Any]) -> tuple[str, ...]:
-    """Files that the typed values name and that do not exist, each after its flag: `--data-path x.idx`.
-
-    A `--load` folder may be missing: the run then starts afresh, unless `--exit-on-missing-checkpoint` is given.
-    """
+    """Files that the typed values name and that do not exist, each after its flag: `--data-path x.idx`."""
     return tuple(f"{flag} {path}" for flag, path in _needed_paths(typed) if not os.path.exists(path))
 
 
@@ -47,8 +44,6 @@ def _needed_paths(typed: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         for prefix in prefixes:
             for suffix in (".bin", ".idx"):
                 yield "--" + name.replace("_", "-"), prefix + suffix
-    if typed.get("exit_on_missing_checkpoint") and typed.get("load"):
-        yield "--load", os.path.join(typed["load"], "latest_checkpointed_iteration.txt")
 
 
 def _number(text: str) -> float | None:

@@ -28,6 +28,7 @@ class Facts:
         huggingface_problems: why its config.json cannot be used.
         saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
         missing_paths: files that the flags name and that do not exist (`config.blend.missing_paths`).
+        missing_checkpoint: what --exit-on-missing-checkpoint finds amiss in the --load folder.
     """
 
     world_size: int | None = None
@@ -35,6 +36,7 @@ class Facts:
     vocab_size: int | None = None
     tokenizer_error: str | None = None
     missing_paths: tuple[str, ...] = ()
+    missing_checkpoint: str | None = None
     huggingface: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     huggingface_problems: tuple[str, ...] = ()
     saved: Mapping[str, Any] | None = None

@@ -56,6 +56,20 @@ def _saved_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
     return read_saved(found.path / CONFIG) if found is not None else None
 
 
+def _missing_checkpoint(values: Mapping[str, Any]) -> str | None:
+    """Why --load has nothing to load, by the rules of loading itself, where that may not be."""
+    folder, step = values.get("load"), values.get("ckpt_step")
+    if folder is None or not values.get("exit_on_missing_checkpoint"):
+        return None
+    try:
+        found = find_latest(folder) if step is None else find_iteration(folder, step)
+    except DataError as error:
+        return str(error).rstrip(".")
+    except OSError as error:
+        return error.strerror
+    return "it holds no checkpoint" if found is None else None
+
+
 def _other_curves(config: Config, facts: Facts) -> list[str]:
     """Why the run would go on along other curves than it began; empty where it does not, or is meant to."""
     flags, saved = config.checkpoint, facts.saved
@@ -96,6 +110,7 @@ def gather_facts(typed: Typed) -> Facts:
         vocab_size=vocab_size,
         tokenizer_error=tokenizer_error,
         missing_paths=missing_paths(typed.values),
+        missing_checkpoint=_missing_checkpoint(typed.values),
         huggingface=huggingface,
         huggingface_problems=huggingface_problems,
     )

@@ -1,10 +1,12 @@
 """The flags beside those that a checkpoint was saved with: the model's, and the curves'. With the real files."""
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.checkpoint.folder import TRACKER
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.optim.curves import LearningRateCurve
@@ -110,3 +112,24 @@ def test_the_checkpoints_curves(saved: str) -> None:
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
 def test_a_new_optimizer_follows_the_flags(flag: str, saved: str) -> None:
     assert _config(saved, MODEL, REST, LONGER, [flag]).optimizer.lr == 3e-2
+
+
+def test_exit_on_missing_checkpoint_looks_as_loading_does(saved: str, tmp_path: Path) -> None:
+    """Row 12 of the faults: not for the tracker alone."""
+    flags = [*MODEL, *REST, *SCHEDULE, "--exit-on-missing-checkpoint"]
+    copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+    (copy / TRACKER).unlink()
+    assert configure([*flags, "--load", str(copy)]).config.checkpoint.load == str(copy)
+    for folder, step, words in (
+        (tmp_path / "nowhere", [], "it holds no checkpoint; name a folder"),
+        (copy, ["--ckpt-step", "7"], "is missing or not whole"),
+    ):
+        [problem] = _problems(str(folder), flags, step)
+        assert f"--load {folder}: " in problem
+        assert words in problem
+        assert "leave --exit-on-missing-checkpoint out" in problem
+    for iteration in (1, 2):
+        shutil.rmtree(copy / f"iter_000000{iteration}")
+    (copy / TRACKER).write_text("garbage")
+    [problem] = _problems(str(copy), flags)
+    assert "holds 'garbage' instead of an iteration, and there is no whole checkpoint" in problem

@@ -117,8 +117,6 @@ def named_files_exist(config: Config, facts: Facts) -> Iterator[str]:
         hint = "check the path"
         if flag.endswith("data-path"):
             hint = "give the prefix without .bin or .idx, of files that tools/preprocess_data.py wrote"
-        elif flag == "--load":
-            hint = "leave --exit-on-missing-checkpoint out to start afresh"
         yield f"{flag}: {path} does not exist; {hint}"
 
 
@@ -184,6 +182,11 @@ def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
         yield f"--ckpt-step {checkpoint.ckpt_step} needs --load, the folder to load from; add it, or leave the step out"
     if checkpoint.exit_on_missing_checkpoint and checkpoint.load is None:
         yield "--exit-on-missing-checkpoint needs --load, the folder to resume from; add it, or leave the switch out"
+    if facts.missing_checkpoint is not None:
+        yield (
+            f"--load {checkpoint.load}: {facts.missing_checkpoint}; name a folder that holds a checkpoint, or leave "
+            "--exit-on-missing-checkpoint out to start afresh where there is none"
+        )
 
 
 def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[str]:

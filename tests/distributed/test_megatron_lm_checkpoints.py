@@ -1,0 +1,137 @@
+"""Checkpoints that Megatron-LM 0.19 itself wrote (tests/data/README.md): --load goes on from them."""
+
+import shlex
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.checkpoint.folder import TRACKER
+from megatron_ext.checkpoint.tensors import Tensors
+from megatron_ext.verify.ranks import RankError, run_ranks
+from tests.launched import write_corpus
+
+ARCHIVE = Path(__file__).parents[1] / "data" / "megatron_lm_0.19.2.tar.xz"
+FLAGS = shlex.split("""
+    --num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --swiglu --seq-length 16 --max-position-embeddings 16 --position-embedding-type rope
+    --rotary-base 5000 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4
+    --train-iters 6 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
+    --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 16
+    --eval-interval 0 --num-workers 0 --device cpu
+""")
+UNTIED = ["--untie-embeddings-and-output-weights"]
+BF16 = shlex.split("--bf16 --normalization RMSNorm --qk-layernorm --disable-bias-linear --use-distributed-optimizer")
+# Of the iterations after the checkpoint, as Megatron-LM logged them: the learning rate (which it logs one iteration
+# before the one that is made with it), the loss, and the gradient norm.
+LOGGED = [(8.681981e-3, 4.008337, 1.299), (5.5e-3, 3.906965, 1.838), (2.318020e-3, 3.863076, 1.420)]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    write_corpus(folder / "corpus", 20_000)
+    return folder
+
+
+def _flags(written: Path, name: str, *more: str) -> list[str]:
+    return [*FLAGS, *more, "--load", str(written / name), "--data-path", str(written / "corpus")]
+
+
+def _go_on(flags: list[str], steps: int, save: str | None) -> list[tuple[float, float, float]]:
+    """Load; save again; learning rate, loss and gradient norm of the next steps."""
+    from megatron_ext import device
+    from megatron_ext.checkpoint.load import load_checkpoint
+    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+
+    config = configure(flags).config
+    run = build_run(config, device.install("cpu"))
+    assert config.checkpoint.load is not None
+    load_checkpoint(run, config.checkpoint.load)
+    if save is not None:
+        save_checkpoint(run, save)
+    trainer = Trainer(run, [])
+    seen = []
+    for _ in range(steps):
+        result = trainer.step()
+        assert result.grad_norm is not None
+        seen.append((run.optimizer.param_groups[0]["lr"], result.loss, result.grad_norm))
+    return seen
+
+
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"])
+def test_training_goes_on_as_megatron_lm_did(layout: str, written: Path) -> None:
+    flags = _flags(written, "fp32", *UNTIED, *layout.split())
+    for rates in run_ranks(4 if layout else 1, _go_on, flags, 3, None):
+        for (rate, loss, norm), (their_rate, their_loss, their_norm) in zip(rates, LOGGED, strict=True):
+            assert rate == pytest.approx(their_rate, rel=1e-6)
+            assert loss == pytest.approx(their_loss, abs=1.5e-6)  # the log has six digits after the point
+            assert norm == pytest.approx(their_norm, abs=6e-4)
+
+
+def _theirs(name: str) -> str:
+    return name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
+        ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
+    )
+
+
+@pytest.mark.parametrize(("name", "more"), [("fp32", UNTIED), ("bf16-tp2-dp2-reshardable", BF16)])
+def test_weights_and_moments_are_theirs(name: str, more: list[str], written: Path, tmp_path: Path) -> None:
+    run_ranks(2, _go_on, _flags(written, name, *more), 0, str(tmp_path))
+    ours, theirs = Tensors(tmp_path / "iter_0000003"), Tensors(written / name / "iter_0000003")
+    assert {_theirs(key) for key in ours.names()} == set(theirs.names())
+    assert sum(key.startswith("optimizer.state.exp_avg_sq.") for key in ours.names()) > 5
+    for key in ours.names():
+        found, expected = ours.read(key), theirs.read(_theirs(key))
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected), key
+    common = ours.common()
+    assert (common["optimizer_step"], common["train_state"]["consumed_samples"]) == (3, 12)
+
+
+@pytest.mark.parametrize(("more", "steps"), [([], 1), (["--no-load-optim"], 0), (["--finetune"], 0)])
+def test_flat_optimizer_state_needs_a_word(more: list[str], steps: int, written: Path, tmp_path: Path) -> None:
+    flags = _flags(written, "fp32-dp2", *more)
+    if steps:
+        with pytest.raises(
+            RankError, match=r"DataError: .*--dist-ckpt-optim-fully-reshardable, or add --no-load-optim"
+        ):
+            run_ranks(1, _go_on, flags, 0, None)
+        return
+    run_ranks(1, _go_on, flags, 0, str(tmp_path))
+    [saved] = tmp_path.glob("iter_*")
+    ours, theirs = Tensors(saved), Tensors(written / "fp32-dp2" / "iter_0000003")
+    for key in ours.names():
+        if not key.startswith("optimizer."):
+            assert torch.equal(ours.read(key), theirs.read(_theirs(key))), key
+    assert saved.name == ("iter_0000000" if "--finetune" in more else "iter_0000003")
+
+
+def test_every_other_flag_is_listed(written: Path) -> None:
+    other = shlex.split("--rotary-base 10000 --vocab-size 46 --norm-epsilon 1e-6")
+    with pytest.raises(RankError) as caught:
+        run_ranks(1, _go_on, _flags(written, "fp32", *other), 0, None)
+    for words in (
+        "--rotary-base 5000 (given: 10000",
+        "--norm-epsilon 1e-05 (given: 1e-06)",
+        "--untie-embeddings-and-output-weights True (given: False)",
+        "a vocabulary that is padded to 64 entries (given: --vocab-size 46",
+    ):
+        assert words in str(caught.value)
+
+
+def test_a_release_is_weights_alone(written: Path, tmp_path: Path) -> None:
+    (tmp_path / "release").symlink_to(written / "fp32" / "iter_0000003")
+    (tmp_path / TRACKER).write_text("release")
+    [steps] = run_ranks(1, _go_on, [*_flags(written, "fp32", *UNTIED), "--load", str(tmp_path)], 1, None)
+    [(rate, loss, _)] = steps
+    assert rate == 0, "the warmup begins anew"
+    first: Any = run_ranks(1, _go_on, _flags(written, "fp32", *UNTIED, "--finetune"), 1, None)[0]
+    assert loss == first[0][1]
