@@ -108,7 +108,7 @@ def _as_ours(run: Saveable, path: Path, common: Mapping[str, Any]) -> dict[str, 
     different = megatron_lm.different_flags(common, run.config)
     if different:
         raise DataError(
-            f"the checkpoint {path}, which Megatron-LM wrote, has {', '.join(different)}; give it the flags that it was "
+            f"the checkpoint {path}, which Megatron-LM wrote, has {', '.join(different)}; give the flags that it was "
             "trained with."
         )
     flags = run.config.checkpoint
