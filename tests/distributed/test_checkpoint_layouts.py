@@ -1,6 +1,7 @@
-"""What one layout saves, another loads: saved again there, every tensor of the checkpoint is bitwise the same."""
+"""Row 19 of the faults: what one layout saves, every other loads, to the bit, and the next losses are the same."""
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,36 @@ from megatron_ext.verify.ranks import run_ranks
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --swiglu --seq-length 16 --max-position-embeddings 16 --mock-data --vocab-size 61
-    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-2
-    --eval-interval 0 --bf16 --device cpu
+    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3
+    --attention-dropout 0 --hidden-dropout 0 --eval-interval 0 --device cpu
 """)
-TP2_PP2_VPP2_DP2 = shlex.split("""
-    --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
-    --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer
-""")
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "one process": (1, []),
-    "DP2, distributed optimizer": (2, ["--use-distributed-optimizer", "--ddp-bucket-size", "3000"]),
-    "TP2": (2, ["--tensor-model-parallel-size", "2"]),
-    "PP4": (4, ["--pipeline-model-parallel-size", "4"]),
-    "PP2 VPP2, Et|tt|t|L": (
-        2,
-        [
-            *["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et|t*2|t|L"],
-            *["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
-        ],
-    ),
+TP2_PP2_VPP2_DP2 = (
+    8,
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer",
+)
+BUCKETS = "--use-distributed-optimizer --ddp-bucket-size 3000"
+LAYOUTS: dict[str, tuple[int, str]] = {
+    "one process": (1, ""),
+    "TP4": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+    "PP4": (4, "--pipeline-model-parallel-size 4"),
+    "DP4, distributed optimizer": (4, BUCKETS),
+    "TP2 x DP2 without distributed optimizer": (4, "--tensor-model-parallel-size 2"),
 }
+IN_BF16 = {"one process": (1, ""), "DP2, distributed optimizer": (2, BUCKETS)}
+STEPS = 2
 
 
-def _resave(flags: list[str], load: str | None, save: str) -> None:
+@dataclass(frozen=True)
+class Saved:
+    folder: str
+    tensors: dict[str, torch.Tensor]
+    losses: list[float]
+    """Of the steps after the save."""
+
+
+def _resave(flags: list[str], load: str | None, save: str) -> list[float]:
+    """Load, or take two steps; save; and go on for a few steps more, whose losses are returned."""
     from megatron_ext import device
     from megatron_ext.checkpoint.load import load_checkpoint
     from megatron_ext.checkpoint.save import save_checkpoint
@@ -46,13 +54,20 @@ def _resave(flags: list[str], load: str | None, save: str) -> None:
     from megatron_ext.train.trainer import Trainer
 
     run = build_run(configure(flags).config, device.install("cpu"))
+    trainer = Trainer(run, [])
     if load is None:
-        trainer = Trainer(run, [])
         for _ in range(2):
             trainer.step()
     else:
         assert load_checkpoint(run, load) == 2
     save_checkpoint(run, save)
+    return [trainer.step().loss for _ in range(STEPS)]
+
+
+def _saved(layout: tuple[int, str], flags: list[str], load: str | None, folder: Path) -> Saved:
+    world_size, words = layout
+    losses, *_ = run_ranks(world_size, _resave, [*flags, *words.split()], load, str(folder))
+    return Saved(str(folder), _tensors(str(folder)), losses)
 
 
 def _tensors(folder: str) -> dict[str, torch.Tensor]:
@@ -68,21 +83,36 @@ def _tensors(folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor]]:
-    folder = str(tmp_path_factory.mktemp("saved"))
-    run_ranks(8, _resave, [*FLAGS, *TP2_PP2_VPP2_DP2], None, folder)
-    return folder, _tensors(folder)
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return _saved(TP2_PP2_VPP2_DP2, FLAGS, None, tmp_path_factory.mktemp("saved"))
+
+
+def _assert_same_tensors(one: Saved, other: Saved) -> None:
+    assert one.tensors.keys() == other.tensors.keys()
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in one.tensors)
+    for key, tensor in one.tensors.items():
+        assert tensor.dtype == other.tensors[key].dtype
+        assert torch.equal(tensor.view(torch.uint8), other.tensors[key].view(torch.uint8)), key
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_share_checkpoints(layout: str, saved: tuple[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
-    folder, expected = saved
-    world_size, flags = LAYOUTS[layout]
-    run_ranks(world_size, _resave, [*FLAGS, *flags], folder, str(tmp_path))
-    found = _tensors(str(tmp_path))
-    assert found.keys() == expected.keys()
-    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in found)
-    assert any(key.startswith("optimizer.state.param.") for key in found)
-    for key, tensor in found.items():
-        assert tensor.dtype == expected[key].dtype
-        assert torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8)), key
+def test_layouts_share_checkpoints(layout: str, saved: Saved, tmp_path: Path) -> None:
+    found = _saved(LAYOUTS[layout], FLAGS, saved.folder, tmp_path)
+    _assert_same_tensors(found, saved)
+    assert found.losses == pytest.approx(saved.losses, rel=1e-6)
+
+
+def test_and_back(saved: Saved, tmp_path: Path) -> None:
+    """In the layout that saved it, the losses are the same to the bit, after a stay in another layout too."""
+    elsewhere = _saved(LAYOUTS["PP4"], FLAGS, saved.folder, tmp_path / "elsewhere")
+    back = _saved(TP2_PP2_VPP2_DP2, FLAGS, elsewhere.folder, tmp_path / "back")
+    _assert_same_tensors(back, saved)
+    assert back.losses == saved.losses
+
+
+@pytest.mark.parametrize("layout", IN_BF16)
+def test_the_fp32_copies_of_bf16_weights_go_along(layout: str, tmp_path: Path) -> None:
+    flags = [*FLAGS, "--bf16"]
+    saved = _saved((4, "--tensor-model-parallel-size 2 " + BUCKETS), flags, None, tmp_path / "saved")
+    assert any(key.startswith("optimizer.state.param.") for key in saved.tensors)
+    _assert_same_tensors(_saved(IN_BF16[layout], flags, saved.folder, tmp_path / "found"), saved)
