@@ -331,7 +331,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "checks and injected faults of that kind come with the resilience issue; a NaN always ends the run",
         """
-        --check-weight-hash-across-dp-replicas-interval N, --gpu-sniff-test-interval N, --check-for-large-grads,
+        --gpu-sniff-test-interval N, --check-for-large-grads,
         --check-for-spiky-loss, --error-injection-rate N =0, --error-injection-type N =transient_error,
         --result-rejected-tracker-filename N, --fault-injector-ranks N, --fault-injector-num-ranks N,
         --fault-injector-fault-types N, --fault-injector-fault-probabilities N, --fault-injector-fault-delay N,

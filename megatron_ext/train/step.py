@@ -1,7 +1,7 @@
 """One optimizer step: microbatches -> pipeline schedule -> gradients -> update."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -40,9 +40,11 @@ class StepResult:
     num_zeros: float | None
 
 
-def train_step(run: Run, global_batch: int) -> StepResult:
+def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
     """Compute the gradients of the next `global_batch` samples and update the weights.
 
+    Args:
+        before_update: called between the two.
     Raises:
         NumericError: the loss or a gradient is NaN or infinite on some rank (unless the check is off); no weight
             has been changed then. An overflow that the dynamic loss scale handles is no error.
@@ -55,6 +57,7 @@ def train_step(run: Run, global_batch: int) -> StepResult:
         run.state.consumed_samples, num_microbatches(run.config, global_batch)
     )
     loss, tokens = run_schedule(run, microbatches, forward_only=False)
+    before_update()
     checked = not run.config.training.no_check_for_nan_in_loss_and_grad
     overflow = run.optimizer.prepare_grads()
     loss_scale = float(run.optimizer.get_loss_scale().item())

@@ -76,7 +76,7 @@ class Trainer:
             learning_rate(state.scheduled_samples, self.learning_rate_curve),
             weight_decay(state.scheduled_samples, self.weight_decay_curve),
         )
-        result = train_step(run, batch)
+        result = train_step(run, batch, lambda: self._tell("before_update"))
         state.iteration += 1
         state.consumed_samples += batch
         state.consumed_tokens += result.tokens
@@ -105,6 +105,9 @@ class Callback:
 
     def on_step_begin(self, trainer: Trainer) -> None:
         """Before the microbatches of a step."""
+
+    def before_update(self, trainer: Trainer) -> None:
+        """Within a step, when its gradients are there and the weights are still those that they belong to."""
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """After a step; the state already counts it."""

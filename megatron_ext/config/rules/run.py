@@ -33,7 +33,7 @@ _AT_LEAST_ONE = {
     ),
     "training": (
         "micro_batch_size global_batch_size train_iters train_samples exit_interval loss_scale_window hysteresis "
-        "recompute_num_layers"
+        "recompute_num_layers check_weight_hash_across_dp_replicas_interval check_replicated_weights_interval"
     ),
     "optimizer": "lr_decay_iters lr_decay_samples",
     "data": "vocab_size",

@@ -54,6 +54,14 @@ class TrainingConfig:
     no_check_for_nan_in_loss_and_grad: bool = option(
         False, "Do not stop (exit code 70) when a loss or a gradient is NaN or infinite."
     )
+    check_weight_hash_across_dp_replicas_interval: int | None = option(
+        None, "Steps between two checks that all data-parallel replicas hold the same weights, bit for bit (else 70)."
+    )
+    check_replicated_weights_interval: int | None = option(
+        None,
+        "Steps between two checks that tensor-parallel ranks hold the same norms, biases, learned positions and "
+        "routers, bit for bit (else 70).",
+    )
     torch_compile: bool = option(False, "Compile each layer with torch.compile.")
 
     @property

@@ -78,7 +78,7 @@ class Reporting(Callback):
     def _metrics(self, trainer: Trainer, result: StepResult, norm: float | None) -> StepMetrics:
         run, state = trainer.run, trainer.run.state
         tokens_per_second = self._interval_tokens / self._interval_seconds
-        tflops = tflops_per_gpu(tokens_per_second, flops_per_token(run.config), run.world_size)
+        tflops = tflops_per_gpu(flops_per_token(run.config), tokens_per_second, run.world_size)
         memory = run.device.memory()
         return StepMetrics(
             iteration=state.iteration,

@@ -14,6 +14,7 @@ from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from megatron_ext.telemetry.wandb import WandbWriter
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.profiling import Profiling
+from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, Sink
 from megatron_ext.train.callbacks.status import Status
 from megatron_ext.train.callbacks.stopping import Stopping
@@ -40,6 +41,8 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
         ),
     ]
     training = config.training
+    intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
+    callbacks.append(ReplicaCheck(*intervals))
     callbacks.append(
         Evaluation(run.loaders.valid, run.loaders.test, training.eval_interval, at_start=training.eval_at_start)
     )

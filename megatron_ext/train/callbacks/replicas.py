@@ -1,0 +1,37 @@
+"""Check now and then that ranks which must hold the same weights do."""
+
+from megatron_ext.train.replicas import check_data_parallel_replicas, check_tensor_parallel_copies
+from megatron_ext.train.trainer import Callback, Trainer
+
+
+class ReplicaCheck(Callback):
+    """Compares weights every so many steps, just before the update.
+
+    Before rather than after: with the distributed optimizer the update fetches every weight anew from the rank that
+    owns it, and so a copy that went wrong during the step would be gone, its effect on the gradients would not.
+
+    Args:
+        data_parallel_interval: steps between two comparisons of data-parallel replicas; None for none.
+        tensor_parallel_interval: the same for what tensor-parallel ranks hold whole.
+    """
+
+    def __init__(self, data_parallel_interval: int | None, tensor_parallel_interval: int | None):
+        self._checks = [
+            (interval, check)
+            for interval, check in (
+                (data_parallel_interval, check_data_parallel_replicas),
+                (tensor_parallel_interval, check_tensor_parallel_copies),
+            )
+            if interval is not None
+        ]
+        self._last_good = [0] * len(self._checks)
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._last_good = [trainer.run.state.iteration] * len(self._checks)
+
+    def before_update(self, trainer: Trainer) -> None:
+        iteration = trainer.run.state.iteration + 1
+        for index, (interval, check) in enumerate(self._checks):
+            if iteration % interval == 0:
+                check(trainer.run, self._last_good[index])
+                self._last_good[index] = iteration - 1

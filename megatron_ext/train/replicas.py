@@ -1,0 +1,104 @@
+"""Whether the ranks that should hold the same weights do, bit for bit.
+
+Two kinds of copies: data-parallel replicas hold the same shard of the model, and tensor-parallel ranks hold the same
+norms, biases after a row-parallel layer, learned positions and routers. Experts are replicated within groups of
+their own. Rounding is no excuse for a difference: every copy began equal and was given the same updates.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_ext.errors import NumericError
+from megatron_ext.model.names import global_named_parameters
+from megatron_ext.resilience.weight_hash import weight_hash
+from megatron_ext.train.run import Run
+
+NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+def check_data_parallel_replicas(run: Run, last_good: int) -> None:
+    """Compare all weights within the data-parallel groups (expert-data-parallel for experts). Collective.
+
+    Args:
+        last_good: the iteration at which the last check passed.
+    Raises:
+        NumericError: replicas differ, on every rank; it names the ranks in the minority and the parameters.
+    """
+    parameters = list(global_named_parameters(run.chunks))
+    dense = [(name, parameter) for name, parameter in parameters if not _is_expert(parameter)]
+    experts = [(name, parameter) for name, parameter in parameters if _is_expert(parameter)]
+    what = "data-parallel replicas"
+    found = _differences(dense, run.groups.dp_cp, what) + _differences(experts, run.groups.expt_dp, what)
+    _raise_together(run, found, last_good)
+
+
+def check_tensor_parallel_copies(run: Run, last_good: int) -> None:
+    """Compare the weights that tensor-parallel ranks hold whole. Collective; arguments and errors as above."""
+    copies = [
+        (name, parameter)
+        for name, parameter in global_named_parameters(run.chunks)
+        if not getattr(parameter, "tensor_model_parallel", False)
+    ]
+    dense = [(name, parameter) for name, parameter in copies if not _is_expert(parameter)]
+    experts = [(name, parameter) for name, parameter in copies if _is_expert(parameter)]
+    what = "tensor-parallel copies"
+    found = _differences(dense, run.groups.tp, what) + _differences(experts, run.groups.expt_tp, what)
+    _raise_together(run, found, last_good)
+
+
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
+    """megatron-core's mark of a parameter whose gradient is not reduced over the whole data-parallel group."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _differences(named: NamedParameters, group: torch.distributed.ProcessGroup, what: str) -> list[str]:
+    """What differs between the ranks of `group`, in words: one text per parameter."""
+    if group.size() == 1 or not named:
+        return []
+    own = torch.stack([weight_hash(parameter) for _, parameter in named])
+    gathered = own.new_empty(group.size() * len(own))
+    torch.distributed.all_gather_into_tensor(gathered, own, group=group)
+    of_ranks = gathered.view(group.size(), len(own))
+    differs = (of_ranks != of_ranks[0]).any(dim=0)
+    if not bool(differs.any()):  # the only wait for the device
+        return []
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return [
+        f"{_who_is_wrong(ranks, of_ranks[:, index].tolist())} {named[index][0]} ({what})"
+        for index in differs.nonzero().flatten().tolist()
+    ]
+
+
+def _who_is_wrong(ranks: Sequence[int], hashes: Sequence[int]) -> str:
+    """ "rank 2 differs from ranks 0, 1, 3 in": the minority, where more than half of the ranks agree."""
+    agreeing: dict[int, list[int]] = {}
+    for rank, value in zip(ranks, hashes, strict=True):
+        agreeing.setdefault(value, []).append(rank)
+    majority = max(agreeing.values(), key=len)
+    if 2 * len(majority) <= len(ranks):
+        return f"{_listed(ranks)} do not agree, and no majority says who is right, in"
+    minority = [rank for rank in ranks if rank not in majority]
+    return f"{_listed(minority)} differ{'s' if len(minority) == 1 else ''} from {_listed(majority)} in"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _raise_together(run: Run, found: list[str], last_good: int) -> None:
+    """Let every rank know what one of them found, and raise it on all."""
+    anything = torch.tensor(len(found), device=run.device.torch_device)
+    torch.distributed.all_reduce(anything, op=torch.distributed.ReduceOp.MAX)
+    if not int(anything):
+        return
+    of_ranks: list[list[str]] = [[] for _ in range(run.world_size)]
+    torch.distributed.all_gather_object(of_ranks, found)
+    texts = list(dict.fromkeys(text for texts in of_ranks for text in texts))
+    more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
+    raise NumericError(
+        f"weights that must be equal are not: {'; '.join(texts[:3])}{more}; found at iteration "
+        f"{run.state.iteration + 1}, before its update. At iteration {last_good} they were equal. Next: resume from a "
+        f"checkpoint of iteration {last_good} or earlier (--ckpt-step); if the same rank is named again, take its "
+        f"machine out."
+    )

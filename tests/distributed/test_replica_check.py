@@ -1,0 +1,115 @@
+"""One flipped bit in one copy of a weight: found in the interval, on every rank, with rank and parameter named."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ext.verify.ranks import run_ranks
+
+FLAGS = (
+    "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 12 --train-iters 20 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+    "--eval-iters 0 --make-vocab-size-divisible-by 8 "
+)
+DP = "--check-weight-hash-across-dp-replicas-interval"
+TP = "--check-replicated-weights-interval"
+FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
+NORM = "decoder.layers.0.pre_mlp_layernorm.weight"
+
+
+def _train(flags: str, good_steps: int, damage: Callable[[Any], None]) -> tuple[str, int, int]:
+    """Good steps, then damage, then steps until the error. Returns its text, exit code and the steps completed."""
+    from megatron_ext import device
+    from megatron_ext.errors import NumericError
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.callbacks.replicas import ReplicaCheck
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+
+    config = configure((FLAGS + flags).split()).config
+    run = build_run(config, device.install("cpu"))
+    training = config.training
+    intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
+    trainer = Trainer(run, [ReplicaCheck(*intervals)])
+    for _ in range(good_steps):
+        trainer.step()
+    damage(run)
+    try:
+        for _ in range(5):
+            trainer.step()
+    except NumericError as error:
+        return str(error), error.exit_code, run.state.iteration
+    return "nothing found", 0, run.state.iteration
+
+
+def _flip(run: Any, wanted: str, index: int = -1) -> None:
+    """Flip the lowest bit of one element: the weight stays finite and next to what it was."""
+    from megatron_ext.model.names import global_named_parameters
+
+    for name, parameter in global_named_parameters(run.chunks):
+        if name == wanted:
+            integers = {2: torch.int16, 4: torch.int32}[parameter.element_size()]
+            parameter.data.view(-1)[index : index + 1 or None].view(integers).bitwise_xor_(1)
+
+
+def _flip_on_rank_1(run: Any) -> None:
+    if run.rank == 1:
+        _flip(run, FC1)
+
+
+def _flip_in_the_next_forward_pass(run: Any) -> None:
+    """Of rank 0, in the part that rank 1 owns: the next update would fetch it anew."""
+
+    def flip(*_: object) -> None:
+        if not flipped:
+            flipped.append(True)
+            _flip(run, FC1)
+
+    flipped: list[bool] = []
+    if run.rank == 0:
+        run.chunks[-1].module.register_forward_hook(flip)
+
+
+def _drift_on_tensor_parallel_rank_1(run: Any) -> None:
+    """Alike on both data-parallel replicas, so that these still agree."""
+    if run.groups.tp.rank() == 1:
+        _flip(run, NORM)
+
+
+def _nothing(run: Any) -> None:
+    pass
+
+
+def test_minority_of_three_replicas_is_named() -> None:
+    results = run_ranks(3, _train, f"{DP} 4", 1, _flip_on_rank_1)
+    assert len(set(results)) == 1, "ranks tell different stories"
+    error, exit_code, iteration = results[0]
+    assert f"rank 1 differs from ranks 0, 2 in {FC1} (data-parallel replicas); found at iteration 4" in error
+    assert "At iteration 0 they were equal." in error
+    assert (exit_code, iteration) == (70, 3)
+
+
+def test_flip_within_a_step_of_the_distributed_optimizer_is_found_in_that_step() -> None:
+    flags = f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 {DP} 1 {TP} 1"
+    results = run_ranks(2, _train, flags, 6, _flip_in_the_next_forward_pass)
+    assert len(set(results)) == 1
+    error, exit_code, iteration = results[0]
+    assert f"ranks 0, 1 do not agree, and no majority says who is right, in {FC1}" in error
+    assert "At iteration 5 they were equal." in error
+    assert (exit_code, iteration) == (70, 6)
+
+
+def test_drift_between_tensor_parallel_ranks_is_found_where_replicas_agree() -> None:
+    flags = f"--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer {DP} 1 {TP} 2"
+    results = run_ranks(4, _train, flags, 4, _drift_on_tensor_parallel_rank_1)
+    assert len(set(results)) == 1
+    error, exit_code, iteration = results[0]
+    for ranks in ("ranks 0, 1", "ranks 2, 3"):
+        assert f"{ranks} do not agree, and no majority says who is right, in {NORM} (tensor-parallel copies)" in error
+    assert (exit_code, iteration) == (70, 5)
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2 --hidden-dropout 0.1"
+    assert run_ranks(4, _train, f"{flags} {DP} 1 {TP} 1", 5, _nothing) == [("nothing found", 0, 10)] * 4
