@@ -66,6 +66,15 @@ def size(contents: Contents) -> int:
     )
 
 
+def storages(contents: Contents) -> set[int]:
+    """Addresses of the memory that the tensors lie in, while they are the run's own."""
+    return {
+        value.data.untyped_storage().data_ptr()
+        for value in nested_values(contents.state_dict)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None
+    }
+
+
 @dataclass(frozen=True)
 class Parts:
     """What of a checkpoint to use, besides the weights."""

@@ -7,7 +7,7 @@ can read what any other has written. megatron-core's own conversion is not used:
 before the first update, knows only Adam, and gives each class of optimizer keys of its own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import OptimizerConfig
 
@@ -25,17 +26,26 @@ _MASTER = "param"
 
 
 def state_to_save(optimizer: MegatronOptimizer, config: OptimizerConfig, weights: Mapping[str, Any]) -> Contents:
-    """The state, whole for each weight of this rank. Collective over the data-parallel ranks.
+    """The state that this rank writes, whole for each weight. Collective over the data-parallel ranks.
 
     Args:
         weights: this rank's weights as sharded tensors or factories, by name.
     """
-    values = {}
+    values, writers = {}, {}
     for part in parts(optimizer):
         initialize_state(part, config)
-        gathered = _gather(part, config) if isinstance(part, DistributedOptimizer) else _own_state(part, config)
-        values.update({id(parameter): tensors for parameter, tensors in gathered})
-    return _like_weights(values, weights)
+        if isinstance(part, DistributedOptimizer):
+            gathered = dict(_gather(part, config))
+            writers |= {id(parameter): part.data_parallel_group.rank() for parameter in gathered}
+        else:
+            gathered = dict(_own_state(part, config))
+        values |= {id(parameter): tensors for parameter, tensors in gathered.items()}
+    contents = _like_weights(values, weights)
+    for tensors in contents.values():
+        for name, tensor in tensors.items():
+            if id(weights[name].data) in writers:
+                tensors[name] = _written_by(tensor, writers[id(weights[name].data)])
+    return contents
 
 
 def state_to_load(optimizer: MegatronOptimizer, config: OptimizerConfig, weights: Mapping[str, Any]) -> Contents:
@@ -146,28 +156,74 @@ def _main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tens
 def _gather(
     part: DistributedOptimizer, config: OptimizerConfig
 ) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Whole state from the shards, bucket by bucket, in host memory of the first data-parallel rank; it writes."""
+    """Whole state of the weights that this rank writes, from the shards of all, bucket by bucket, in host memory.
+
+    A weight is written by the rank whose shard holds its beginning, so that every rank writes about as much as its
+    shard, and receives no more than what the last of its weights has on the ranks after it.
+    """
     own = {id(parameter): tensors for parameter, tensors in _own_state(part, config)}
     group = part.data_parallel_group
     for buffer, ranges in zip(part.buffers, part.gbuf_ranges, strict=True):
         [bucket_ranges] = ranges.values()
         for bucket, bucket_range in zip(buffer.buckets, bucket_ranges, strict=True):
+            places = [(*bucket.param_to_index[parameter], parameter) for parameter in bucket.params_list]
+            places.sort(key=lambda place: place[0])
+            size = bucket.grad_data.numel() // group.size()
+            spans = _spans([(start, end) for start, end, _ in places], size, group.size())
             names = [*_moments(config), *([_MASTER] if buffer.param_dtype != torch.float32 else [])]
             whole = {}
             for name in names:
-                shard = torch.zeros(
-                    bucket.grad_data.numel() // group.size(), dtype=torch.float32, device=bucket.grad_data.device
-                )
+                shard = torch.zeros(size, dtype=torch.float32, device=bucket.grad_data.device)
                 for parameter, parameter_range in bucket_range["param_map"].items():
                     place = parameter_range["gbuf_local"]
                     shard[place.start : place.end] = own[id(parameter)][name].detach()
-                shards = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else None
-                torch.distributed.gather(shard, shards, group=group, group_dst=0)
-                if shards is not None:
-                    whole[name] = torch.cat([shard.cpu() for shard in shards])
-            for parameter in bucket.params_list if whole else ():
-                start, end = bucket.param_to_index[parameter]
-                yield parameter, {name: flat[start:end].view(parameter.shape) for name, flat in whole.items()}
+                whole[name] = _exchange(shard, spans, group).cpu()
+            first, last = spans[group.rank()]
+            for start, end, parameter in places:
+                if first <= start < last:
+                    yield (
+                        parameter,
+                        {name: flat[start - first : end - first].view(parameter.shape) for name, flat in whole.items()},
+                    )
+
+
+def _spans(places: Sequence[tuple[int, int]], shard_size: int, ranks: int) -> list[tuple[int, int]]:
+    """For every rank, where in the bucket the weights begin and end that it writes."""
+    spans = []
+    for rank in range(ranks):
+        own = [(start, end) for start, end in places if start // shard_size == rank]
+        spans.append((own[0][0], own[-1][1]) if own else (0, 0))
+    return spans
+
+
+def _exchange(shard: torch.Tensor, spans: Sequence[tuple[int, int]], group: ProcessGroup) -> torch.Tensor:
+    """This rank's span of the bucket, of which every rank has a shard. Collective."""
+
+    def overlap(owner: int, rank: int) -> tuple[int, int]:
+        """Of the shard of `owner` with the span of `rank`, within the shard; the start is no more than the end."""
+        begin, end = owner * shard.numel(), (owner + 1) * shard.numel()
+        low, high = max(begin, spans[rank][0]), min(end, spans[rank][1])
+        return (low - begin, high - begin) if low < high else (0, 0)
+
+    rank, ranks = group.rank(), range(group.size())
+    sent = [overlap(rank, other) for other in ranks]
+    received = [high - low for low, high in (overlap(other, rank) for other in ranks)]
+    span = shard.new_empty(sum(received))
+    torch.distributed.all_to_all_single(
+        span,
+        torch.cat([shard[low:high] for low, high in sent]),
+        received,
+        [high - low for low, high in sent],
+        group=group,
+    )
+    return span
+
+
+def _written_by(tensor: Any, rank: int) -> Any:
+    """The same tensor for the engine, which takes the replica of data-parallel rank 0 for the one to be written."""
+    *others, replica = tensor.replica_id
+    # With several instances of the optimizer, each has all of the state; it is written by the ranks of the first.
+    return replace(tensor, replica_id=(*others, replica - rank))
 
 
 def _like_weights(values: Mapping[int, Mapping[str, torch.Tensor]], weights: Mapping[str, Any]) -> Contents:

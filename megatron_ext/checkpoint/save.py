@@ -5,7 +5,7 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,9 @@ class Save:
             with run.gathered_parameters():
                 to_save = contents.to_save(run)
                 _check_space(run, folder, to_save)
+                live = contents.storages(to_save) if background else set()
                 self._request = _prepare(to_save.state_dict, self._partial)
-                buckets = _host_copy(self._request, own=background)
+                buckets = _host_copy(self._request, live)
             if background:
                 self._thread = threading.Thread(target=self._write, args=(buckets,), name="checkpoint", daemon=True)
                 self._thread.start()
@@ -154,18 +155,18 @@ def _prepare(state_dict: dict, folder: Path) -> AsyncRequest:
     return request
 
 
-def _host_copy(request: AsyncRequest, *, own: bool) -> Any:
-    """The engine's (file, key, (objects, tensors)) with all tensors in host memory; `own`: in memory of their own."""
+def _host_copy(request: AsyncRequest, live: Collection[int]) -> Any:
+    """The engine's (file, key, (objects, tensors)) with all tensors in host memory, none in that of `live` storages."""
     if request.preload_fn is None:  # this rank writes nothing
         return None
-    buckets = request.preload_fn()
-    if not own:
-        return buckets
-    live = {tensor.data_ptr() for _, _, (_, tensors) in request.async_fn_args[1] for _, tensor in tensors}
     return [
-        (file, key, (objects, [(item, t.clone() if t.data_ptr() in live else t) for item, t in tensors]))
-        for file, key, (objects, tensors) in buckets
+        (file, key, (objects, [(item, t.clone() if _storage(t) in live else t) for item, t in tensors]))
+        for file, key, (objects, tensors) in request.preload_fn()
     ]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _gather_files(folder: str | Path, own: manifest.Files | str) -> manifest.Files:

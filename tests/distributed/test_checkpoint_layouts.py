@@ -94,11 +94,27 @@ def _assert_same_tensors(one: Saved, other: Saved) -> None:
         assert torch.equal(tensor.view(torch.uint8), other.tensors[key].view(torch.uint8)), key
 
 
+def _optimizer_bytes(folder: str) -> dict[str, int]:
+    """By file: the bytes of the optimizer's state in it."""
+    metadata = FileSystemReader(f"{folder}/iter_0000002").read_metadata()
+    found: dict[str, int] = {}
+    for index, place in (metadata.storage_data or {}).items():
+        if index.fqn.startswith("optimizer.state."):
+            found[place.relative_path] = found.get(place.relative_path, 0) + place.length
+    return found
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_share_checkpoints(layout: str, saved: Saved, tmp_path: Path) -> None:
     found = _saved(LAYOUTS[layout], FLAGS, saved.folder, tmp_path)
     _assert_same_tensors(found, saved)
     assert found.losses == pytest.approx(saved.losses, rel=1e-6)
+    if BUCKETS in LAYOUTS[layout][1]:
+        # Every rank writes its share of the sharded state, as whole weights.
+        for ranks, folder in ((4, found.folder), (8, saved.folder)):
+            written = _optimizer_bytes(folder)
+            assert len(written) == ranks
+            assert max(written.values()) < 2 * sum(written.values()) / ranks
 
 
 def test_and_back(saved: Saved, tmp_path: Path) -> None:
