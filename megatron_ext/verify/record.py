@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.verify.ranks import run_ranks
 
 if TYPE_CHECKING:
+    from megatron_ext.verify.activations import Part
     from megatron_ext.verify.gather import Shard
 
 
@@ -28,6 +29,8 @@ class Record:
     flaws: tuple[str, ...]
     """What ranks should hold in common and do not, and vocabulary padding that is not zero: in the initial weights,
     the first gradients and the final weights, by name."""
+    outputs: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    """What the modules put out in the first step, where it was asked for: `activations.assemble_outputs`."""
 
     @property
     def weight_hash(self) -> str:
@@ -39,18 +42,29 @@ class Record:
         return digest.hexdigest()
 
 
-def record(flags: Sequence[str], world_size: int, steps: int, sabotage: Callable[[], None] | None = None) -> Record:
-    """Train `steps` steps with `flags` on `world_size` CPU ranks.
+def record(
+    flags: Sequence[str],
+    world_size: int,
+    steps: int,
+    sabotage: Callable[[], None] | None = None,
+    *,
+    outputs: bool = False,
+    device: str = "cpu",
+) -> Record:
+    """Train `steps` steps with `flags` on `world_size` ranks of this machine.
 
     Args:
         flags: as for pretrain_gpt.py.
         world_size: number of ranks.
         steps: optimizer steps to run, whatever --train-iters says (which shapes the learning-rate curve).
         sabotage: called on every rank before the run is built; plants a fault.
+        outputs: keep what the modules put out in the first step. It takes the memory of all activations.
+        device: "cpu", or "cuda", which needs a GPU for every rank.
     """
     from megatron_ext.verify.gather import assemble
 
-    results = run_ranks(world_size, _train, list(flags), steps, sabotage)
+    words = [*flags, "--device", device]
+    results = run_ranks(world_size, _train, words, steps, sabotage, outputs, fresh=device == "cuda")
     last = results[-1]
     tensors, flaws = {}, []
     for what in ("initial weights", "first gradients", "final weights"):
@@ -63,7 +77,14 @@ def record(flags: Sequence[str], world_size: int, steps: int, sabotage: Callable
         weights=tensors["initial weights"],
         gradients=tensors["first gradients"],
         flaws=tuple(flaws),
+        outputs=_outputs(results) if outputs else {},
     )
+
+
+def _outputs(results: list["_RankRecord"]) -> dict[str, list[np.ndarray]]:
+    from megatron_ext.verify.activations import assemble_outputs
+
+    return assemble_outputs(results[-1].config, (part for result in results for part in result.parts))
 
 
 @dataclass(frozen=True)
@@ -75,21 +96,25 @@ class _RankRecord:
     grad_norms: list[float | None]
     validation_loss: float | None
     shards: dict[str, list["Shard"]]
+    parts: list["Part"]
 
 
-def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None) -> _RankRecord:
+def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool) -> _RankRecord:
     """One rank of `record`."""
     from megatron_ext import device
-    from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
+
+    config = configure(flags).config
+    installed = device.install(config.layout.device)  # before anything that imports the engine
+
+    from megatron_ext.train.build import build_run
     from megatron_ext.train.evaluate import evaluate
     from megatron_ext.train.trainer import Trainer
-    from megatron_ext.verify import gather
+    from megatron_ext.verify import activations, gather
 
-    config = configure([*flags, "--device", "cpu"]).config
     if sabotage is not None:
         sabotage()
-    run = build_run(config, device.install("cpu"))
+    run = build_run(config, installed)
     shards = {"initial weights": gather.weights(run)}
     prepare_grads = run.optimizer.prepare_grads
 
@@ -100,11 +125,14 @@ def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None) ->
 
     run.optimizer.prepare_grads = capture_then_prepare
     trainer = Trainer(run, [])
+    taps = activations.Taps(run) if outputs else None
     losses, grad_norms = [], []
     for _ in range(steps):
         result = trainer.step()
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
+        if taps is not None:
+            taps.close()
     validation_loss = evaluate(run, run.loaders.valid) if run.loaders.valid is not None else None
     shards["final weights"] = gather.weights(run)
-    return _RankRecord(config, losses, grad_norms, validation_loss, shards)
+    return _RankRecord(config, losses, grad_norms, validation_loss, shards, taps.parts if taps is not None else [])
