@@ -161,19 +161,20 @@ def comparison(argv: Sequence[str], world_size: int | None = None) -> Comparison
         ConfigurationError: the flags cannot work.
     """
     typed = parse(argv).values
-    if world_size is None:
+    ranks = world_size
+    if ranks is None:
         # Experts lie on data-parallel ranks: as many as are needed, whatever their own tensor parallelism is.
         sizes = [typed.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline", "expert")]
         fewest = math.prod(sizes) * typed.get("context_parallel_size", 1)
-        world_size = max(typed.get("world_size") or fewest, 2)
+        ranks = max(int(typed.get("world_size") or fewest), 2)
     values = {name: value for name, value in typed.items() if name not in _LEFT_OUT} | _SAME_FOR_BOTH
-    trial = configure([*to_flags(values), "--world-size", str(world_size), "--dry-run", "--device", "cpu"]).config
+    trial = configure([*to_flags(values), "--world-size", str(ranks), "--dry-run", "--device", "cpu"]).config
     values["global_batch_size"] = trial.training.global_batch_size
     layout = {field.name for field in dataclasses.fields(LayoutConfig)}
     alone = {k: v for k, v in values.items() if k not in layout and not k.startswith(_MEMORY)}
     changed = [f"without --{name}" for name in ("bf16", "fp16") if typed.get(name)]
     changed += [f"--{name.replace('_', '-')} 0" for name in _SAME_FOR_BOTH if typed.get(name) != 0]
-    return Comparison(to_flags(alone), to_flags(values), world_size, tuple(changed))
+    return Comparison(to_flags(alone), to_flags(values), ranks, tuple(changed))
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
