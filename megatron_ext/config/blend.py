@@ -3,13 +3,22 @@
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 DATA_PATH_NAMES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
-def read_blend(items: Sequence[str]) -> tuple[list[float] | None, list[str]]:
-    """Weights (None where there are none) and prefixes of a blend, by Megatron's rule.
+@dataclass(frozen=True)
+class Blend:
+    """Prefixes of .bin/.idx files, and their weights, or None where each is read in proportion to its size."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+
+def read_blend(items: Sequence[str]) -> Blend:
+    """The blend that a list of words names, by Megatron's rule.
 
     `w1 p1 w2 p2` has weights; a list of odd length, or one whose every other item is no number, is prefixes alone.
 
@@ -17,17 +26,17 @@ def read_blend(items: Sequence[str]) -> tuple[list[float] | None, list[str]]:
         ValueError: some but not all weights are numbers, or a weight is not positive and finite.
     """
     if len(items) % 2 == 1:
-        return None, list(items)
+        return Blend(tuple(items))
     weights = [_number(item) for item in items[::2]]
     numbers = [weight for weight in weights if weight is not None]
     if not numbers:
-        return None, list(items)
+        return Blend(tuple(items))
     if len(numbers) < len(weights):
         wrong = items[::2][weights.index(None)]
         raise ValueError(f"{wrong!r} stands where a weight should be; write: weight prefix weight prefix ...")
     if not all(weight > 0 and math.isfinite(weight) for weight in numbers):
         raise ValueError(f"weights must be positive, not {' '.join(items[::2])}")
-    return numbers, list(items[1::2])
+    return Blend(tuple(items[1::2]), tuple(numbers))
 
 
 def missing_paths(typed: Mapping[str, Any]) -> tuple[str, ...]:
@@ -38,10 +47,10 @@ def missing_paths(typed: Mapping[str, Any]) -> tuple[str, ...]:
 def _needed_paths(typed: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for name in DATA_PATH_NAMES:
         try:
-            _, prefixes = read_blend(typed.get(name) or ())
+            blend = read_blend(typed.get(name) or ())
         except ValueError:
             continue  # validate says what is wrong with the blend itself
-        for prefix in prefixes:
+        for prefix in blend.prefixes:
             for suffix in (".bin", ".idx"):
                 yield "--" + name.replace("_", "-"), prefix + suffix
 

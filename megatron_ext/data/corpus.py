@@ -21,8 +21,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+from megatron_ext.config.blend import Blend, read_blend
 from megatron_ext.config.schema import Config
-from megatron_ext.data.blend import Blend, parse_blend
 from megatron_ext.data.integrity import check_indexed_files, fingerprint, sequence_lengths
 from megatron_ext.data.loader import SampleDataset
 from megatron_ext.data.synthetic import MockDataset
@@ -112,9 +112,9 @@ def _source(config: Config, split: str) -> _Source | None:
     data = config.data
     words = getattr(data, f"{split}_data_path")
     if data.data_path:
-        flag, blend, split_weights = "--data-path", parse_blend(data.data_path), data.split
+        flag, blend, split_weights = "--data-path", read_blend(data.data_path), data.split
     elif words:
-        flag, blend = f"--{split}-data-path", parse_blend(words)
+        flag, blend = f"--{split}-data-path", read_blend(words)
         split_weights = ",".join("1" if name == split else "0" for name in SPLITS)
         if len(blend.prefixes) == 1:
             blend = Blend(blend.prefixes)  # as in megatron-core, where a lone weight would change the number of epochs

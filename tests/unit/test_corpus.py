@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
-from megatron_ext.data.blend import Blend, parse_blend
 from megatron_ext.data.corpus import Splits, build_datasets, describe_sample
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.loader import BatchLoader
@@ -39,21 +37,6 @@ def build(configuration: Config, train: int = 100, valid: int = 1, test: int = 0
 
 def rows(dataset: Any, count: int | None = None) -> list[list[int]]:
     return [dataset[i]["tokens"].tolist() for i in range(len(dataset) if count is None else count)]
-
-
-@pytest.mark.parametrize(
-    ("words", "blend"),
-    [
-        (["a"], Blend(("a",))),
-        (["a", "b"], Blend(("a", "b"))),
-        (["1", "a"], Blend(("a",), (1.0,))),
-        (["0.3", "a", "7", "b"], Blend(("a", "b"), (0.3, 7.0))),
-        (["1", "a", "b", "c"], Blend(("1", "a", "b", "c"))),
-        (["1", "a", "b"], Blend(("1", "a", "b"))),
-    ],
-)
-def test_blend_words(words: Sequence[str], blend: Blend):
-    assert parse_blend(words) == blend
 
 
 def test_sample_order_is_megatron_cores(tmp_path: Path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.blend import read_blend
+from megatron_ext.config.blend import Blend, read_blend
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.validate import RULES, problems
 from tests.unit.errors_page import answers, errors_page
@@ -171,9 +171,10 @@ def test_facts_of_the_machine_are_judged():
 
 
 def test_blends_follow_megatrons_rule():
-    assert read_blend(["a"]) == (None, ["a"])
-    assert read_blend(["a", "b"]) == (None, ["a", "b"])
-    assert read_blend(["0.3", "a", "2", "b"]) == ([0.3, 2.0], ["a", "b"])
+    assert read_blend(["a"]) == Blend(("a",))
+    assert read_blend(["a", "b"]) == Blend(("a", "b"))
+    assert read_blend(["1", "a", "b"]) == Blend(("1", "a", "b"))
+    assert read_blend(["0.3", "a", "2", "b"]) == Blend(("a", "b"), (0.3, 2.0))
     (problem,) = found("--mock-data=false --tokenizer-type ByteTokenizer --data-path 0.3 a b c")
     assert problem == "--data-path: 'b' stands where a weight should be; write: weight prefix weight prefix ..."
 
