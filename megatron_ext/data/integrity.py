@@ -4,6 +4,8 @@ A truncated .bin otherwise fails hours later, at the sample that reaches the hol
 """
 
 import hashlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +15,17 @@ from megatron_ext.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION
 from megatron_ext.errors import ConfigurationError, DataError
 
 _BLOCK = 1 << 20  # sequences checked at a time: bounds memory, whatever the size of the index
+_SAMPLED_BLOCKS = 64
+_SAMPLED_BLOCK = 512  # sequences in a sampled block
 
 
-def check_indexed_files(prefix: str) -> None:
+def check_indexed_files(prefix: str, *, whole_index_up_to: int | None = None) -> None:
     """Check `<prefix>.idx` against itself and against the size of `<prefix>.bin`.
+
+    Args:
+        prefix: path without suffix.
+        whole_index_up_to: of an index with more bytes than this, check the header, the sizes, both ends and 64 blocks
+            in between, so that a large one is opened at once; default check all of it.
 
     Raises:
         ConfigurationError: a file is missing.
@@ -38,13 +47,24 @@ def check_indexed_files(prefix: str) -> None:
             f"{idx} has {idx_size} bytes, but its header speaks of {sequences} sequences and {document_entries - 1} "
             f"documents, which take {expected} bytes: the file is truncated or altered. {_REMEDY}"
         )
-    token_bytes = _check_sequences(idx, sequences, dtype.itemsize)
+    sampled = whole_index_up_to is not None and idx_size > whole_index_up_to
+    token_bytes = _check_sequences(idx, sequences, dtype.itemsize, sampled)
     if token_bytes != bin_size:
         raise DataError(
             f"{bin_} has {bin_size} bytes, but {idx.name} places {token_bytes} bytes of tokens in it: one of the two "
             f"is truncated or belongs to other data. {_REMEDY}"
         )
-    _check_documents(idx, sequences, document_entries)
+    _check_documents(idx, sequences, document_entries, sampled)
+
+
+def _blocks(count: int, sampled: bool) -> Iterator[tuple[int, int]]:
+    """Begin and end of the blocks to check: all, one after another, or a few over the whole range and the last."""
+    if not sampled or count <= _SAMPLED_BLOCKS * _SAMPLED_BLOCK:
+        yield from ((first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK))
+        return
+    for number in range(_SAMPLED_BLOCKS):
+        first = number * (count - _SAMPLED_BLOCK) // (_SAMPLED_BLOCKS - 1)
+        yield first, first + _SAMPLED_BLOCK
 
 
 _REMEDY = "Copy both files again, or run tools/preprocess_data.py again"
@@ -65,39 +85,50 @@ def _read_header(idx: Path, size: int) -> tuple[np.dtype, int, int]:
     return np.dtype(DTYPE_CODES[code]), sequences, document_entries
 
 
-def _check_sequences(idx: Path, sequences: int, itemsize: int) -> int:
+def _check_sequences(idx: Path, sequences: int, itemsize: int, sampled: bool) -> int:
     """Check that the sequences lie one after another in the .bin; returns where the last one ends, in bytes."""
     if sequences == 0:
         raise DataError(f"{idx} holds no sequence: there is nothing to train on. {_REMEDY}")
-    lengths = np.memmap(idx, "<i4", "r", offset=HEADER.size, shape=(sequences,))
-    pointers = np.memmap(idx, "<i8", "r", offset=HEADER.size + 4 * sequences, shape=(sequences,))
     end = 0
-    for first in range(0, sequences, _BLOCK):
-        block = lengths[first : first + _BLOCK].astype(np.int64)
-        ends = end + np.cumsum(block) * itemsize
-        wrong = (block < 0) | (pointers[first : first + _BLOCK] != ends - block * itemsize)
+    for first, behind in _blocks(sequences, sampled):
+        lengths = _read(idx, "<i4", HEADER.size, first, behind).astype(np.int64)
+        pointers = _read(idx, "<i8", HEADER.size + 4 * sequences, first, behind)
+        # A block that was not reached through the one before it can only be asked whether it follows on itself.
+        start = int(pointers[0]) if sampled and first > 0 else end
+        ends = start + np.cumsum(lengths) * itemsize
+        wrong = (lengths < 0) | (pointers != ends - lengths * itemsize)
         if wrong.any():
-            at = first + int(np.argmax(wrong))
+            row = int(np.argmax(wrong))
             raise DataError(
-                f"{idx}: sequence {at} of {sequences} has length {lengths[at]} and byte pointer {pointers[at]}, which "
-                f"does not follow on the sequence before it: the file is altered. {_REMEDY}"
+                f"{idx}: sequence {first + row} of {sequences} has length {lengths[row]} and byte pointer "
+                f"{pointers[row]}, which does not follow on the sequence before it: the file is altered. {_REMEDY}"
             )
         end = int(ends[-1])
     return end
 
 
-def _check_documents(idx: Path, sequences: int, entries: int) -> None:
+def _check_documents(idx: Path, sequences: int, entries: int, sampled: bool) -> None:
     """Check that the document indices rise from 0 to the number of sequences."""
     offset = HEADER.size + 12 * sequences
-    indices = np.memmap(idx, "<i8", "r", offset=offset, shape=(entries,)) if entries else np.zeros(0, np.int64)
-    rising = all(
-        (np.diff(indices[first : first + _BLOCK + 1]) >= 0).all() for first in range(0, max(entries - 1, 1), _BLOCK)
-    )
-    if entries < 1 or indices[0] != 0 or indices[-1] != sequences or not rising:
+    before, rising, last = 0, entries > 0, -1
+    for first, behind in _blocks(entries, sampled):
+        indices = _read(idx, "<i8", offset, first, behind)
+        rising &= bool(indices[0] >= before and (np.diff(indices) >= 0).all() and (first > 0 or indices[0] == 0))
+        before = last = int(indices[-1])
+    if not rising or last != sequences:
         raise DataError(
             f"{idx}: the document indices do not rise from 0 to {sequences}, the number of sequences: "
             f"the file is altered. {_REMEDY}"
         )
+
+
+def _read(path: Path | str, kind: str | np.dtype, offset: int, first: int, behind: int) -> np.ndarray:
+    """Entries `first` up to `behind` of an array that begins at byte `offset`.
+
+    Read, not mapped: the pages of a map count as this process's memory.
+    """
+    item = np.dtype(kind).itemsize
+    return np.fromfile(path, kind, behind - first, offset=offset + first * item)
 
 
 @dataclass(frozen=True)
@@ -141,37 +172,107 @@ def check_token_ids(prefix: str, vocab_size: int) -> None:
     index = open_index(prefix)
     tokens = np.memmap(f"{prefix}.bin", index.dtype.newbyteorder("<"), "r")
     for first in range(0, len(tokens), _BLOCK):
-        block = tokens[first : first + _BLOCK]
-        if int(block.max()) >= vocab_size or int(block.min()) < 0:
-            at = first + int(np.argmax((block >= vocab_size) | (block < 0)))
-            sequence = int(np.searchsorted(index.pointers, at * index.dtype.itemsize, side="right")) - 1
-            document = int(np.searchsorted(index.document_indices, sequence, side="right")) - 1
-            raise DataError(
-                f"{prefix}.bin: token {int(tokens[at])} at byte {at * index.dtype.itemsize} (document {document}) is "
-                f"outside a vocabulary of {vocab_size}: the data was made with another tokenizer, or it is damaged. "
-                f"{_REMEDY}"
-            )
+        _check_block(prefix, index, tokens[first : first + _BLOCK], first, vocab_size)
+
+
+def _check_block(prefix: str, index: IndexArrays, block: np.ndarray, first: int, vocab_size: int) -> None:
+    """Check the ids of a stretch of tokens that begins with token `first` of the file."""
+    if int(block.max()) < vocab_size and int(block.min()) >= 0:
+        return
+    row = int(np.argmax((block >= vocab_size) | (block < 0)))
+    at = (first + row) * index.dtype.itemsize
+    sequence = int(np.searchsorted(index.pointers, at, side="right")) - 1
+    document = int(np.searchsorted(index.document_indices, sequence, side="right")) - 1
+    raise DataError(
+        f"{prefix}.bin: token {int(block[row])} at byte {at} (document {document}) is outside a vocabulary of "
+        f"{vocab_size}: the data was made with another tokenizer, or it is damaged. {_REMEDY}"
+    )
+
+
+def check_some_token_ids(prefix: str, vocab_size: int) -> None:
+    """Read 256 blocks of 1,024 tokens all over a whole pair, and check them as `check_token_ids` checks all.
+
+    Data of another tokenizer is found before training begins; a single wrong token, when it is read.
+    """
+    index = open_index(prefix)
+    path, dtype = f"{prefix}.bin", index.dtype.newbyteorder("<")
+    tokens, size, count = os.path.getsize(path) // dtype.itemsize, 1024, 256
+    starts = range(0, tokens, size)
+    if len(starts) > count:
+        starts = [number * (tokens - size) // (count - 1) for number in range(count)]
+    for first in starts:
+        _check_block(prefix, index, _read(path, dtype, 0, first, min(first + size, tokens)), first, vocab_size)
 
 
 def sequence_lengths(prefix: str) -> np.ndarray:
     """Tokens in each sequence of a checked pair: int32 [sequences], mapped, not read."""
-    idx = Path(f"{prefix}.idx")
-    _, sequences, _ = _read_header(idx, idx.stat().st_size)
-    return np.memmap(idx, "<i4", "r", offset=HEADER.size, shape=(sequences,))
+    return open_index(prefix).lengths
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a pair that belongs to one split: sequences `first` up to `end`, and the tokens in them."""
+
+    first: int
+    end: int
+    first_token: int
+    tokens: int
+
+
+def share_of(prefix: str, bounds: tuple[float, float]) -> Share:
+    """The sequences between two fractions of all, rounded as megatron-core rounds. Reads a few entries of the index.
+
+    Args:
+        prefix: of a checked pair.
+        bounds: begin and end, from 0 to 1.
+
+    Raises:
+        DataError: the index is altered at one of the two bounds.
+    """
+    index = open_index(prefix)
+    count = len(index.lengths)
+    first, end = (round(bound * float(count)) for bound in bounds)
+
+    def tokens_before(sequence: int) -> int:
+        if sequence == 0:
+            return 0
+        before = int(index.pointers[sequence - 1]) + int(index.lengths[sequence - 1]) * index.dtype.itemsize
+        if sequence < count and int(index.pointers[sequence]) != before:
+            raise DataError(
+                f"{prefix}.idx: sequence {sequence} of {count} has byte pointer {index.pointers[sequence]}, which does "
+                f"not follow on the sequence before it: the file is altered. {_REMEDY}"
+            )
+        return before // index.dtype.itemsize
+
+    return Share(first, end, tokens_before(first), tokens_before(end) - tokens_before(first))
 
 
 def fingerprint(prefix: str) -> str:
-    """A digest of both files' sizes and of 64 KiB at either end of each: cheap, and the same on every machine.
+    """A digest of both files' sizes, of 64 KiB at either end of each, and of 64 blocks of 4 KiB in between.
 
-    It keys the cache of sample indices, so that other data under the same name never meets an old cache.
+    Cheap, and the same on every machine: other data under the same name has another one. It does not see every
+    change of a single byte in the middle of a large file; `index_digest` does, of an index.
     """
     digest = hashlib.sha256()
     for suffix in (".idx", ".bin"):
         path = Path(f"{prefix}{suffix}")
         size = path.stat().st_size
         digest.update(size.to_bytes(8, "little"))
-        with open(path, "rb") as file:
-            digest.update(file.read(1 << 16))
-            file.seek(max(0, size - (1 << 16)))
-            digest.update(file.read(1 << 16))
+        with open(path, "rb", buffering=0) as file:
+            for at, length in _probes(size):
+                digest.update(os.pread(file.fileno(), length, at))
     return digest.hexdigest()
+
+
+def _probes(size: int) -> Iterator[tuple[int, int]]:
+    end, block, count = 1 << 16, 1 << 12, 64
+    yield 0, end
+    yield max(0, size - end), end
+    if size > 2 * end:
+        yield from ((end + number * (size - 2 * end) // count, block) for number in range(count))
+
+
+def index_digest(prefix: str) -> str:
+    """A digest of the whole index: what the order of the samples is made from."""
+    with open(f"{prefix}.idx", "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,21 +12,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron_ext.data.batch import Batch, collate, padding_sample
 from megatron_ext.data.sampler import microbatch_sample_ids
+from megatron_ext.data.samples import SampleDataset
 from megatron_ext.errors import DataError, TrainingError
-
-
-class SampleDataset(Protocol):
-    """A map-style dataset whose samples have tokens, labels, loss_mask and position_ids of [seq]."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
 class BatchLoader:

@@ -9,6 +9,8 @@ import math
 
 import numpy as np
 
+from megatron_ext.data.samples import Place, Source
+
 _STEPS = np.array([1, 2, 3, 5])
 _SHARES = (0.7, 0.1, 0.1, 0.1)
 ENTROPY = -sum(share * math.log(share) for share in _SHARES)
@@ -31,6 +33,7 @@ class MockDataset:
         self._seq_length = seq_length
         self._num_samples = num_samples
         self._key = (seed, split)
+        self.sources = [Source("mock", num_samples)]
 
     def __len__(self) -> int:
         return self._num_samples
@@ -49,3 +52,14 @@ class MockDataset:
             "loss_mask": np.ones(self._seq_length, np.float32),
             "position_ids": np.arange(self._seq_length),
         }
+
+    def counts(self, samples: int) -> list[int]:
+        """All of the first `samples` samples come from the only source."""
+        return [samples]
+
+    def place(self, index: int) -> Place:
+        return Place(0, index)
+
+    def part(self, source: int) -> "MockDataset":
+        """All of it."""
+        return self

@@ -14,7 +14,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_ext.config.batch import samples_at_iteration
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits, build_datasets
-from megatron_ext.data.loader import BatchLoader, SampleDataset
+from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.samples import Samples, describe_sample
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
@@ -119,7 +120,7 @@ def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection
     datasets = build_datasets(config, tokenizer, Splits(training_samples(config), wanted, wanted), lambda: True)
     assert datasets.train is not None
 
-    def loader(dataset: SampleDataset) -> BatchLoader:
+    def loader(dataset: Samples) -> BatchLoader:
         return BatchLoader(
             dataset,
             vocab_size=tokenizer.vocab_size,
@@ -131,9 +132,10 @@ def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection
             is_last_stage=groups.pp.rank() == groups.pp.size() - 1,
             num_workers=data.num_workers,
             pin_memory=device.kind == "cuda",
+            describe=lambda index: describe_sample(dataset, index),
         )
 
-    def held_out(dataset: SampleDataset | None) -> HeldOut | None:
+    def held_out(dataset: Samples | None) -> HeldOut | None:
         if dataset is None or len(dataset) == 0:
             return None
         return HeldOut(loader(dataset), len(dataset) if training.full_validation else min(wanted, len(dataset)))

@@ -16,12 +16,12 @@ def read_on_rank(paths: dict[str, Any], cache: str) -> list[list[list[int]] | No
 
     from megatron_ext.config.schema import Config, DataConfig, ModelConfig
     from megatron_ext.data.corpus import Splits, build_datasets
-    from megatron_ext.tokenizer.byte import ByteTokenizer
+    from megatron_ext.tokenizer.null import NullTokenizer
 
     torch.distributed.init_process_group("gloo")
     config = Config(model=ModelConfig(seq_length=8), data=DataConfig(split="80,20,0", data_cache_path=cache, **paths))
     builds = torch.distributed.get_rank() != 2
-    datasets = build_datasets(config, ByteTokenizer(), Splits(60, 1, 0), lambda: builds)
+    datasets = build_datasets(config, NullTokenizer(1000), Splits(60, 1, 0), lambda: builds)
     return [
         None if dataset is None else [dataset[i]["tokens"].tolist() for i in range(len(dataset))]
         for dataset in (datasets.train, datasets.valid)
@@ -60,3 +60,51 @@ def test_damaged_data_ends_all_ranks_with_the_cause(tmp_path: Path, prefixes: tu
         run_ranks(4, read_on_rank, {"data_path": prefixes[:1]}, str(tmp_path / "cache"), timeout=60)
     assert len(caught.value.tracebacks) == 4
     assert all("a.bin has 1999 bytes" in text for _, text in caught.value.tracebacks)
+
+
+def write_cache_on_node(prefix: str, caches: list[str]) -> list[list[int]]:
+    """Four ranks on two nodes, which may see the same cache or each its own."""
+    import os
+
+    import torch
+
+    from megatron_ext.config.schema import Config, DataConfig, ModelConfig
+    from megatron_ext.data import index_cache
+    from megatron_ext.data.corpus import Splits, build_datasets
+    from megatron_ext.tokenizer.null import NullTokenizer
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    cache = caches[rank // 2]
+    config = Config(model=ModelConfig(seq_length=8), data=DataConfig(train_data_path=(prefix,), data_cache_path=cache))
+    built = []
+    build = index_cache._in_memory
+    index_cache._in_memory = lambda *arguments: built.append(rank) or build(*arguments)
+    train = build_datasets(config, NullTokenizer(1000), Splits(60, 0, 0), lambda: True).train
+    assert train is not None
+    return [built, *(train[i]["tokens"].tolist() for i in range(60))]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_cache_is_built_once_per_node(tmp_path: Path, prefixes: tuple[str, str], shared: bool):
+    caches = [str(tmp_path / "node0"), str(tmp_path / ("node0" if shared else "node1"))]
+    results = run_ranks(4, write_cache_on_node, prefixes[0], caches)
+    assert [built for built, *_ in results] == ([[0], [], [], []] if shared else [[0], [], [2], []])
+    assert results[0][1:] == results[1][1:] == results[2][1:] == results[3][1:]
+    for cache in caches:
+        names = sorted(path.name for path in Path(cache).iterdir())
+        assert [name.split("-train-")[1] for name in names] == [
+            "description.txt",
+            "document_index.npy",
+            "sample_index.npy",
+            "shuffle_index.npy",
+        ]
+
+
+def test_a_cache_that_cannot_be_written_ends_all_ranks_with_the_cause(tmp_path: Path, prefixes: tuple[str, str]):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RankError) as caught:
+        run_ranks(4, read_on_rank, {"data_path": prefixes[:1]}, str(tmp_path / "file" / "cache"), timeout=60)
+    assert len(caught.value.tracebacks) == 4
+    assert all("Give --data-cache-path a writable folder" in text for _, text in caught.value.tracebacks)

@@ -7,9 +7,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
-from megatron_ext.data.corpus import Splits, build_datasets, describe_sample
+from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.samples import describe_sample
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.tokenizer.byte import ByteTokenizer
@@ -155,7 +156,17 @@ def test_damaged_data(tmp_path: Path):
     with pytest.raises(DataError, match="has 398 bytes"):
         build(config(tmp_path, train_data_path=(prefix,)))
     Path(f"{prefix}.bin").write_bytes(whole[:-2] + b"\xff\xff")
-    dataset = build(config(tmp_path, train_data_path=(prefix,)), train=24, valid=0).train
+    with pytest.raises(DataError, match=rf"{prefix}\.bin: token 65535 at byte 398 \(document 9\) is outside"):
+        build(config(tmp_path, train_data_path=(prefix,)))
+
+
+@pytest.mark.parametrize("order", ["shuffled", "formula"])
+def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(tmp_path: Path, order: str):
+    prefix = write(tmp_path / "a", 0, 10)
+    dataset = build(config(tmp_path, train_data_path=(prefix,), data_order=order), train=24, valid=0).train
+    with open(f"{prefix}.bin", "r+b") as file:
+        file.seek(2 * 150)
+        file.write(b"\xff\xff")
     loader = BatchLoader(
         dataset,
         vocab_size=257,

@@ -6,7 +6,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.data.indexed import IndexedWriter, token_dtype
-from megatron_ext.data.integrity import check_indexed_files, fingerprint, sequence_lengths
+from megatron_ext.data.integrity import check_indexed_files, fingerprint, sequence_lengths, share_of
 from megatron_ext.errors import ConfigurationError, DataError
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10]]
@@ -101,6 +101,52 @@ def test_document_indices_that_do_not_rise_to_the_end(pair: str, indices: tuple[
     path.write_bytes(path.read_bytes()[:-40] + struct.pack("<5q", *indices))
     with pytest.raises(DataError, match="document indices do not rise from 0 to 3"):
         check_indexed_files(pair)
+
+
+@pytest.fixture(scope="module")
+def long_pair(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An index of which a check that is not whole reads about a third."""
+    prefix = str(tmp_path_factory.mktemp("long") / "data")
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_tokens(np.zeros(300_000, np.uint16).tobytes(), [3] * 100_000)
+    return prefix
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [
+        (34 + 4 * 5, 4),  # length of sequence 5
+        (34 + 4 * 99_999, 4),  # of the last one
+        (34 + 4 * 100_000 + 8 * 10, 61),  # byte pointer of sequence 10
+        (34 + 4 * 100_000 + 8 * 50_000, 0),  # where the share of one half begins
+        (34 + 12 * 100_000, 1),  # first document
+        (34 + 12 * 100_000 + 8 * 100_000, 99_999),  # end of the last document
+    ],
+)
+def test_a_large_index_is_checked_where_it_is_used(long_pair: str, tmp_path: Path, offset: int, value: int):
+    check_indexed_files(long_pair, whole_index_up_to=1000)
+    whole = bytearray(Path(f"{long_pair}.idx").read_bytes())
+    size = 4 if offset < 34 + 4 * 100_000 else 8
+    whole[offset : offset + size] = value.to_bytes(size, "little")
+    (tmp_path / "data.idx").write_bytes(whole)
+    (tmp_path / "data.bin").symlink_to(f"{long_pair}.bin")
+
+    def open_half(prefix: str) -> None:
+        check_indexed_files(prefix, whole_index_up_to=1000)
+        share_of(prefix, (0.0, 0.5))
+
+    open_half(long_pair)
+    with pytest.raises(DataError, match=r"data\.idx"):
+        open_half(str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_large_pair_that_is_truncated_is_found(long_pair: str, tmp_path: Path, suffix: str):
+    for name in (".bin", ".idx"):
+        content = Path(long_pair + name).read_bytes()
+        (tmp_path / f"data{name}").write_bytes(content[: -2 if name == suffix else None])
+    with pytest.raises(DataError, match=rf"data\{suffix} has"):
+        check_indexed_files(str(tmp_path / "data"), whole_index_up_to=1000)
 
 
 def test_missing_files(tmp_path: Path, pair: str):

@@ -14,6 +14,12 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = option(None, "Prefixes (and weights) for training alone.")
     valid_data_path: tuple[str, ...] | None = option(None, "Prefixes (and weights) for validation alone.")
     test_data_path: tuple[str, ...] | None = option(None, "Prefixes (and weights) for test alone.")
+    data_order: str = option(
+        "shuffled",
+        "shuffled: megatron-core's order, from index files that are built at the first start; "
+        "formula: computed, no index.",
+        choices=("shuffled", "formula"),
+    )
     data_cache_path: str | None = option(
         None, "Folder of the sample indices; default a folder named cache beside the data."
     )

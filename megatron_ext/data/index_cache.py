@@ -1,0 +1,123 @@
+"""megatron-core's datasets and their builder, with index files that any process may write and none reads half-written.
+
+megatron-core lets global rank 0 alone write, under the final names, and trusts whatever lies there. Here a file gets
+its name when it is whole, and the process that needs one that is missing makes it: on every node, if the folder is its
+own.
+"""
+
+import copy
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset
+
+
+class CachedGPTDataset(GPTDataset):
+    """GPTDataset that finds its three index files in the cache, or makes them."""
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        folder = cache_folder(self.config.path_to_cache, self.dataset.path_prefix)
+        build = super()._build_document_sample_shuffle_indices
+        document, sample, shuffle = load_or_build(
+            folder,
+            f"{self.unique_description_hash}-GPTDataset-{self.index_split.name}",
+            ("document_index", "sample_index", "shuffle_index"),
+            self.unique_description,
+            lambda: _in_memory(self, build),
+        )
+        return document, sample, shuffle
+
+
+class CachedBlendedDataset(BlendedDataset):
+    """BlendedDataset that finds its two index files in the cache, or makes them."""
+
+    def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
+        first: Any = self.datasets[0]
+        build = super()._build_indices
+        dataset_index, sample_index = load_or_build(
+            cache_folder(self.config.path_to_cache, first.dataset.path_prefix),
+            f"{self.unique_description_hash}-BlendedDataset-{self.split.name}",
+            ("dataset_index", "dataset_sample_index"),
+            self.unique_description,
+            lambda: _in_memory(self, build),
+        )
+        return dataset_index, sample_index
+
+
+class LocalBuilder(BlendedMegatronDatasetBuilder):
+    """The builder without its barriers: who builds first is decided by its caller, for all datasets at once."""
+
+    def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
+        per_prefix = [
+            self._build_megatron_dataset_splits(prefix, split, sizes, False)
+            for prefix, sizes in zip(prefixes, sizes_per_dataset, strict=True)
+        ]
+        return [list(datasets) for datasets in zip(*per_prefix, strict=True)]
+
+    @staticmethod
+    def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
+        return (CachedBlendedDataset if cls is BlendedDataset else cls)(*args)
+
+
+def cache_folder(path_to_cache: str | None, prefix: str) -> Path:
+    """--data-cache-path, or megatron-core's default beside the data."""
+    return Path(path_to_cache) if path_to_cache else Path(prefix) / "cache" / "GPTDataset_indices"
+
+
+def load_or_build(
+    folder: Path, stem: str, names: tuple[str, ...], description: str, build: Callable[[], tuple[np.ndarray, ...]]
+) -> list[np.ndarray]:
+    """The arrays `<folder>/<stem>-<name>.npy`, mapped. If one is missing or cannot be read, all are built and written.
+
+    Args:
+        folder: of the cache; made if it is missing.
+        stem: names the content: other input, other stem.
+        names: of the arrays.
+        description: what the stem is a hash of; written last, to `<stem>-description.txt`.
+        build: makes the arrays.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    paths = [folder / f"{stem}-{name}.npy" for name in names]
+    description_path = folder / f"{stem}-description.txt"
+    try:
+        if description_path.read_text(encoding="utf-8") == description:
+            return [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
+    except (FileNotFoundError, NotADirectoryError, ValueError, EOFError):
+        pass  # not there, or not whole: a machine that went down may leave a file without its content
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, array in zip(paths, build(), strict=True):
+        _write(path, lambda file, array=array: np.save(file, array, allow_pickle=False))
+    _write(description_path, lambda file: file.write(description.encode()))
+    return [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
+
+
+def _write(path: Path, write: Callable[[Any], Any]) -> None:
+    """Write a file that has its name only when it is whole; another process may write the same."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with open(partial, "xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _in_memory(dataset: Any, build: Callable[[], Any]) -> Any:
+    """megatron-core's own build, on any rank, without a file: what it does for a mock dataset, which has no folder."""
+    config = dataset.config
+    dataset.config = copy.copy(config)
+    dataset.config.path_to_cache, dataset.config.mock = None, True
+    try:
+        return build()
+    finally:
+        dataset.config = config

@@ -1,0 +1,55 @@
+"""What every dataset of samples can tell: how many it has, what is in one, and where each comes from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class SampleDataset(Protocol):
+    """A map-style dataset whose samples have tokens, labels, loss_mask and position_ids of [seq]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the files of a blend, or the synthetic tokens."""
+
+    name: str
+    """The prefix, as given."""
+
+    samples_per_epoch: float
+    """Samples that read each of its tokens once."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sample lies: the window that begins seq_length x `number` tokens into the epochs of a source."""
+
+    source: int
+    number: int
+
+
+class Samples(SampleDataset, Protocol):
+    """Samples of one split. All of it is a function of the position alone, equal on every rank."""
+
+    sources: Sequence[Source]
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` samples come from each source."""
+        ...
+
+    def place(self, index: int) -> Place:
+        """Where sample `index` lies."""
+        ...
+
+    def part(self, source: int) -> SampleDataset:
+        """The samples of one source alone, in the order in which they appear here."""
+        ...
+
+
+def describe_sample(dataset: Samples, index: int) -> str:
+    """Sample number, and the file that it comes from, for error texts."""
+    return f"sample {index} of {dataset.sources[dataset.place(index).source].name}.bin"

@@ -1,0 +1,166 @@
+"""--data-order shuffled: megatron-core's order, so that a run can be moved over.
+
+Documents are shuffled for all epochs together, laid end to end, cut into samples of seq_length + 1 tokens, and the
+samples are shuffled. megatron-core writes that down in index files, which are kept in a cache.
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from megatron_ext.config.blend import Blend
+from megatron_ext.config.schema import Config
+from megatron_ext.data.corpus import SPLITS, SplitFiles
+from megatron_ext.data.index_cache import CachedGPTDataset, LocalBuilder, cache_folder
+from megatron_ext.data.integrity import Share, index_digest
+from megatron_ext.data.samples import Place, SampleDataset, Source
+from megatron_ext.errors import StorageError, TrainingError
+from megatron_ext.tokenizer.protocol import Tokenizer
+
+
+class ShuffledDataset:
+    """megatron-core's dataset of one split, and what it knows of where its samples come from."""
+
+    def __init__(self, dataset: GPTDataset | BlendedDataset, sources: list[Source]):
+        self._dataset: Any = dataset
+        self.sources = sources
+        self._counted = 0, np.zeros(len(sources), np.int64)
+
+    @property
+    def _parts(self) -> list[Any]:
+        return self._dataset.datasets if isinstance(self._dataset, BlendedDataset) else [self._dataset]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._dataset[index]
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` samples come from each source. Reads the index from where it last was."""
+        if not isinstance(self._dataset, BlendedDataset):
+            return [samples]
+        done, counts = self._counted
+        if samples < done:
+            done, counts = 0, np.zeros(len(self.sources), np.int64)
+        counts = counts + np.bincount(self._dataset.dataset_index[done:samples], minlength=len(self.sources))
+        self._counted = samples, counts
+        return counts.tolist()
+
+    def place(self, index: int) -> Place:
+        """Where sample `index` lies: its number is that in megatron-core's stream of shuffled documents."""
+        source = 0
+        if isinstance(self._dataset, BlendedDataset):
+            source, index = int(self._dataset.dataset_index[index]), int(self._dataset.dataset_sample_index[index])
+        return Place(source, int(self._parts[source].shuffle_index[index]))
+
+    def part(self, source: int) -> SampleDataset:
+        """The samples of one source alone, in the order in which they appear here."""
+        return self._parts[source]
+
+
+def build_shuffled(
+    config: Config,
+    tokenizer: Tokenizer,
+    files: SplitFiles,
+    blend: Blend,
+    shares: list[Share],
+    num_samples: int | None,
+    is_built_on_this_rank: Callable[[], bool],
+) -> ShuffledDataset | None:
+    """One split through megatron-core's builder; `num_samples` None means one pass. Collective, if there are ranks."""
+    folder = cache_folder(config.data.data_cache_path, blend.prefixes[0])
+
+    def build() -> ShuffledDataset | None:
+        if not is_built_on_this_rank():
+            return None
+        core_config = GPTDatasetConfig(
+            random_seed=config.training.seed,
+            sequence_length=config.model.seq_length,
+            blend=(list(blend.prefixes), None if blend.weights is None else list(blend.weights)),
+            split=files.split_weights,
+            path_to_cache=config.data.data_cache_path,
+            tokenizer=cast(Any, _CacheKey(tokenizer, blend.prefixes)),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=config.data.eod_mask_loss,
+            create_attention_mask=False,
+        )
+        # One split at a time: a pass over the validation data has other sources and no weights.
+        core_config.split_matrix = cast(Any, [files.bounds if name == files.split else None for name in SPLITS])
+        sizes = [num_samples if name == files.split else 0 for name in SPLITS]
+        try:
+            builder = LocalBuilder(CachedGPTDataset, cast(Any, sizes), is_built_on_this_rank, core_config)
+            dataset = cast(Any, builder.build()[SPLITS.index(files.split)])
+        except OSError as error:
+            raise StorageError(
+                f"the index cache of {files.flag} cannot be written: {error}. "
+                "Give --data-cache-path a writable folder, or use --data-order formula, which needs none"
+            ) from error
+        sources = [
+            Source(prefix, share.tokens / config.model.seq_length)
+            for prefix, share in zip(blend.prefixes, shares, strict=True)
+        ]
+        return ShuffledDataset(dataset, sources)
+
+    return one_rank_of_a_node_first(folder, build)
+
+
+def one_rank_of_a_node_first[T](folder: os.PathLike[str], build: Callable[[], T]) -> T:
+    """Call `build`, which writes to `folder` what it does not find there, on all ranks. Collective.
+
+    Rank 0 goes first, together with the first rank of each node that does not see rank 0's `folder`; then the others.
+
+    Raises:
+        TrainingError: one of the first ranks raised it; on every rank.
+    """
+    if not torch.distributed.is_initialized():
+        return build()
+    rank, local_rank = torch.distributed.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+    mark: list[Any] = [_make_mark(folder) if rank == 0 else None]
+    torch.distributed.broadcast_object_list(mark, src=0)
+    shared = mark[0] is not None and os.path.exists(os.path.join(folder, mark[0]))
+    goes_first = rank == 0 or (local_rank == 0 and not shared)
+    result, problem = None, None
+    if goes_first:
+        try:
+            result = build()
+        except TrainingError as error:
+            problem = error
+    problems: list[TrainingError | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(problems, problem)
+    if rank == 0 and mark[0] is not None:
+        os.unlink(os.path.join(folder, mark[0]))
+    for problem in problems:
+        if problem is not None:
+            raise problem
+    return cast(T, result) if goes_first else build()
+
+
+def _make_mark(folder: os.PathLike[str]) -> str | None:
+    """An empty file that shows other nodes whether they see this folder; None where it cannot be written."""
+    name = f".{secrets.token_hex(8)}.mark"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        open(os.path.join(folder, name), "x").close()
+    except OSError:
+        return None  # building says what is wrong, if something has to be written
+    return name
+
+
+class _CacheKey:
+    """What GPTDataset asks of a tokenizer. Its identifiers enter the index cache's key, so the data's go here too."""
+
+    # A value that no .bin can hold: GPTDataset would hide real tokens that equal its padding.
+    pad = np.iinfo(np.int64).min
+
+    def __init__(self, tokenizer: Tokenizer, prefixes: tuple[str, ...]):
+        self.vocab_size = tokenizer.vocab_size
+        self.eod = tokenizer.eod
+        self.unique_identifiers = {**tokenizer.identity(), "data": [index_digest(prefix) for prefix in prefixes]}
