@@ -22,7 +22,8 @@ class CachedGPTDataset(GPTDataset):
     """GPTDataset that finds its three index files in the cache, or makes them."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        folder = cache_folder(self.config.path_to_cache, self.dataset.path_prefix)
+        files: Any = self.dataset
+        folder = cache_folder(self.config.path_to_cache, files.path_prefix)
         build = super()._build_document_sample_shuffle_indices
         document, sample, shuffle = load_or_build(
             folder,
@@ -61,8 +62,10 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
         return [list(datasets) for datasets in zip(*per_prefix, strict=True)]
 
     @staticmethod
-    def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
-        return (CachedBlendedDataset if cls is BlendedDataset else cls)(*args)
+    def build_generic_dataset(  # pyright: ignore[reportIncompatibleMethodOverride]
+        kind: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any
+    ) -> Any:
+        return (CachedBlendedDataset if kind is BlendedDataset else kind)(*args)
 
 
 def cache_folder(path_to_cache: str | None, prefix: str) -> Path:

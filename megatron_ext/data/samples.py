@@ -35,7 +35,8 @@ class Place:
 class Samples(SampleDataset, Protocol):
     """Samples of one split. All of it is a function of the position alone, equal on every rank."""
 
-    sources: Sequence[Source]
+    @property
+    def sources(self) -> Sequence[Source]: ...
 
     def counts(self, samples: int) -> list[int]:
         """How many of the first `samples` samples come from each source."""

@@ -19,11 +19,10 @@ def never() -> tuple[np.ndarray, ...]:
 
 
 def test_built_once_then_mapped(tmp_path: Path):
-    for _ in range(2):
-        one, two = load(tmp_path)
-        assert (one.tolist(), two.tolist()) == (ARRAYS[0].tolist(), ARRAYS[1].tolist())
-    load(tmp_path, build=never)
-    assert isinstance(one, np.memmap)
+    for build in (lambda: ARRAYS, never):
+        found = load(tmp_path, build=build)
+        assert [array.tolist() for array in found] == [array.tolist() for array in ARRAYS]
+        assert all(isinstance(array, np.memmap) for array in found)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stem-description.txt", "stem-one.npy", "stem-two.npy"]
 
 
