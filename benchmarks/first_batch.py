@@ -11,6 +11,7 @@ the training's dataset; the others read them with the training's loader, as torc
 """
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -73,10 +74,8 @@ def first_batch(prefix: str, order: str, samples: int, seq_length: int, torch_fr
         from megatron_ext import device
 
         device.install("cpu")
-        from megatron_ext.data.loader import BatchLoader
-
-        if order == "shuffled":
-            import megatron_ext.data.shuffled  # noqa: F401 (its imports are not what is measured)
+        importlib.import_module("megatron_ext.data.loader")
+        importlib.import_module("megatron_ext.data.shuffled" if order == "shuffled" else "torch")
     imported, before = time.perf_counter(), resident("VmRSS")
     config = Config(
         model=ModelConfig(seq_length=seq_length),
@@ -90,6 +89,8 @@ def first_batch(prefix: str, order: str, samples: int, seq_length: int, torch_fr
         assert "torch" not in sys.modules
         tokens = np.stack([dataset[index]["tokens"] for index in range(BATCH)])
     else:
+        from megatron_ext.data.loader import BatchLoader
+
         loader = BatchLoader(
             dataset, vocab_size=VOCAB_SIZE, seq_length=seq_length, micro_batch_size=BATCH, dp_rank=0, dp_size=1
         )
