@@ -10,6 +10,7 @@ OUR_OWN = {
     "--world-size",
     "--tiktoken-special-tokens",  # Megatron's spelling before --tokenizer-special-tokens
     "--load-hf",
+    "--data-order",
     "--device",
     "--eval-at-start",
     "--metrics-file",
