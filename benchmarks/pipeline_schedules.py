@@ -1,0 +1,228 @@
+"""Bubble and live activations of four pipeline orders, with megatron-core's schedules and stages that sleep.
+
+    python benchmarks/pipeline_schedules.py --forward-ms 100 --write benchmarks/results/pipeline_schedules.json
+
+Every stage is a process; its forward pass of a microbatch sleeps for --forward-ms and its backward pass for twice that,
+a chunk of v for a v-th of it. Sends and receives are the real ones, over gloo. Sleeping takes no CPU, so that a busy
+machine adds some milliseconds to steps of seconds and no more.
+
+    naive         one microbatch at a time passes all stages, forward and back
+    GPipe         all forward passes, then all backward passes: 1F1B with a warm-up of all microbatches
+    1F1B          megatron-core's order without interleaving
+    interleaved   megatron-core's order with v chunks per stage
+
+bubble = time that a stage waits over time that it works: p - 1 for naive, (p-1)/m, (p-1)/m, (p-1)/(v m). Live
+activations are the forward passes whose backward pass is still to come, in units of one microbatch on one whole
+stage, at their largest: 1, m, p on the first stage, and (2(p-1) + (v-1) p + 1)/v there with interleaving
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.verify.ranks import run_ranks
+
+ORDERS = ("naive", "GPipe", "1F1B", "interleaved")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One order, measured and by formula."""
+
+    order: str
+    seconds: float
+    bubble: float
+    bubble_formula: float
+    bubble_share: float
+    """Of the total time: b / (1 + b)."""
+    most_live: list[float]
+    """Live activations by stage."""
+    first_stage_live_formula: float
+
+
+def run_order(order: str, microbatches: int, chunks: int, forward_seconds: float, repeats: int) -> tuple[float, float]:
+    """One rank: the fastest of some steps in seconds, and the most live activations, in whole stages."""
+    import torch
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_ext import device
+    from megatron_ext.config.schema import LayoutConfig
+    from megatron_ext.parallel import groups
+
+    class Sleep(torch.autograd.Function):
+        """The work of one chunk, and a count of the microbatches that it has in flight."""
+
+        live = most = 0
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+            Sleep.live += 1
+            Sleep.most = max(Sleep.most, Sleep.live)
+            time.sleep(forward_seconds / chunks)
+            return x + weight
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore
+            Sleep.live -= 1
+            time.sleep(2 * forward_seconds / chunks)
+            return gradient, gradient.sum()
+
+    class Chunk(torch.nn.Module):
+        def __init__(self, config: TransformerConfig, chunk: int | None):
+            super().__init__()
+            self.config, self.vp_stage, self.model_type = config, chunk, ModelType.encoder_or_decoder
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.input: torch.Tensor | None = None
+
+        def set_input_tensor(self, given: Any) -> None:
+            self.input = given[0] if isinstance(given, list) else given
+
+        def forward(self) -> torch.Tensor:
+            x = torch.zeros(1, 1, 8, requires_grad=True) if self.input is None else self.input
+            return Sleep.apply(x, self.weight)  # pyright: ignore[reportReturnType]
+
+    class AllForwardFirst(P2PCommunicator):
+        """megatron-core runs as many forward passes ahead as there are stages to come: here there are many."""
+
+        @property
+        def total_stages(self) -> int:
+            return self.current_stage + microbatches + 1
+
+    def forward_step(_data: Any, model: torch.nn.Module) -> Any:
+        return model(), lambda output: (output.sum(), {"loss": output.sum().detach()})
+
+    world_size, here = int(os.environ["WORLD_SIZE"]), device.install("cpu")
+    interleaved = chunks > 1
+    layout = LayoutConfig(
+        world_size=world_size,
+        pipeline_model_parallel_size=world_size,
+        num_virtual_stages_per_pipeline_rank=chunks if interleaved else None,
+    )
+    collection = groups.initialize(layout, here)
+    config = TransformerConfig(
+        num_layers=world_size * chunks,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=world_size,
+        virtual_pipeline_model_parallel_size=chunks if interleaved else None,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=interleaved,
+        deallocate_pipeline_outputs=True,
+    )
+    model = [Chunk(config, chunk if interleaved else None) for chunk in range(chunks)]
+    communicator = (AllForwardFirst if order == "GPipe" else P2PCommunicator)(collection.pp, config)
+    schedule = get_forward_backward_func(world_size, chunks if interleaved else None)
+
+    def step(count: int) -> None:
+        schedule(
+            forward_step_func=forward_step,
+            data_iterator=[iter(())] * chunks,
+            model=list(model),
+            num_microbatches=count,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+            pg_collection=collection,
+            p2p_communicator=communicator,
+        )
+
+    fastest = float("inf")
+    for _ in range(repeats):
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        if order == "naive":
+            for _ in range(microbatches):
+                step(1)
+        else:
+            step(microbatches)
+        torch.distributed.barrier()
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest, Sleep.most / chunks
+
+
+def measure(order: str, stages: int, microbatches: int, chunks: int, forward_ms: float, repeats: int) -> Outcome:
+    """Run one order on as many processes as there are stages."""
+    chunks = chunks if order == "interleaved" else 1
+    results = run_ranks(stages, run_order, order, microbatches, chunks, forward_ms / 1000, repeats)
+    seconds = max(result[0] for result in results)
+    work = microbatches * 3 * forward_ms / 1000
+    bubble = seconds / work - 1 if work else 0.0
+    formula = {"naive": stages - 1, "interleaved": (stages - 1) / (chunks * microbatches)}
+    live = {
+        "naive": 1,
+        "GPipe": microbatches,
+        "1F1B": min(stages, microbatches),
+        "interleaved": min(2 * (stages - 1) + (chunks - 1) * stages + 1, chunks * microbatches) / chunks,
+    }
+    return Outcome(
+        order=order,
+        seconds=seconds,
+        bubble=bubble,
+        bubble_formula=formula.get(order, (stages - 1) / microbatches),
+        bubble_share=bubble / (1 + bubble),
+        most_live=[result[1] for result in results],
+        first_stage_live_formula=live[order],
+    )
+
+
+def report(outcomes: list[Outcome]) -> str:
+    """A Markdown table."""
+    lines = [
+        "| order | step, s | bubble, measured | bubble, formula | share of the time | live activations by stage |",
+        "|---|---|---|---|---|---|",
+    ]
+    for outcome in outcomes:
+        live = ", ".join(f"{count:g}" for count in outcome.most_live)
+        lines.append(
+            f"| {outcome.order} | {outcome.seconds:.2f} | {outcome.bubble:.3f} | {outcome.bubble_formula:.3f} | "
+            f"{outcome.bubble_share:.1%} | {live} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--chunks", type=int, default=2, help="of a stage, for the interleaved order")
+    parser.add_argument("--forward-ms", type=float, default=50.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="JSON file to write")
+    given = parser.parse_args()
+    sizes = (given.stages, given.microbatches, given.chunks, given.forward_ms, given.repeats)
+    outcomes = [measure(order, *sizes) for order in ORDERS]
+    print(report(outcomes))
+    if given.write is not None:
+        record = {
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "machine": {
+                "cores": os.cpu_count(),
+                "load_average": round(os.getloadavg()[0], 1),
+                "python": platform.python_version(),
+                "what": "stages sleep, so that the machine's speed and load hardly matter",
+            },
+            "stages": given.stages,
+            "microbatches": given.microbatches,
+            "chunks": given.chunks,
+            "forward_ms": given.forward_ms,
+            "orders": [asdict(outcome) for outcome in outcomes],
+        }
+        given.write.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
