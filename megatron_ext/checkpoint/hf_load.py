@@ -7,7 +7,8 @@ import torch
 from megatron_ext.checkpoint.hf_read import HFFolder
 from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.config.families import Arranged, arrangement
-from megatron_ext.model.names import global_named_parameters
+from megatron_ext.model.names import global_named_tensors
+from megatron_ext.parallel.groups import tensor_group
 
 
 def load_huggingface(run: Saveable, path: str | Path) -> None:
@@ -21,8 +22,9 @@ def load_huggingface(run: Saveable, path: str | Path) -> None:
     folder.check(run.config)
     arranged = {part.parameter.name: part for part in arrangement(run.config, folder.family)}
     with torch.no_grad():
-        for name, tensor in global_named_parameters(run.chunks):
-            read_shard(folder, arranged[name], tensor.data, run.groups.tp.rank(), run.groups.tp.size())
+        for name, tensor in global_named_tensors(run.chunks):
+            group = tensor_group(run.groups, expert=arranged[name].parameter.expert is not None)
+            read_shard(folder, arranged[name], tensor, group.rank(), group.size())
     run.optimizer.reload_model_params()
 
 

@@ -64,6 +64,34 @@ def groups(layout: LayoutConfig, axis: Axis) -> list[list[int]]:
     return list(found.values())
 
 
+class ExpertCoordinates(NamedTuple):
+    """A rank's place among those that share the routed experts."""
+
+    etp: int
+    ep: int
+    edp: int
+    pp: int
+
+
+def expert_axis_sizes(layout: LayoutConfig) -> ExpertCoordinates:
+    """The same ranks a second time: expert tensor (ETP) x expert (EP) x expert data x pipeline parallel size."""
+    return ExpertCoordinates(
+        layout.expert_tensor_size,
+        layout.expert_model_parallel_size,
+        layout.expert_data_parallel_size,
+        layout.pipeline_model_parallel_size,
+    )
+
+
+def expert_coordinates(layout: LayoutConfig, rank: int) -> ExpertCoordinates:
+    """The place of a rank: rank = etp + ETP x (ep + EP x (edp + EDP x pp))."""
+    place = []
+    for size in expert_axis_sizes(layout):
+        rank, along = divmod(rank, size)
+        place.append(along)
+    return ExpertCoordinates(*place)
+
+
 def chunk_layers(config: Config) -> list[list[range]]:
     """Global layer indices (from 0) by pipeline stage and model chunk: `chunk_layers(config)[pp][chunk]`.
 

@@ -52,6 +52,9 @@ class Parameter:
     """Whether, under sequence parallelism, each rank sees the gradient of its own tokens only, so that it must be
     summed over the tensor-parallel ranks. (Those of the query and key norms are summed in any case.)"""
 
+    expert: int | None = None
+    """Index of the routed expert that it is part of. Its shards lie on the expert-tensor-parallel ranks."""
+
     @property
     def decay(self) -> bool:
         """Weight decay is for matrices: norms and biases have none."""
@@ -111,13 +114,25 @@ def count_per_stage(config: Config) -> list[int]:
     return counts
 
 
-def count_per_rank(config: Config) -> list[int]:
-    """Number of elements that one rank of each pipeline stage holds."""
+def count_per_rank(config: Config, *, experts: bool | None = None) -> list[int]:
+    """Number of elements that one rank of each pipeline stage holds; of routed experts alone, or without them."""
     counts = [0] * config.layout.pipeline_model_parallel_size
+    expert_counts = [0] * config.layout.pipeline_model_parallel_size
     for parameter in parameters(config):
+        routed = parameter.expert is not None
+        if experts is not None and experts != routed:
+            continue
         for stage in stages(config, parameter):
-            counts[stage] += math.prod(parameter.local_shape(config.layout.tensor_model_parallel_size))
-    return counts
+            held = math.prod(parameter.local_shape(tensor_size(config, parameter)))
+            (expert_counts if routed else counts)[stage] += held
+    ranks = config.layout.expert_model_parallel_size
+    return [count + total // ranks for count, total in zip(counts, expert_counts, strict=True)]
+
+
+def tensor_size(config: Config, parameter: Parameter) -> int:
+    """Ranks that share the matrices of the part of the model that `parameter` belongs to."""
+    layout = config.layout
+    return layout.tensor_model_parallel_size if parameter.expert is None else layout.expert_tensor_size
 
 
 def _embedding(config: Config) -> Iterator[Parameter]:
@@ -138,14 +153,10 @@ def _embedding(config: Config) -> Iterator[Parameter]:
 
 def _layers(config: Config) -> Iterator[Parameter]:
     model = config.model
-    hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    hidden, head = model.hidden_size, model.kv_channels
     queries = model.num_attention_heads * head
     qkv = queries + 2 * model.num_key_value_heads * head
-    fc1, stride = (2 * ffn, 2) if model.swiglu else (ffn, 1)
-    std = model.init_method_std
-    # What a layer adds to the residual stream shrinks with the depth, so that the sum of 2 x layers branches keeps
-    # its variance (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3).
-    residual_std = std / math.sqrt(2.0 * model.num_layers)
+    std, residual_std = model.init_method_std, _residual_std(config)
     biases = not model.disable_bias_linear
     for index in range(model.num_layers):
         attention, mlp = f"decoder.layers.{index}.self_attention", f"decoder.layers.{index}.mlp"
@@ -160,12 +171,41 @@ def _layers(config: Config) -> Iterator[Parameter]:
             yield from _norm(config, f"{attention}.q_layernorm", index, head)
             yield from _norm(config, f"{attention}.k_layernorm", index, head)
         yield from _norm(config, f"decoder.layers.{index}.pre_mlp_layernorm", index, hidden)
-        yield Parameter(f"{mlp}.linear_fc1.weight", (fc1, hidden), index, "normal", std, tp_dim=0, tp_stride=stride)
-        if biases:
-            yield Parameter(f"{mlp}.linear_fc1.bias", (fc1,), index, "zeros", tp_dim=0, tp_stride=stride)
-        yield Parameter(f"{mlp}.linear_fc2.weight", (hidden, ffn), index, "normal", residual_std, tp_dim=1)
-        if biases:
-            yield Parameter(f"{mlp}.linear_fc2.bias", (hidden,), index, "zeros", sequence_parallel=True)
+        if model.num_experts is None:
+            yield from _mlp(config, mlp, index, model.ffn_hidden_size)
+        else:
+            yield from _mixture(config, mlp, index, model.num_experts)
+
+
+def _mixture(config: Config, mlp: str, index: int, experts: int) -> Iterator[Parameter]:
+    model = config.model
+    shape = (experts, model.hidden_size)
+    yield Parameter(f"{mlp}.router.weight", shape, index, "normal", model.init_method_std, sequence_parallel=True)
+    for expert in range(experts):
+        yield from _mlp(config, f"{mlp}.experts.{expert}", index, model.expert_ffn_hidden_size, expert)
+    if model.moe_shared_expert_intermediate_size is not None:
+        yield from _mlp(config, f"{mlp}.shared_experts", index, model.moe_shared_expert_intermediate_size)
+
+
+def _mlp(config: Config, mlp: str, index: int, ffn: int, expert: int | None = None) -> Iterator[Parameter]:
+    model = config.model
+    hidden, std, residual_std = model.hidden_size, model.init_method_std, _residual_std(config)
+    fc1, stride = (2 * ffn, 2) if model.swiglu else (ffn, 1)
+    biases = not model.disable_bias_linear
+    yield Parameter(
+        f"{mlp}.linear_fc1.weight", (fc1, hidden), index, "normal", std, tp_dim=0, tp_stride=stride, expert=expert
+    )
+    if biases:
+        yield Parameter(f"{mlp}.linear_fc1.bias", (fc1,), index, "zeros", tp_dim=0, tp_stride=stride)
+    yield Parameter(f"{mlp}.linear_fc2.weight", (hidden, ffn), index, "normal", residual_std, tp_dim=1, expert=expert)
+    if biases:
+        yield Parameter(f"{mlp}.linear_fc2.bias", (hidden,), index, "zeros", sequence_parallel=True)
+
+
+def _residual_std(config: Config) -> float:
+    """What a layer adds to the residual stream shrinks with the depth, so that the sum of 2 x layers branches keeps
+    its variance (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3)."""
+    return config.model.init_method_std / math.sqrt(2.0 * config.model.num_layers)
 
 
 def _output(config: Config) -> Iterator[Parameter]:

@@ -1,8 +1,20 @@
 """What `--dry-run` prints: the layout rank by rank, and the sizes of model, batch and run."""
 
 from megatron_ext.config.batch import batch_phases, num_microbatches, training_steps
-from megatron_ext.config.flops import flops_per_token, parameters_without_embeddings, state_bytes_per_parameter
-from megatron_ext.config.layout import axis_sizes, chunk_layers, coordinates, rank_of
+from megatron_ext.config.flops import (
+    active_parameters,
+    flops_per_token,
+    parameters_without_embeddings,
+    state_bytes_per_parameter,
+)
+from megatron_ext.config.layout import (
+    axis_sizes,
+    chunk_layers,
+    coordinates,
+    expert_axis_sizes,
+    expert_coordinates,
+    rank_of,
+)
 from megatron_ext.config.parameters import count, count_per_rank
 from megatron_ext.config.schema import Config
 
@@ -24,6 +36,11 @@ def _formula(config: Config) -> list[str]:
         ("overlapped parameter gathering", config.layout.overlap_param_gather),
     ]
     lines = [f"world size {config.layout.world_size} = TP {sizes.tp} x PP {sizes.pp} x CP {sizes.cp} x DP {sizes.dp}"]
+    if config.model.num_experts is not None:
+        experts = expert_axis_sizes(config.layout)
+        lines.append(
+            f"experts on them: ETP {experts.etp} x EP {experts.ep} x expert DP {experts.edp} x PP {experts.pp}"
+        )
     given = [name for name, on in switches if on]
     if given:
         lines.append("with " + ", ".join(given))
@@ -34,9 +51,23 @@ def _model(config: Config) -> list[str]:
     padding = config.model.padded_vocab_size - (config.data.vocab_size or config.model.padded_vocab_size)
     total = count(config) - padding * config.model.hidden_size * _vocabulary_matrices(config)
     return [
+        *_experts(config),
         f"parameters           {total:,} ({parameters_without_embeddings(config):,} without embeddings and output)",
         f"vocabulary           {config.model.padded_vocab_size:,} rows, {padding:,} of them padding",
         f"FLOPs per token      {flops_per_token(config):,} (forward and backward, causal attention)",
+    ]
+
+
+def _experts(config: Config) -> list[str]:
+    model = config.model
+    if model.num_experts is None:
+        return []
+    shared = model.moe_shared_expert_intermediate_size
+    beside = f", and shared ones of width {shared:,}" if shared is not None else ""
+    return [
+        f"experts              {model.moe_router_topk} of {model.num_experts} of width "
+        f"{model.expert_ffn_hidden_size:,} for each token{beside}",
+        f"active parameters    {active_parameters(config):,} for each token, vocabulary padding included",
     ]
 
 
@@ -45,13 +76,17 @@ def _vocabulary_matrices(config: Config) -> int:
 
 
 def _stages(config: Config) -> list[str]:
-    per_rank = count_per_rank(config)
-    bytes_each = state_bytes_per_parameter(config)
+    per_rank, of_experts = count_per_rank(config), count_per_rank(config, experts=True)
+    bytes_each, bytes_of_experts = state_bytes_per_parameter(config), state_bytes_per_parameter(config, expert=True)
+    each = f"{bytes_each:g} bytes a parameter"
+    if any(of_experts) and bytes_of_experts != bytes_each:
+        each += f", {bytes_of_experts:g} of an expert"
     lines = ["stage  layers                          parameters per rank  weights + gradients + optimizer per rank"]
     for stage, chunks in enumerate(chunk_layers(config)):
         layers = " ".join(_layer_range(chunk) for chunk in chunks)
-        memory = _bytes(per_rank[stage] * bytes_each)
-        lines.append(f"{stage:5d}  {layers:<30}  {per_rank[stage]:>19,}  {memory} ({bytes_each:g} bytes a parameter)")
+        rest = per_rank[stage] - of_experts[stage]
+        memory = _bytes(rest * bytes_each + of_experts[stage] * bytes_of_experts)
+        lines.append(f"{stage:5d}  {layers:<30}  {per_rank[stage]:>19,}  {memory} ({each})")
     return lines
 
 
@@ -85,7 +120,12 @@ def _run(config: Config) -> list[str]:
 def _ranks(config: Config) -> list[str]:
     layout, world = config.layout, config.layout.world_size
     if world <= _MOST_RANKS_LISTED:
-        return ["rank  (tp, cp, dp, pp)", *(f"{rank:4d}  {tuple(coordinates(layout, rank))}" for rank in range(world))]
+        experts = config.model.num_experts is not None
+        lines = ["rank  (tp, cp, dp, pp)" + ("  (etp, ep, edp, pp)" if experts else "")]
+        for rank in range(world):
+            place = f"  {tuple(expert_coordinates(layout, rank))}" if experts else ""
+            lines.append(f"{rank:4d}  {tuple(coordinates(layout, rank))}{place}")
+        return lines
     lines = ["stage  ranks          rank: (tp, cp, dp, pp)"]
     per_stage = world // layout.pipeline_model_parallel_size
     for stage in range(layout.pipeline_model_parallel_size):

@@ -24,6 +24,9 @@ MODEL_SHAPES = (
     "add_qkv_bias",
     "qk_layernorm",
     "vocab_size",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
 )
 """What the weights depend on: another value cannot load them."""
 
@@ -38,6 +41,10 @@ MODEL_FUNCTION = (
     "squared_relu",
     "openai_gelu",
     "norm_epsilon",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_dtype",
 )
 """What the model computes from them: another value is another model, which only --finetune may want."""
 

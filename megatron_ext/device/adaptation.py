@@ -34,6 +34,9 @@ class _NullStream:
     def synchronize(self) -> None:
         pass
 
+    def record_event(self) -> "_NullStream":
+        return self
+
 
 def _returns(value: Any) -> Callable[[Any], Any]:
     return lambda _original: lambda *_args, **_kwargs: value
@@ -70,9 +73,57 @@ def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
+def _splits_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """On a GPU the engine fetches the sizes to the host, and torch gets numbers; here it would get tensors."""
+
+    @functools.wraps(original)
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return original(*args, **kwargs)
+
+    return all_to_all_single
+
+
+def _gathers_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo gathers parts of one size: unequal ones are filled up to the largest, and cut again."""
+
+    @functools.wraps(original)
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        largest = max(part.size(0) for part in parts)
+        if all(part.size(0) == largest for part in parts):
+            return original(parts, own, group=group, **kwargs)
+        filled = [part.new_zeros((largest, *part.shape[1:])) for part in parts]
+        padded = own.new_zeros((largest, *own.shape[1:]))
+        padded[: own.size(0)] = own
+        original(filled, padded, group=group)
+        for part, whole in zip(parts, filled, strict=True):
+            part.copy_(whole[: part.size(0)])
+        return None
+
+    return all_gather
+
+
 def _call_now(_original: Any) -> Callable[..., None]:
     return lambda callback, **_kwargs: callback()
 
+
+# The alltoall dispatcher of a mixture of experts.
+_FOR_EXPERTS = (
+    Replacement(
+        "torch.cuda.Stream", lambda _original: _NullStream, "made by every dispatcher, moe/token_dispatcher.py:437"
+    ),
+    Replacement(
+        "torch.Tensor.new_empty", _made_on_cpu, "device=current_device() in _AllToAll, tensor_parallel/mappings.py:450"
+    ),
+    Replacement(
+        "torch.distributed.all_to_all_single", _splits_as_numbers, "sizes as tensors, tensor_parallel/mappings.py:466"
+    ),
+    Replacement(
+        "torch.distributed.all_gather", _gathers_unequal_parts, "tokens of tensor-parallel experts, mappings.py:154"
+    ),
+)
 
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement("torch.cuda.current_device", _returns(0), "asked for on every allocation, tensor_parallel/mappings.py"),
@@ -104,6 +155,7 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement("torch.tensor", _made_on_cpu, 'device="cuda" in optimizer/optimizer.py:690'),
     Replacement("torch.zeros", _made_on_cpu, 'device="cuda" in pipeline_parallel/schedules.py:749'),
     Replacement("torch.empty", _made_on_cpu, "device=current_device() in tensor_parallel/mappings.py:95"),
+    *_FOR_EXPERTS,
 )
 
 

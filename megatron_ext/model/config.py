@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,11 +76,35 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
         # Its gradient is cast to bfloat16 whatever the model's precision.
         cross_entropy_loss_fusion=False,
         cuda_graph_modules=[],
+        **_mixture(config),
         transformer_impl=model.transformer_impl,  # pyright: ignore[reportArgumentType]
     )
     # With a layout it makes this 1 where nothing is interleaved, but takes None alone for that elsewhere.
     translated.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
     return translated
+
+
+def _mixture(config: Config) -> dict[str, Any]:
+    """The settings of a mixture of experts; none for a dense model."""
+    model, layout = config.model, config.layout
+    if model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_dtype": model.moe_router_dtype,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_grouped_gemm": model.moe_grouped_gemm,
+        "moe_token_dispatcher_type": layout.moe_token_dispatcher_type,
+        "expert_model_parallel_size": layout.expert_model_parallel_size,
+        "expert_tensor_parallel_size": layout.expert_tensor_size,
+    }
 
 
 def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -19,7 +19,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
-from megatron_ext.model.names import global_named_parameters
+from megatron_ext.model.names import global_named_tensors
+from megatron_ext.parallel.groups import tensor_group
 
 BLOCK_ELEMENTS = 1 << 20
 """Elements of one block (4 MB in fp32). Part of the rule: another value gives other weights."""
@@ -34,8 +35,10 @@ def initialize(model_chunks: Sequence[torch.nn.Module], config: Config, pg_colle
         pg_collection: this rank's process groups.
     """
     catalogue = {parameter.name: parameter for parameter in parameters(config)}
-    for name, tensor in global_named_parameters(model_chunks):
-        fill(tensor.data, catalogue[name], config.training.seed, pg_collection.tp.rank(), pg_collection.tp.size())
+    for name, tensor in global_named_tensors(model_chunks):
+        parameter = catalogue[name]
+        group = tensor_group(pg_collection, expert=parameter.expert is not None)
+        fill(tensor, parameter, config.training.seed, group.rank(), group.size())
 
 
 def fill(shard: torch.Tensor, parameter: Parameter, seed: int, tp_rank: int = 0, tp_size: int = 1) -> None:

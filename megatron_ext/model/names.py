@@ -9,6 +9,9 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ext.config.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
 
+_EXPERTS = "mlp.experts."
+_EXPERT_RANGE = re.compile(r"\.experts\.(\d+):(\d+)\.")
+
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 # Transformer Engine keeps a norm inside the linear layer that follows it.
@@ -27,11 +30,39 @@ def global_named_parameters(
         model_chunks: this rank's chunks, wrapped (DDP) or not.
     Yields:
         (global name, parameter). The last stage's copy of tied word embeddings has the word embeddings' name, and
-        is the only parameter whose name another stage also yields.
+        is the only parameter whose name another stage also yields. A parameter that stacks a matrix of several
+        experts has their range in its name, `mlp.experts.4:8.linear_fc1.weight`; see `by_expert`.
     """
     for chunk in unwrap_model(list(model_chunks)):
         for name, parameter in chunk.named_parameters():
             yield _global_name(chunk, name), parameter
+
+
+def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that the catalogue names: those of single experts (views) for a stacked one, else itself.
+
+    Args:
+        name: from `global_named_parameters`.
+        tensor: the parameter, or another of its shape, such as its gradient.
+    """
+    found = _EXPERT_RANGE.search(name)
+    if found is None:
+        yield name, tensor
+        return
+    experts = range(int(found.group(1)), int(found.group(2)))
+    for expert, matrix in zip(experts, tensor, strict=True):
+        yield f"{name[: found.start()]}.experts.{expert}.{name[found.end() :]}", matrix
+
+
+def is_of_an_expert(name: str) -> bool:
+    """Whether a global name, stacked or not, is that of a routed expert's matrix."""
+    return f".{_EXPERTS}" in name
+
+
+def global_named_tensors(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The values of every parameter of this rank, by the names of the catalogue."""
+    for name, parameter in global_named_parameters(model_chunks):
+        yield from by_expert(name, parameter.data)
 
 
 def _global_name(chunk: torch.nn.Module, name: str) -> str:
@@ -44,4 +75,7 @@ def _global_name(chunk: torch.nn.Module, name: str) -> str:
     inner = name[found.end() :]
     for fused, separate in _FUSED_NORMS:
         inner = inner.replace(fused, separate)
+    if inner.startswith(_EXPERTS):
+        experts = layer.mlp.experts.local_experts
+        inner = f"{_EXPERTS}{experts.start}:{experts.stop}.{inner.removeprefix(_EXPERTS)}"
     return f"decoder.layers.{layer.layer_number - 1}.{inner}"

@@ -1,6 +1,7 @@
 """What a transformer layer is made of: ours on plain torch, or Transformer Engine's."""
 
 from functools import partial
+from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -15,6 +16,7 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.model.attention import CausalSelfAttention, SDPAttention
 from megatron_ext.model.layer import PreNormLayer
 from megatron_ext.model.linear import ColumnLinear, RowLinear
+from megatron_ext.model.moe import mixture_of_experts
 from megatron_ext.model.norm import norm_class
 
 
@@ -52,10 +54,11 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=norm,
-            mlp=partial(
-                MLP.as_mlp_submodule,
-                submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear),
-            ),
+            mlp=mixture_of_experts() if model.num_experts is not None else _dense_mlp(),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
+
+
+def _dense_mlp() -> Any:
+    return partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear))

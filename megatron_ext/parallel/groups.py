@@ -35,10 +35,17 @@ def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size if interleaved else None,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
         distributed_timeout_minutes=layout.distributed_timeout_minutes,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def tensor_group(groups: ProcessGroupCollection, *, expert: bool) -> torch.distributed.ProcessGroup:
+    """The ranks that share the matrices of the routed experts, or those of everything else."""
+    return groups.expt_tp if expert else groups.tp
 
 
 def destroy() -> None:

@@ -41,6 +41,8 @@ class StepMetrics:
     reserved_bytes: int
     num_zeros: int | None = None  # with --log-num-zeros-in-grad
     params_norm: float | None = None  # with --log-params-norm
+    load_balancing_loss: float | None = None  # of a mixture of experts, as the next: means over layers
+    z_loss: float | None = None
     world_size: int = 1
 
 

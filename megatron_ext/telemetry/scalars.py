@@ -38,6 +38,8 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         "grad-norm": metrics.grad_norm,
         "num-zeros": metrics.num_zeros,
         "params-norm": metrics.params_norm,
+        "load_balancing_loss": metrics.load_balancing_loss,
+        "z_loss": metrics.z_loss,
         "iteration-time": metrics.elapsed_ms / 1000.0,
         "throughput": metrics.tflops_per_gpu,
         "mem-allocated-bytes": metrics.allocated_bytes,

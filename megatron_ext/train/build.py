@@ -99,7 +99,11 @@ def seed_dropout(config: Config, groups: ProcessGroupCollection) -> None:
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") >> 1
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(
-        seed, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=groups.tp.rank(), force_reset_rng=True
+        seed,
+        tp_rank=groups.tp.rank(),
+        ep_rank=groups.ep.rank(),
+        etp_rank=groups.expt_tp.rank(),
+        force_reset_rng=True,
     )
 
 

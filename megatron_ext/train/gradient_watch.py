@@ -22,7 +22,7 @@ class GradientWatch:
         self._sums: list[tuple[Any, torch.Tensor]] = []
         self.loss_is_finite = True
         for chunk in chunks:
-            for bucket_group in chunk.bucket_groups:
+            for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 bucket_group.start_grad_sync = self._watching(bucket_group, bucket_group.start_grad_sync)
 
     def reset(self) -> None:

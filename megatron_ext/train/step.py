@@ -15,7 +15,17 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import NumericError
 from megatron_ext.model.loss import token_loss
+from megatron_ext.model.moe import take_auxiliary_losses
 from megatron_ext.train.run import Run
+
+
+@dataclass(frozen=True)
+class AuxiliaryLosses:
+    """What the routers of a mixture of experts add to the loss, each a mean over layers and microbatches, without its
+    coefficient. None where it is not part of the loss."""
+
+    load_balancing: float | None
+    z: float | None
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,8 @@ class StepResult:
 
     loss_scale: float
     num_zeros: float | None
+    auxiliary_losses: AuxiliaryLosses | None = None
+    """Of a mixture of experts."""
 
 
 def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
@@ -57,6 +69,7 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
         run.state.consumed_samples, num_microbatches(run.config, global_batch)
     )
     loss, tokens = run_schedule(run, microbatches, forward_only=False)
+    auxiliary = _auxiliary_losses(run, len(microbatches)) if run.config.model.num_experts is not None else None
     before_update()
     checked = not run.config.training.no_check_for_nan_in_loss_and_grad
     overflow = run.optimizer.prepare_grads()
@@ -64,7 +77,7 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
     if checked and not math.isfinite(loss):
         raise _numeric_error(run, "loss")
     if overflow:
-        return StepResult(loss, tokens, global_batch, False, None, loss_scale, None)
+        return StepResult(loss, tokens, global_batch, False, None, loss_scale, None, auxiliary)
     grad_norm = float(run.optimizer.get_grad_norm())
     if checked and not math.isfinite(grad_norm):
         raise _numeric_error(run, "gradient")
@@ -74,7 +87,7 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
             clip_grad_by_total_norm_fp32([*optimizer.get_parameters()], clip, grad_norm)
     num_zeros = run.optimizer.count_zeros() if run.config.logging.log_num_zeros_in_grad else None
     run.optimizer.step_with_ready_grads()
-    return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros)
+    return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary)
 
 
 def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> tuple[float, int]:
@@ -105,6 +118,17 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
         torch.distributed.all_reduce(total)
     loss_sum, tokens = total.tolist()
     return (loss_sum / tokens if tokens else math.nan), int(tokens)
+
+
+def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
+    """Collect what the routers of all ranks recorded in this step. Collective."""
+    total = torch.tensor(take_auxiliary_losses(run.groups), dtype=torch.float64, device=run.device.torch_device)
+    if run.world_size > 1:
+        torch.distributed.all_reduce(total)
+    model = run.config.model
+    load_balancing, z = (total / (microbatches * model.num_layers)).tolist()
+    balanced = model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff > 0.0
+    return AuxiliaryLosses(load_balancing if balanced else None, z if model.moe_z_loss_coeff is not None else None)
 
 
 def _virtual_size(config: Config) -> int | None:

@@ -14,7 +14,8 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
 from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
-from megatron_ext.model.names import global_named_parameters
+from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors, is_of_an_expert
+from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.train.run import Run
 
 
@@ -24,36 +25,40 @@ class Shard:
 
     name: str
     tp_rank: int
+    """Among the ranks that share its matrices: for a routed expert, those of expert tensor parallelism."""
     values: np.ndarray
 
 
 def weights(run: Run) -> list[Shard]:
     """This rank's shards of the weights."""
     with run.gathered_parameters():
-        return [_shard(run, name, parameter) for name, parameter in global_named_parameters(run.chunks)]
+        return [_shard(run, name, tensor) for name, tensor in global_named_tensors(run.chunks)]
 
 
 def gradients(run: Run) -> list[Shard]:
     """This rank's shards of the reduced gradients, before clipping. All data-parallel ranks must call it."""
     names = {id(parameter): name for name, parameter in global_named_parameters(run.chunks)}
     return [
-        _shard(run, names[id(parameter)], gradient)
+        _shard(run, name, tensor)
         for chunk in run.chunks
         for parameter, gradient in _reduced_gradients(chunk)
+        for name, tensor in by_expert(names[id(parameter)], gradient)
     ]
 
 
 def _shard(run: Run, name: str, tensor: torch.Tensor) -> Shard:
-    return Shard(name, run.groups.tp.rank(), tensor.detach().float().cpu().numpy().copy())
+    group = tensor_group(run.groups, expert=is_of_an_expert(name))
+    return Shard(name, group.rank(), tensor.detach().float().cpu().numpy().copy())
 
 
 def _reduced_gradients(chunk: DistributedDataParallel) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """With the distributed optimizer each rank's buffer is reduced only in its own shard: fetch the others'."""
-    for bucket_group in chunk.bucket_groups:
+    groups = [(bucket_group, chunk.intra_dp_cp_group) for bucket_group in chunk.bucket_groups]
+    groups += [(bucket_group, chunk.intra_expt_dp_group) for bucket_group in chunk.expert_parallel_bucket_groups]
+    for bucket_group, group in groups:
         for bucket in bucket_group.buckets:
             reduced = bucket.grad_data
             if chunk.ddp_config.use_distributed_optimizer:
-                group = chunk.intra_dp_cp_group
                 reduced = torch.empty_like(bucket.grad_data)
                 own = shard_buffer(bucket.grad_data, group.size())[group.rank()]
                 torch.distributed.all_gather_into_tensor(reduced, own.clone(), group=group)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.parameters import parameters, stages
+from megatron_ext.config.layout import expert_coordinates
+from megatron_ext.config.parameters import Parameter, parameters, stages, tensor_size
 from megatron_ext.config.schema import Config
-from megatron_ext.model.names import global_named_parameters
+from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
 from megatron_ext.verify.ranks import run_ranks
 from tests.small_models import LLAMA, build_small_model, small_config
 
@@ -27,6 +28,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "TP2 PP2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
 }
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "TP2 SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "EP2 PP2": {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "data_parallel_size": 2},
+    "TP2 SP EP2 ETP1": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+    "TP2 SP EP2 ETP2 DP2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "data_parallel_size": 2,
+    },
+}
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {},
     "Llama": LLAMA,
@@ -43,6 +61,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "none",
     },
 }
+EXPERTS = "experts"
+ALL_MODELS = {
+    **MODELS,
+    EXPERTS: {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 32},
+}
+CASES = [(layout, model) for model in MODELS for layout in LAYOUTS] + [(layout, EXPERTS) for layout in EXPERT_LAYOUTS]
 
 
 @dataclass(frozen=True)
@@ -58,24 +82,37 @@ class Built:
     """Of the values, or of the part of the whole tensor that lies on this rank."""
 
 
-def _describe(config: Config) -> tuple[int, int, dict[str, Built]]:
-    chunks, pg_collection = build_small_model(config)
+@dataclass(frozen=True)
+class Place:
+    """Of a rank, as megatron-core's groups have it."""
+
+    pp: int
+    tp: int
+    etp: int
+    ep: int
+
+
+def _describe(config: Config) -> tuple[Place, dict[str, Built]]:
+    chunks, groups = build_small_model(config)
     built = {}
-    for name, tensor in global_named_parameters(chunks):
-        built[name] = Built(
-            shape=tuple(tensor.shape),
-            tp_dim=getattr(tensor, "partition_dim", 0) if getattr(tensor, "tensor_model_parallel", False) else None,
-            tp_stride=getattr(tensor, "partition_stride", 1),
-            sequence_parallel=getattr(tensor, "sequence_parallel", False),
-            dtype=str(tensor.dtype),
-            shard_hash=_hash(tensor.data),
-        )
-    return pg_collection.pp.rank(), pg_collection.tp.rank(), built
+    for stacked, parameter in global_named_parameters(chunks):
+        divided = getattr(parameter, "tensor_model_parallel", False)
+        for name, tensor in by_expert(stacked, parameter.data):
+            built[name] = Built(
+                shape=tuple(tensor.shape),
+                # A stack of matrices has one dimension more.
+                tp_dim=getattr(parameter, "partition_dim", 0) - (parameter.dim() - tensor.dim()) if divided else None,
+                tp_stride=getattr(parameter, "partition_stride", 1),
+                sequence_parallel=getattr(parameter, "sequence_parallel", False),
+                dtype=str(tensor.dtype),
+                shard_hash=_hash(tensor),
+            )
+    return Place(groups.pp.rank(), groups.tp.rank(), groups.expt_tp.rank(), groups.ep.rank()), built
 
 
 def _values(config: Config) -> dict[str, torch.Tensor]:
     chunks, _ = build_small_model(config)
-    return {name: tensor.data for name, tensor in global_named_parameters(chunks)}
+    return {name: tensor.clone() for name, tensor in global_named_tensors(chunks)}
 
 
 def _hash(tensor: torch.Tensor) -> str:
@@ -90,36 +127,44 @@ def _shard(whole: torch.Tensor, tp_dim: int | None, stride: int, tp_rank: int, t
 
 @pytest.fixture(scope="module")
 def whole_model() -> dict[str, dict[str, torch.Tensor]]:
-    return {name: run_ranks(1, _values, small_config(model)) for name, model in MODELS.items()}  # pyright: ignore
+    return {name: run_ranks(1, _values, small_config(model)) for name, model in ALL_MODELS.items()}  # pyright: ignore
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "model"), CASES)
 def test_catalogue_is_the_model(layout: str, model: str, whole_model: Any) -> None:
-    sizes = LAYOUTS[layout]
+    sizes = dict((EXPERT_LAYOUTS if model == EXPERTS else LAYOUTS)[layout])
     tp, pp = sizes.get("tensor_model_parallel_size", 1), sizes.get("pipeline_model_parallel_size", 1)
-    config = small_config(MODELS[model], {**sizes, "world_size": tp * pp})
-    for pp_rank, tp_rank, built in run_ranks(tp * pp, _describe, config):
-        expected = {
-            parameter.name: Built(
-                shape=parameter.local_shape(tp),
+    world_size = tp * pp * sizes.pop("data_parallel_size", 1)
+    config = small_config(ALL_MODELS[model], {**sizes, "world_size": world_size})
+    for rank, (place, built) in enumerate(run_ranks(world_size, _describe, config)):
+        assert (place.etp, place.ep) == expert_coordinates(config.layout, rank)[:2]
+        expected = {}
+        for parameter in parameters(config):
+            if place.pp not in stages(config, parameter) or not _holds(config, parameter, place.ep):
+                continue
+            size, index = tensor_size(config, parameter), place.tp if parameter.expert is None else place.etp
+            whole = whole_model[model][0][parameter.name]
+            expected[parameter.name] = Built(
+                shape=parameter.local_shape(size),
                 tp_dim=parameter.tp_dim,
                 tp_stride=parameter.tp_stride,
                 sequence_parallel=parameter.sequence_parallel and config.layout.sequence_parallel,
                 dtype="torch.float32",
-                shard_hash=_hash(
-                    _shard(whole_model[model][0][parameter.name], parameter.tp_dim, parameter.tp_stride, tp_rank, tp)
-                ),
+                shard_hash=_hash(_shard(whole, parameter.tp_dim, parameter.tp_stride, index, size)),
             )
-            for parameter in parameters(config)
-            if pp_rank in stages(config, parameter)
-        }
         assert built == expected
 
 
-@pytest.mark.parametrize("model", MODELS)
+def _holds(config: Config, parameter: Parameter, ep_rank: int) -> bool:
+    if parameter.expert is None:
+        return True
+    assert config.model.num_experts is not None
+    return parameter.expert // (config.model.num_experts // config.layout.expert_model_parallel_size) == ep_rank
+
+
+@pytest.mark.parametrize("model", ALL_MODELS)
 def test_bf16_weights_are_the_rounded_fp32_ones(model: str, whole_model: Any) -> None:
-    [values] = run_ranks(1, _values, small_config(MODELS[model], training={"bf16": True}))
+    [values] = run_ranks(1, _values, small_config(ALL_MODELS[model], training={"bf16": True}))
     assert values.keys() == whole_model[model][0].keys()
     for name, value in values.items():
         assert value.dtype == torch.bfloat16

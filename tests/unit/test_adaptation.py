@@ -20,7 +20,15 @@ RUNS = (
 )
 
 
-def _train_without(name: str | None, folder: str) -> None:
+# Of these rows, each is needed where tokens go to the ranks of experts that are tensor-parallel too.
+FOR_EXPERTS = {row.name for row in adaptation._FOR_EXPERTS}
+EXPERTS = (
+    "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear "
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+)
+
+
+def _train_without(name: str | None, folder: str, runs: tuple[str, ...] = RUNS) -> None:
     """On a fresh rank: adapt all but one row, then train, evaluate, save and load."""
     adapt = adaptation.adapt
     adaptation.adapt = lambda: adapt(without=[name] if name else [])
@@ -36,7 +44,7 @@ def _train_without(name: str | None, folder: str) -> None:
     from megatron_ext.train.evaluate import evaluate
     from megatron_ext.train.trainer import Trainer
 
-    for number, flags in enumerate(RUNS):
+    for number, flags in enumerate(runs):
         run = build_run(configure((BASE + flags).split()).config, here)
         _check_dropout_generators(run.groups.tp.rank())
         trainer = Trainer(run, [])
@@ -71,10 +79,25 @@ def test_with_all_rows_the_runs_work(tmp_path) -> None:
     run_ranks(2, _train_without, None, str(tmp_path), fresh=True)
 
 
-@pytest.mark.parametrize("name", [row.name for row in REPLACEMENTS])
+@pytest.mark.parametrize("name", [row.name for row in REPLACEMENTS if row.name not in FOR_EXPERTS])
 def test_a_row_that_nothing_misses_must_go(name: str, tmp_path) -> None:
+    _must_fail_without(name, str(tmp_path), RUNS, ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(FOR_EXPERTS))
+def test_a_row_for_experts_that_nothing_misses_must_go(name: str, tmp_path) -> None:
+    _must_fail_without(name, str(tmp_path), EXPERTS, ranks=4)
+
+
+@pytest.mark.slow
+def test_with_all_rows_experts_work(tmp_path) -> None:
+    run_ranks(4, _train_without, None, str(tmp_path), EXPERTS, fresh=True)
+
+
+def _must_fail_without(name: str, folder: str, runs: tuple[str, ...], ranks: int) -> None:
     try:
-        run_ranks(2, _train_without, name, str(tmp_path), fresh=True, timeout=90)
+        run_ranks(ranks, _train_without, name, folder, runs, fresh=True, timeout=90)
     except RankError:
         return
     pytest.fail(f"megatron-core no longer needs the replacement of {name}: remove its row")

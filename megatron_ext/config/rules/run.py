@@ -23,13 +23,14 @@ _AT_LEAST_ONE = {
     "model": (
         "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
         "max_position_embeddings make_vocab_size_divisible_by padded_vocab_size "
-        "rope_scaling_original_max_position_embeddings"
+        "rope_scaling_original_max_position_embeddings num_experts moe_ffn_hidden_size moe_router_topk "
+        "moe_shared_expert_intermediate_size"
     ),
     "layout": (
         "world_size tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
         "num_virtual_stages_per_pipeline_rank ddp_bucket_size "
         "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-        "microbatch_group_size_per_virtual_pipeline_stage"
+        "microbatch_group_size_per_virtual_pipeline_stage expert_model_parallel_size expert_tensor_parallel_size"
     ),
     "training": (
         "micro_batch_size global_batch_size train_iters train_samples exit_interval loss_scale_window hysteresis "

@@ -18,6 +18,17 @@ class LayoutConfig:
         False, "Shard norms and dropout along the sequence between the tensor-parallel ranks."
     )
     pipeline_model_parallel_size: int = option(1, "Ranks that share the layers, one stage after another.")
+    expert_model_parallel_size: int = option(
+        1, "Ranks that share the experts of a layer; they are taken from the data-parallel (and tensor-parallel) ranks."
+    )
+    expert_tensor_parallel_size: int | None = option(
+        None, "Ranks that share each expert's matrices; default the tensor-parallel size."
+    )
+    moe_token_dispatcher_type: str = option(
+        "allgather",
+        "How tokens reach their experts: all of them gathered on every rank, or each sent to where it is needed.",
+        choices=("allgather", "alltoall", "flex"),
+    )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "Interleave: layers in each virtual stage (model chunk)."
     )
@@ -81,6 +92,17 @@ class LayoutConfig:
     def model_parallel_size(self) -> int:
         """Ranks that work on the same samples: TP x PP."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert's matrices, where nothing is said those that share the layers'."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Ranks that hold the same experts."""
+        stage = self.world_size // self.pipeline_model_parallel_size
+        return stage // (self.expert_model_parallel_size * self.expert_tensor_size)
 
     @property
     def data_parallel_size(self) -> int:

@@ -49,6 +49,35 @@ class ModelConfig:
     disable_bias_linear: bool = option(False, "No biases in the linear layers.")
     add_qkv_bias: bool = option(False, "A bias in the QKV projection even with --disable-bias-linear.")
     qk_layernorm: bool = option(False, "Normalize queries and keys per head.")
+    num_experts: int | None = option(None, "Replace each layer's MLP by a mixture of this many experts.")
+    moe_ffn_hidden_size: int | None = option(
+        None, "Width inside each expert; default the width of the MLP that they replace."
+    )
+    moe_router_topk: int = option(2, "Experts that compute each token.")
+    moe_router_score_function: str = option(
+        "softmax", "What turns the router's logits into weights.", choices=("softmax", "sigmoid")
+    )
+    moe_router_pre_softmax: bool = option(
+        False, "Softmax over all experts and then the top k, instead of over the top k alone."
+    )
+    moe_router_dtype: str | None = option(
+        None, "Precision of the router's logits; default that of the weights.", choices=("fp32", "fp64")
+    )
+    moe_router_load_balancing_type: str = option(
+        "aux_loss",
+        "What spreads tokens over experts: the auxiliary loss of each microbatch, or nothing.",
+        choices=("aux_loss", "none"),
+    )
+    moe_aux_loss_coeff: float = option(0.0, "Weight of the load-balancing loss in the total loss.")
+    moe_z_loss_coeff: float | None = option(
+        None, "Weight of the router's z-loss, which keeps its logits small, in the total loss."
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, "Width of the shared experts together, which compute every token beside the routed ones; default none."
+    )
+    moe_grouped_gemm: bool = option(
+        False, "Multiply by all experts of a rank in one grouped product (bf16), not by one after another."
+    )
     init_method_std: float = option(0.02, "Standard deviation of the initial weights.")
     attention_dropout: float = option(0.1, "Dropout probability of the attention weights.")
     hidden_dropout: float = option(0.1, "Dropout probability of embeddings and residual branches.")
@@ -68,6 +97,11 @@ class ModelConfig:
     def num_key_value_heads(self) -> int:
         """Key/value heads: the query groups with grouped-query attention, else one per attention head."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def expert_ffn_hidden_size(self) -> int:
+        """Width inside each expert; where nothing is said, that of the MLP that they replace."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -80,6 +80,7 @@ class Reporting(Callback):
         tokens_per_second = self._interval_tokens / self._interval_seconds
         tflops = tflops_per_gpu(flops_per_token(run.config), tokens_per_second, run.world_size)
         memory = run.device.memory()
+        auxiliary = result.auxiliary_losses
         return StepMetrics(
             iteration=state.iteration,
             train_iters=training_steps(run.config),
@@ -102,5 +103,7 @@ class Reporting(Callback):
             reserved_bytes=memory.reserved,
             num_zeros=None if result.num_zeros is None else int(result.num_zeros),
             params_norm=norm,
+            load_balancing_loss=None if auxiliary is None else auxiliary.load_balancing,
+            z_loss=None if auxiliary is None else auxiliary.z,
             world_size=run.world_size,
         )

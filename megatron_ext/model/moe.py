@@ -1,0 +1,225 @@
+"""Mixture of experts on plain torch: megatron-core's MoE layer, router and dispatchers, with experts of our own.
+
+Without Transformer Engine megatron-core computes the experts of a rank one after another, even where a grouped product
+was asked for. `GroupedExperts` holds each matrix of all local experts as one parameter and, with --moe-grouped-gemm,
+multiplies by them in one call.
+
+Shapes: T (token, expert) pairs on this rank, sorted by expert; E local experts; H hidden; F this rank's part of an
+expert's width; I and O inputs and outputs of a matrix.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+from megatron_ext.device.kernels import linear
+from megatron_ext.model.linear import ColumnLinear, RowLinear
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+# The kernel reads matrices in pieces of 16 bytes, 8 elements of bf16.
+_GROUPED_ALIGNMENT = 8
+
+LOAD_BALANCING, Z_LOSS = "load_balancing_loss", "z_loss"
+"""megatron-core's names of the two auxiliary losses, and Megatron-LM's tags."""
+
+
+def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """Rows of x times the matrix of their expert, in one product: [T, O]. 16-bit products, as `linear_by_expert`.
+
+    Args:
+        tokens_per_expert: [E] integers whose sum is T; rows are sorted by expert.
+    """
+    ends = tokens_per_expert.to(device=x_TI.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return F.grouped_mm(x_TI, weight_EOI.transpose(1, 2), offs=ends)
+
+
+def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """The same, one expert after another, in any precision."""
+    parts = zip(x_TI.split(tokens_per_expert.tolist()), weight_EOI.unbind(0), strict=True)
+    # An expert without tokens still takes part, so that its gradient is zero and not missing.
+    return torch.cat([linear(x, weight) if len(x) else F.linear(x, weight) for x, weight in parts])
+
+
+def can_group(x_TI: torch.Tensor, weight_EOI: torch.Tensor) -> bool:
+    """Whether `grouped_linear` takes these operands."""
+    aligned = all(size % _GROUPED_ALIGNMENT == 0 for size in weight_EOI.shape[1:])
+    return x_TI.dtype == weight_EOI.dtype == torch.bfloat16 and aligned
+
+
+class ExpertMatrices(torch.nn.Module):
+    """One matrix of every local expert, stacked in one parameter [E, O, I], of which O or I is divided over the ranks.
+
+    Args:
+        rows, columns: of one expert's matrix on this rank.
+        divided: the dimension, 0 (rows) or 1 (columns), that the expert-tensor-parallel ranks divide.
+        gated: rows are a gate above an up projection, each divided by itself.
+    """
+
+    def __init__(
+        self,
+        experts: range,
+        rows: int,
+        columns: int,
+        *,
+        divided: int,
+        gated: bool,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__()
+        self.divided, self.gated, self.groups = divided, gated, groups
+        self.group_products = config.moe_grouped_gemm
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        weight = torch.empty(len(experts), rows, columns, dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(self.weight, True, divided + 1, 2 if gated else 1)
+        # Which ranks hold the same experts, and so whose gradients are added: as megatron-core's own layers say it.
+        own_groups = groups.ep.size() > 1 or groups.expt_tp.size() != groups.tp.size()
+        marked: Any = self.weight
+        marked.allreduce = not own_groups
+
+    def forward(self, x_TI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """x_TI: sorted by expert. Returns [T, O]."""
+        grouped = self.group_products and can_group(x_TI, self.weight)
+        return (grouped_linear if grouped else linear_by_expert)(x_TI, self.weight, tokens_per_expert)
+
+    def sharded(self, name: str, key: str, offsets: tuple[Any, ...]) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+        """The parameter as a part of [..., all experts, all rows, all columns], with the names of megatron-core's own.
+
+        Args:
+            offsets: of the axes before, as megatron-core gives them: (axis, this part's index, number of parts).
+        """
+        axis = len(offsets)
+        whose = (axis, self.groups.ep.rank(), self.groups.ep.size())
+        tp_rank, tp_size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
+        replica = (0, 0, self.groups.expt_dp.rank())
+        make = partial(_sharded, offsets=(*offsets, whose), axis=axis + 1 + self.divided, prepended=axis)
+        if not self.gated:
+            return {name: make(key, self.weight, replica, index=tp_rank, of=tp_size)}
+
+        def halves(key: str, tensor: torch.Tensor, replica_id: Any, _flattened: Any) -> list[ShardedTensor]:
+            gate, up = tensor.chunk(2, dim=1)
+            places = (tp_rank, tp_size + tp_rank)
+            return [
+                make(key, half, replica_id, index=place, of=2 * tp_size)
+                for half, place in zip((gate, up), places, strict=True)
+            ]
+
+        return {name: ShardedTensorFactory(key, self.weight, halves, partial(torch.cat, dim=1), replica)}
+
+
+def _sharded(
+    key: str,
+    tensor: torch.Tensor,
+    replica: Any,
+    *,
+    offsets: tuple[Any, ...],
+    axis: int,
+    prepended: int,
+    index: int,
+    of: int,
+) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(
+        key, tensor, *offsets, (axis, index, of), replica_id=replica, prepend_axis_num=prepended
+    )
+
+
+class GroupedExperts(MegatronModule):
+    """The routed experts of this rank, MLPs of one shape without biases, built by megatron-core's MoELayer."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert not config.add_bias_linear, "experts have no biases"
+        assert config.moe_ffn_hidden_size is not None
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        first = pg_collection.ep.rank() * num_local_experts
+        self.local_experts = experts = range(first, first + num_local_experts)
+        gated = config.gated_linear_unit
+        build = partial(ExpertMatrices, experts, config=config, groups=pg_collection)
+        self.linear_fc1 = build(2 * width if gated else width, config.hidden_size, divided=0, gated=gated)
+        self.linear_fc2 = build(config.hidden_size, width, divided=1, gated=False)
+
+    def forward(
+        self, tokens_TH: torch.Tensor, tokens_per_expert: torch.Tensor, weights_T: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Every row through its expert, times the router's weight: [T, H].
+
+        With tensor-parallel experts it is this rank's part of the sum, which the dispatcher takes. The second value
+        is the bias that megatron-core's experts may have.
+        """
+        hidden_TF = self.linear_fc1(tokens_TH, tokens_per_expert)
+        activation: Any = self.config.activation_func
+        if self.config.gated_linear_unit:
+            gate_TF, up_TF = hidden_TF.chunk(2, dim=-1)
+            hidden_TF = activation(gate_TF) * up_TF
+        else:
+            hidden_TF = activation(hidden_TF)
+        hidden_TF = (hidden_TF * weights_T.unsqueeze(-1)).to(tokens_TH.dtype)
+        return self.linear_fc2(hidden_TF, tokens_per_expert), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """With the keys of megatron-core's experts: those of all ranks are one tensor, [layers, experts, ...]."""
+        return {
+            **self.linear_fc1.sharded(
+                f"{prefix}linear_fc1.weight", f"{prefix}experts.linear_fc1.weight", sharded_offsets
+            ),
+            **self.linear_fc2.sharded(
+                f"{prefix}linear_fc2.weight", f"{prefix}experts.linear_fc2.weight", sharded_offsets
+            ),
+        }
+
+
+class Router(TopKRouter):
+    """megatron-core's router, whose logits need no GPU."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """input: [..., H]. Returns the logits, [..., experts]."""
+        dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
+        return router_gating_linear(input, self.weight, self.bias, dtype)
+
+
+def mixture_of_experts() -> Any:
+    """What builds the mixture that takes the place of a layer's MLP."""
+    shared = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+    submodules = MoESubmodules(
+        experts=GroupedExperts,  # pyright: ignore[reportArgumentType]
+        shared_experts=partial(SharedExpertMLP, submodules=shared),
+        router=Router,
+    )
+    return partial(MoELayer, submodules=submodules)
+
+
+def take_auxiliary_losses(groups: ProcessGroupCollection) -> tuple[float, float]:
+    """This rank's part of the load-balancing loss and of the z-loss, over its layers and microbatches since the last
+    call: added up over all ranks, the sums over layers and microbatches of the means over the data-parallel ranks.
+
+    Neither has its coefficient in it.
+    """
+    metrics = get_moe_metrics_tracker().metrics
+    sums = {name: float(entry.values.sum()) for name, entry in metrics.items()}
+    get_moe_metrics_tracker().clear()
+    # The first is a part of the sum over a microbatch's tokens, the second a mean over this rank's tokens.
+    return sums.get(LOAD_BALANCING, 0.0) / groups.dp.size(), sums.get(Z_LOSS, 0.0) / groups.tp_dp_cp.size()
