@@ -111,7 +111,7 @@ class ExpertMatrices(torch.nn.Module):
         if not self.gated:
             return {name: make(key, self.weight, replica, index=tp_rank, of=tp_size)}
 
-        def halves(key: str, tensor: torch.Tensor, replica_id: Any, _flattened: Any) -> list[ShardedTensor]:
+        def halves(key: str, tensor: torch.Tensor, replica_id: Any, _flattened: Any) -> Any:
             gate, up = tensor.chunk(2, dim=1)
             places = (tp_rank, tp_size + tp_rank)
             return [
@@ -119,7 +119,11 @@ class ExpertMatrices(torch.nn.Module):
                 for half, place in zip((gate, up), places, strict=True)
             ]
 
-        return {name: ShardedTensorFactory(key, self.weight, halves, partial(torch.cat, dim=1), replica)}
+        return {name: ShardedTensorFactory(key, self.weight, halves, _join_halves, replica)}
+
+
+def _join_halves(halves: Any) -> torch.Tensor:
+    return torch.cat(halves, dim=1)
 
 
 def _sharded(

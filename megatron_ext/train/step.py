@@ -127,8 +127,10 @@ def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
         torch.distributed.all_reduce(total)
     model = run.config.model
     load_balancing, z = (total / (microbatches * model.num_layers)).tolist()
-    balanced = model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff > 0.0
-    return AuxiliaryLosses(load_balancing if balanced else None, z if model.moe_z_loss_coeff is not None else None)
+    return AuxiliaryLosses(
+        load_balancing=load_balancing if model.load_balancing_coefficient else None,
+        z=z if model.moe_z_loss_coeff is not None else None,
+    )
 
 
 def _virtual_size(config: Config) -> int | None:

@@ -161,3 +161,26 @@ def test_sends_between_stages_in_the_wrong_order(experiment: Experiment) -> None
     found = differences(experiment, "PP2 VPP2, untied", batch_sends_between_two_stages)
     assert wrong_gradients(found)
     assert found.problems()
+
+
+def double_the_gradient_of_one_expert() -> None:
+    """The second expert of the second expert-parallel rank: number 5 of 8."""
+    from megatron_ext.model import moe
+
+    build = moe.ExpertMatrices.__init__
+
+    def build_with_fault(self: Any, *sizes: Any, groups: Any, **settings: Any) -> None:
+        build(self, *sizes, groups=groups, **settings)
+        if groups.ep.rank() == 1:
+            factors = torch.ones(len(self.weight), 1, 1)
+            factors[1] = 2.0
+            self.weight.register_hook(lambda gradient: gradient * factors)
+
+    moe.ExpertMatrices.__init__ = build_with_fault
+
+
+def test_gradient_of_one_expert(experiment: Experiment) -> None:
+    found = differences(experiment, "EP2, experts", double_the_gradient_of_one_expert)
+    matrices = [f"mlp.experts.5.linear_{matrix}.weight" for matrix in ("fc1", "fc2")]
+    assert wrong_gradients(found) == {f"decoder.layers.{layer}.{name}" for layer in range(4) for name in matrices}
+    assert found.first_loss <= FIRST_LOSS_TOLERANCE

@@ -74,15 +74,15 @@ def test_a_mistake_is_named(line: str, problem: str):
 
 
 def test_all_mistakes_are_reported_at_once():
-    assert len(problems_of("--hiden-size 4 --lr fast --num-experts 8 --num-layers")) == 4
+    assert len(problems_of("--hiden-size 4 --lr fast --moe-latent-size 8 --num-layers")) == 4
 
 
 def test_refused_flags_are_named_with_their_values_and_neutral_ones_pass():
     (problem,) = problems_of("--context-parallel-size 2 --num-layers 4")
     assert problem.startswith("--context-parallel-size 2 is not supported: ")
-    (problem,) = problems_of("--moe-router-load-balancing-type aux_loss seq_aux_loss --num-layers 4")
-    assert problem.startswith("--moe-router-load-balancing-type aux_loss seq_aux_loss is not supported: ")
-    neutral = "--context-parallel-size 1 --expert-model-parallel-size=1 --cp-comm-type p2p --muon-momentum 0.90"
+    (problem,) = problems_of("--spec some.module Spec --num-layers 4")
+    assert problem.startswith("--spec some.module Spec is not supported: ")
+    neutral = "--context-parallel-size 1 --moe-layer-freq=1 --cp-comm-type p2p --muon-momentum 0.90"
     assert parse(shlex.split(neutral)) == Typed(values={})
 
 

@@ -24,6 +24,10 @@ BY_CONSTRUCTION = {
     "num_virtual_stages_per_pipeline_rank": "read through virtual_pipeline_model_parallel_size",
     "group_query_attention": "read through num_key_value_heads",
     "num_query_groups": "read through num_key_value_heads",
+    "expert_tensor_parallel_size": "read through expert_tensor_size",
+    "moe_ffn_hidden_size": "read through expert_ffn_hidden_size",
+    "moe_router_load_balancing_type": "read through load_balancing_coefficient",
+    "moe_aux_loss_coeff": "read through load_balancing_coefficient",
     "make_vocab_size_divisible_by": "resolve turns it into padded_vocab_size",
     "recompute_activations": "resolve turns it into recompute_granularity",
 }

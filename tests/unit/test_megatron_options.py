@@ -30,6 +30,8 @@ OTHER_DEFAULTS: dict[str, tuple[Any, Any, str]] = {
     "--transformer-impl": ("local", "transformer_engine", "runs without a build"),
     "--distributed-backend": (None, "nccl", "resolved: gloo on CPU processes"),
     "--eval-interval": (1000, None, "Megatron evaluates never or by the interval; here 0 says never"),
+    "--moe-router-load-balancing-type": (None, "aux_loss", "the same, read as one of a list"),
+    "--moe-aux-loss-coeff": (None, 0.0, "the same, read as one of a list"),
     "--split": ("969,30,1", None, "Megatron fills in the same value later"),
 }
 
@@ -37,6 +39,8 @@ FEWER_CHOICES = {
     "--transformer-impl": "the inference variant is not for training",
     "--position-embedding-type": "yarn, mrope and relative positions are not in this version",
     "--optimizer": "muon, lion and soap are not in this version",
+    "--moe-router-score-function": "the square root of the softplus is not in this version",
+    "--moe-router-load-balancing-type": "the loss of each microbatch, and none",
     "--ckpt-format": "torch_dist is the one that reshards",
     "--tokenizer-type": "six kinds that need no torch; ByteTokenizer is ours",
 }

@@ -15,6 +15,8 @@ BASE = (
 )
 """A launch that works; each example adds to it."""
 
+_EXPERTS = "--disable-bias-linear"
+
 EXAMPLES = {
     "Heads not divisible by the tensor-parallel size": Example(
         "--world-size 8 --num-attention-heads 6 --hidden-size 96 --tensor-model-parallel-size 4",
@@ -62,6 +64,43 @@ EXAMPLES = {
     ),
     "Sequence parallelism without tensor parallelism": Example(
         "--world-size 4 --sequence-parallel", "--tensor-model-parallel-size 4"
+    ),
+    "Experts that do not divide over the expert-parallel ranks": Example(
+        f"--world-size 4 {_EXPERTS} --num-experts 6 --expert-model-parallel-size 4", "--expert-model-parallel-size 2"
+    ),
+    "Expert-parallel ranks that do not divide the ranks of a pipeline stage": Example(
+        f"--world-size 4 {_EXPERTS} --num-experts 8 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4",
+        "--expert-model-parallel-size 2",
+    ),
+    "Expert parallelism without experts": Example(
+        "--world-size 2 --expert-model-parallel-size 2", "--num-experts 8 --disable-bias-linear"
+    ),
+    "Experts with tensor parallelism, without sequence parallelism": Example(
+        f"--world-size 2 {_EXPERTS} --num-experts 8 --tensor-model-parallel-size 2", "--sequence-parallel"
+    ),
+    "Experts with biases": Example("--num-experts 8", "--disable-bias-linear"),
+    "More experts for each token than there are": Example(
+        f"{_EXPERTS} --num-experts 2 --moe-router-topk 4", "--moe-router-topk 2"
+    ),
+    "One expert for each token, whose weight is always 1": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-router-topk 1", "--moe-router-pre-softmax"
+    ),
+    "An expert width that the expert-tensor-parallel ranks do not divide": Example(
+        f"--world-size 2 {_EXPERTS} --num-experts 8 --moe-ffn-hidden-size 63 --expert-tensor-parallel-size 2",
+        "--expert-tensor-parallel-size 1",
+    ),
+    "A shared-expert width that the tensor-parallel ranks do not divide": Example(
+        f"--world-size 2 {_EXPERTS} --num-experts 8 --moe-shared-expert-intermediate-size 63 "
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--moe-shared-expert-intermediate-size 64",
+    ),
+    "A token dispatcher that needs a build": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-token-dispatcher-type flex", "--moe-token-dispatcher-type alltoall"
+    ),
+    "Experts compiled": Example(f"{_EXPERTS} --num-experts 8 --torch-compile", "--torch-compile=false"),
+    "An auxiliary loss with a negative weight": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-aux-loss-coeff -0.01 --moe-z-loss-coeff 0",
+        "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3",
     ),
     "A data path that does not exist": Example(
         "--mock-data=false --vocab-size 257 --tokenizer-type ByteTokenizer --data-path nowhere/corpus",

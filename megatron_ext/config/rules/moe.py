@@ -9,8 +9,15 @@ from megatron_ext.config.schema import Config
 
 def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
     model = config.model
-    if model.moe_aux_loss_coeff < 0:
-        yield f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff:g} is below 0; use --moe-aux-loss-coeff 0.01"
+    kinds, weights = model.moe_router_load_balancing_type or (), model.moe_aux_loss_coeff or ()
+    if len(kinds) > 1 or len(weights) > 1:
+        yield (
+            f"--moe-router-load-balancing-type {' '.join(kinds) or 'aux_loss'} with --moe-aux-loss-coeff "
+            f"{' '.join(f'{weight:g}' for weight in weights) or 0}: one load-balancing loss is supported; "
+            "use --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+        )
+    elif model.load_balancing_coefficient < 0:
+        yield f"--moe-aux-loss-coeff {model.load_balancing_coefficient:g} is below 0; use --moe-aux-loss-coeff 0.01"
     if model.moe_z_loss_coeff is not None and model.moe_z_loss_coeff <= 0:
         yield f"--moe-z-loss-coeff {model.moe_z_loss_coeff:g} is not above 0; use --moe-z-loss-coeff 1e-3"
 
@@ -25,7 +32,7 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size is not None),
         ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size is not None),
         ("--moe-grouped-gemm", model.moe_grouped_gemm),
-        ("--moe-aux-loss-coeff", model.moe_aux_loss_coeff != 0.0),
+        ("--moe-aux-loss-coeff", model.load_balancing_coefficient != 0.0),
         ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
     ]
     flags = [flag for flag, there in given if there]

@@ -63,12 +63,14 @@ class ModelConfig:
     moe_router_dtype: str | None = option(
         None, "Precision of the router's logits; default that of the weights.", choices=("fp32", "fp64")
     )
-    moe_router_load_balancing_type: str = option(
-        "aux_loss",
-        "What spreads tokens over experts: the auxiliary loss of each microbatch, or nothing.",
+    moe_router_load_balancing_type: tuple[str, ...] | None = option(
+        None,
+        "What spreads tokens over experts: the auxiliary loss of each microbatch (the default), or nothing.",
         choices=("aux_loss", "none"),
     )
-    moe_aux_loss_coeff: float = option(0.0, "Weight of the load-balancing loss in the total loss.")
+    moe_aux_loss_coeff: tuple[float, ...] | None = option(
+        None, "Weight of the load-balancing loss in the total loss; default 0."
+    )
     moe_z_loss_coeff: float | None = option(
         None, "Weight of the router's z-loss, which keeps its logits small, in the total loss."
     )
@@ -102,6 +104,12 @@ class ModelConfig:
     def expert_ffn_hidden_size(self) -> int:
         """Width inside each expert; where nothing is said, that of the MLP that they replace."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def load_balancing_coefficient(self) -> float:
+        """Weight of the load-balancing loss; 0 without one."""
+        kinds, weights = self.moe_router_load_balancing_type or ("aux_loss",), self.moe_aux_loss_coeff or (0.0,)
+        return weights[0] if kinds[0] == "aux_loss" else 0.0
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -1,0 +1,150 @@
+"""Mixtures of experts: auxiliary losses from their definitions, in every layout, and checkpoints between layouts."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.verify.ranks import run_ranks
+from tests.distributed.test_checkpoint_layouts import Saved, _assert_same_tensors, _saved
+
+FLAGS = shlex.split("""
+    --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --swiglu --seq-length 16 --max-position-embeddings 16 --mock-data --vocab-size 61
+    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3
+    --eval-interval 0 --init-method-std 0.1 --hidden-dropout 0 --attention-dropout 0 --disable-bias-linear
+    --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 32 --device cpu
+""")
+BALANCE, Z = 0.3, 0.02
+LOSSES = ["--moe-aux-loss-coeff", str(BALANCE), "--moe-z-loss-coeff", str(Z)]
+EP2 = "--expert-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def _by_the_program(flags: list[str]) -> tuple[dict[str, np.ndarray], float, float]:
+    """First gradients by name, load-balancing loss and z-loss of a training step."""
+    from megatron_ext import device
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+    from megatron_ext.verify import gather
+
+    run = build_run(configure(flags).config, device.install("cpu"))
+    gradients: list[Any] = []
+    prepare_grads = run.optimizer.prepare_grads
+
+    def capture_then_prepare() -> bool:
+        gradients.extend(gather.gradients(run))
+        return prepare_grads()
+
+    run.optimizer.prepare_grads = capture_then_prepare
+    found = Trainer(run, []).step().auxiliary_losses
+    assert found is not None
+    assert found.load_balancing is not None
+    assert found.z is not None
+    return {shard.name: shard.values for shard in gradients}, found.load_balancing, found.z
+
+
+def _by_hand(flags: list[str]) -> tuple[dict[str, np.ndarray], float, float]:
+    """The same from a model without auxiliary losses: its routers' logits, the formulas, and autograd.
+
+    Load balancing: experts x the sum over experts of (share of the tokens' choices) x (mean probability), Fedus et
+    al. 2021 (arXiv:2101.03961), equations 4 to 6. Z-loss: the mean of logsumexp(logits)^2, Zoph et al. 2022
+    (arXiv:2202.08906), equation 5.
+    """
+    from megatron.core.utils import unwrap_model
+
+    from megatron_ext import device
+    from megatron_ext.config.batch import num_microbatches
+    from megatron_ext.model.moe import Router
+    from megatron_ext.model.names import by_expert, global_named_parameters
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+
+    run = build_run(configure(flags).config, device.install("cpu"))
+    logits: list[torch.Tensor] = []
+    route = Router.routing
+
+    def keeping_logits(self: Any, given: torch.Tensor, **options: Any) -> Any:
+        logits.append(given.flatten(0, -2))
+        return route(self, given, **options)
+
+    Router.routing = keeping_logits  # pyright: ignore[reportAttributeAccessIssue]
+    [model] = unwrap_model(run.chunks)
+    batches = run.loaders.train.global_batch(0, num_microbatches(run.config, 8))
+    loss, tokens, balance, z = torch.zeros(()), 0, torch.zeros(()), torch.zeros(())
+    for batch in batches:
+        assert batch.loss_mask is not None
+        loss = loss + (model(batch.tokens, batch.position_ids, labels=batch.labels) * batch.loss_mask).sum()
+        tokens += int(batch.loss_mask.sum())
+    for of_layer in logits:
+        chosen = torch.zeros_like(of_layer).scatter(1, of_layer.topk(2).indices, 1.0)
+        share, probability = chosen.mean(0) / 2, of_layer.softmax(-1).mean(0)
+        balance = balance + 4 * (share * probability).sum() / len(batches)
+        z = z + of_layer.logsumexp(-1).square().mean() / len(batches)
+    named = list(global_named_parameters([model]))
+    total = loss / tokens + BALANCE * balance + Z * z
+    gradients = torch.autograd.grad(total, [parameter for _, parameter in named])
+    by_name = {
+        name: tensor.numpy()
+        for (stacked, _), gradient in zip(named, gradients, strict=True)
+        for name, tensor in by_expert(stacked, gradient)
+    }
+    return by_name, float(balance) / 4, float(z) / 4
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> tuple[dict[str, np.ndarray], float, float]:
+    return run_ranks(1, _by_hand, FLAGS)[0]
+
+
+LAYOUTS = {
+    "one process": (1, ""),
+    "EP2 PP2 DP2": (4, f"{EP2} --pipeline-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+    "TP2 SP, recomputed": (
+        2,
+        f"{TP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_auxiliary_losses_reach_the_total_loss(layout: str, by_hand: Any) -> None:
+    world_size, words = LAYOUTS[layout]
+    ranks = run_ranks(world_size, _by_the_program, [*FLAGS, *LOSSES, *words.split()])
+    expected, balance, z = by_hand
+    assert balance > 1.0
+    for gradients, found_balance, found_z in ranks:
+        assert found_balance == pytest.approx(balance, rel=1e-6)
+        assert found_z == pytest.approx(z, rel=1e-6)
+        for name, gradient in gradients.items():
+            if name.endswith("router.weight") or world_size == 1:  # every rank has the whole router
+                difference = np.linalg.norm(gradient - expected[name])
+                assert difference < 1e-5 * np.linalg.norm(expected[name]), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    layout = f"{EP2} --pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce"
+    return _saved((8, layout), FLAGS, None, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, ""),
+        (2, f"{TP2} --expert-tensor-parallel-size 1 {EP2} --moe-token-dispatcher-type alltoall"),
+        pytest.param(2, TP2, marks=pytest.mark.slow),
+        pytest.param(4, "--expert-model-parallel-size 4 --use-distributed-optimizer", marks=pytest.mark.slow),
+        pytest.param(4, f"{TP2} {EP2} --use-distributed-optimizer", marks=pytest.mark.slow),
+        pytest.param(4, "--pipeline-model-parallel-size 4", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_share_checkpoints(ranks: int, layout: str, saved: Saved, tmp_path: Path) -> None:
+    found = _saved((ranks, layout), FLAGS, saved.folder, tmp_path)
+    _assert_same_tensors(found, saved)
+    assert any(".experts.experts." in name for name in found.tensors)
+    assert found.losses == pytest.approx(saved.losses, rel=1e-6)

@@ -1,0 +1,54 @@
+"""The product with the matrices of several experts: in one call, and one after another."""
+
+import pytest
+import torch
+
+from megatron_ext.model.moe import can_group, grouped_linear, linear_by_expert
+
+COUNTS = ([5, 0, 7, 1], [0, 0, 0, 0], [0, 13, 0, 0], [8, 8, 8, 8])
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")))
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_call_gives_what_one_after_another_gives(device: str, counts: list[int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(counts), 24, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    weight = torch.randn(4, 40, 24, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    upstream = torch.randn(sum(counts), 40, generator=generator).to(device, torch.bfloat16)
+    assert can_group(x, weight)
+    results = []
+    for product in (grouped_linear, linear_by_expert):
+        y = product(x, weight, torch.tensor(counts))
+        results.append((y.detach(), *torch.autograd.grad(y, (x, weight), upstream)))
+    for one, other in zip(*results, strict=True):
+        if device == "cpu":
+            assert torch.equal(one, other)
+        else:  # other kernels, other orders of summation
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_one_after_another_is_the_plain_product(counts: list[int]) -> None:
+    x = torch.randn(sum(counts), 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
+    whose = torch.arange(4).repeat_interleave(torch.tensor(counts))
+    y = linear_by_expert(x, weight, torch.tensor(counts))
+    expected = torch.einsum("ti,toi->to", x, weight[whose])
+    torch.testing.assert_close(y, expected)
+    upstream = torch.randn_like(y)
+    gradients = torch.autograd.grad(y, (x, weight), upstream)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, (x, weight), upstream))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "works"),
+    [
+        (torch.bfloat16, (2, 16, 8), True),
+        (torch.bfloat16, (2, 16, 12), False),  # rows of 24 bytes: the kernel reads 16 at a time
+        (torch.bfloat16, (2, 12, 16), False),
+        (torch.float32, (2, 16, 8), False),
+    ],
+)
+def test_what_one_call_can_do(dtype: torch.dtype, shape: tuple[int, ...], works: bool) -> None:
+    assert can_group(torch.zeros(3, shape[2], dtype=dtype), torch.zeros(shape, dtype=dtype)) == works
