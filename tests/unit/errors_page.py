@@ -1,7 +1,11 @@
 """docs/errors.md, made from what the program really answers."""
 
+import dataclasses
+import re
 import shlex
 
+from megatron_ext.config.options import flag_of
+from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from tests.unit.wrong_flags import BASE, EXAMPLES, SEVERAL, UNREADABLE
@@ -28,8 +32,23 @@ def answers(flags: str) -> list[str]:
     return []
 
 
+def combinations() -> list[str]:
+    """Titles of the examples that combine ways to share the work: those with a flag of the layout."""
+    own = {flag_of(field.name) for field in dataclasses.fields(LayoutConfig)} - {"--world-size", "--device"}
+    return [title for title, example in EXAMPLES.items() if own & set(shlex.split(example.flags))]
+
+
+def _combinations_table() -> str:
+    lines = ["## Layouts that cannot be combined", "", "| what | because |", "| --- | --- |"]
+    for title in combinations():
+        anchor = re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+        reason = answers(EXAMPLES[title].flags)[0].replace("|", "\\|")
+        lines.append(f"| [{title}](#{anchor}) | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
 def errors_page() -> str:
-    parts = [_INTRODUCTION]
+    parts = [_INTRODUCTION, _combinations_table()]
     wrong = {title: example.flags for title, example in EXAMPLES.items()}
     for title, flags in {**wrong, **UNREADABLE, "Several at once": SEVERAL}.items():
         parts.append(f"## {title}\n\n`{flags}`\n\n```\n" + "\n".join(answers(flags)) + "\n```\n")

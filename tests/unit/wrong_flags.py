@@ -27,6 +27,21 @@ EXAMPLES = {
         "--tensor-model-parallel-size 2",
         "--num-query-groups 4",
     ),
+    "A sequence that tensor-parallel ranks cannot share": Example(
+        "--world-size 4 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 66", "--seq-length 64"
+    ),
+    "Parameter gathering without the distributed optimizer": Example(
+        "--world-size 4 --overlap-param-gather", "--use-distributed-optimizer --overlap-grad-reduce"
+    ),
+    "A distributed optimizer that is not Adam": Example(
+        "--world-size 4 --use-distributed-optimizer --optimizer sgd", "--optimizer adam"
+    ),
+    "NCCL between CPU processes": Example("--world-size 2 --distributed-backend nccl", "--distributed-backend gloo"),
+    "Virtual stages that do not divide the layers of a stage": Example(
+        "--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 "
+        "--global-batch-size 4",
+        "--num-virtual-stages-per-pipeline-rank 2",
+    ),
     "Layers that do not divide over the pipeline stages": Example(
         "--world-size 4 --num-layers 30 --pipeline-model-parallel-size 4", "--num-layers 28"
     ),

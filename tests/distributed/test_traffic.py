@@ -1,0 +1,118 @@
+"""What is counted at the collectives is what they send, and the layouts keep and send what the formulas say."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.sharding import MODEL, TOLERANCE, Count, measure, write_into
+from megatron_ext.config.arguments import parse
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.verify.ranks import run_ranks
+
+KILO = 1000  # elements
+RANKS = 4
+
+
+def send_one_of_each() -> dict[str, tuple[int, float]]:
+    """Calls and bytes by collective, of messages of KILO fp32 elements."""
+    import torch.distributed as dist
+    from torch.distributed import _functional_collectives as functional
+
+    from megatron_ext.verify.traffic import Traffic
+
+    dist.init_process_group("gloo")
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    part, whole = torch.ones(KILO), torch.ones(RANKS * KILO)
+    with Traffic() as traffic:
+        dist.all_reduce(part)
+        functional.all_reduce(part, "sum", group).sum()
+        dist.all_gather_into_tensor(whole, part)
+        dist.all_gather([torch.empty(KILO) for _ in range(RANKS)], part)
+        functional.all_gather_tensor(part, 0, group).sum()
+        dist.reduce_scatter_tensor(part, whole)
+        functional.reduce_scatter_tensor(whole, "sum", 0, group).sum()
+        dist.all_to_all_single(torch.empty_like(whole), whole)
+        # Every rank keeps one row of ten and sends three to each other.
+        splits = [1 if other == rank else 3 for other in range(RANKS)]
+        dist.all_to_all_single(torch.empty(10, 100), torch.ones(10, 100), splits, splits)
+        dist.broadcast(part, 0)
+        if rank == 0:
+            dist.send(part, 1)
+        elif rank == 1:
+            dist.recv(part, 0)
+        dist.barrier()
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        dist.all_reduce(part, group=alone)  # pyright: ignore[reportArgumentType]
+    dist.all_reduce(part)  # outside
+    return {kind: (sent.calls, sent.bytes) for (kind, _), sent in traffic.sent.items()}
+
+
+def test_every_collective_is_counted_by_what_it_sends() -> None:
+    first, *others = run_ranks(RANKS, send_one_of_each)
+    message = 4.0 * KILO
+    expected = {
+        "all-reduce": (2, 2 * 2 * 0.75 * message),
+        "all-gather": (3, 3 * 3 * message),
+        "reduce-scatter": (2, 2 * 3 * message),
+        "all-to-all": (2, 3 * message + 9 * 400.0),
+        "broadcast": (1, 0.75 * message),
+    }
+    assert others == [expected] * 3
+    assert first == {**expected, "send": (1, message)}
+
+
+@pytest.mark.parametrize("scheme", ["ZeRO-1", "TP + SP, PP, ZeRO-1"])
+def test_counts_are_the_formulas(scheme: str) -> None:
+    count = measure(scheme)
+    assert count.sent_formula > 0
+    assert count.kept_off <= TOLERANCE
+    assert count.sent_off <= TOLERANCE
+
+
+def lose_one_gather() -> None:
+    """One all-gather of a sequence is not made: the rank repeats its own part."""
+    from megatron.core.tensor_parallel import layers
+
+    gather = layers.dist_all_gather_func
+    calls = 0
+
+    def sometimes(output: torch.Tensor, part: torch.Tensor, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        if options.get("async_op"):
+            return gather(output, part, *args, **options)
+        calls += 1
+        if calls != 100:  # a step has 72
+            return gather(output, part, *args, **options)
+        output.copy_(part.repeat(output.size(0) // part.size(0), *[1] * (part.dim() - 1)))
+        return None
+
+    layers.dist_all_gather_func = sometimes
+
+
+def test_a_lost_gather_changes_the_count() -> None:
+    whole, less = measure("TP + SP"), measure("TP + SP", lose_one_gather)
+    values = parse(MODEL.split()).values
+    activation = 2 * values["seq_length"] * values["micro_batch_size"] * values["hidden_size"]
+    assert whole.sent["all-gather tp"] - less.sent["all-gather tp"] == activation / 2
+    assert {kind: sent for kind, sent in whole.sent.items() if "gather" not in kind} == {
+        kind: sent for kind, sent in less.sent.items() if "gather" not in kind
+    }
+    assert abs(whole.sent["all-gather tp"] - _formula(whole)) < 1 < abs(less.sent["all-gather tp"] - _formula(less))
+
+
+def _formula(count: Count) -> float:
+    return sum(sent for kind, sent, _ in count.terms if kind == "all-gather")
+
+
+def test_the_table_goes_between_its_marks(tmp_path: Any) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("no marks")
+    with pytest.raises(ConfigurationError, match="lacks the lines"):
+        write_into(page, "table")
+    page.write_text("a\n<!-- benchmarks/sharding.py: begin -->\nold\n<!-- benchmarks/sharding.py: end -->\nb\n")
+    write_into(page, "new")
+    assert page.read_text() == (
+        "a\n<!-- benchmarks/sharding.py: begin -->\nnew\n<!-- benchmarks/sharding.py: end -->\nb\n"
+    )
