@@ -63,6 +63,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mistral": {"model_type": "mistral", **_DECODER, "sliding_window": None, "tie_word_embeddings": False},
     "Qwen2": {"model_type": "qwen2", **_DECODER, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "Qwen3": {"model_type": "qwen3", **_DECODER, "tie_word_embeddings": False},
+    "Mixtral": {
+        "model_type": "mixtral",
+        **_DECODER,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "Qwen3-MoE": {
+        "model_type": "qwen3_moe",
+        **_DECODER,
+        "moe_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }
@@ -96,6 +112,7 @@ def flags(sources: Sequence[str], tp: int = 1, pp: int = 1) -> list[str]:
         *("--mock-data", "--eval-interval", "0", "--device", "cpu"),
         *("--attention-dropout", "0", "--hidden-dropout", "0", "--make-vocab-size-divisible-by", "16"),
         *("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)),
+        *(["--sequence-parallel"] if tp == 2 else []),  # which experts need
         *sources,
     ]
 

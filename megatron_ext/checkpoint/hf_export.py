@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_ext.checkpoint import hf_safetensors
 from megatron_ext.checkpoint.folder import CONFIG, find_latest
-from megatron_ext.checkpoint.hf_import import TOKENIZER_FOLDER, copy_tokenizer, stacked_key
+from megatron_ext.checkpoint.hf_import import TOKENIZER_FOLDER, copy_tokenizer, stack_sizes, stacked_key
 from megatron_ext.checkpoint.hf_read import INDEX, SINGLE, run_rows
 from megatron_ext.checkpoint.hf_safetensors import DTYPES, Entry
 from megatron_ext.checkpoint.safe_reading import read_metadata
@@ -63,8 +63,8 @@ class SavedModel:
         problems = []
         for arranged in arrangement(self.config, family_of(self.config)):
             parameter = arranged.parameter
-            key, layer = stacked_key(parameter.name)
-            expected = (*([] if layer is None else [self.config.model.num_layers]), *parameter.shape)
+            key, place = stacked_key(parameter.name)
+            expected = (*stack_sizes(self.config, place), *parameter.shape)
             entry = self.metadata.state_dict_metadata.get(key)
             if not isinstance(entry, TensorStorageMetadata):
                 problems.append(f"{key} is missing; it should have shape {list(expected)}")
@@ -82,18 +82,14 @@ class SavedModel:
 
     def pieces(self, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The saved pieces of a parameter: first row, first column, [rows, columns] (a vector: [rows])."""
-        key, layer = stacked_key(name)
+        key, place = stacked_key(name)
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks:
-            place = list(chunk.offsets)
-            if layer is not None:
-                if not place[0] <= layer < place[0] + chunk.sizes[0]:
-                    continue
-                tensor = self._read(key, chunk)[layer - place.pop(0)]
-            else:
-                tensor = self._read(key, chunk)
-            yield place[0], place[1] if len(place) > 1 else 0, tensor
+            inside = [index - start for index, start in zip(place, chunk.offsets, strict=False)]
+            if all(0 <= index < size for index, size in zip(inside, chunk.sizes, strict=False)):
+                row, *column = chunk.offsets[len(place) :]
+                yield row, column[0] if column else 0, self._read(key, chunk)[tuple(inside)]
 
     def _read(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
         place = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
@@ -257,6 +253,11 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _model_card(source: SavedModel, family: Family, code: str) -> str:
     model = source.config.model
+    heads = f"{model.num_attention_heads}, {model.num_key_value_heads}, {model.kv_channels}"
+    experts = ""
+    if model.num_experts is not None:
+        experts = f"| experts, of them for each token, width | {model.num_experts}, {model.moe_router_topk}, "
+        experts += f"{model.expert_ffn_hidden_size} |\n"
     return f"""\
 ---
 library_name: transformers
@@ -270,7 +271,7 @@ Exported from the training checkpoint `{source.path.name}` by `tools/convert_che
 | | |
 |---|---|
 | layers, hidden size, MLP width | {model.num_layers}, {model.hidden_size}, {model.ffn_hidden_size} |
-| heads, key/value heads, head size | {model.num_attention_heads}, {model.num_key_value_heads}, {model.kv_channels} |
+{experts}| heads, key/value heads, head size | {heads} |
 | vocabulary | {source.config.data.vocab_size} |
 | trained with sequences of | {model.seq_length or "unknown"} tokens |
 | weights | {code} |

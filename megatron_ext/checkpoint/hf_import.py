@@ -1,11 +1,12 @@
 """From a Hugging Face folder to a checkpoint that `--load` begins from: iteration 0, weights alone.
 
 One process without process groups, and never more than one chunk of a tensor in memory. The checkpoint has the names
-and shapes that megatron-core gives the model in any layout (layers stacked), so that every layout reads it.
+and shapes that megatron-core gives the model in any layout (layers and experts stacked), so that every layout reads it.
 """
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +43,8 @@ TOKENIZER_FILES = (
 
 _CHUNK_BYTES = 32 << 20
 # Modules for which megatron-core saves an object beside the weights, which is empty without FP8.
-_WITH_EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+_WITH_EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv")
+_WITH_EXTRA_STATE_IF_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
 
 
 def import_huggingface(source: str | Path, destination: str | Path) -> Path:
@@ -85,13 +87,24 @@ def copy_tokenizer(source: Path, destination: Path) -> list[str]:
     return names
 
 
-def stacked_key(name: str) -> tuple[str, int | None]:
-    """A parameter's key in a checkpoint, and its index there: the layers of a model are one tensor."""
-    prefix = "decoder.layers."
-    if not name.startswith(prefix):
-        return name, None
-    layer, _, rest = name.removeprefix(prefix).partition(".")
-    return prefix + rest, int(layer)
+_STACKED = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.*)")
+
+
+def stacked_key(name: str) -> tuple[str, tuple[int, ...]]:
+    """A parameter's key in a checkpoint, and its place there: the layers of a model are one tensor, and so are the
+    experts of a layer: [layers, ...] or [layers, experts, ...]."""
+    found = _STACKED.fullmatch(name)
+    if found is None:
+        return name, ()
+    layer, expert, rest = found.groups()
+    if expert is None:
+        return f"decoder.layers.{rest}", (int(layer),)
+    return f"decoder.layers.mlp.experts.experts.{rest}", (int(layer), int(expert))
+
+
+def stack_sizes(config: Config, place: tuple[int, ...]) -> tuple[int, ...]:
+    """How many layers, and experts, the tensor holds in which a parameter has this place."""
+    return (config.model.num_layers, config.model.num_experts or 0)[: len(place)]
 
 
 _Source = Callable[[], torch.Tensor | io.BytesIO]
@@ -115,15 +128,14 @@ class _StreamingPlanner(DefaultSavePlanner):
 def _weights(config: Config, folder: HFFolder) -> Iterator[tuple[WriteItem, _Source]]:
     dtype = folder.dtype()
     for arranged in arrangement(config, folder.family):
-        key, layer = stacked_key(arranged.parameter.name)
+        key, place = stacked_key(arranged.parameter.name)
         rows, *rest = arranged.parameter.shape
-        stack = [] if layer is None else [config.model.num_layers]
-        size = torch.Size([*stack, rows, *rest])
+        size = torch.Size([*stack_sizes(config, place), rows, *rest])
         per_chunk = max(1, _CHUNK_BYTES // (dtype.itemsize * (rest[0] if rest else 1)))
         for start in range(0, rows, per_chunk):
             part = range(start, min(start + per_chunk, rows))
-            offsets = torch.Size([*([] if layer is None else [layer]), start, *(0 for _ in rest)])
-            sizes = torch.Size([*(1 for _ in stack), len(part), *rest])
+            offsets = torch.Size([*place, start, *(0 for _ in rest)])
+            sizes = torch.Size([*(1 for _ in place), len(part), *rest])
             data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), size)
             item = WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
             yield item, _chunk(folder, arranged, part, sizes, dtype)
@@ -140,8 +152,9 @@ def _chunk(folder: HFFolder, arranged: Arranged, rows: range, sizes: torch.Size,
 
 def _objects(config: Config) -> Iterator[tuple[WriteItem, _Source]]:
     layers = config.model.num_layers
+    modules = (*_WITH_EXTRA_STATE, *(_WITH_EXTRA_STATE_IF_DENSE if config.model.num_experts is None else ()))
     for layer in range(layers):
-        for module in _WITH_EXTRA_STATE:
+        for module in modules:
             yield _object(f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", None)
     common = {
         "weights_only": True,

@@ -45,6 +45,9 @@ class Family:
     transposed: frozenset[str] = frozenset()
     """Modules of ours whose weight lies transposed there."""
 
+    experts: bool = False
+    """Whether each layer's MLP is a mixture of experts. `{}` in the names of their modules is the expert's index."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -87,6 +90,21 @@ _DECODER_NAMES: dict[str, tuple[str, ...]] = {
     "decoder.final_layernorm": ("model.norm",),
     "output_layer": ("lm_head",),
 }
+_EXPERT = "mlp.experts."
+_NO_MLP = {name: theirs for name, theirs in _DECODER_NAMES.items() if not name.startswith("mlp.")}
+_MIXTRAL_NAMES: dict[str, tuple[str, ...]] = {
+    **_NO_MLP,
+    "mlp.router": ("block_sparse_moe.gate",),
+    "mlp.experts.linear_fc1": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    "mlp.experts.linear_fc2": ("block_sparse_moe.experts.{}.w2",),
+}
+_QWEN3_MOE_NAMES: dict[str, tuple[str, ...]] = {
+    **_NO_MLP,
+    "mlp.router": ("mlp.gate",),
+    "mlp.experts.linear_fc1": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "mlp.experts.linear_fc2": ("mlp.experts.{}.down_proj",),
+}
+_EXPERT_FLAGS = {"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"}
 _DECODER_FLAGS = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
@@ -144,6 +162,33 @@ FAMILIES: dict[str, Family] = {
             {**_DECODER_FLAGS, "qk_layernorm": True, "add_qkv_bias": False, "disable_bias_linear": True},
         ),
         Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            _MIXTRAL_NAMES,
+            {
+                **_DECODER_FLAGS,
+                **_EXPERT_FLAGS,
+                "qk_layernorm": False,
+                "add_qkv_bias": False,
+                "disable_bias_linear": True,
+                "moe_router_pre_softmax": False,
+            },
+            experts=True,
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            _QWEN3_MOE_NAMES,
+            {
+                **_DECODER_FLAGS,
+                **_EXPERT_FLAGS,
+                "qk_layernorm": True,
+                "add_qkv_bias": False,
+                "disable_bias_linear": True,
+            },
+            experts=True,
+        ),
+        Family(
             "gpt2",
             "GPT2LMHeadModel",
             _GPT2_NAMES,
@@ -162,7 +207,8 @@ def family_of(config: Config) -> Family:
         ConfigurationError: there is none; it names the flags that stand in the way of the nearest one.
     """
     found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
-    nearest = min(found, key=lambda model_type: len(found[model_type]))
+    mixture = config.model.num_experts is not None
+    nearest = min(found, key=lambda model_type: (FAMILIES[model_type].experts != mixture, len(found[model_type])))
     if found[nearest]:
         raise ConfigurationError(
             f"no Hugging Face family has this model's shape; the nearest is {nearest}, which has "
@@ -177,11 +223,14 @@ def obstacles(config: Config, family: Family) -> list[str]:
     wanted = dict(family.flags)
     if family.model_type == "gpt2":
         wanted["kv_channels"] = model.hidden_size // model.num_attention_heads
-    return [
+    found = [
         _difference(name, value, getattr(model, name))
         for name, value in wanted.items()
         if getattr(model, name) != value
     ]
+    if family.experts != (model.num_experts is not None):
+        found.append("--num-experts" if family.experts else "no --num-experts")
+    return found
 
 
 def arrangement(config: Config, family: Family) -> list[Arranged]:
@@ -200,6 +249,8 @@ def _normalized(model: ModelConfig) -> ModelConfig:
 
 def _difference(name: str, wanted: Any, given: Any) -> str:
     flag = flag_of(name)
+    if wanted is None:
+        return f"no {flag}"
     if isinstance(wanted, bool):
         return flag if wanted else f"no {flag}"
     return f"{flag} {wanted:g} (not {given:g})" if isinstance(wanted, float) else f"{flag} {wanted} (not {given})"
@@ -211,7 +262,9 @@ def _arranged(parameter: Parameter, model: ModelConfig, family: Family) -> Arran
     if module.startswith(_LAYER):
         layer, _, module = module.removeprefix(_LAYER).partition(".")
         prefix = family.layers.format(layer)
-    tensors = [f"{prefix}{name}.{kind}" for name in family.names[module]]
+    if parameter.expert is not None:
+        module = _EXPERT + module.removeprefix(f"{_EXPERT}{parameter.expert}.")
+    tensors = [f"{prefix}{name.format(parameter.expert)}.{kind}" for name in family.names[module]]
     rows = parameter.true_rows or parameter.shape[0]
     if module == _QKV:
         runs = tuple(_grouped(tensors, model))

@@ -20,6 +20,23 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 131072,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "max_position_embeddings": 32768,
+    },
 }
 _GPT2_ACTIVATIONS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}  # -> --openai-gelu
 
@@ -150,10 +167,41 @@ def _decoder_values(reading: _Reading, family: Family) -> dict[str, Any]:
         reading.refuse_unless(
             "mlp_bias", biases, False, f"but attention_bias is {json.dumps(biases)}: biases are in all layers or none"
         )
-    elif family.model_type == "qwen3":
+    elif family.model_type in ("qwen3", "qwen3_moe"):
         reading.refuse_unless("attention_bias", False, False, "which has no flag; only false is supported")
     _refuse_windows(reading, family)
+    if family.experts:
+        values |= _expert_values(reading, family)
     return values
+
+
+def _expert_values(reading: _Reading, family: Family) -> dict[str, Any]:
+    if family.model_type == "mixtral":
+        experts, width, normalized = reading.integer("num_local_experts"), reading.integer("intermediate_size"), True
+    else:
+        # transformers 5 writes the name that Mixtral has.
+        key = "num_local_experts" if "num_local_experts" in reading.content else "num_experts"
+        experts, width = reading.integer(key), reading.integer("moe_intermediate_size")
+        normalized = bool(reading.get("norm_topk_prob"))
+        dense = "some layers without experts, which is not supported"
+        reading.refuse_unless("decoder_sparse_step", 1, 1, dense)
+        if reading.get("mlp_only_layers"):
+            reading.problems.append(f"mlp_only_layers is {reading.get('mlp_only_layers')}, {dense}")
+    used = reading.integer("num_experts_per_tok")
+    if used > experts:
+        reading.problems.append(f"num_experts_per_tok {used} is above the number of experts, {experts}")
+    if normalized and used == 1:
+        reading.problems.append(
+            "num_experts_per_tok is 1 and weights are normalized, so that every expert has the weight 1 and the "
+            "router cannot be trained"
+        )
+    return {
+        "num_experts": experts,
+        "moe_ffn_hidden_size": width,
+        "moe_router_topk": used,
+        # The softmax over the top k alone is the one over all experts, normalized over the top k.
+        "moe_router_pre_softmax": not normalized,
+    }
 
 
 def _refuse_windows(reading: _Reading, family: Family) -> None:
@@ -161,9 +209,10 @@ def _refuse_windows(reading: _Reading, family: Family) -> None:
         "a sliding window, which is not supported. Where no sequence is longer than the window it has no effect: "
         "set it to null in a copy of config.json"
     )
-    if family.model_type == "mistral" and reading.content.get("sliding_window", 4096) is not None:
+    without = {"mistral": 4096, "mixtral": None}  # what transformers takes for a missing key
+    if family.model_type in without and reading.content.get("sliding_window", without[family.model_type]) is not None:
         reading.problems.append(f"sliding_window is {reading.get('sliding_window')}: {hint}")
-    if family.model_type in ("qwen2", "qwen3"):
+    if family.model_type in ("qwen2", "qwen3", "qwen3_moe"):
         reading.refuse_unless("use_sliding_window", False, False, hint)
         if "sliding_attention" in (reading.get("layer_types") or []):
             reading.problems.append(f"layer_types names sliding_attention: {hint}")
@@ -243,15 +292,34 @@ def _decoder_json(config: Config, family: Family) -> dict[str, Any]:
             "high_freq_factor": model.rope_scaling_high_freq_factor,
             "original_max_position_embeddings": model.rope_scaling_original_max_position_embeddings,
         }
-    if family.model_type in ("llama", "qwen3"):
+    if family.model_type in ("llama", "qwen3", "qwen3_moe"):
         content["attention_bias"] = not model.disable_bias_linear
     if family.model_type == "llama":
         content["mlp_bias"] = not model.disable_bias_linear
-    if family.model_type == "mistral":
+    if family.model_type in ("mistral", "mixtral"):
         content["sliding_window"] = None
-    if family.model_type in ("qwen2", "qwen3"):
+    if family.model_type in ("qwen2", "qwen3", "qwen3_moe"):
         content["use_sliding_window"] = False
-    return content
+    return {**content, **(_expert_json(config, family) if family.experts else {})}
+
+
+def _expert_json(config: Config, family: Family) -> dict[str, Any]:
+    model = config.model
+    content = {
+        "num_experts_per_tok": model.moe_router_topk,
+        "router_aux_loss_coef": model.load_balancing_coefficient,
+        "output_router_logits": False,
+    }
+    if family.model_type == "mixtral":
+        return {**content, "num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn_hidden_size}
+    return {
+        **content,
+        "num_experts": model.num_experts,
+        "moe_intermediate_size": model.expert_ffn_hidden_size,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _gpt2_json(config: Config) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class ExpertMatrices(torch.nn.Module):
         groups: ProcessGroupCollection,
     ) -> None:
         super().__init__()
-        self.divided, self.gated, self.groups = divided, gated, groups
+        self.experts, self.divided, self.gated, self.groups = experts, divided, gated, groups
         self.group_products = config.moe_grouped_gemm
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight = torch.empty(len(experts), rows, columns, dtype=config.params_dtype, device=device)
@@ -97,49 +97,40 @@ class ExpertMatrices(torch.nn.Module):
         grouped = self.group_products and can_group(x_TI, self.weight)
         return (grouped_linear if grouped else linear_by_expert)(x_TI, self.weight, tokens_per_expert)
 
-    def sharded(self, name: str, key: str, offsets: tuple[Any, ...]) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-        """The parameter as a part of [..., all experts, all rows, all columns], with the names of megatron-core's own.
+    def sharded(self, name: str, key: str, offsets: tuple[Any, ...]) -> dict[str, ShardedTensorFactory]:
+        """The parameter as single matrices of a tensor [..., all experts, all rows, all columns], whose names and
+        pieces are those of megatron-core's own experts.
 
         Args:
             offsets: of the axes before, as megatron-core gives them: (axis, this part's index, number of parts).
         """
-        axis = len(offsets)
-        whose = (axis, self.groups.ep.rank(), self.groups.ep.size())
+        prepended = len(offsets) + 1
+        axis = prepended + self.divided
+        all_experts = len(self.experts) * self.groups.ep.size()
         tp_rank, tp_size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
-        replica = (0, 0, self.groups.expt_dp.rank())
-        make = partial(_sharded, offsets=(*offsets, whose), axis=axis + 1 + self.divided, prepended=axis)
-        if not self.gated:
-            return {name: make(key, self.weight, replica, index=tp_rank, of=tp_size)}
+        # A gated matrix has a part of the gate and one of the up projection, which lies after the whole gate.
+        places = [tp_rank, tp_size + tp_rank] if self.gated else [tp_rank]
 
-        def halves(key: str, tensor: torch.Tensor, replica_id: Any, _flattened: Any) -> Any:
-            gate, up = tensor.chunk(2, dim=1)
-            places = (tp_rank, tp_size + tp_rank)
+        def matrices(key: str, stacked: torch.Tensor, replica_id: Any, _flattened: Any) -> Any:
             return [
-                make(key, half, replica_id, index=place, of=2 * tp_size)
-                for half, place in zip((gate, up), places, strict=True)
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    part,
+                    *offsets,
+                    (prepended - 1, expert, all_experts),
+                    (axis, place, len(places) * tp_size),
+                    replica_id=replica_id,
+                    prepend_axis_num=prepended,
+                )
+                for expert, matrix in zip(self.experts, stacked, strict=True)
+                for place, part in zip(places, matrix.chunk(len(places)), strict=True)
             ]
 
-        return {name: ShardedTensorFactory(key, self.weight, halves, _join_halves, replica)}
+        def stack(parts: Any) -> torch.Tensor:
+            return torch.cat(parts).view(self.weight.shape)
 
-
-def _join_halves(halves: Any) -> torch.Tensor:
-    return torch.cat(halves, dim=1)
-
-
-def _sharded(
-    key: str,
-    tensor: torch.Tensor,
-    replica: Any,
-    *,
-    offsets: tuple[Any, ...],
-    axis: int,
-    prepended: int,
-    index: int,
-    of: int,
-) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(
-        key, tensor, *offsets, (axis, index, of), replica_id=replica, prepend_axis_num=prepended
-    )
+        replica = (0, 0, self.groups.expt_dp.rank())
+        return {name: ShardedTensorFactory(key, self.weight, matrices, stack, replica)}
 
 
 class GroupedExperts(MegatronModule):

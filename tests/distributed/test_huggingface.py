@@ -64,6 +64,21 @@ def test_query_groups(heads: int, tp: int, tmp_path: Path) -> None:
     assert _difference(tp, flags(["--load-hf", str(tmp_path)], tp), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE"])
+def test_experts_on_two_ranks(name: str, imported: dict[str, str], models: dict[str, Any]) -> None:
+    folder, expected = models[name]
+    checkpoint = ["--load", imported[name], "--config", f"{imported[name]}/iter_0000000/config.yaml"]
+    for sources in (["--load-hf", str(folder)], checkpoint):
+        layout = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
+        for logits in run_ranks(2, our_logits, flags([*sources, *layout])):  # every rank has the same tokens
+            assert (whole_vocabulary([logits]) - expected).abs().max() < TOLERANCE
+
+
+def test_weights_of_experts_that_are_not_normalized(tmp_path: Path) -> None:
+    expected = reference_logits(write_model(tmp_path, "Qwen3-MoE", norm_topk_prob=False))
+    assert _difference(1, flags(["--load-hf", str(tmp_path)]), expected) < TOLERANCE
+
+
 def test_rope_scaling_is_needed(models: dict[str, Any]) -> None:
     folder, expected = models["Llama 3.1"]
     [logits] = run_ranks(1, our_logits_without_scaling, flags(["--load-hf", str(folder)]))
@@ -155,7 +170,7 @@ def test_training_goes_on_from_either_way_in(imported: dict[str, str], models: d
 
 def test_a_trained_model_exports(models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, written = tmp_path / "saved", tmp_path / "hf"
-    arguments = flags(["--load-hf", str(models["Qwen3"][0]), "--sequence-parallel"], tp=2, pp=2)
+    arguments = flags(["--load-hf", str(models["Qwen3"][0])], tp=2, pp=2)
     parts = [logits for _, logits in run_ranks(4, _train, arguments, str(saved))]
     assert convert(["to-hf", "--load", str(saved), "--save", str(written)]) == 0
     assert "largest difference of logits" in capsys.readouterr().out

@@ -21,6 +21,8 @@ from megatron_ext.train.configure import configure
 from tests.small_models import LLAMA, small_config
 
 QWEN3 = {**LLAMA, "qk_layernorm": True}
+EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "moe_ffn_hidden_size": 24}
+MIXTRAL, QWEN3_MOE = {**LLAMA, **EXPERTS}, {**QWEN3, **EXPERTS, "moe_router_pre_softmax": True}
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -58,6 +60,9 @@ def _write(folder: Path, config: dict[str, Any] | None = None, **changes: torch.
         ({**LLAMA, "group_query_attention": False, "kv_channels": 20}, "llama"),
         ({**LLAMA, "add_qkv_bias": True}, "qwen2"),
         (QWEN3, "qwen3"),
+        (MIXTRAL, "mixtral"),
+        (QWEN3_MOE, "qwen3_moe"),
+        ({**QWEN3, **EXPERTS}, "qwen3_moe"),
         ({"openai_gelu": True}, "gpt2"),
         ({"group_query_attention": True, "num_query_groups": 4}, "gpt2"),
     ],
@@ -75,6 +80,16 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
         ({"kv_channels": 20}, r"--kv-channels 16 \(not 20\)"),
         ({**QWEN3, "add_qkv_bias": True}, "is qwen2, which has no --qk-layernorm"),
         ({**LLAMA, "swiglu": False}, "which has --swiglu"),
+        (
+            {**MIXTRAL, "moe_shared_expert_intermediate_size": 8},
+            "is mixtral, which has no --moe-shared-expert-intermediate-size",
+        ),
+        ({**MIXTRAL, "moe_router_pre_softmax": True}, "is mixtral, which has no --moe-router-pre-softmax"),
+        (
+            {**QWEN3_MOE, "moe_router_score_function": "sigmoid"},
+            r"is qwen3_moe, which has --moe-router-score-function softmax \(not sigmoid\)",
+        ),
+        ({"openai_gelu": True, **EXPERTS}, "is mixtral, which has --position-embedding-type rope"),
     ],
 )
 def test_without_a_family_the_flag_in_the_way_is_named(model: dict[str, Any], obstacle: str) -> None:
@@ -82,7 +97,7 @@ def test_without_a_family_the_flag_in_the_way_is_named(model: dict[str, Any], ob
         family_of(small_config(model))
 
 
-@pytest.mark.parametrize("model", [{}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}])
+@pytest.mark.parametrize("model", [{}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE])
 def test_runs_cover_every_row_once(model: dict[str, Any]) -> None:
     config = small_config(model)
     arranged = arrangement(config, family_of(config))
@@ -94,7 +109,9 @@ def test_runs_cover_every_row_once(model: dict[str, Any]) -> None:
         assert len(set(places)) == len(places)
 
 
-@pytest.mark.parametrize("model", [{"openai_gelu": True}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}])
+@pytest.mark.parametrize(
+    "model", [{"openai_gelu": True}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE]
+)
 def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Path) -> None:
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 16.0} if model else {}
     config = small_config({**model, **scaled})
@@ -110,7 +127,12 @@ def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral"}, '"mixtral" is not supported; use one of llama, mistral'),
+        ({"model_type": "bert"}, '"bert" is not supported; use one of llama, mistral'),
+        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window is 4096"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
+        ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], some layers without experts"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2, some layers"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096: a sliding window"),
         ({"model_type": "mistral"}, "sliding_window is 4096"),  # what transformers takes when it is left out
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is true, a sliding window"),
