@@ -1,11 +1,13 @@
-"""Look into a .bin/.idx pair, or prove that it is whole.
+"""Look into a .bin/.idx pair, or prove that it is whole; or show what a training step read.
 
     python tools/inspect_dataset.py show data/corpus_text_document
     python tools/inspect_dataset.py document data/corpus_text_document 17 \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
     python tools/inspect_dataset.py verify data/corpus_text_document --vocab-size 32000
+    python tools/inspect_dataset.py sample --step 1000 --config checkpoints/iter_0001000/config.yaml
 
-`show` reads the index, `verify` checks it against the data and, with --vocab-size, reads every token.
+`show` reads the index, `verify` checks it against the data and, with --vocab-size, reads every token. `sample` takes
+the flags of the training, and shows the text of the samples that a step uses, or of one sample by its position.
 Exit codes: 0 done, 64 the flags cannot work, 65 the pair is damaged or holds a token outside the vocabulary.
 """
 
@@ -21,12 +23,13 @@ from megatron_ext.data.integrity import check_indexed_files, check_token_ids
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
+from megatron_ext.train.configure import configure
 
 
 def make_parser() -> ToolParser:
     parser = ToolParser("Look into a .bin/.idx pair, or prove that it is whole.")
     add = parser.add_argument
-    add("command", choices=("show", "document", "verify"), help="what to do")
+    add("command", choices=("show", "document", "verify"), help="what to do (or: sample --help)")
     add("prefix", help="path of the pair, without .bin or .idx")
     add("document", nargs="?", type=int, help="number of the document, from 0, for the command document")
     add_tokenizer_flags(parser, required=False)
@@ -54,7 +57,36 @@ def verify(prefix: str, vocab_size: int | None) -> None:
     print(f"{prefix}: whole{checked}")
 
 
+def sample(argv: list[str]) -> None:
+    """The text of one sample, or of those of one step, of a training with the flags `argv`."""
+    parser = ToolParser("Show the text that a training step saw. All other flags are those of the training.")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int, help="the step, from 1")
+    which.add_argument("--sample", type=int, help="the position of one sample in the training, from 0")
+    options, flags = parser.parse_known_args(argv)
+    # As a dry run, for which --world-size, or that of --config, counts and not the ranks of this process.
+    config = configure([*flags, "--dry-run"]).config
+    from megatron_ext import device
+
+    device.install("cpu")  # before megatron-core is imported
+    from megatron_ext.train.datasets import datasets_of_run, samples_of_step, tokenizer_of_run
+
+    positions = samples_of_step(config, options.step) if options.sample is None else [options.sample]
+    tokenizer = tokenizer_of_run(config)
+    samples = datasets_of_run(config, tokenizer).train
+    assert samples is not None
+    for position in positions:
+        if not 0 <= position < len(samples):
+            raise ConfigurationError(f"sample {position}: the training has samples 0 to {len(samples) - 1}")
+        place = samples.place(position)
+        print(f"--- sample {position}: window {place.number} of {samples.sources[place.source].name}")
+        print(tokenizer.decode([int(token) for token in samples[position]["tokens"]]))
+
+
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["sample"]:
+        sample(argv[1:])
+        return 0
     options = make_parser().parse_args(argv)
     if options.command == "show":
         show(options.prefix)

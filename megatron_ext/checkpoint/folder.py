@@ -18,6 +18,7 @@ from megatron_ext.errors import DataError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
+DATA = "data.json"
 RELEASE = "release"
 """Content of the tracker, and name of the folder, where Megatron-LM's tools have put weights alone."""
 

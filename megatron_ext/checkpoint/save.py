@@ -1,6 +1,7 @@
 """Write a checkpoint."""
 
 import errno
+import json
 import os
 import queue
 import shutil
@@ -18,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents, manifest
-from megatron_ext.checkpoint.folder import CONFIG, iteration_folder, make_partial, partial_folder, publish
+from megatron_ext.checkpoint.folder import CONFIG, DATA, iteration_folder, make_partial, partial_folder, publish
 from megatron_ext.checkpoint.retention import remove_expired
 from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.config.files import to_yaml
@@ -95,6 +96,8 @@ class Save:
     def _publish(self, shards: manifest.Files) -> None:
         """What rank 0 adds to the shards; then the checkpoint gets its name."""
         (self._partial / CONFIG).write_text(to_yaml(self.run.config), encoding="utf-8")
+        if self.run.data_record is not None:
+            (self._partial / DATA).write_text(json.dumps(self.run.data_record, indent=1) + "\n", encoding="utf-8")
         others = manifest.describe(path for path in self._partial.iterdir() if path.suffix != ".distcp")
         manifest.write(self._partial, shards | others)
         publish(self.folder, self.iteration)

@@ -1,5 +1,6 @@
 """What a run must offer to be saved and restored. `train.run.Run` offers it."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ class Saveable(Protocol):
     optimizer: ChainedOptimizer
     state: Any
     """A dataclass of plain numbers, `iteration` among them."""
+    data_record: Mapping[str, Any] | None
+    """Saved beside the tensors, to be compared with the data of the run that goes on; None for synthetic data."""
 
     @property
     def rank(self) -> int: ...

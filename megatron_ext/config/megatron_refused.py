@@ -357,10 +357,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "evaluation uses the training batch sizes and one validation set; use --eval-interval and --eval-iters",
+        "evaluation uses the training batch sizes; use --eval-interval and --eval-iters",
         """
-        --start-eval-at-iter N, --eval-global-batch-size N, --eval-micro-batch-size N, --multiple-validation-sets,
-        --validation-set-names N..., --test-mode
+        --start-eval-at-iter N, --eval-global-batch-size N, --eval-micro-batch-size N, --test-mode
         """,
     ),
     (

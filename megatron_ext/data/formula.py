@@ -89,6 +89,7 @@ class FormulaDataset:
         self._num_samples = sum(part.windows for part in parts) if num_samples is None else num_samples
         self._eod = eod
         self.sources = [Source(part.prefix, part.windows) for part in parts]
+        self.order_depends_on: list[int] = []
 
     def __len__(self) -> int:
         return self._num_samples

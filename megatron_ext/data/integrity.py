@@ -14,7 +14,7 @@ import numpy as np
 from megatron_ext.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION
 from megatron_ext.errors import ConfigurationError, DataError
 
-_BLOCK = 1 << 20  # sequences checked at a time: bounds memory, whatever the size of the index
+_BLOCK = 1 << 16  # sequences checked at a time: bounds memory, whatever the size of the index
 _SAMPLED_BLOCKS = 64
 _SAMPLED_BLOCK = 512  # sequences in a sampled block
 
@@ -247,20 +247,17 @@ def share_of(prefix: str, bounds: tuple[float, float]) -> Share:
     return Share(first, end, tokens_before(first), tokens_before(end) - tokens_before(first))
 
 
-def fingerprint(prefix: str) -> str:
-    """A digest of both files' sizes, of 64 KiB at either end of each, and of 64 blocks of 4 KiB in between.
+def file_fingerprint(path: str) -> str:
+    """A digest of a file's size, of 64 KiB at either end, and of 64 blocks of 4 KiB in between.
 
-    Cheap, and the same on every machine: other data under the same name has another one. It does not see every
+    Cheap, and the same on every machine: another file under the same name has another one. It does not see every
     change of a single byte in the middle of a large file; `index_digest` does, of an index.
     """
-    digest = hashlib.sha256()
-    for suffix in (".idx", ".bin"):
-        path = Path(f"{prefix}{suffix}")
-        size = path.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with open(path, "rb", buffering=0) as file:
-            for at, length in _probes(size):
-                digest.update(os.pread(file.fileno(), length, at))
+    size = os.path.getsize(path)
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    with open(path, "rb", buffering=0) as file:
+        for at, length in _probes(size):
+            digest.update(os.pread(file.fileno(), length, at))
     return digest.hexdigest()
 
 

@@ -1,5 +1,7 @@
 """What every dataset of samples can tell: how many it has, what is in one, and where each comes from."""
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,6 +40,11 @@ class Samples(SampleDataset, Protocol):
     @property
     def sources(self) -> Sequence[Source]: ...
 
+    @property
+    def order_depends_on(self) -> list[int]:
+        """What the order follows from besides flags and files; empty where nothing else."""
+        ...
+
     def counts(self, samples: int) -> list[int]:
         """How many of the first `samples` samples come from each source."""
         ...
@@ -54,3 +61,37 @@ class Samples(SampleDataset, Protocol):
 def describe_sample(dataset: Samples, index: int) -> str:
     """Sample number, and the file that it comes from, for error texts."""
     return f"sample {index} of {dataset.sources[dataset.place(index).source].name}.bin"
+
+
+class BySource:
+    """The samples of a held-out dataset, one source after another: a map-style dataset of its own.
+
+    Args:
+        dataset: to take them from.
+        counts: how many samples of each source, the first ones.
+    """
+
+    def __init__(self, dataset: Samples, counts: Sequence[int]):
+        self._parts = [dataset.part(source) for source in range(len(counts))]
+        self._names = [source.name for source in dataset.sources]
+        self._bounds = list(itertools.accumulate(counts, initial=0))
+
+    @property
+    def ranges(self) -> list[range]:
+        """The positions of each source's samples."""
+        return [range(*bounds) for bounds in itertools.pairwise(self._bounds)]
+
+    def __len__(self) -> int:
+        return self._bounds[-1]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        source = self._source(index)
+        return self._parts[source][index - self._bounds[source]]
+
+    def describe(self, index: int) -> str:
+        """As `describe_sample`."""
+        source = self._source(index)
+        return f"held-out sample {index - self._bounds[source]} of {self._names[source]}.bin"
+
+    def _source(self, index: int) -> int:
+        return bisect.bisect_right(self._bounds, index) - 1

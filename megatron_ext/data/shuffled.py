@@ -27,9 +27,10 @@ from megatron_ext.tokenizer.protocol import Tokenizer
 class ShuffledDataset:
     """megatron-core's dataset of one split, and what it knows of where its samples come from."""
 
-    def __init__(self, dataset: GPTDataset | BlendedDataset, sources: list[Source]):
+    def __init__(self, dataset: GPTDataset | BlendedDataset, sources: list[Source], num_samples: int | None):
         self._dataset: Any = dataset
         self.sources = sources
+        self._num_samples = num_samples
         self._counted = 0, np.zeros(len(sources), np.int64)
 
     @property
@@ -41,6 +42,12 @@ class ShuffledDataset:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self._dataset[index]
+
+    @property
+    def order_depends_on(self) -> list[int]:
+        """Of several epochs, which are shuffled together: how many there are, and the number of samples."""
+        epochs = [len(part.document_index) // len(part.indices) for part in self._parts]
+        return [] if max(epochs) == 1 or self._num_samples is None else [self._num_samples, *epochs]
 
     def counts(self, samples: int) -> list[int]:
         """How many of the first `samples` samples come from each source. Reads the index from where it last was."""
@@ -107,7 +114,7 @@ def build_shuffled(
             Source(prefix, share.tokens / config.model.seq_length)
             for prefix, share in zip(blend.prefixes, shares, strict=True)
         ]
-        return ShuffledDataset(dataset, sources)
+        return ShuffledDataset(dataset, sources, num_samples)
 
     return one_rank_of_a_node_first(folder, build)
 

@@ -34,6 +34,7 @@ class MockDataset:
         self._num_samples = num_samples
         self._key = (seed, split)
         self.sources = [Source("mock", num_samples)]
+        self.order_depends_on: list[int] = []
 
     def __len__(self) -> int:
         return self._num_samples

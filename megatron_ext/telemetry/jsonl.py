@@ -8,47 +8,55 @@ Floats are written by `repr`, so they read back to the same double. NaN and infi
 """
 
 import contextlib
-import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megatron_ext.errors import DataError, StorageError
-from megatron_ext.telemetry.metrics import Metrics
+from megatron_ext.telemetry.metrics import Metrics, as_row
 
 
 class MetricsFile:
     """Appends rows and flushes each, so that a killed process loses at most the row that it was writing."""
 
-    def __init__(self, path: str | Path, loaded_iteration: int):
+    def __init__(self, path: str | Path, loaded_iteration: int, flag: str = "--metrics-file"):
         """Open the file to go on after `loaded_iteration` (0: afresh); later rows, and a torn last one, are removed.
+
+        Args:
+            path: of the file; its folder is made.
+            loaded_iteration: of the checkpoint that the run goes on from.
+            flag: that names the file, for error texts.
 
         Raises:
             DataError: a row other than the last cannot be read.
             StorageError: the folder or the file cannot be made.
         """
-        self.path = Path(path)
+        self.path, self._flag = Path(path), flag
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             drop_after(self.path, loaded_iteration)
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
-            raise _storage_error("open", self.path, error) from error
+            raise _storage_error("open", self.path, self._flag, error) from error
 
     def write(self, metrics: Metrics) -> None:
-        """Write one row.
+        """Write the row of a step or an evaluation; raises as `write_row`."""
+        self.write_row(as_row(metrics))
+
+    def write_row(self, row: Mapping[str, Any]) -> None:
+        """Write one row, which has an iteration.
 
         Raises:
             StorageError: the file cannot be written (disk full, a vanished mount).
         """
         try:
-            self._file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+            self._file.write(json.dumps(row) + "\n")
             self._file.flush()
         except OSError as error:
-            raise _storage_error("write", self.path, error) from error
+            raise _storage_error("write", self.path, self._flag, error) from error
 
     def close(self) -> None:
         # Every row was flushed; only one whose write has failed, and raised, is still pending.
@@ -100,8 +108,8 @@ def drop_after(path: Path, iteration: int) -> None:
     os.replace(temporary, path)
 
 
-def _storage_error(action: str, path: Path, error: OSError) -> StorageError:
+def _storage_error(action: str, path: Path, flag: str, error: OSError) -> StorageError:
     return StorageError(
-        f"cannot {action} the metrics file {path}: {error.strerror}. Free space or fix the permission there, "
-        "or give another place with --metrics-file."
+        f"cannot {action} {path}: {error.strerror}. Free space or fix the permission there, "
+        f"or give another place with {flag}."
     )

@@ -41,13 +41,16 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
 
 
 def evaluation_lines(metrics: ValidationMetrics | TestMetrics) -> str:
-    """The three lines of one evaluation, without the last newline: the result between dashes."""
-    if isinstance(metrics, ValidationMetrics):
-        data, loss = "", metrics.validation_loss
-    else:
-        data, loss = " on test set", metrics.test_loss
+    """The loss between dashes, three lines: of each source of several, and of all. Without the last newline."""
+    if isinstance(metrics, TestMetrics):
+        return _evaluation(metrics.iteration, "", " on test set", metrics.test_loss)
+    sources = [_evaluation(metrics.iteration, f"-{source.suffix}", "", source.loss) for source in metrics.sources]
+    return "\n".join([*sources, _evaluation(metrics.iteration, "", "", metrics.validation_loss)])
+
+
+def _evaluation(iteration: int, suffix: str, data: str, loss: float) -> str:
     line = (
-        f" validation loss at iteration {metrics.iteration}{data} | lm loss value: {scientific(loss)}"
+        f" validation{suffix} loss at iteration {iteration}{data} | lm loss value: {scientific(loss)}"
         f" | lm loss PPL: {scientific(perplexity(loss))} | "
     )
     dashes = "-" * (len(line) + 1)

@@ -1,6 +1,9 @@
 """What one logged step and one evaluation tell. Every sink (log line, metrics file, TensorBoard) reads these."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 # The fields that a repeated or resumed run cannot reproduce: times, rates and memory. All others must be equal.
 MEASURED_FIELDS = frozenset(
@@ -44,6 +47,7 @@ class StepMetrics:
     load_balancing_loss: float | None = None  # of a mixture of experts, as the next: means over layers
     z_loss: float | None = None
     world_size: int = 1
+    consumed_by_source: Mapping[str, Mapping[str, float]] | None = None  # samples, tokens, epochs, from the beginning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,16 @@ class ValidationMetrics:
     iteration: int
     consumed_samples: int
     validation_loss: float
+    sources: tuple["SourceLoss", ...] = ()  # of several sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceLoss:
+    """The loss on one of several validation sources."""
+
+    name: str
+    suffix: str  # of its log line and its tags: its number, or its name in --validation-set-names
+    loss: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +79,12 @@ class TestMetrics:
 
 
 Metrics = StepMetrics | ValidationMetrics | TestMetrics
+
+
+def as_row(metrics: Metrics) -> dict[str, Any]:
+    """The object of the metrics file: the fields by name, and the losses of several sources by the source's name."""
+    row = dataclasses.asdict(metrics)
+    sources = row.pop("sources", ())
+    if sources:
+        row["validation_loss_by_source"] = {source["name"]: source["loss"] for source in sources}
+    return row

@@ -14,8 +14,6 @@ _AGAINST_SAMPLES = frozenset(
         "grad-norm",
         "num-zeros",
         "params-norm",
-        "lm loss validation",
-        "lm loss validation ppl",
     }
 )
 
@@ -23,9 +21,14 @@ _AGAINST_SAMPLES = frozenset(
 def scalars(metrics: Metrics) -> dict[str, float]:
     """Tag to value, for an axis of iterations; what was not measured is left out. `iteration-time` is in seconds."""
     if isinstance(metrics, ValidationMetrics):
+        losses = {"": metrics.validation_loss, **{f"-{source.suffix}": source.loss for source in metrics.sources}}
         return {
-            "lm loss validation": metrics.validation_loss,
-            "lm loss validation ppl": perplexity(metrics.validation_loss),
+            tag: value
+            for suffix, loss in losses.items()
+            for tag, value in (
+                (f"lm loss validation{suffix}", loss),
+                (f"lm loss validation{suffix} ppl", perplexity(loss)),
+            )
         }
     if isinstance(metrics, TestMetrics):
         return {}  # Megatron has no tag for it
@@ -51,4 +54,8 @@ def scalars(metrics: Metrics) -> dict[str, float]:
 
 def scalars_against_samples(metrics: Metrics) -> dict[str, float]:
     """Tag to value, for an axis of consumed samples."""
-    return {f"{tag} vs samples": value for tag, value in scalars(metrics).items() if tag in _AGAINST_SAMPLES}
+    return {f"{tag} vs samples": value for tag, value in scalars(metrics).items() if _has_samples(tag)}
+
+
+def _has_samples(tag: str) -> bool:
+    return tag in _AGAINST_SAMPLES or tag.startswith("lm loss validation")

@@ -1,7 +1,7 @@
 """Wire a run: groups, model, data, optimizer, in this order. The only caller of megatron-core's constructors."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -11,11 +11,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.config.batch import samples_at_iteration
 from megatron_ext.config.schema import Config
-from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.loader import BatchLoader
-from megatron_ext.data.samples import Samples, describe_sample
+from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe_sample
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
@@ -23,10 +21,9 @@ from megatron_ext.model.initialize import initialize
 from megatron_ext.optim.build import build_optimizer, wrap_data_parallel
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.telemetry.timers import Timers
-from megatron_ext.tokenizer.build import tokenizer_from_flags
-from megatron_ext.tokenizer.null import NullTokenizer
+from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
 from megatron_ext.train.gradient_watch import GradientWatch
-from megatron_ext.train.run import HeldOut, Loaders, Run
+from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run
 from megatron_ext.train.state import TrainState
 
 
@@ -58,6 +55,7 @@ def build_run(config: Config, device: Device) -> Run:
             part.config.timers = timers
     core.grad_scale_func = optimizer.scale_loss
     core.finalize_model_grads_func = finalize_model_grads
+    loaders = build_loaders(config, device, groups)
     return Run(
         config=config,
         device=device,
@@ -68,7 +66,8 @@ def build_run(config: Config, device: Device) -> Run:
         optimizer=optimizer,
         gradient_watch=GradientWatch(wrapped),
         timers=timers,
-        loaders=build_loaders(config, device, groups),
+        loaders=loaders,
+        data_record=record_of_run(config, loaders.samples),
         state=TrainState(),
     )
 
@@ -107,24 +106,14 @@ def seed_dropout(config: Config, groups: ProcessGroupCollection) -> None:
     )
 
 
-def training_samples(config: Config) -> int:
-    """Samples that the planned length of the run reads."""
-    if config.training.train_samples is not None:
-        return config.training.train_samples
-    return samples_at_iteration(config, config.training.train_iters or 0)
-
-
 def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection) -> Loaders:
     """The loaders of training data and, where it is evaluated, of validation and test data."""
     training, data = config.training, config.data
-    # Without a tokenizer, for synthetic data, the ids are all there is.
-    tokenizer = tokenizer_from_flags(data) if data.tokenizer_type else NullTokenizer(data.vocab_size or 0)
-    evaluates = training.eval_interval > 0 and (training.eval_iters > 0 or training.full_validation)
-    wanted = max(training.eval_iters, 1) * training.global_batch_size if evaluates else 0
-    datasets = build_datasets(config, tokenizer, Splits(training_samples(config), wanted, wanted), lambda: True)
+    tokenizer = tokenizer_of_run(config)
+    datasets, wanted = datasets_of_run(config, tokenizer), samples_of_run(config).valid
     assert datasets.train is not None
 
-    def loader(dataset: Samples) -> BatchLoader:
+    def loader(dataset: SampleDataset, describe: Callable[[int], str]) -> BatchLoader:
         return BatchLoader(
             dataset,
             vocab_size=tokenizer.vocab_size,
@@ -136,12 +125,34 @@ def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection
             is_last_stage=groups.pp.rank() == groups.pp.size() - 1,
             num_workers=data.num_workers,
             pin_memory=device.kind == "cuda",
-            describe=lambda index: describe_sample(dataset, index),
+            describe=describe,
         )
 
     def held_out(dataset: Samples | None) -> HeldOut | None:
         if dataset is None or len(dataset) == 0:
             return None
-        return HeldOut(loader(dataset), len(dataset) if training.full_validation else min(wanted, len(dataset)))
+        grouped = BySource(dataset, _held_out_counts(config, dataset, wanted))
+        names = training.validation_set_names
+        parts = [
+            HeldOutPart(source.name, names[number] if names and number < len(names) else str(number), positions)
+            for number, (source, positions) in enumerate(zip(dataset.sources, grouped.ranges, strict=True))
+        ]
+        return HeldOut(loader(grouped, grouped.describe), tuple(part for part in parts if part.positions))
 
-    return Loaders(train=loader(datasets.train), valid=held_out(datasets.valid), test=held_out(datasets.test))
+    train = datasets.train
+    return Loaders(
+        train=loader(train, lambda index: describe_sample(train, index)),
+        samples=train,
+        valid=held_out(datasets.valid),
+        test=held_out(datasets.test),
+    )
+
+
+def _held_out_counts(config: Config, dataset: Samples, wanted: int) -> list[int]:
+    """How many samples of each source an evaluation reads."""
+    everything = dataset.counts(len(dataset))
+    if config.training.full_validation:
+        return everything
+    if config.training.multiple_validation_sets:
+        return [min(wanted, count) for count in everything]
+    return dataset.counts(min(wanted, len(dataset)))

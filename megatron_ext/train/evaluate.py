@@ -1,31 +1,57 @@
 """The loss on held-out data: the same samples at every evaluation, each token weighted once."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 from megatron_ext.config.batch import num_microbatches
-from megatron_ext.train.run import HeldOut, Run
+from megatron_ext.train.run import HeldOut, HeldOutPart, Run
 from megatron_ext.train.step import run_schedule
 
 
-def evaluate(run: Run, data: HeldOut) -> float:
-    """Mean loss per token over the samples of `data`, in nats; NaN if no token counts.
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """In nats per token, each token weighted once; NaN where none counts."""
 
-    Equal on every rank and in every layout. The last global batch may be a remainder: it is filled up with samples
-    whose tokens do not count.
+    all: float
+    parts: tuple[float, ...]
+    """Of each source."""
+
+
+def evaluate(run: Run, data: HeldOut) -> float:
+    """Mean loss per token over the samples of `data`, in nats; NaN if no token counts."""
+    return evaluate_sources(run, data).all
+
+
+def evaluate_sources(run: Run, data: HeldOut) -> HeldOutLoss:
+    """Mean loss per token over the samples of `data`, and over those of each source.
+
+    Equal on every rank and in every layout. The last global batch of a source may be a remainder: it is filled up with
+    samples whose tokens do not count.
     """
-    batch = run.config.training.global_batch_size
-    loss_sum, total_tokens = 0.0, 0
     for chunk in run.chunks:
         chunk.eval()
     with run.gathered_parameters(), torch.no_grad():
-        for start in range(0, data.samples, batch):
-            microbatches = data.loader.global_batch(start, num_microbatches(run.config, batch), end=data.samples)
-            loss, tokens = run_schedule(run, microbatches, forward_only=True)
-            if tokens:
-                loss_sum += loss * tokens
-                total_tokens += tokens
+        sums = [_sum(run, data, part) for part in data.parts]
     for chunk in run.chunks:
         chunk.train()
-    return loss_sum / total_tokens if total_tokens else math.nan
+    loss, tokens = (sum(values) for values in zip(*sums, strict=True))
+    return HeldOutLoss(_mean(loss, tokens), tuple(_mean(*part) for part in sums))
+
+
+def _sum(run: Run, data: HeldOut, part: HeldOutPart) -> tuple[float, int]:
+    """The sum of the losses of one source, and the number of its tokens that count."""
+    batch = run.config.training.global_batch_size
+    loss_sum, total_tokens = 0.0, 0
+    for start in range(part.positions.start, part.positions.stop, batch):
+        microbatches = data.loader.global_batch(start, num_microbatches(run.config, batch), end=part.positions.stop)
+        loss, tokens = run_schedule(run, microbatches, forward_only=True)
+        if tokens:
+            loss_sum += loss * tokens
+            total_tokens += tokens
+    return loss_sum, total_tokens
+
+
+def _mean(loss_sum: float, tokens: int) -> float:
+    return loss_sum / tokens if tokens else math.nan

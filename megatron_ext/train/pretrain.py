@@ -22,6 +22,7 @@ def pretrain(config: Config, status: RunStatus) -> None:
     from megatron_ext.parallel import groups
     from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
+    from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
     from megatron_ext.train.trainer import Trainer
 
     run = build_run(config, here)
@@ -35,6 +36,8 @@ def pretrain(config: Config, status: RunStatus) -> None:
                 f"--load {config.checkpoint.load} holds no checkpoint; name a folder that does, "
                 "or leave out --exit-on-missing-checkpoint to start afresh"
             )
+        if iteration is not None and not config.checkpoint.finetune:
+            check_data_is_that_of_the_checkpoint(run, config.checkpoint.load, iteration)
         if run.rank == 0:
             verb = "finetuning from" if config.checkpoint.finetune else "resuming at"
             found = f"{verb} iteration {iteration} of" if iteration is not None else "starting afresh: none in"

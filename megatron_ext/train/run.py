@@ -1,8 +1,9 @@
 """The parts of one run, wired once by `build` and handed to whoever needs them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -13,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.schema import Config
 from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.samples import Samples
 from megatron_ext.device.protocol import Device
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.gradient_watch import GradientWatch
@@ -21,10 +23,20 @@ from megatron_ext.train.state import TrainState
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Data to evaluate on: the first `samples` of what `loader` reads, the same at every evaluation."""
+    """Data to evaluate on, the same at every evaluation."""
 
     loader: BatchLoader
-    samples: int
+    parts: tuple["HeldOutPart", ...]
+
+
+@dataclass(frozen=True)
+class HeldOutPart:
+    """The samples of one source, by their positions in the data."""
+
+    name: str
+    suffix: str
+    """Of its log line and its tags."""
+    positions: range
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,8 @@ class Loaders:
     """Where batches come from."""
 
     train: BatchLoader
+    samples: Samples
+    """What `train` reads."""
     valid: HeldOut | None
     test: HeldOut | None
 
@@ -58,6 +72,8 @@ class Run:
     """Of the parts of a step; those above --timing-log-level do nothing."""
     loaders: Loaders
     state: TrainState
+    data_record: Mapping[str, Any] | None = None
+    """What the samples follow from, for the checkpoint; None with synthetic data, and on all but one rank of a node."""
 
     @property
     def rank(self) -> int:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_commands_of_the_page(tmp_path: Path):
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     shutil.copy(ROOT / "tests" / "golden" / "preprocess" / "input.jsonl", tmp_path / "corpus.jsonl")
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -20,4 +20,7 @@ def test_the_commands_of_the_page(tmp_path: Path):
         ["bash", "-euc", "".join(blocks)], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("merged: whole, every token is below 257\n")
+    assert re.search(
+        r"merged: whole, every token is below 257\ntrain: \d+ samples of corpus_text_document\n", result.stdout
+    )
+    assert "--- sample 36: window " in result.stdout

@@ -6,7 +6,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.data.indexed import IndexedWriter, token_dtype
-from megatron_ext.data.integrity import check_indexed_files, fingerprint, sequence_lengths, share_of
+from megatron_ext.data.integrity import check_indexed_files, file_fingerprint, sequence_lengths, share_of
 from megatron_ext.errors import ConfigurationError, DataError
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10]]
@@ -161,6 +161,7 @@ def test_fingerprint_follows_the_content(tmp_path: Path, pair: str):
     for suffix in (".bin", ".idx"):
         (tmp_path / f"copy{suffix}").write_bytes(Path(pair + suffix).read_bytes())
     copy = str(tmp_path / "copy")
-    assert fingerprint(copy) == fingerprint(pair)
+    for suffix in (".bin", ".idx"):
+        assert file_fingerprint(copy + suffix) == file_fingerprint(pair + suffix)
     Path(f"{copy}.bin").write_bytes(struct.pack("<6H", *TOKENS[:-1], 11))
-    assert fingerprint(copy) != fingerprint(pair)
+    assert file_fingerprint(f"{copy}.bin") != file_fingerprint(f"{pair}.bin")

@@ -7,7 +7,7 @@ from pathlib import Path
 from samples import step
 
 from megatron_ext.telemetry.log_line import evaluation_lines, step_line
-from megatron_ext.telemetry.metrics import ValidationMetrics
+from megatron_ext.telemetry.metrics import SourceLoss, ValidationMetrics
 
 NOW = datetime(2026, 8, 22, 10, 0, 0, 123456)
 GOLDEN = (Path(__file__).parents[1] / "golden" / "log_line.txt").read_text().rstrip("\n")
@@ -37,6 +37,17 @@ def test_evaluation_lines():
     lines = evaluation_lines(ValidationMetrics(iteration=100, consumed_samples=1600, validation_loss=9.1))
     text = " validation loss at iteration 100 | lm loss value: 9.100000E+00 | lm loss PPL: 8.955293E+03 | "
     assert lines.split("\n") == ["-" * (len(text) + 1), text, "-" * (len(text) + 1)]
+
+
+def test_several_validation_sources_come_before_all_of_them():
+    sources = (SourceLoss(name="data/a", suffix="0", loss=1.0), SourceLoss(name="data/b", suffix="1", loss=2.0))
+    lines = evaluation_lines(
+        ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=1.5, sources=sources)
+    ).split("\n")
+    assert lines[1] == " validation-0 loss at iteration 10 | lm loss value: 1.000000E+00 | lm loss PPL: 2.718282E+00 | "
+    assert lines[4].startswith(" validation-1 loss at iteration 10 | lm loss value: 2.000000E+00 |")
+    assert lines[7].startswith(" validation loss at iteration 10 | lm loss value: 1.500000E+00 |")
+    assert lines[0] == lines[2] == lines[3] == lines[5] == "-" * (len(lines[1]) + 1)
 
 
 def test_validation_perplexity_is_capped_and_keeps_nan():

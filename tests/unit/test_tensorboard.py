@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from samples import step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ext.telemetry.metrics import StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import SourceLoss, StepMetrics, ValidationMetrics
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 
 GOLDEN = (Path(__file__).parents[1] / "golden" / "tensorboard_tags.txt").read_text().split("\n")[:-1]
@@ -36,6 +37,17 @@ def test_the_tags_are_the_pinned_ones(tmp_path: Path):
     full = step(iteration=10, num_zeros=3, params_norm=5.0)
     write(tmp_path, [full, ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=2.0)])
     assert sorted(read(tmp_path).Tags()["scalars"]) == GOLDEN
+
+
+def test_each_validation_source_has_its_tags(tmp_path: Path):
+    sources = (SourceLoss(name="data/a", suffix="0", loss=1.0), SourceLoss(name="data/b", suffix="code", loss=2.0))
+    write(tmp_path, [ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=1.5, sources=sources)])
+    events = read(tmp_path)
+    assert len(events.Tags()["scalars"]) == 12
+    assert points(events, "lm loss validation") == [(10, 1.5)]
+    assert points(events, "lm loss validation-0") == [(10, 1.0)]
+    assert points(events, "lm loss validation-code vs samples") == [(160, 2.0)]
+    assert points(events, "lm loss validation-0 ppl vs samples")[0][1] == pytest.approx(2.718282)
 
 
 def test_values_and_both_axes(tmp_path: Path):

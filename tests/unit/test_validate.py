@@ -43,6 +43,12 @@ def test_the_page_of_errors_is_what_the_program_says():
 
 _PP2 = "--world-size 2 --pipeline-model-parallel-size 2"
 WRONG = [
+    ("--validation-set-names a b", "add that switch"),
+    (
+        "--mock-data=false --tokenizer-type ByteTokenizer --train-data-path a --valid-data-path b c "
+        "--multiple-validation-sets --validation-set-names x",
+        "must be 2 different names",
+    ),
     # flags, and words that the one problem must have
     ("--num-layers 0", "--num-layers 0 is below 1"),
     ("--hidden-size=-8", "--hidden-size -8 is below 1"),

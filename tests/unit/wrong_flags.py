@@ -42,6 +42,11 @@ EXAMPLES = {
         "--global-batch-size 4",
         "--num-virtual-stages-per-pipeline-rank 2",
     ),
+    "Names for validation sets that are evaluated together": Example(
+        "--validation-set-names wiki",
+        "--multiple-validation-sets --mock-data=false --tokenizer-type ByteTokenizer --train-data-path EXISTING "
+        "--valid-data-path EXISTING",
+    ),
     "Layers that do not divide over the pipeline stages": Example(
         "--world-size 4 --num-layers 30 --pipeline-model-parallel-size 4", "--num-layers 28"
     ),

@@ -112,6 +112,22 @@ def blends_are_well_formed(config: Config, facts: Facts) -> Iterator[str]:
             yield f"{flag_of(name)}: {error}"
 
 
+def validation_sets_are_named_once_each(config: Config, facts: Facts) -> Iterator[str]:
+    names = config.training.validation_set_names
+    if names is None:
+        return
+    flag = f"--validation-set-names {' '.join(names)}"
+    if not config.training.multiple_validation_sets:
+        yield f"{flag} without --multiple-validation-sets; add that switch, or leave the names out"
+        return
+    try:
+        sets = len(read_blend(config.data.valid_data_path or config.data.data_path or ()).prefixes)
+    except ValueError:
+        return
+    if len(set(names)) != len(names) or len(names) != sets:
+        yield f"{flag} must be {sets} different names, one for each validation source; or leave the names out"
+
+
 def named_files_exist(config: Config, facts: Facts) -> Iterator[str]:
     for named in facts.missing_paths:
         flag, _, path = named.partition(" ")
@@ -270,6 +286,7 @@ RULES = (
     values_are_in_range,
     there_is_one_source_of_data,
     blends_are_well_formed,
+    validation_sets_are_named_once_each,
     named_files_exist,
     split_is_shares,
     tokenizer_is_given,

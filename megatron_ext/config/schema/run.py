@@ -48,6 +48,11 @@ class CheckpointConfig:
         "Follow the checkpoint's learning-rate and weight-decay curves, whatever the flags say.",
         aliases=("--use-checkpoint-opt_param-scheduler",),
     )
+    accept_changed_data: bool = option(
+        False,
+        "Go on from a checkpoint although the data, or what the order of its samples follows from, is another; samples "
+        "may then be repeated or left out.",
+    )
     exit_on_missing_checkpoint: bool = option(False, "Fail when --load holds no checkpoint; default start afresh.")
 
 
@@ -55,6 +60,9 @@ class CheckpointConfig:
 class LoggingConfig:
     log_interval: int = option(100, "Steps between two log lines.")
     metrics_file: str | None = option(None, "JSON lines, one object per logged step; default metrics.jsonl in --save.")
+    log_sample_ids: str | None = option(
+        None, "JSON lines, one a step: the samples that the step used, each as source and number in it."
+    )
     tensorboard_dir: str | None = option(None, "Folder for TensorBoard.")
     tensorboard_log_interval: int = option(1, "Steps between two TensorBoard points.")
     wandb_project: str | None = option(None, "Weights & Biases project; needs the wandb package.")

@@ -24,6 +24,12 @@ class TrainingConfig:
         "Global batches of one evaluation, at most one pass over the validation data; 0 for no evaluation.",
     )
     full_validation: bool = option(False, "Evaluate on one whole pass over the validation data, whatever --eval-iters.")
+    multiple_validation_sets: bool = option(
+        False, "Evaluate on --eval-iters batches of each validation source; default of all sources together."
+    )
+    validation_set_names: tuple[str, ...] | None = option(
+        None, "Names of the validation sources in log lines and TensorBoard, with --multiple-validation-sets."
+    )
     eval_at_start: bool = option(False, "Evaluate before the first step too.")
     exit_interval: int | None = option(None, "Save and stop when the step is a multiple of this.")
     exit_duration_in_mins: float | None = option(None, "Save and stop after this many minutes.")

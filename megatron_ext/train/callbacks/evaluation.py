@@ -1,24 +1,39 @@
 """Evaluate on the validation data every --eval-interval steps and at the end; at the end on the test data too."""
 
-from megatron_ext.telemetry.metrics import TestMetrics, ValidationMetrics
-from megatron_ext.train.evaluate import evaluate
+import torch
+
+from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.telemetry.metrics import SourceLoss, TestMetrics, ValidationMetrics
+from megatron_ext.train.evaluate import evaluate, evaluate_sources
 from megatron_ext.train.run import HeldOut
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Evaluation(Callback):
-    """`valid` and `test` are None where there is no such data."""
+    """`valid` and `test` are None where there is no such data.
 
-    def __init__(self, valid: HeldOut | None, test: HeldOut | None, interval: int, *, at_start: bool):
+    A finished run that is started again evaluates only what its metrics file does not hold yet.
+    """
+
+    def __init__(
+        self, valid: HeldOut | None, test: HeldOut | None, interval: int, metrics_file: str | None, *, at_start: bool
+    ):
         self.at_start = at_start
         self.valid = valid
         self.test = test
         self.interval = interval
+        self.metrics_file = metrics_file
         self.evaluated_at: int | None = None
+        self.tested_at: int | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        if self.at_start and trainer.run.state.iteration == 0:
+        iteration = trainer.run.state.iteration
+        if trainer.finished and iteration > 0:
+            known = self._known(trainer, iteration)
+            self.evaluated_at = iteration if "validation_loss" in known else None
+            self.tested_at = iteration if "test_loss" in known else None
+        elif self.at_start and iteration == 0:
             self._validate(trainer)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
@@ -31,7 +46,7 @@ class Evaluation(Callback):
         state = trainer.run.state
         if self.evaluated_at != state.iteration:
             self._validate(trainer)
-        if self.test is not None:
+        if self.test is not None and self.tested_at != state.iteration:
             loss = evaluate(trainer.run, self.test)
             trainer.report_evaluation(
                 TestMetrics(iteration=state.iteration, consumed_samples=state.consumed_samples, test_loss=loss)
@@ -41,8 +56,27 @@ class Evaluation(Callback):
         if self.valid is None:
             return
         state = trainer.run.state
-        loss = evaluate(trainer.run, self.valid)
+        losses = evaluate_sources(trainer.run, self.valid)
         self.evaluated_at = state.iteration
+        sources = [
+            SourceLoss(name=part.name, suffix=part.suffix, loss=loss)
+            for part, loss in zip(self.valid.parts, losses.parts, strict=True)
+        ]
         trainer.report_evaluation(
-            ValidationMetrics(iteration=state.iteration, consumed_samples=state.consumed_samples, validation_loss=loss)
+            ValidationMetrics(
+                iteration=state.iteration,
+                consumed_samples=state.consumed_samples,
+                validation_loss=losses.all,
+                sources=tuple(sources) if len(sources) > 1 else (),
+            )
         )
+
+    def _known(self, trainer: Trainer, iteration: int) -> set[str]:
+        """The fields of this iteration's rows in the metrics file, which the last rank writes. Collective."""
+        fields: list[set[str]] = [set()]
+        if trainer.run.is_last_rank and self.metrics_file is not None:
+            rows = [row for row in read_rows(self.metrics_file) if row["iteration"] == iteration]
+            fields = [{name for row in rows for name in row}]
+        if trainer.run.world_size > 1:
+            torch.distributed.broadcast_object_list(fields, src=trainer.run.world_size - 1)
+        return fields[0]

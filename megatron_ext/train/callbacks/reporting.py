@@ -7,6 +7,7 @@ from typing import Protocol
 
 from megatron_ext.config.batch import training_steps
 from megatron_ext.config.flops import flops_per_token
+from megatron_ext.data.accounting import use_of_sources
 from megatron_ext.optim.curves import learning_rate, weight_decay
 from megatron_ext.telemetry.metrics import Metrics, StepMetrics, TestMetrics, ValidationMetrics
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
@@ -106,4 +107,5 @@ class Reporting(Callback):
             load_balancing_loss=None if auxiliary is None else auxiliary.load_balancing,
             z_loss=None if auxiliary is None else auxiliary.z,
             world_size=run.world_size,
+            consumed_by_source=use_of_sources(run.loaders.samples, state.consumed_samples, run.config.model.seq_length),
         )

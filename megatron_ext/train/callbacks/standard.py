@@ -16,6 +16,7 @@ from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.profiling import Profiling
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, Sink
+from megatron_ext.train.callbacks.sample_ids import SampleIds
 from megatron_ext.train.callbacks.status import Status
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.callbacks.timing import Timing
@@ -44,8 +45,16 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
     callbacks.append(ReplicaCheck(*intervals))
     callbacks.append(
-        Evaluation(run.loaders.valid, run.loaders.test, training.eval_interval, at_start=training.eval_at_start)
+        Evaluation(
+            run.loaders.valid,
+            run.loaders.test,
+            training.eval_interval,
+            config.logging.metrics_file,
+            at_start=training.eval_at_start,
+        )
     )
+    if config.logging.log_sample_ids is not None:
+        callbacks.append(SampleIds(config.logging.log_sample_ids, run))
     if config.logging.timing_log_level > 0:
         callbacks.append(Timing(run.timers, config.logging.log_interval))
     callbacks.append(Stopping(signals, config.training.exit_interval, config.training.exit_duration_in_mins))

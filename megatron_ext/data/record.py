@@ -1,0 +1,94 @@
+"""What data a run reads, written into its checkpoints as data.json and compared when they are resumed. Torch-free."""
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.data.corpus import SPLITS, split_files
+from megatron_ext.data.integrity import file_fingerprint
+from megatron_ext.data.samples import Samples
+
+_FLAGS = {"data_order": "--data-order", "seed": "--seed", "seq_length": "--seq-length", "split": "--split"}
+
+
+def data_record(config: Config, train: Samples, num_samples: int) -> dict[str, Any] | None:
+    """What the order and the content of the samples follow from; None for --mock-data.
+
+    Args:
+        config: of the run.
+        train: its training data.
+        num_samples: that its order was made for.
+    """
+    if config.data.mock_data:
+        return None
+    return {
+        "data_order": config.data.data_order,
+        "seed": config.training.seed,
+        "seq_length": config.model.seq_length,
+        "split": config.data.split if config.data.data_path else None,
+        "num_samples": num_samples,
+        "order_depends_on": train.order_depends_on,
+        "files": {split: _files(config, split) for split in SPLITS},
+    }
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """That of a checkpoint; None where it has none that can be read, as one of another version."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record if isinstance(record["num_samples"], int) and isinstance(record["files"], dict) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Why a run on `now` would not go on through the samples of a run on `saved`, in words; empty where it would."""
+    found = [
+        f"{flag} is {now[name]}, not {saved.get(name)}" for name, flag in _FLAGS.items() if now[name] != saved.get(name)
+    ]
+    for split in SPLITS:
+        found += _different_files(split, saved["files"].get(split, []), now["files"][split])
+    if not found and saved.get("order_depends_on") != now["order_depends_on"]:
+        found.append(
+            f"--data-order shuffled shuffles all epochs together, and the run now takes {now['num_samples']} samples "
+            f"instead of {saved['num_samples']}"
+        )
+    return found
+
+
+def _files(config: Config, split: str) -> list[dict[str, Any]]:
+    files = split_files(config, split)
+    if files is None:
+        return []
+    prefixes, weights = files.blend.prefixes, files.blend.weights or [None] * len(files.blend.prefixes)
+    return [
+        {
+            "prefix": prefix,
+            "weight": weight,
+            **{suffix: file_fingerprint(f"{prefix}{suffix}") for suffix in (".idx", ".bin")},
+        }
+        for prefix, weight in zip(prefixes, weights, strict=True)
+    ]
+
+
+def _different_files(split: str, saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for was, is_ in itertools.zip_longest(saved, now):
+        if was is None or is_ is None or was["prefix"] != is_["prefix"]:
+            # The same files may have moved. Other validation data changes no sample of the training.
+            same = was and is_ and all(was[suffix] == is_[suffix] for suffix in (".idx", ".bin"))
+            if split == "train" and not same:
+                names = [entry["prefix"] if entry else "nothing" for entry in (is_, was)]
+                found.append(f"the training data has {names[0]} where it had {names[1]}")
+        else:
+            found += [
+                f"{is_['prefix']}{suffix} has other content"
+                for suffix in (".idx", ".bin")
+                if was[suffix] != is_[suffix]
+            ]
+        if was and is_ and split == "train" and was["weight"] != is_["weight"]:
+            found.append(f"the weight of {is_['prefix']} is {is_['weight']}, not {was['weight']}")
+    return found

@@ -1,0 +1,100 @@
+"""The datasets of a run, and whether they are those of the checkpoint that it goes on from."""
+
+import os
+
+import torch
+
+from megatron_ext.checkpoint.folder import DATA, find_iteration, find_latest, iteration_folder
+from megatron_ext.config.batch import global_batch_size, samples_at_iteration, training_steps
+from megatron_ext.config.schema import Config
+from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.data.record import data_record, differences, read_record
+from megatron_ext.data.samples import Samples
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.tokenizer.build import tokenizer_from_flags
+from megatron_ext.tokenizer.null import NullTokenizer
+from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.train.run import Run
+
+
+def samples_of_run(config: Config) -> Splits[int]:
+    """Samples that the planned length of the run reads, and samples of one evaluation, 0 where there is none."""
+    training = config.training
+    train = training.train_samples
+    if train is None:
+        train = samples_at_iteration(config, training.train_iters or 0)
+    evaluates = training.eval_interval > 0 and (training.eval_iters > 0 or training.full_validation)
+    held_out = max(training.eval_iters, 1) * training.global_batch_size if evaluates else 0
+    return Splits(train, held_out, held_out)
+
+
+def samples_of_step(config: Config, step: int) -> range:
+    """Positions of the samples that a step uses, in a run that has these flags from its beginning.
+
+    Raises:
+        ConfigurationError: there is no such step.
+    """
+    if not 1 <= step <= training_steps(config):
+        raise ConfigurationError(f"step {step}: the training has steps 1 to {training_steps(config)}")
+    first = samples_at_iteration(config, step - 1)
+    return range(first, first + global_batch_size(config, first))
+
+
+def samples_of_order(config: Config) -> int:
+    """The number of samples that the training order is made for.
+
+    megatron-core's order depends on it where the data is read more than once. A run that goes on from a checkpoint,
+    with another batch size or end, therefore takes that of the checkpoint, as long as it is enough.
+    """
+    needed = samples_of_run(config).train
+    flags = config.checkpoint
+    if flags.load is None or flags.finetune or config.data.data_order != "shuffled":
+        return needed
+    try:
+        found = find_latest(flags.load) if flags.ckpt_step is None else find_iteration(flags.load, flags.ckpt_step)
+    except (DataError, OSError):
+        return needed  # loading says so, in full
+    record = read_record(found.path / DATA) if found is not None else None
+    return max(needed, record["num_samples"]) if record else needed
+
+
+def tokenizer_of_run(config: Config) -> Tokenizer:
+    """That of the flags; without one, for synthetic data, the ids are all there is."""
+    data = config.data
+    return tokenizer_from_flags(data) if data.tokenizer_type else NullTokenizer(data.vocab_size or 0)
+
+
+def datasets_of_run(config: Config, tokenizer: Tokenizer) -> Splits[Samples | None]:
+    """Training data, and where it is evaluated, validation and test data. Collective; raises as `build_datasets`."""
+    wanted = samples_of_run(config)
+    return build_datasets(config, tokenizer, Splits(samples_of_order(config), wanted.valid, wanted.test), lambda: True)
+
+
+def check_data_is_that_of_the_checkpoint(run: Run, folder: str, iteration: int) -> None:
+    """Compare the data with what the checkpoint was trained on. Collective.
+
+    Raises:
+        DataError: it differs, on some node; every rank names it. --accept-changed-data makes it a warning.
+    """
+    saved = read_record(iteration_folder(folder, iteration) / DATA)
+    found = differences(saved, run.data_record) if saved is not None and run.data_record is not None else []
+    nodes: list[list[str]] = [[] for _ in range(run.world_size)]
+    torch.distributed.all_gather_object(nodes, found)
+    found = next((node for node in nodes if node), [])
+    if not found:
+        return
+    text = f"the data is not that of the checkpoint {iteration_folder(folder, iteration)}: {'; '.join(found)}"
+    if not run.config.checkpoint.accept_changed_data:
+        raise DataError(
+            f"{text}. Put back what it was, or add --accept-changed-data to go on: samples may then be repeated or "
+            "left out"
+        )
+    if run.rank == 0:
+        print(f"warning: {text}", flush=True)
+
+
+def record_of_run(config: Config, train: Samples) -> dict | None:
+    """The data's record, on one rank of each node; None on the others, which would read the same files."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    return data_record(config, train, samples_of_order(config))

@@ -1,0 +1,47 @@
+"""pretrain_gpt.py in a rank of `run_ranks`: the whole program, without the start of an interpreter."""
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the program ended on one rank, and which training samples it read, in this order."""
+
+    code: int
+    output: str
+    errors: str
+    samples: list[int]
+
+
+def run_program(argv: Sequence[str]) -> Ended:
+    """Run the program on this rank; `samples` are those that its loader really asked its training data for."""
+    from megatron_ext.data.loader import BatchLoader
+    from megatron_ext.resilience.report import RunStatus, run_guarded
+    from pretrain_gpt import main
+
+    samples: list[int] = []
+    trains = [False]  # whether the batch that is being loaded is one of the training
+    read, load = BatchLoader._read, BatchLoader.global_batch
+
+    def read_and_remember(self: BatchLoader, index: int) -> Any:
+        if trains[0]:
+            samples.append(index)
+        return read(self, index)
+
+    def load_and_tell(
+        self: BatchLoader, consumed_samples: int, num_microbatches: int, end: int | None = None
+    ) -> list[Any]:
+        trains[0] = end is None  # an evaluation has an end
+        return load(self, consumed_samples, num_microbatches, end)
+
+    BatchLoader._read, BatchLoader.global_batch = read_and_remember, load_and_tell
+    status = RunStatus(rank=int(os.environ["RANK"]))
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        code = run_guarded(lambda: main([*argv, "--device", "cpu", "--num-workers", "0"], status), status)
+    return Ended(code, output.getvalue(), errors.getvalue(), samples)

@@ -1,0 +1,105 @@
+"""Rows 23, 24 and 25 of the table of faults: damaged .bin and .idx files are exit 65 when they are opened.
+
+Both sample orders open them: `shuffled` maps the .bin, `formula` reads it.
+"""
+
+import shlex
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.config.schema import Config, DataConfig, ModelConfig
+from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.data.indexed import HEADER, IndexedWriter
+from megatron_ext.errors import DataError
+from megatron_ext.tokenizer.null import NullTokenizer
+from megatron_ext.verify.ranks import run_ranks
+from tests.program import run_program
+
+DOCUMENTS = 100_000
+FLAGS = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --lr 1e-3 --micro-batch-size 2
+    --train-iters 2 --eval-interval 0 --tokenizer-type NullTokenizer --vocab-size 61
+"""
+
+
+def change(path: Path, offset: int, content: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def cut(path: Path, size: int) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(size)
+
+
+POINTERS = HEADER.size + 4 * DOCUMENTS
+DAMAGE: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
+    "row 23: truncated .bin": (r"\.bin has \d+ bytes", lambda bin_, idx: cut(bin_, 1_999_998)),
+    "row 23: empty .bin": (r"\.bin has 0 bytes", lambda bin_, idx: cut(bin_, 0)),
+    "row 24: truncated .idx": (r"\.idx has \d+ bytes", lambda bin_, idx: cut(idx, 100_000)),
+    "row 24: flipped length": (r"sequence 78 of", lambda bin_, idx: change(idx, HEADER.size + 4 * 77, b"\x0b")),
+    "row 24: flipped pointer": (r"sequence 78 of", lambda bin_, idx: change(idx, POINTERS + 8 * 78 + 7, b"\x80")),
+    "row 24: flipped magic": (r"begins with", lambda bin_, idx: change(idx, 0, b"m")),
+    "row 24: token out of range": (
+        r"token 61 at byte 0 \(document 0\) is outside a vocabulary of 61",
+        lambda bin_, idx: change(bin_, 0, b"\x3d"),
+    ),
+    "row 25: zero-length .idx": (r"\.idx has 0 bytes", lambda bin_, idx: cut(idx, 0)),
+    "row 25: offset overflow": (
+        r"sequence 5 of",
+        lambda bin_, idx: change(idx, POINTERS + 8 * 5, struct.pack("<q", 2**63 - 2)),
+    ),
+    "row 25: length overflow": (
+        r"sequence 6 of",
+        lambda bin_, idx: change(idx, HEADER.size + 4 * 5, struct.pack("<i", 2**31 - 1)),
+    ),
+    "row 25: absurd number of sequences": (
+        r"speaks of 1152921504606846976 sequences",
+        lambda bin_, idx: change(idx, 18, struct.pack("<Q", 2**60)),
+    ),
+    "row 25: absurd number of documents": (
+        r"\.idx has \d+ bytes",
+        lambda bin_, idx: change(idx, 26, struct.pack("<Q", 2**64 - 1)),
+    ),
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A million tokens in 100,000 documents: 2 MB each."""
+    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
+        writer.add_tokens((np.arange(10 * DOCUMENTS) % 61).astype(np.uint16).tobytes(), [10] * DOCUMENTS)
+    return tmp_path / "data.bin", tmp_path / "data.idx"
+
+
+@pytest.mark.parametrize("order", ["shuffled", "formula"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_found_at_open_without_a_large_allocation(damage: str, order: str, files: tuple[Path, Path]):
+    said, harm = DAMAGE[damage]
+    size = files[1].stat().st_size
+    harm(*files)
+    config = Config(
+        model=ModelConfig(seq_length=8),
+        data=DataConfig(train_data_path=(str(files[0].with_suffix("")),), data_order=order),
+    )
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=said):
+            build_datasets(config, NullTokenizer(61), Splits(100, 0, 0), lambda: True)
+        assert tracemalloc.get_traced_memory()[1] < 2 * size
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("row", ["row 23: truncated .bin", "row 24: token out of range", "row 25: offset overflow"])
+def test_the_program_ends_with_65_and_names_the_file(row: str, files: tuple[Path, Path], tmp_path: Path):
+    DAMAGE[row][1](*files)
+    (ended,) = run_ranks(1, run_program, shlex.split(f"{FLAGS} --train-data-path {tmp_path}/data"))
+    assert ended.code == 65
+    assert f"rank 0: {tmp_path}/data" in ended.errors.strip().splitlines()[-1]
