@@ -1,8 +1,9 @@
 """What a layout should hold and send, from its flags alone: the formulas beside the counts of benchmarks/sharding.py.
 
 P is the number of parameters of a rank's stage and tensor-parallel shard, n = data x context parallel size (who shares
-gradients), r copies of the shards, m microbatches, S sequence, B samples of a microbatch, H hidden size, w bytes of a
-weight or an activation (2 in bf16, 4 in fp32). A = S/c B H w is one activation. Gradients are reduced in fp32.
+gradients) over the r copies of the shards, m microbatches, L layers of a rank, S sequence, B samples of a microbatch, H
+hidden size, w bytes of a weight or an activation (2 in bf16, 4 in fp32). A = S/c B H w is one activation, Q and KV this
+rank's queries, and keys with values, of one layer. Gradients are reduced in fp32.
 Sources: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, sections 5 and 7), Shoeybi et al. 2019 (arXiv:1909.08053,
 section 3), Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2), Narayanan et al. 2021 (arXiv:2104.04473, 2.2).
 """
@@ -80,7 +81,8 @@ class Formulas:
 
     def sent(self) -> list[Term]:
         """Every purpose for which this layout sends at least a tensor."""
-        return [term for part in (self._data(), self._tensor(), self._pipeline()) for term in part]
+        parts = self._data(), self._tensor(), self._context(), self._pipeline()
+        return [term for part in parts for term in part]
 
     def _data(self) -> Iterator[Term]:
         n, m = self.sharers // self.replicas, self.microbatches
@@ -95,8 +97,8 @@ class Formulas:
         gathered = {"optim": 1, "optim_grads": 1}.get(self.strategy, m * self._gathers())
         yield Term("all-gather", gathered * share * weights, f"{_times(gathered)}(n-1)/n {self.weight}P")
         if self.replicas > 1:
-            between = 2 * (self.replicas - 1) / self.replicas * gradients / n
-            yield Term("all-reduce", between, "2 (r-1)/r 4P/n")
+            between = reduced * 2 * (self.replicas - 1) / self.replicas * gradients / n
+            yield Term("all-reduce", between, f"{_times(2 * reduced)}(r-1)/r 4P/n")
 
     def _gathers(self) -> int:
         return 1 if getattr(self.config.layout, "torch_fsdp2_no_reshard_after_forward", False) else 2
@@ -119,6 +121,26 @@ class Formulas:
         if last:
             # The loss over a divided vocabulary: largest logit, logit of the label, sum of exponentials, in fp32.
             yield Term("all-reduce", 3 * m * 2 * (t - 1) / t * 4 * self.tokens, "6 m (t-1)/t 4 S/c B")
+
+    def _context(self) -> Iterator[Term]:
+        if self.context == 1:
+            return
+        model, c = self.config.model, self.context
+        one_head = self.tokens * model.kv_channels * self.weight // self.tensor
+        keys, queries = 2 * model.num_key_value_heads * one_head, model.num_attention_heads * one_head
+        calls = self.microbatches * self._layers()
+        match self.config.layout.cp_comm_type:  # pyright: ignore[reportAttributeAccessIssue]
+            case ("all_gather",):
+                yield Term("all-gather", calls * (c - 1) * keys, "m L (c-1) KV")
+                yield Term("reduce-scatter", calls * (c - 1) * keys, "m L (c-1) KV")
+            case ("p2p",):
+                # Forward the keys, backward the keys and, all the way home, their gradients in fp32.
+                sums = c * keys * 4 // self.weight
+                yield Term("send", calls * (2 * (c - 1) * keys + sums), f"m L (2 (c-1) + {4 // self.weight} c) KV")
+            case ("a2a",):
+                # Queries, keys and values one way, what they attended to the other; backward the same.
+                share = (c - 1) / c
+                yield Term("all-to-all", calls * 2 * share * (2 * queries + keys), "m L 2 (c-1)/c (2Q + KV)")
 
     def _pipeline(self) -> Iterator[Term]:
         if self.pipeline == 1:
