@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_ext.checkpoint import hf_safetensors
+from megatron_ext.checkpoint.beside import TOKENIZER, kept_tokenizer
 from megatron_ext.checkpoint.folder import CONFIG, find_latest
-from megatron_ext.checkpoint.hf_import import TOKENIZER_FOLDER, copy_tokenizer, stack_sizes, stacked_key
+from megatron_ext.checkpoint.hf_import import copy_tokenizer, stack_sizes, stacked_key
 from megatron_ext.checkpoint.hf_read import INDEX, SINGLE, run_rows
 from megatron_ext.checkpoint.hf_safetensors import DTYPES, Entry
 from megatron_ext.checkpoint.safe_reading import read_metadata
@@ -168,7 +169,8 @@ def _checkpoint(folder: Path) -> Path:
 def _config(path: Path) -> Config:
     if not (path / CONFIG).exists():
         raise ConfigurationError(f"{path} has no {CONFIG}, which says what model it holds; resume and save it once")
-    return resolve(parse(["--config", str(path / CONFIG)]).values, Facts())
+    values = parse(["--config", str(path / CONFIG)]).values
+    return resolve({**values, **kept_tokenizer(values, path)}, Facts())
 
 
 def _files(folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, max_size: int) -> dict[str, Entry]:
@@ -231,7 +233,7 @@ def _write_beside(folder: Path, source: SavedModel, family: Family, code: str) -
 
 
 def _tokenizer_folders(source: SavedModel) -> Iterator[Path]:
-    yield source.path / TOKENIZER_FOLDER
+    yield source.path / TOKENIZER
     model = source.config.data.tokenizer_model
     if model is not None:
         yield Path(model) if Path(model).is_dir() else Path(model).parent

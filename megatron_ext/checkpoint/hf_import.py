@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, Ten
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_ext.checkpoint import manifest
+from megatron_ext.checkpoint.beside import HUGGINGFACE_FILES, TOKENIZER, write_versions
 from megatron_ext.checkpoint.folder import CONFIG, make_partial, publish, saved_iterations
 from megatron_ext.checkpoint.hf_read import HFFolder, safe_file
 from megatron_ext.config.families import Arranged, arrangement
@@ -27,19 +28,6 @@ from megatron_ext.config.files import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
-
-TOKENIZER_FOLDER = "tokenizer"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 _CHUNK_BYTES = 32 << 20
 # Modules for which megatron-core saves an object beside the weights, which is empty without FP8.
@@ -71,8 +59,9 @@ def import_huggingface(source: str | Path, destination: str | Path) -> Path:
             json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         )
         (partial / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-        copy_tokenizer(folder.path, partial / TOKENIZER_FOLDER)
-        manifest.write(partial, manifest.describe(path for path in partial.iterdir() if path.is_file()))
+        copy_tokenizer(folder.path, partial / TOKENIZER)
+        write_versions(partial)
+        manifest.write(partial, manifest.describe(partial, manifest.all_files(partial)))
         return publish(destination, 0)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -80,8 +69,9 @@ def import_huggingface(source: str | Path, destination: str | Path) -> Path:
 
 def copy_tokenizer(source: Path, destination: Path) -> list[str]:
     """Copy the tokenizer's files that `source` has; returns their names."""
-    names = [name for name in TOKENIZER_FILES if (source / name).exists()]
-    destination.mkdir(parents=True, exist_ok=True)
+    names = [name for name in HUGGINGFACE_FILES if (source / name).exists()]
+    if names:
+        destination.mkdir(parents=True, exist_ok=True)
     for name in names:
         shutil.copyfile(safe_file(source, name), destination / name)
     return names

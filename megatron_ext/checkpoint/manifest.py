@@ -15,18 +15,25 @@ from typing import Any
 MANIFEST = "manifest.json"
 
 Files = dict[str, dict[str, Any]]
-"""Size in bytes and checksum, by the file's name in the checkpoint folder."""
+"""Size in bytes and checksum, by the file's path in the checkpoint folder."""
 
 _CHUNK = 1 << 24
 
 
-def describe(paths: Iterable[Path]) -> Files:
-    """Read the files whole, for the manifest.
+def describe(folder: Path, paths: Iterable[Path]) -> Files:
+    """Read files of `folder` whole, for the manifest.
 
     Raises:
         OSError: one of them cannot be read.
     """
-    return {path.name: {"bytes": path.stat().st_size, "crc32": checksum(path)} for path in paths}
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": checksum(path)} for path in paths
+    }
+
+
+def all_files(folder: Path) -> list[Path]:
+    """All files of a checkpoint, those in its folders too."""
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def checksum(path: Path) -> str:

@@ -19,7 +19,16 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents, manifest
-from megatron_ext.checkpoint.folder import CONFIG, DATA, iteration_folder, make_partial, partial_folder, publish
+from megatron_ext.checkpoint.beside import keep_tokenizer, write_versions
+from megatron_ext.checkpoint.folder import (
+    CONFIG,
+    DATA,
+    iteration_folder,
+    make_partial,
+    partial_folder,
+    publish,
+    saved_iterations,
+)
 from megatron_ext.checkpoint.retention import remove_expired
 from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.config.files import to_yaml
@@ -87,7 +96,7 @@ class Save:
         """This rank's shards; then read back what was written. Failures wait for `finish`."""
         try:
             write_shards(self._request, buckets)
-            self._files = manifest.describe(self._partial.glob(f"__{self.run.rank}_*.distcp"))
+            self._files = manifest.describe(self._partial, self._partial.glob(f"__{self.run.rank}_*.distcp"))
         except OSError as error:
             self._files = f"{error.strerror}: {error.filename}"
         except Exception as error:
@@ -98,8 +107,11 @@ class Save:
         (self._partial / CONFIG).write_text(to_yaml(self.run.config), encoding="utf-8")
         if self.run.data_record is not None:
             (self._partial / DATA).write_text(json.dumps(self.run.data_record, indent=1) + "\n", encoding="utf-8")
-        others = manifest.describe(path for path in self._partial.iterdir() if path.suffix != ".distcp")
-        manifest.write(self._partial, shards | others)
+        earlier = (iteration_folder(self.folder, step) for step in reversed(saved_iterations(self.folder)))
+        keep_tokenizer(self.run.config.data, self._partial, earlier)
+        write_versions(self._partial)
+        others = [path for path in manifest.all_files(self._partial) if path.suffix != ".distcp"]
+        manifest.write(self._partial, shards | manifest.describe(self._partial, others))
         publish(self.folder, self.iteration)
 
     @contextmanager

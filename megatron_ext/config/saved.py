@@ -50,6 +50,17 @@ MODEL_FUNCTION = (
 
 # Not the length of the sequences, dropout, or the padding, which follows the layout: they may change on resuming.
 
+TOKENIZER = (
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "tokenizer_special_tokens",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+)
+"""What --use-checkpoint-args takes with the model, where no tokenizer is named."""
+
 CURVES = (
     "lr",
     "min_lr",
@@ -98,7 +109,9 @@ def adopt(values: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]
     """
     adopted = dict(values)
     if values.get("use_checkpoint_args"):
-        adopted = {name: saved[name] for name in model_names(saved, finetune=False) if name in saved} | adopted
+        names = model_names(saved, finetune=False)
+        names += TOKENIZER if "tokenizer_type" not in values else ()
+        adopted = {name: saved[name] for name in names if name in saved} | adopted
     if values.get("use_checkpoint_opt_param_scheduler"):
         adopted = {name: value for name, value in adopted.items() if name not in CURVES}
         adopted |= {name: saved[name] for name in CURVES if name in saved}

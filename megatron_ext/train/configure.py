@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.checkpoint.beside import kept_tokenizer
 from megatron_ext.checkpoint.folder import CONFIG, find_iteration, find_latest
 from megatron_ext.config.arguments import Typed, parse
 from megatron_ext.config.blend import missing_paths
@@ -53,7 +54,15 @@ def _saved_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
         found = find_latest(folder) if step is None else find_iteration(folder, step)
     except (DataError, OSError):
         return None  # loading says so, in full
-    return read_saved(found.path / CONFIG) if found is not None else None
+    saved = read_saved(found.path / CONFIG) if found is not None else None
+    if found is None or saved is None:
+        return None
+    gone = {
+        field: path
+        for field, path in kept_tokenizer(saved, found.path).items()
+        if not Path(saved.get(field) or "").exists()
+    }
+    return {**saved, **gone}
 
 
 def _missing_checkpoint(values: Mapping[str, Any]) -> str | None:

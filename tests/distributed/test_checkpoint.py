@@ -78,7 +78,8 @@ def test_folder_has_megatrons_names_and_the_configuration(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "iter_0000002", TRACKER]
     assert (tmp_path / TRACKER).read_text() == "2"
     names = {path.name for path in (tmp_path / "iter_0000002").iterdir()}
-    assert names == {".metadata", "metadata.json", "config.yaml", "manifest.json", "__0_0.distcp", "__1_0.distcp"}
+    written = {".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"}
+    assert names == {*written, "config.yaml", "manifest.json", "versions.json"}
     config = yaml.safe_load((tmp_path / "iter_0000002" / "config.yaml").read_text())
     assert config["hidden_size"] == 32
 

@@ -117,7 +117,7 @@ def test_200_flipped_bits(saved: Path) -> None:
 
 def test_every_byte_of_the_manifest_counts(tmp_path: Path) -> None:
     (tmp_path / "shard").write_bytes(b"content")
-    manifest.write(tmp_path, manifest.describe([tmp_path / "shard"]))
+    manifest.write(tmp_path, manifest.describe(tmp_path, [tmp_path / "shard"]))
     path = tmp_path / manifest.MANIFEST
     for offset in range(path.stat().st_size):
         _flip(path, offset)

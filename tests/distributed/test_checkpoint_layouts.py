@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "one process": (1, ""),
     "TP4": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "PP4": (4, "--pipeline-model-parallel-size 4"),
+    "PP2, uneven": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
     "DP4, distributed optimizer": (4, BUCKETS),
     "TP2 x DP2 without distributed optimizer": (4, "--tensor-model-parallel-size 2"),
 }

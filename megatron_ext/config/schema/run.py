@@ -37,7 +37,9 @@ class CheckpointConfig:
     no_load_rng: bool = option(False, "Leave the state of the random generators (dropout) of the checkpoint aside.")
     no_save_optim: bool = option(False, "Save no optimizer state: smaller, but the run cannot be resumed exactly.")
     no_save_rng: bool = option(False, "Save no state of the random generators.")
-    use_checkpoint_args: bool = option(False, "Take the model's flags from the checkpoint that --load names.")
+    use_checkpoint_args: bool = option(
+        False, "Take the flags of the model, and of the tokenizer where none is named, from the checkpoint in --load."
+    )
     override_opt_param_scheduler: bool = option(
         False,
         "Follow the learning-rate and weight-decay curves of the flags, where the checkpoint's are others.",

@@ -1,0 +1,80 @@
+"""What lies in a checkpoint beside the tensors, so that it is of use where nothing else of the run is. No torch here.
+
+iter_0000010/tokenizer/        the tokenizer's files, under Hugging Face's names where there are such
+iter_0000010/versions.json     of the software that wrote it
+"""
+
+import json
+import platform
+import shutil
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import megatron_ext
+from megatron_ext.config.schema import DataConfig
+
+TOKENIZER = "tokenizer"
+VERSIONS = "versions.json"
+
+HUGGINGFACE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+# Field of the flags -> name of the copy, by the type of the tokenizer. A folder's files keep their names.
+_SINGLE_FILES = {
+    "SentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+    "TikTokenizer": {"tokenizer_model": "tiktoken.json"},
+}
+
+
+def keep_tokenizer(data: DataConfig, checkpoint: Path, earlier: Iterable[Path]) -> None:
+    """Copy the tokenizer's files into `checkpoint`; where they are gone, from the first of `earlier` that has them.
+
+    Raises:
+        OSError: the checkpoint cannot be written.
+    """
+    sources = _sources(data)
+    if sources and not all(path.is_file() for path in sources.values()):
+        folders = [folder / TOKENIZER for folder in earlier]
+        kept = next((folder for folder in folders if folder.is_dir()), None)
+        sources = {path.name: path for path in kept.iterdir()} if kept else {}
+    for name, path in sources.items():
+        (checkpoint / TOKENIZER).mkdir(exist_ok=True)
+        shutil.copyfile(path, checkpoint / TOKENIZER / name)
+
+
+def _sources(data: DataConfig) -> dict[str, Path]:
+    """Name of the copy -> file."""
+    if data.tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is not None:
+        folder = Path(data.tokenizer_model)
+        found = {name: folder / name for name in HUGGINGFACE_FILES if (folder / name).is_file()}
+        return found or {"tokenizer.json": folder / "tokenizer.json"}
+    names = _SINGLE_FILES.get(data.tokenizer_type or "", {})
+    return {name: Path(value) for field, name in names.items() if (value := getattr(data, field)) is not None}
+
+
+def kept_tokenizer(values: Mapping[str, Any], checkpoint: Path) -> dict[str, str]:
+    """The copies in `checkpoint` by the flag that names such a file; only what is there."""
+    folder = checkpoint / TOKENIZER
+    kind = values.get("tokenizer_type")
+    if kind == "HuggingFaceTokenizer":
+        return {"tokenizer_model": str(folder)} if (folder / "tokenizer.json").is_file() else {}
+    names = _SINGLE_FILES.get(kind or "", {})
+    return {field: str(folder / name) for field, name in names.items() if (folder / name).is_file()}
+
+
+def write_versions(checkpoint: Path) -> None:
+    """Of this program, of Python, and of the packages that what is written depends on."""
+    packages = {name: metadata.version(name) for name in ("torch", "megatron-core", "numpy")}
+    content = {"megatron_ext": megatron_ext.__version__, "python": platform.python_version(), **packages}
+    (checkpoint / VERSIONS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

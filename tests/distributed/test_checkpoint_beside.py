@@ -1,0 +1,108 @@
+"""A checkpoint is of use where nothing else of the run is: tokenizer, configuration, versions."""
+
+import json
+import platform
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.checkpoint import manifest
+from megatron_ext.checkpoint.beside import HUGGINGFACE_FILES, keep_tokenizer, kept_tokenizer
+from megatron_ext.config.schema import DataConfig
+from megatron_ext.tokenizer.training import train_bytelevel_bpe
+from megatron_ext.train.configure import configure
+from megatron_ext.verify.ranks import run_ranks
+from tests.distributed.test_checkpoint import _save_at
+from tests.distributed.test_checkpoint_args import MODEL, REST, SCHEDULE
+
+convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
+SETTINGS = [*REST, *SCHEDULE, "--train-iters", "10"]
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    """A tokenizer's folder, with a file that is none of it."""
+    folder = tmp_path / "original"
+    train_bytelevel_bpe(["some text, some more text", "and other words, some more text"], 270, folder)
+    (folder / "pytorch_model.bin").touch()
+    return folder
+
+
+def _go_on(folder: str, flags: list[str]) -> None:
+    """Resume at iteration 1 and save at 2."""
+    from megatron_ext import device
+    from megatron_ext.checkpoint.load import load_checkpoint
+    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.trainer import Trainer
+
+    run = build_run(configure(flags).config, device.install("cpu"))
+    assert load_checkpoint(run, folder) == 1
+    Trainer(run, []).step()
+    save_checkpoint(run, folder)
+
+
+def _words(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def test_the_tokenizer_goes_along(original: Path, tmp_path: Path) -> None:
+    save, kept = tmp_path / "save", {name: original / name for name in ("tokenizer.json", "tokenizer_config.json")}
+    kept = {name: path.read_bytes() for name, path in kept.items()}
+    model = [*MODEL[:-2], "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(original)]
+    run_ranks(1, _save_at, str(save), [1], [*model, *SETTINGS])
+    assert _words(save / "iter_0000001" / "tokenizer") == kept
+
+    shutil.rmtree(original)  # the original path is gone: the checkpoint alone says what model and tokenizer it is
+    resumed = [*SETTINGS, "--load", str(save), "--use-checkpoint-args"]
+    data = configure(resumed).config.data
+    assert (data.tokenizer_model, data.vocab_size) == (str(save / "iter_0000001" / "tokenizer"), 270)
+    run_ranks(1, _go_on, str(save), resumed)
+    shutil.rmtree(save / "iter_0000001")
+    assert _words(save / "iter_0000002" / "tokenizer") == kept
+
+    exported = tmp_path / "hf"
+    assert convert(["to-hf", "--load", str(save), "--save", str(exported)]) == 0
+    assert {name: (exported / name).read_bytes() for name in kept} == kept
+    generation = json.loads((exported / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 0
+    assert "270" in (exported / "README.md").read_text()
+
+
+def test_its_files_are_in_the_manifest(original: Path, tmp_path: Path) -> None:
+    model = [*MODEL[:-2], "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(original)]
+    run_ranks(1, _save_at, str(tmp_path / "save"), [1], [*model, *SETTINGS])
+    checkpoint = tmp_path / "save" / "iter_0000001"
+    versions = json.loads((checkpoint / "versions.json").read_text())
+    assert versions["python"] == platform.python_version()
+    assert versions["torch"] == torch.__version__.split("+")[0] or versions["torch"] == torch.__version__
+    files = manifest.read(checkpoint)
+    assert files is not None
+    assert manifest.problems(checkpoint, files) == []
+    path = checkpoint / "tokenizer" / "tokenizer.json"
+    path.write_text(path.read_text().replace("some", "sume"))
+    (checkpoint / "versions.json").unlink()
+    problems = manifest.problems(checkpoint, files)
+    assert len(problems) == 2
+    assert "tokenizer/tokenizer.json has another checksum" in " ".join(problems)
+    assert "versions.json is missing" in problems
+
+
+def test_single_files_get_hugging_faces_names(tmp_path: Path) -> None:
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt", "spm32k.model"):
+        (tmp_path / name).write_text(name)
+    kinds = {
+        "GPT2BPETokenizer": {"vocab_file": "gpt2-vocab.json", "merge_file": "gpt2-merges.txt"},
+        "SentencePieceTokenizer": {"tokenizer_model": "spm32k.model"},
+    }
+    for kind, fields in kinds.items():
+        checkpoint = tmp_path / kind
+        checkpoint.mkdir()
+        values = {"tokenizer_type": kind, **{field: str(tmp_path / name) for field, name in fields.items()}}
+        keep_tokenizer(DataConfig(**values), checkpoint, [])
+        copies = kept_tokenizer(values, checkpoint)
+        assert {field: Path(path).read_text() for field, path in copies.items()} == fields
+        assert all(Path(path).name in HUGGINGFACE_FILES for path in copies.values())
