@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a trained GPT, with a stop and a resume on the way, in about five minutes on two cores.
+# From nothing to a trained GPT in Hugging Face's format, with a stop and a resume on the way, in about five minutes on
+# two cores.
 #   bash examples/quickstart.sh [FOLDER [ITERATIONS]]      default: runs/quickstart, 100
 # Trains over the machine's GPUs, or else on 8 CPU processes: the same program, the same flags.
 set -euo pipefail
@@ -13,13 +14,13 @@ mkdir -p "$run"
 started=$SECONDS
 step() { printf '\n== [%3d s] %s\n' "$((SECONDS - started))" "$*"; }
 
-step "1/6 corpus: the sources of this Python's standard library"
+step "1/8 corpus: the sources of this Python's standard library"
 python tools/python_corpus.py --output-prefix "$run/python"
 
-step "2/6 tokenizer: byte-level BPE with 8,192 entries"
+step "2/8 tokenizer: byte-level BPE with 8,192 entries"
 python tools/train_tokenizer.py --input "$run/python_train.jsonl" --output-dir "$run/tokenizer" --vocab-size 8192
 
-step "3/6 preprocessing: text to .bin/.idx"
+step "3/8 preprocessing: text to .bin/.idx"
 tokenizer=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$run/tokenizer")
 for part in train valid; do
     python tools/preprocess_data.py --input "$run/python_$part.jsonl" --output-prefix "$run/$part" \
@@ -62,14 +63,21 @@ train() {
 }
 
 stop=$((iterations * 6 / 10))
-step "4/6 training on $ranks processes; stops after $stop of $iterations steps"
+step "4/8 training on $ranks processes; stops after $stop of $iterations steps"
 train --exit-interval "$stop"
 
-step "5/6 the same command again: resumes at step $stop and goes on with the same curve"
+step "5/8 the same command again: resumes at step $stop and goes on with the same curve"
 train
 
-step "6/6 the loss curve (also as a page: $run/report.html)"
+step "6/8 the loss curve (also as a page: $run/report.html)"
 python tools/show_run.py "$run/checkpoints/metrics.jsonl" --html "$run/report.html"
+
+step "7/8 the model for Hugging Face; its loss by transformers, beside ours"
+python tools/convert_checkpoint.py to-hf --load "$run/checkpoints" --save "$run/hf" \
+    --no-verify --check-loss "$run/valid_text_document"
+
+step "8/8 a sample of it, by transformers"
+python tools/generate_sample.py --model "$run/hf" --prompt "def "
 
 cat <<TEXT
 
@@ -77,5 +85,6 @@ Done in $((SECONDS - started)) s. Everything is under $run.
 The TensorBoard log is in $run/tensorboard. Next:
   python pretrain_gpt.py --help                                   # all flags
   bash examples/pretrain_cpu.sh                                   # the same data and model on one process
+  python tools/generate_sample.py --model $run/hf --prompt "class " --seed 1
   tensorboard --logdir $run/tensorboard          # the curves in a browser
 TEXT

@@ -29,7 +29,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights of to-hf; default the checkpoint's")
     parser.add_argument("--max-shard-size", default="5GB", help="largest file of to-hf, in bytes, KB, MB or GB")
     parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers after to-hf")
+    parser.add_argument("--check-loss", metavar="PREFIX", help="compare losses with transformers on a .bin/.idx pair")
+    parser.add_argument("--check-samples", type=int, default=64, help="stretches of it to read, as long as training's")
     options = parser.parse_args(argv)
+    if options.check_samples < 1:
+        raise ConfigurationError(f"--check-samples {options.check_samples} must be positive; leave it out for 64")
     started = time.perf_counter()
     if options.direction == "from-hf":
         from megatron_ext.checkpoint.hf_import import import_huggingface
@@ -57,6 +61,8 @@ def main(argv: list[str]) -> int:
         print("no tokenizer files were at hand; add them to the folder yourself", flush=True)
     if not options.no_verify:
         _verify(source, exported.path, dtype)
+    if options.check_loss is not None:
+        _check_loss(source, exported.path, dtype, options.check_loss, options.check_samples)
     return 0
 
 
@@ -67,6 +73,19 @@ def _verify(source, path: Path, dtype) -> None:
     summary = (
         f"largest difference of logits to transformers: {agreement.largest_difference:.2e} over {agreement.tokens} "
         f"tokens (largest logit {agreement.largest_logit:.2f})"
+    )
+    if not agreement.holds:
+        raise DataError(f"{summary}: more than rounding. Do not use {path}, and please report this")
+    print(summary, flush=True)
+
+
+def _check_loss(source, path: Path, dtype, prefix: str, samples: int) -> None:
+    from megatron_ext.verify.huggingface import compare_losses
+
+    agreement = compare_losses(source, path, dtype, prefix, samples)
+    summary = (
+        f"loss over {agreement.tokens:,} tokens of {prefix}: ours {agreement.ours:.7f}, transformers "
+        f"{agreement.theirs:.7f} (relative difference {agreement.relative_difference:.1e})"
     )
     if not agreement.holds:
         raise DataError(f"{summary}: more than rounding. Do not use {path}, and please report this")

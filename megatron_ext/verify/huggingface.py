@@ -1,7 +1,12 @@
-"""Proof of an exported model: transformers, reading the new folder, and we, reading the checkpoint, agree on logits."""
+"""Proof of an exported model: transformers, reading the new folder, and we, reading the checkpoint, agree.
+
+On logits, and on the loss of a preprocessed corpus; both models compute in fp32.
+"""
 
 import dataclasses
 import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +16,14 @@ import torch
 from megatron_ext import device
 from megatron_ext.checkpoint.hf_export import SavedModel
 from megatron_ext.config.schema import Config, LayoutConfig
+from megatron_ext.data.integrity import check_indexed_files
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.verify.ranks import run_ranks
 
 _TEXT = "A language model reads text as a sequence of tokens, and for each of them it gives the odds of the next. "
 _LENGTH = 128
+_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -33,23 +40,89 @@ class Agreement:
         return self.largest_difference <= 1e-5 * max(1.0, self.largest_logit)
 
 
+@dataclass(frozen=True)
+class LossAgreement:
+    """Mean loss per token, in nats, of the two models."""
+
+    ours: float
+    theirs: float
+    tokens: int
+
+    @property
+    def relative_difference(self) -> float:
+        return abs(self.ours - self.theirs) / abs(self.ours)
+
+    @property
+    def holds(self) -> bool:
+        return self.relative_difference <= 1e-6
+
+
 def compare_logits(source: SavedModel, folder: Path, dtype: torch.dtype) -> Agreement:
     """Run both models in fp32, ours on the checkpoint's weights rounded to `dtype`, over the same tokens.
 
     Raises:
         ConfigurationError: transformers is not installed.
     """
+    _need_transformers()
+    tokens = _tokens(source.config)
+    with our_model(source, dtype) as model:
+        ours = model(tokens)
+    # In a process of its own: what the device room replaces in torch leaves transformers' rotary tables unfilled.
+    [theirs] = run_ranks(1, their_logits, str(folder), tokens.tolist(), fresh=True)
+    difference = (ours - theirs).abs().max().item()
+    return Agreement(difference, theirs.abs().max().item(), tokens.numel())
+
+
+def compare_losses(source: SavedModel, folder: Path, dtype: torch.dtype, prefix: str, samples: int) -> LossAgreement:
+    """Losses of both models on the first `samples` stretches of the corpus, each as long as those of training.
+
+    Raises:
+        ConfigurationError: transformers is not installed, or the corpus is shorter than one stretch.
+        DataError: the corpus is damaged.
+    """
+    _need_transformers()
+    tokens = _stretches(prefix, source.config.model.seq_length or _LENGTH, samples)
+    with our_model(source, dtype) as model:
+        ours = mean_loss(model, tokens)
+    [theirs] = run_ranks(1, their_loss, str(folder), tokens.tolist(), fresh=True)
+    return LossAgreement(ours, theirs, tokens[:, 1:].numel())
+
+
+def _stretches(prefix: str, length: int, samples: int) -> torch.Tensor:
+    """[samples, length + 1]: the corpus from its beginning; the last token of a stretch is the next one's first."""
+    check_indexed_files(prefix)
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = IndexedDataset(prefix)
+    found: list[int] = []
+    for document in range(len(data)):
+        found += data[document].tolist()
+        if len(found) > samples * length:
+            break
+    samples = min(samples, (len(found) - 1) // length)
+    if samples < 1:
+        raise ConfigurationError(f"--check-loss {prefix} has {len(found)} tokens; one sample needs {length + 1}")
+    return torch.tensor([found[start : start + length + 1] for start in range(0, samples * length, length)])
+
+
+def mean_loss(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> float:
+    """Mean loss per token, in nats, of predicting each of `tokens` [samples, length + 1] but the first."""
+    total = 0.0
+    for rows in tokens.split(_BATCH):
+        logits = model(rows[:, :-1])
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="none"
+        )
+        total += losses.double().sum().item()
+    return total / tokens[:, 1:].numel()
+
+
+def _need_transformers() -> None:
     if not importlib.util.find_spec("transformers"):
         raise ConfigurationError(
             "transformers is not installed, so that the result cannot be checked: pip install transformers, or give "
             "--no-verify"
         )
-    tokens = _tokens(source.config)
-    ours = _our_logits(source, dtype, tokens)
-    # In a process of its own: what the device room replaces in torch leaves transformers' rotary tables unfilled.
-    [theirs] = run_ranks(1, their_logits, str(folder), tokens.tolist(), fresh=True)
-    difference = (ours - theirs).abs().max().item()
-    return Agreement(difference, theirs.abs().max().item(), tokens.numel())
 
 
 def _tokens(config: Config) -> torch.Tensor:
@@ -69,7 +142,12 @@ def _tokens(config: Config) -> torch.Tensor:
     return torch.tensor([ids])
 
 
-def _our_logits(source: SavedModel, dtype: torch.dtype, tokens: torch.Tensor) -> torch.Tensor:
+@contextmanager
+def our_model(source: SavedModel, dtype: torch.dtype) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Inside: a function from tokens [batch, sequence] to logits [batch, sequence, vocabulary] in fp32.
+
+    The weights are the checkpoint's, rounded to `dtype`.
+    """
     here = device.install("cpu")
     from megatron.core import dist_checkpointing
 
@@ -90,9 +168,12 @@ def _our_logits(source: SavedModel, dtype: torch.dtype, tokens: torch.Tensor) ->
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype).float()
         model.eval()
-        with torch.no_grad():
-            logits = model(tokens, torch.arange(tokens.size(1))[None], None)
-        return logits[..., : config.data.vocab_size]
+
+        def logits(tokens: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return model(tokens, torch.arange(tokens.size(1))[None], None)[..., : config.data.vocab_size]
+
+        yield logits
     finally:
         groups.destroy()
 
@@ -106,12 +187,25 @@ def _alone(config: Config) -> Config:
 
 def their_logits(folder: str, tokens: list[list[int]]) -> torch.Tensor:
     """[batch, sequence, vocabulary] in fp32, by transformers. No code from the folder is run."""
+    return _their_model(folder)(torch.tensor(tokens))
+
+
+def their_loss(folder: str, tokens: list[list[int]]) -> float:
+    """`mean_loss` of transformers' model."""
+    return mean_loss(_their_model(folder), torch.tensor(tokens))
+
+
+def _their_model(folder: str) -> Callable[[torch.Tensor], torch.Tensor]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-    )
-    with torch.no_grad():
-        return model.eval()(input_ids=torch.tensor(tokens)).logits
+    ).eval()
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=tokens).logits
+
+    return logits

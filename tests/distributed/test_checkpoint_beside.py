@@ -5,6 +5,7 @@ import platform
 import runpy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,7 +102,10 @@ def test_single_files_get_hugging_faces_names(tmp_path: Path) -> None:
     for kind, fields in kinds.items():
         checkpoint = tmp_path / kind
         checkpoint.mkdir()
-        values = {"tokenizer_type": kind, **{field: str(tmp_path / name) for field, name in fields.items()}}
+        values: dict[str, Any] = {
+            "tokenizer_type": kind,
+            **{field: str(tmp_path / name) for field, name in fields.items()},
+        }
         keep_tokenizer(DataConfig(**values), checkpoint, [])
         copies = kept_tokenizer(values, checkpoint)
         assert {field: Path(path).read_text() for field, path in copies.items()} == fields

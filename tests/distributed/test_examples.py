@@ -1,6 +1,7 @@
 """The launch scripts that need no GPU run as they are."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -28,5 +29,8 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(tmp_path: Path) -
     assert f"resuming at iteration 6 of {folder}/checkpoints" in said
     assert (folder / "report.html").stat().st_size > 1000
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert re.search(r"loss over 8,192 tokens of \S+: ours \d\.\d+, transformers \d\.\d+ \(", said)
+    assert (folder / "hf/model.safetensors").exists()
+    assert "\ndef " in said.partition("8/8 a sample")[2]
     said = run("bash", "examples/pretrain_cpu.sh", str(folder), "--train-iters", "2", "--lr-warmup-iters", "1")
     assert " validation loss at iteration 2 |" in said

@@ -1,0 +1,78 @@
+"""A model that was trained on a text: exported, transformers gives it the validation loss that training saw."""
+
+import pathlib
+import re
+import runpy
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.data.indexed import IndexedWriter
+from megatron_ext.verify.huggingface import their_loss
+from megatron_ext.verify.ranks import run_ranks
+from tests.hf_models import quiet_transformers
+
+quiet_transformers()
+
+convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
+FLAGS = shlex.split("""
+    --num-layers 4 --hidden-size 48 --num-attention-heads 6 --group-query-attention --num-query-groups 2 --swiglu
+    --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --seq-length 64
+    --attention-dropout 0 --hidden-dropout 0 --tokenizer-type ByteTokenizer --split 80,20,0 --micro-batch-size 4
+    --global-batch-size 8 --train-iters 12 --lr 5e-3 --lr-decay-style constant --eval-interval 100 --eval-iters 3
+    --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --device cpu
+""")
+
+
+def _train(flags: list[str], save: str) -> tuple[float, float, list[list[list[int]]]]:
+    """Train and save; the losses before and after on the validation data, and what this stage read of it."""
+    from megatron_ext import device
+    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.evaluate import evaluate
+    from megatron_ext.train.trainer import Trainer
+
+    run = build_run(configure(flags).config, device.install("cpu"))
+    held_out: Any = run.loaders.valid
+    before = evaluate(run, held_out)
+    trainer = Trainer(run, [])
+    for _ in range(12):
+        trainer.step()
+    save_checkpoint(run, save)
+    samples = []
+    for start in range(0, held_out.samples, 8):
+        for batch in held_out.loader.global_batch(start, 2, end=held_out.samples):
+            assert batch.loss_mask is None or bool(batch.loss_mask.all())
+            samples += (batch.tokens if batch.tokens is not None else batch.labels).tolist()
+    after = evaluate(run, held_out)
+    run.loaders.close()
+    return before, after, samples
+
+
+def test_the_loss_is_that_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = pathlib.Path(shlex.__file__).read_bytes() + pathlib.Path(re.__file__).read_bytes()
+    documents = [part + b"\n\n" for part in text.split(b"\n\n")]
+    with IndexedWriter(tmp_path / "corpus", np.uint16) as writer:
+        for document in documents:
+            writer.add_tokens(np.frombuffer(document, np.uint8).astype(np.uint16).tobytes(), [len(document)])
+    flags = [*FLAGS, "--data-path", str(tmp_path / "corpus")]
+    ranks = run_ranks(4, _train, flags, str(tmp_path / "save"))
+    (before, after, tokens), (_, _, labels) = ranks[0], ranks[-1]
+    assert after < 0.8 * before, "it has learned something"
+
+    arguments = ["to-hf", "--load", str(tmp_path / "save"), "--save", str(tmp_path / "hf"), "--no-verify"]
+    assert convert([*arguments, "--check-loss", str(tmp_path / "corpus"), "--check-samples", "20"]) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"loss over 1,280 tokens of \S+: ours (\S+), transformers (\S+) \(", said)
+    assert found is not None, said
+    assert float(found[1]) == pytest.approx(float(found[2]), rel=1e-6)
+
+    samples = torch.cat([torch.tensor(tokens), torch.tensor(labels)[:, -1:]], dim=1)
+    assert samples.shape == (24, 65)
+    [theirs] = run_ranks(1, their_loss, str(tmp_path / "hf"), samples.tolist(), fresh=True)
+    assert theirs == pytest.approx(after, rel=1e-6)
