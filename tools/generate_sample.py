@@ -9,6 +9,7 @@ The folder is what `convert_checkpoint.py to-hf` wrote, tokenizer included. The 
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,11 +44,11 @@ def sample(folder: str, prompt: str, count: int, temperature: float, seed: int) 
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    here = {"local_files_only": True, "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **here)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **here).eval()
+    here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, **here)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **here).eval()
     torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     with torch.no_grad():
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **sampling)

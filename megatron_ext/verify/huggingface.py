@@ -93,7 +93,7 @@ def _stretches(prefix: str, length: int, samples: int) -> torch.Tensor:
     check_indexed_files(prefix)
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    data = IndexedDataset(prefix)
+    data: Any = IndexedDataset(prefix)
     found: list[int] = []
     for document in range(len(data)):
         found += data[document].tolist()
