@@ -8,20 +8,21 @@ import json
 import pickle
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_ext.checkpoint import hf_safetensors
+from megatron_ext.checkpoint import hf_safetensors, manifest
 from megatron_ext.checkpoint.beside import TOKENIZER, kept_tokenizer
 from megatron_ext.checkpoint.folder import CONFIG, find_latest
 from megatron_ext.checkpoint.hf_import import copy_tokenizer, stack_sizes, stacked_key
 from megatron_ext.checkpoint.hf_read import INDEX, SINGLE, run_rows
 from megatron_ext.checkpoint.hf_safetensors import DTYPES, Entry
+from megatron_ext.checkpoint.hf_stream import Buffer, read_saved_tensor
 from megatron_ext.checkpoint.safe_reading import read_metadata
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.families import Arranged, Family, arrangement, family_of
@@ -48,6 +49,7 @@ class SavedModel:
 
     def __init__(self, folder: str | Path):
         self.path = _checkpoint(Path(folder))
+        self._buffer = Buffer()
         self.config = _config(self.path)
         try:
             with (self.path / ".metadata").open("rb") as file:
@@ -93,14 +95,26 @@ class SavedModel:
                 yield row, column[0] if column else 0, self._read(key, chunk)[tuple(inside)]
 
     def _read(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        """A saved chunk, until the next one is read."""
         place = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
         path = self.path / place.relative_path
         try:
             with path.open("rb") as file:
-                view: Any = _create_file_view(file, place.offset, place.length)
-                return torch.load(view, map_location="cpu", weights_only=True)
+                return read_saved_tensor(
+                    file, place.offset, place.length, tuple(chunk.sizes), entry.properties.dtype, self._buffer
+                )
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise DataError(f"{path}: {key} cannot be read: {error}. Take an earlier checkpoint.") from error
+
+    def damage(self) -> list[str]:
+        """What is not as the manifest says; nothing, where there is none."""
+        try:
+            files = manifest.read(self.path)
+        except ValueError as error:
+            return [str(error)]
+        return manifest.problems(self.path, files or {})
 
 
 @dataclass(frozen=True)
@@ -140,6 +154,8 @@ def export_huggingface(
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    executor = ThreadPoolExecutor(1)
+    damage = executor.submit(source.damage)  # beside the conversion: it reads everything, too
     try:
         arranged = arrangement(source.config, family)
         shapes = {name: shape for part in arranged for name, shape in part.tensor_shapes().items()}
@@ -148,10 +164,13 @@ def export_huggingface(
             for row, column, tensor in source.pieces(part.parameter.name):
                 _write(entries, part, row, column, tensor)
         tokenizer = _write_beside(partial, source, family, code)
+        if problems := damage.result():
+            raise DataError(f"{source.path} is damaged ({', '.join(problems[:5])}). Take an earlier checkpoint.")
         if final.exists():
             final.rmdir()
         partial.rename(final)
     finally:
+        executor.shutdown()
         shutil.rmtree(partial, ignore_errors=True)
     size = sum(torch.Size(shape).numel() for shape in shapes.values()) * DTYPES[code].itemsize
     return Exported(final, family, size, len({entry.path for entry in entries.values()}), tokenizer)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -23,6 +22,7 @@ from megatron_ext.checkpoint import manifest
 from megatron_ext.checkpoint.beside import HUGGINGFACE_FILES, TOKENIZER, write_versions
 from megatron_ext.checkpoint.folder import CONFIG, make_partial, publish, saved_iterations
 from megatron_ext.checkpoint.hf_read import HFFolder, safe_file
+from megatron_ext.checkpoint.hf_stream import Buffer, HashingWriter, without_zip_checksums
 from megatron_ext.config.families import Arranged, arrangement
 from megatron_ext.config.files import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
@@ -54,14 +54,17 @@ def import_huggingface(source: str | Path, destination: str | Path) -> Path:
     partial = make_partial(destination, 0)
     try:
         planner = _StreamingPlanner([*_weights(config, folder), *_objects(config)])
-        save({}, storage_writer=FileSystemWriter(partial, sync_files=False), planner=planner, no_dist=True)
+        writer = HashingWriter(partial)
+        with without_zip_checksums():
+            save({}, storage_writer=writer, planner=planner, no_dist=True)
         (partial / "metadata.json").write_text(
             json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         )
         (partial / CONFIG).write_text(to_yaml(config), encoding="utf-8")
         copy_tokenizer(folder.path, partial / TOKENIZER)
         write_versions(partial)
-        manifest.write(partial, manifest.describe(partial, manifest.all_files(partial)))
+        others = [path for path in manifest.all_files(partial) if path.name not in writer.files]
+        manifest.write(partial, writer.files | manifest.describe(partial, others))
         return publish(destination, 0)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -116,7 +119,7 @@ class _StreamingPlanner(DefaultSavePlanner):
 
 
 def _weights(config: Config, folder: HFFolder) -> Iterator[tuple[WriteItem, _Source]]:
-    dtype = folder.dtype()
+    dtype, buffer = folder.dtype(), Buffer()
     for arranged in arrangement(config, folder.family):
         key, place = stacked_key(arranged.parameter.name)
         rows, *rest = arranged.parameter.shape
@@ -128,12 +131,14 @@ def _weights(config: Config, folder: HFFolder) -> Iterator[tuple[WriteItem, _Sou
             sizes = torch.Size([*(1 for _ in place), len(part), *rest])
             data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), size)
             item = WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
-            yield item, _chunk(folder, arranged, part, sizes, dtype)
+            yield item, _chunk(folder, arranged, part, sizes, dtype, buffer)
 
 
-def _chunk(folder: HFFolder, arranged: Arranged, rows: range, sizes: torch.Size, dtype: torch.dtype) -> _Source:
+def _chunk(
+    folder: HFFolder, arranged: Arranged, rows: range, sizes: torch.Size, dtype: torch.dtype, buffer: Buffer
+) -> _Source:
     def read() -> torch.Tensor:
-        target = torch.empty((len(rows), *arranged.parameter.shape[1:]), dtype=dtype)
+        target = buffer.tensor((len(rows), *arranged.parameter.shape[1:]), dtype)
         folder.read(arranged, rows, slice(None), target)
         return target.view(sizes)
 

@@ -78,9 +78,20 @@ class HFFolder:
             low, high = max(run.start, rows.start), min(run.start + run.count, rows.stop)
             if low >= high:
                 continue
-            part = run_rows(self.entries[run.tensor], arranged, run.tensor_start + low - run.start, high - low)
-            target[low - rows.start : high - rows.start].copy_(part[:, columns] if part.dim() > 1 else part)
             covered += high - low
+            entry, first = self.entries[run.tensor], run.tensor_start + low - run.start
+            wanted = target[low - rows.start : high - rows.start]
+            whole_rows = not arranged.transposed and wanted.shape[1:] == entry.shape[1:]
+            if (
+                whole_rows
+                and wanted.is_contiguous()
+                and wanted.device.type == "cpu"
+                and wanted.dtype == DTYPES[entry.dtype]
+            ):
+                entry.read_rows(first, wanted)
+                continue
+            part = run_rows(entry, arranged, first, high - low)
+            wanted.copy_(part[:, columns] if part.dim() > 1 else part)
         if covered < len(rows):  # padding comes last
             target[covered:].zero_()
 

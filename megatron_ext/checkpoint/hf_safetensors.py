@@ -8,9 +8,11 @@ The safetensors package writes a file from tensors that are all in memory. Here 
 file, of which only the part that is copied is ever read or written. A header is checked before anything is believed.
 """
 
+import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_ext.checkpoint.hf_stream import read_into
 from megatron_ext.errors import DataError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -53,12 +56,26 @@ class Entry:
         )
         return torch.from_numpy(bits).view(dtype).view(count, *self.shape[1:])
 
+    def read_rows(self, start: int, target: torch.Tensor) -> None:
+        """Fill a contiguous tensor of the file's dtype with whole rows: twice as fast as through a view."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                read_into(file, self._place(start), target)
+        except EOFError as error:
+            raise _wrong(self.path, str(error)) from error
+
     def write_rows(self, start: int, rows: torch.Tensor) -> None:
         """Write whole rows, rounded to the file's dtype: several times as fast as through a view."""
         bits = rows.to(DTYPES[self.dtype]).contiguous().view(torch.uint8).numpy()
-        with self.path.open("r+b") as file:
-            file.seek(self.offset + start * math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize)
-            file.write(memoryview(bits).cast("B"))
+        with self.path.open("r+b", buffering=0) as file:
+            file.seek(self._place(start))
+            rest = memoryview(bits).cast("B")
+            while rest:
+                rest = rest[file.write(rest) :]
+
+    def _place(self, row: int) -> int:
+        """In the file."""
+        return self.offset + row * math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
     def whole(self, *, writable: bool = False) -> torch.Tensor:
         """A view of all of it."""
@@ -104,7 +121,7 @@ def create(path: Path, tensors: Mapping[str, Sequence[int]], dtype: str) -> dict
     """Make a file for tensors of these shapes, all of one dtype. Their bytes are zero until they are written.
 
     Raises:
-        OSError: there is no space for all of it: nothing fails later, in the middle of a tensor.
+        OSError: there is no space for all of it.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -116,8 +133,11 @@ def create(path: Path, tensors: Mapping[str, Sequence[int]], dtype: str) -> dict
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.flush()
-        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + position)
+        free = shutil.disk_usage(path.parent).free
+        if position > free:
+            # Allocating all of it would tell as well, but where the disk is memory, it writes everything twice.
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({position:,} bytes of {free:,})", str(path))
+        file.truncate(8 + len(text) + position)
     start = 8 + len(text)
     return {
         name: Entry(path, dtype, tuple(shape), start + header[name]["data_offsets"][0])
