@@ -121,7 +121,7 @@ def without_zip_checksums() -> Iterator[None]:
 
 
 def read_saved_tensor(
-    file: BinaryIO, offset: int, length: int, shape: tuple[int, ...], dtype: torch.dtype, buffer: Buffer
+    file: Any, offset: int, length: int, shape: tuple[int, ...], dtype: torch.dtype, buffer: Buffer
 ) -> torch.Tensor:
     """A tensor that torch.save wrote into a stretch of a file: straight into the buffer, where it lies there in order.
 
