@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.data.documents import read_records
 from megatron_ext.data.inputs import find_files
+from megatron_ext.tokenizer.text import as_string
 from megatron_ext.tokenizer.training import TRAINABLE_TYPES, sample_texts, train_bytelevel_bpe, train_sentencepiece
 
 
@@ -31,7 +32,8 @@ def main(argv: list[str]) -> int:
     start = time.perf_counter()
     files = find_files(options.input)
     size = sum(file.size() or 0 for file in files)
-    texts = (text for record in read_records(files, options.json_keys) for text in record.texts(options.json_keys))
+    records = read_records(files, options.json_keys)
+    texts = (as_string(text) for record in records for text in record.texts(options.json_keys))
     if options.max_bytes is not None and options.max_bytes < size:
         texts = sample_texts(texts, options.max_bytes / size)
     folder = Path(options.output_dir)

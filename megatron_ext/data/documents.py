@@ -12,8 +12,10 @@ from io import BufferedIOBase
 from typing import Any
 
 from megatron_ext.data.inputs import InputFile, open_input
+from megatron_ext.data.long_texts import check_utf8, split_strings
 from megatron_ext.data.parquet import read_rows, row_count
 from megatron_ext.errors import DataError
+from megatron_ext.tokenizer.text import LONG, Text
 
 try:
     from orjson import loads as _fast_loads  # 5 times as fast as json; what it refuses, json judges
@@ -29,21 +31,25 @@ class Record:
 
     file: str
     position: int  # line of a JSON file, document of a text file, row of a parquet file; from 1
-    payload: bytes | dict[str, Any]
+    payload: bytes | dict[str, Any]  # of a long text: UTF-8
     is_json: bool
 
     @property
     def where(self) -> str:
         return f"{self.file}:{self.position}"
 
-    def texts(self, keys: Sequence[str]) -> list[str]:
-        """The document's text under each key; a text document has one text whatever the key.
+    def texts(self, keys: Sequence[str]) -> list[Text]:
+        """The document's text under each key; a text document has one text whatever the key. Long ones are UTF-8.
 
         Raises:
             DataError: not UTF-8, not a JSON object, or a key that is missing or holds no text.
         """
         if isinstance(self.payload, dict):
             return self._values(self.payload, keys)
+        if len(self.payload) > LONG:
+            found = self._long_texts(self.payload, keys)
+            if found is not None:
+                return found
         if self.is_json and _fast_loads is not None:
             try:
                 fields = _fast_loads(self.payload)
@@ -57,6 +63,17 @@ class Record:
             raise DataError(f"{self.where}: not UTF-8 at byte {error.start}: {error.reason}") from error
         return self._values(self._parse(text), keys) if self.is_json else [text for _ in keys]
 
+    def _long_texts(self, payload: bytes, keys: Sequence[str]) -> list[Text] | None:
+        """As `texts`; None if the usual way has to judge the record."""
+        if self.is_json:
+            fields = split_strings(payload)
+            return None if fields is None else self._values(fields, keys)
+        try:
+            check_utf8(payload)
+        except UnicodeDecodeError:
+            return None
+        return [payload for _ in keys]
+
     def _parse(self, text: str) -> dict[str, Any]:
         try:
             fields = json.loads(text)
@@ -66,9 +83,9 @@ class Record:
             raise DataError(f"{self.where}: a JSON object is wanted on each line, this is {type(fields).__name__}")
         return fields
 
-    def _values(self, fields: dict[str, Any], keys: Sequence[str]) -> list[str]:
+    def _values(self, fields: dict[str, Any], keys: Sequence[str]) -> list[Text]:
         for key in keys:
-            if not isinstance(fields.get(key), str):
+            if not isinstance(fields.get(key), (str, bytes)):
                 found = f"holds {type(fields[key]).__name__}, not text" if key in fields else "is missing"
                 raise DataError(f'{self.where}: key "{key}" {found}; the keys are {sorted(fields)} (--json-keys)')
         return [fields[key] for key in keys]
@@ -98,6 +115,9 @@ class Block:
         """The records; blank lines of JSON files and empty pieces of separated text hold none."""
         if isinstance(self.payload, bytes):
             position, begin, size = self.position, 0, len(self.payload)
+            if size > 2 * BLOCK_BYTES and self.payload.find(b"\n", 0, size - 1) < 0:
+                yield Record(self.file, position, self.payload, is_json=True)  # a long line, which is not copied
+                return
             while begin < size:  # not split(), which would hold a line of 100 MB twice
                 end = self.payload.find(b"\n", begin)
                 end = size if end < 0 else end
@@ -174,11 +194,13 @@ def _row_blocks(file: InputFile, keys: Sequence[str], place: Place, bytes_before
 def _cut_lines(stream: BufferedIOBase, place: Place) -> Iterator[_Cut]:
     _skip(stream, place.offset)
     while lines := stream.read(BLOCK_BYTES):
-        if not lines.endswith(b"\n"):
-            lines += stream.readline()
-        end = Place(place.file, place.offset + len(lines), place.position + lines.count(b"\n"))
-        yield lines, place.position, len(lines), end
-        place = end
+        whole = lines.rfind(b"\n") + 1
+        rest = b"" if whole == len(lines) else stream.readline()
+        own = whole if len(rest) > BLOCK_BYTES else 0  # where a long line begins, which gets a block of its own
+        for piece in filter(None, (lines[:own], lines[own:] + rest)):
+            end = Place(place.file, place.offset + len(piece), place.position + piece.count(b"\n"))
+            yield piece, place.position, len(piece), end
+            place = end
 
 
 def _cut_text(stream: BufferedIOBase, split_on: str | None, place: Place) -> Iterator[_Cut]:

@@ -12,6 +12,7 @@ from megatron_ext.data.indexed import token_dtype
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.batch import BatchEncoder
 from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.text import Text, beginning
 
 OnError = Literal["fail", "skip", "log"]
 _SAMPLE_CHARACTERS = 4096
@@ -79,10 +80,10 @@ class BlockEncoder:
             sample=self._sample(block, rows, columns),
         )
 
-    def _parse(self, block: Block) -> tuple[list[tuple[int, str]], list[list[str]], list[tuple[int, DataError]]]:
+    def _parse(self, block: Block) -> tuple[list[tuple[int, str]], list[list[Text]], list[tuple[int, DataError]]]:
         """For each document that can be read its name (position and file:line) and texts; and the others' errors."""
         names: list[tuple[int, str]] = []  # not the records, which would keep their bytes in memory
-        rows: list[list[str]] = []
+        rows: list[list[Text]] = []
         problems: list[tuple[int, DataError]] = []
         for record in block.records():
             try:
@@ -92,16 +93,16 @@ class BlockEncoder:
                 problems.append((record.position, error))
         return names, rows, problems
 
-    def _encode_rows(self, rows: list[list[str]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _encode_rows(self, rows: list[list[Text]]) -> list[tuple[np.ndarray, np.ndarray]]:
         return [self._encode([row[column] for row in rows]) for column in range(len(self._keys))]
 
-    def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _encode(self, texts: list[Text]) -> tuple[np.ndarray, np.ndarray]:
         ids, lengths = self._encoder(texts)
         if len(ids) and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < self._vocab_size:
             raise _OutOfRange(f"token ids from {low} to {high} do not fit a vocabulary of {self._vocab_size}")
         return ids, lengths
 
-    def _accepts(self, position: int, where: str, texts: list[str], problems: list[tuple[int, DataError]]) -> bool:
+    def _accepts(self, position: int, where: str, texts: list[Text], problems: list[tuple[int, DataError]]) -> bool:
         try:
             self._encode_rows([texts])
         except _OutOfRange as error:
@@ -114,23 +115,26 @@ class BlockEncoder:
         return False
 
     def _finish(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        tokens = ids.astype(self._dtype)
         if self._eod is None:
-            return tokens, lengths
+            return ids.astype(self._dtype), lengths
         # As Megatron's tool: an empty document gets no end of document either.
         not_empty = lengths > 0
-        return np.insert(tokens, np.cumsum(lengths)[not_empty], self._eod), lengths + not_empty
+        if len(lengths) == 1 and len(ids):  # it can be long: one copy less
+            ended = np.empty(len(ids) + 1, self._dtype)
+            ended[:-1], ended[-1] = ids, self._eod
+            return ended, lengths + 1
+        return np.insert(ids.astype(self._dtype), np.cumsum(lengths)[not_empty], self._eod), lengths + not_empty
 
     def _sample(
-        self, block: Block, rows: list[list[str]], columns: list[tuple[np.ndarray, np.ndarray]]
+        self, block: Block, rows: list[list[Text]], columns: list[tuple[np.ndarray, np.ndarray]]
     ) -> Sample | None:
         if not rows:
             return None
         choice = zlib.crc32(f"{block.file}:{block.position}".encode())
         row, column = choice % len(rows), choice % len(self._keys)
         text = rows[row][column]
-        if len(text) > _SAMPLE_CHARACTERS:
-            text = text[:_SAMPLE_CHARACTERS]
+        if isinstance(text, bytes) or len(text) > _SAMPLE_CHARACTERS:
+            text = beginning(text, _SAMPLE_CHARACTERS)
             return Sample(text, self._encoder([text])[0].tolist())
         ids, lengths = columns[column]
         end = int(lengths[: row + 1].sum())
@@ -144,9 +148,11 @@ class _OutOfRange(ValueError):
 _REFUSALS = (ValueError, TypeError, OverflowError)
 
 
-def _surrogate(texts: Sequence[str]) -> UnicodeEncodeError | None:
+def _surrogate(texts: Sequence[Text]) -> UnicodeEncodeError | None:
     """The error that a lone surrogate is, in Python's words, which say where it stands."""
     for text in texts:
+        if isinstance(text, bytes):
+            continue
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:

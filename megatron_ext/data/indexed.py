@@ -158,6 +158,10 @@ class IndexedWriter:
             while block := file.read(_LENGTH.itemsize << 20):
                 yield np.frombuffer(block, _LENGTH)
 
+    def descriptors(self) -> list[int]:
+        """Of the open files, which are locked."""
+        return [self._bin.fileno(), self._lengths.fileno()]
+
     def close(self) -> None:
         """Let go of the files and leave them for a later writer."""
         self._bin.close()

@@ -8,12 +8,10 @@ seconds the parent notes how far it is; a run that was killed goes on from there
     -> data/corpus_text_document.bin, data/corpus_text_document.idx, data/corpus_manifest.json
 """
 
-import multiprocessing
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_ext.data.documents import Block, read_blocks
@@ -21,14 +19,15 @@ from megatron_ext.data.encode import BlockEncoder, EncodedBlock, OnError, Sample
 from megatron_ext.data.indexed import IndexedWriter, Written, token_dtype
 from megatron_ext.data.inputs import InputFile, find_files
 from megatron_ext.data.journal import Journal, Progress, write_manifest
+from megatron_ext.data.workers import encode_in_processes
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.batch import BatchEncoder, fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.text import beginning
 
 _FIRST_SAMPLE_CHARACTERS = 1 << 17
 _SECOND_SAMPLE_TEXTS = 64
-_IN_FLIGHT_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,12 @@ class _Run:
         )
         blocks = _behind([first], blocks)
         del first  # it can be a document of 100 MB
-        encoded_blocks = map(encoder, blocks) if job.workers == 1 else _encode_in_processes(job, self._is_fast, blocks)
+        if job.workers == 1:
+            encoded_blocks = map(encoder, blocks)
+        else:
+            locked = [descriptor for writer in self._writers for descriptor in writer.descriptors()]
+            start = partial(_start_worker, job, self._is_fast)
+            encoded_blocks = encode_in_processes(job.workers, encoder, start, locked, blocks)
         committed = time.monotonic()
         for encoded in encoded_blocks:
             self._add(encoded)
@@ -259,6 +263,12 @@ class _Run:
         )
 
 
+def _start_worker(job: EncodeJob, is_fast: bool) -> BlockEncoder:
+    tokenizer = tokenizer_from_flags(job)
+    encoder = fast_encoder(tokenizer) if is_fast else plain_encoder(tokenizer)
+    return BlockEncoder(tokenizer, encoder, job.json_keys, job.append_eod, job.on_error)
+
+
 def _first_sample(block: Block, keys: Sequence[str]) -> list[str]:
     texts: list[str] = []
     left = _FIRST_SAMPLE_CHARACTERS
@@ -268,7 +278,7 @@ def _first_sample(block: Block, keys: Sequence[str]) -> list[str]:
         except DataError:
             continue
         for text in found:
-            texts.append(text[:left])
+            texts.append(beginning(text, left))
             left -= len(texts[-1])
         if left <= 0:
             break
@@ -289,35 +299,3 @@ def _behind(first: list[Block], blocks: Iterator[Block]) -> Iterator[Block]:
     """The one block of the list, of which nothing is kept, and then the others."""
     yield first.pop()
     yield from blocks
-
-
-_worker_encoder: BlockEncoder | None = None
-
-
-def _start_worker(job: EncodeJob, is_fast: bool) -> None:
-    global _worker_encoder
-    tokenizer = tokenizer_from_flags(job)
-    encoder = fast_encoder(tokenizer) if is_fast else plain_encoder(tokenizer)
-    _worker_encoder = BlockEncoder(tokenizer, encoder, job.json_keys, job.append_eod, job.on_error)
-
-
-def _encode_in_worker(block: Block) -> EncodedBlock:
-    assert _worker_encoder is not None
-    return _worker_encoder(block)
-
-
-def _encode_in_processes(job: EncodeJob, is_fast: bool, blocks: Iterable[Block]) -> Iterator[EncodedBlock]:
-    """Encode in `job.workers` processes; results in the order of the blocks, at most 3 a worker in flight."""
-    # spawn: the parent may hold threads of the tokenizer library, which a forked child would inherit locked.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(job.workers, mp_context=context, initializer=_start_worker, initargs=(job, is_fast))
-    try:
-        waiting: deque[tuple[int, Future[EncodedBlock]]] = deque()
-        for block in blocks:
-            waiting.append((block.size, pool.submit(_encode_in_worker, block)))
-            while len(waiting) >= 3 * job.workers or sum(size for size, _ in waiting) > _IN_FLIGHT_BYTES:
-                yield waiting.popleft()[1].result()
-        while waiting:
-            yield waiting.popleft()[1].result()
-    finally:
-        pool.shutdown(cancel_futures=True)

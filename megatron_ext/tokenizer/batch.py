@@ -19,22 +19,37 @@ from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.library import LibraryTokenizer
 from megatron_ext.tokenizer.protocol import Tokenizer
 from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
+from megatron_ext.tokenizer.text import LONG, Text, as_string, between_words, in_pieces
 from megatron_ext.tokenizer.tiktoken import TikTokenizer
 
 # Texts -> the ids of all, one after another, and the number of ids of each.
 # Raises ValueError or TypeError for a text that cannot be encoded.
-BatchEncoder = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
+BatchEncoder = Callable[[Sequence[Text]], tuple[np.ndarray, np.ndarray]]
 
 
 def plain_encoder(tokenizer: Tokenizer) -> BatchEncoder:
     """One text after another through `tokenizer.encode`: the reference, for every tokenizer."""
+    can_be_cut = isinstance(tokenizer, (LibraryTokenizer, TikTokenizer)) and tokenizer.splits_between_words()
 
-    def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_one(text: Text) -> np.ndarray:
+        # The libraries take a hundred times the bytes of a text.
+        if can_be_cut and len(text) > LONG:
+            return np.concatenate([np.asarray(tokenizer.encode(piece), np.uint32) for piece in between_words(text)])
         # int64, so that an id out of any range arrives as it is.
-        ids = [np.asarray(tokenizer.encode(text), dtype=np.int64) for text in texts]
-        return np.concatenate([np.zeros(0, np.int64), *ids]), np.array([len(one) for one in ids], np.int64)
+        return np.asarray(tokenizer.encode(as_string(text)), dtype=np.int64)
+
+    def encode(texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
+        return joined([encode_one(text) for text in texts])
 
     return encode
+
+
+def joined(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of texts one after another, and the number of each; nothing is copied where there is one text."""
+    lengths = np.array([len(one) for one in ids], np.int64)
+    if len(ids) == 1:
+        return ids[0], lengths
+    return np.concatenate(ids) if len(ids) else np.zeros(0, np.int64), lengths
 
 
 def fast_encoder(tokenizer: Tokenizer) -> BatchEncoder:
@@ -63,9 +78,14 @@ def fast_encoder(tokenizer: Tokenizer) -> BatchEncoder:
     raise ValueError(f"there is none for {tokenizer.identity()['type']}")
 
 
-def _encode_bytes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    encoded = [text.encode("utf-8") for text in texts]
-    return np.frombuffer(b"".join(encoded), np.uint8), np.array([len(one) for one in encoded], np.int64)
+def _encode_bytes(texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
+    encoded = [text if isinstance(text, bytes) else text.encode("utf-8") for text in texts]
+    whole = encoded[0] if len(encoded) == 1 else b"".join(encoded)
+    return np.frombuffer(whole, np.uint8), np.array([len(one) for one in encoded], np.int64)
+
+
+# Its batches come as arrays of the package awkward, whose import takes 0.2 s and 50 MB: only for many short texts.
+_MEAN_FOR_ONE_BY_ONE = 256  # characters
 
 
 class _Gigatoken:
@@ -76,12 +96,11 @@ class _Gigatoken:
         self._before = np.array(before, np.uint32)
         self._after = np.array(after, np.uint32)
 
-    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
         if not texts:
             return np.zeros(0, np.uint32), np.zeros(0, np.int64)
-        if len(texts) == 1:
-            ids = self._tokenizer.encode(texts[0])
-            return self._frame(ids, np.array([len(ids)]))
+        if sum(map(len, texts)) >= _MEAN_FOR_ONE_BY_ONE * len(texts) or any(isinstance(text, bytes) for text in texts):
+            return self._frame(*joined([self._tokenizer.encode(text) for text in texts]))
         rows = self._tokenizer.encode_batch(list(texts), parallel=False).layout
         offsets = rows.offsets.data
         ids = rows.content.data[offsets[0] : offsets[-1]]
@@ -120,7 +139,7 @@ def _gigatoken_for_tiktoken(tokenizer: TikTokenizer) -> BatchEncoder:
         model = gigatoken.Tokenizer.from_tiktoken(file.name, _TIKTOKEN_SCHEMES[tokenizer.pattern], behind)
     encoder = _Gigatoken(model)
 
-    def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
         ids, lengths = encoder(texts)
         return np.where(ids < tokens, ids + np.uint32(special), ids - np.uint32(tokens)), lengths
 
@@ -135,7 +154,7 @@ class _Guarded:
         self._reference = reference
         self._unassigned = unassigned_characters()
 
-    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
         guarded = [n for n, text in enumerate(texts) if _holds_any(self._unassigned, text)]
         if not guarded:
             return self._encoder(texts)
@@ -143,12 +162,11 @@ class _Guarded:
         pieces = np.split(ids, np.cumsum(lengths)[:-1])
         for n in guarded:
             pieces[n] = self._reference([texts[n]])[0]
-        return np.concatenate(pieces), np.array([len(piece) for piece in pieces], np.int64)
+        return joined(pieces)
 
 
 # Behind this one lie planes without letters; all of them count as unassigned.
 _LAST_CHARACTER = 0x323AF
-_PIECE = 1 << 20  # characters looked at in one go
 
 
 def unassigned_characters() -> np.ndarray:
@@ -158,12 +176,12 @@ def unassigned_characters() -> np.ndarray:
     return table
 
 
-def _holds_any(table: np.ndarray, text: str) -> bool:
+def _holds_any(table: np.ndarray, text: Text) -> bool:
     """Whether the text has a character of the table. (A regular expression of so many ranges is 100 times slower.)"""
     if text.isascii():
         return False
-    pieces = (text[first : first + _PIECE] for first in range(0, len(text), _PIECE))
-    return any(table[np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), "<u4")].any() for piece in pieces)
+    points = (np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), "<u4") for piece in in_pieces(text))
+    return any(table[one].any() for one in points)
 
 
 def first_difference(encoder: BatchEncoder, reference: BatchEncoder, texts: Sequence[str]) -> str | None:

@@ -1,5 +1,6 @@
 """What the tokenizers that run on the library `tokenizers` share."""
 
+import json
 from collections.abc import Iterable, Sequence
 
 from tokenizers import AddedToken, Tokenizer
@@ -37,6 +38,25 @@ class LibraryTokenizer:
     def added_tokens(self) -> list[str]:
         """The tokens that are found in a text before it is split, in the order of their ids."""
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
+
+    def splits_between_words(self) -> bool:
+        """Whether the ids of a text are those of its pieces if it is cut between two ASCII words, before the space.
+
+        So it is for GPT-2's byte-level BPE: no normalizer, its own pattern, nothing added around a text, and no token
+        that is found in a text before with a space in or around it.
+        """
+        model = json.loads(self._tokenizer.to_str())
+        split = model["pre_tokenizer"] or {}
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return (
+            model["normalizer"] is None
+            and model["model"]["type"] == "BPE"
+            and split.get("type") == "ByteLevel"
+            and split.get("use_regex", True)
+            and not split.get("add_prefix_space", True)
+            and self.frame() == ([], [])
+            and not any(token.lstrip or token.rstrip or " " in token.content for token in added)
+        )
 
     def frame(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer's template puts before and after each text."""

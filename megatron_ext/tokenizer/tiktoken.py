@@ -112,6 +112,10 @@ class TikTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(list(ids))
 
+    def splits_between_words(self) -> bool:
+        """As LibraryTokenizer's: both patterns end at the end of a word, and a space may begin the next one."""
+        return not any(" " in text for text in self._special)
+
     def identity(self) -> dict[str, str | int]:
         return {"type": "TikTokenizer", "sha256": self._digest}
 

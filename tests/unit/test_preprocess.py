@@ -214,25 +214,3 @@ def test_manifest(tmp_path: Path):
     size = (tmp_path / "a_text_document.bin").stat().st_size
     assert manifest["tokens"] == size // 2
     assert manifest["outputs"][str(tmp_path / "a_text_document")]["token_bytes"] == size
-
-
-@pytest.mark.parametrize("type", ["ByteTokenizer", "HuggingFaceTokenizer"])
-@pytest.mark.parametrize("character", ["a", "中"])  # the second makes Python take 2 bytes a character
-def test_memory_with_a_line_of_100_megabytes(tmp_path: Path, type: str, character: str):
-    sentence = "A line of text that goes on, and 123 numbers; "
-    with open(tmp_path / "in.jsonl", "w") as file:
-        file.write('{"text": "short"}\n{"text": "')
-        file.writelines(sentence * 1000 for _ in range(100_000 // len(sentence)))
-        file.write(character + '"}\n')
-    command = [sys.executable, str(TOOL), "--input", "in.jsonl", "--output-prefix", "out", "--tokenizer-type", type]
-    command += ["--tokenizer-model", str(GOLDEN / "hf_bpe"), "--append-eod"]
-    # The peak of a child begins with what its parent holds, and this process may hold much: a small one is between.
-    watch = (
-        "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:], stderr=subprocess.DEVNULL); "
-        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)"
-    )
-    ended = subprocess.run([sys.executable, "-c", watch, *command], cwd=tmp_path, stdout=subprocess.PIPE, check=False)
-    assert ended.returncode == 0
-    assert int(ended.stdout.split()[-1]) * 1024 < 1e9
-    (tmp_path / "in.jsonl").unlink()
-    (tmp_path / "out_text_document.bin").unlink()

@@ -18,7 +18,6 @@ from megatron_ext.data.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
 
 TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
-KILLS = 20
 
 
 def write_corpus(folder: Path, length: int = 1000) -> list[str]:
@@ -39,7 +38,8 @@ def hashes(folder: Path, prefix: str) -> dict[str, str]:
     }
 
 
-def test_killed_at_random_moments(tmp_path: Path):
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(tmp_path: Path, kills: int):
     inputs = write_corpus(tmp_path, 4000)
     command = [sys.executable, str(TOOL), "--input", *inputs, "--tokenizer-type", "ByteTokenizer", "--append-eod"]
     command += ["--json-keys", "text", "title", "--commit-interval", "0", "--log-interval", "1", "--output-prefix"]
@@ -51,8 +51,9 @@ def test_killed_at_random_moments(tmp_path: Path):
     }
     chooser = random.Random(os.getpid())
     continued = 0
-    for _ in range(KILLS):
-        process = subprocess.Popen([*command, "killed"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    for number in range(kills):
+        workers = ["--workers", "2"] if number % 2 else []
+        process = subprocess.Popen([*command, "killed", *workers], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         lines = 0
         wanted = chooser.randint(0, 3)
