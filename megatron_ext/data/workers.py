@@ -37,12 +37,11 @@ def encode_in_processes(
     """
     # A forked child inherits the locks of other threads as they stand.
     if threading.active_count() == 1:
-        context = multiprocessing.get_context("fork")
-        initializer, arguments = _adopt, (encoder, tuple(locked))
+        fork = multiprocessing.get_context("fork")
+        pool = ProcessPoolExecutor(workers, fork, initializer=_adopt, initargs=(encoder, tuple(locked)))
     else:
-        context = multiprocessing.get_context("spawn")
-        initializer, arguments = _begin, (start,)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=initializer, initargs=arguments)
+        spawn = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(start,))
     try:
         waiting: deque[tuple[int, Future[EncodedBlock]]] = deque()
         for block in blocks:

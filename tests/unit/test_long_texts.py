@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -230,3 +231,20 @@ def test_workers_end_with_their_killed_parent(tmp_path: Path):
     start = time.monotonic()
     subprocess.run(command, cwd=tmp_path, check=True, stderr=subprocess.DEVNULL)  # nobody holds the lock
     assert time.monotonic() - start < 60
+
+
+def test_beside_threads_workers_are_not_forked(tmp_path: Path):
+    stop = threading.Event()
+    threading.Thread(target=stop.wait).start()
+    try:
+        model = str(GOLDEN / "hf_bpe")
+        prefix = str(tmp_path / "hf_eod")
+        job = EncodeJob(
+            (str(GOLDEN / "input.jsonl"),), prefix, "HuggingFaceTokenizer", model, append_eod=True, workers=2
+        )
+        encode_files(job)
+    finally:
+        stop.set()
+    for suffix in ("bin", "idx"):
+        name = f"hf_eod_text_document.{suffix}"
+        assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes()
