@@ -15,8 +15,6 @@ Axis = Literal["tp", "cp", "dp", "pp"]
 
 AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
 
-CONTEXT_PARALLEL_SIZE = 1  # context parallelism has its own issue; the formulas already know it
-
 
 class Coordinates(NamedTuple):
     """A rank's place on each axis of the layout."""
@@ -31,7 +29,7 @@ def axis_sizes(layout: LayoutConfig) -> Coordinates:
     """How many ranks each axis has."""
     return Coordinates(
         layout.tensor_model_parallel_size,
-        CONTEXT_PARALLEL_SIZE,
+        layout.context_parallel_size,
         layout.data_parallel_size,
         layout.pipeline_model_parallel_size,
     )
@@ -90,6 +88,16 @@ def expert_coordinates(layout: LayoutConfig, rank: int) -> ExpertCoordinates:
         rank, along = divmod(rank, size)
         place.append(along)
     return ExpertCoordinates(*place)
+
+
+def context_chunks(rank: int, size: int) -> tuple[int, int]:
+    """Which of the 2 x `size` equal chunks of a sample a context-parallel rank holds: one from the head, one from the
+    tail, in this order.
+
+    Under the causal mask a chunk's cost grows with its number, and these two cost the same together on every rank
+    (the order of Megatron-LM, and of Llama 3, arXiv:2407.21783, section 3.3.2).
+    """
+    return rank, 2 * size - 1 - rank
 
 
 def chunk_layers(config: Config) -> list[list[range]]:

@@ -63,9 +63,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "context parallelism is not in this version; use --tensor-model-parallel-size with --sequence-parallel",
+        "context parallelism has one group of ranks and one split; use --context-parallel-size and --cp-comm-type",
         """
-        --context-parallel-size N =1, --cp-comm-type N... =p2p, --hierarchical-context-parallel-sizes N...,
+        --hierarchical-context-parallel-sizes N...,
         --max-seqlen-per-dp-cp-rank N, --hybrid-context-parallel
         """,
     ),
@@ -387,9 +387,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "packed documents come with their own issue; --eod-mask-loss is supported",
+        "use --reset-attention-mask, which needs no mask and no padding",
         """
-        --reset-position-ids, --reset-attention-mask, --dataloader-inter-document-masking
+        --dataloader-inter-document-masking
         """,
     ),
     (

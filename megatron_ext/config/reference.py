@@ -44,7 +44,7 @@ def flags_page() -> str:
         "",
         f"{len(accepted)} are accepted with one warning line, because they change nothing here; {len(refused)} are",
         "refused by name. A refused option passes silently at a value that asks for nothing, such as",
-        "`--context-parallel-size 1`.",
+        "`--fim-rate 0.5`.",
     ]
     for title, known_options in (("Accepted with a warning", accepted), ("Refused", refused)):
         lines += ["", f"### {title}", ""]

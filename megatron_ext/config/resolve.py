@@ -5,6 +5,7 @@ follows from is missing or wrong, stays as it is for `validate` to name.
 """
 
 import dataclasses
+import math
 import os
 import typing
 from collections.abc import Mapping
@@ -84,6 +85,9 @@ def padded_vocabulary(vocab_size: int, divisor: int, tensor_parallel_size: int) 
 
 def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
     _fill(values, "world_size", facts.world_size if facts.world_size is not None else 1)
+    if "cp_comm_type" in values:
+        kinds = values["cp_comm_type"]
+        values["cp_comm_type"] = tuple("all_gather" if kind == "allgather" else kind for kind in kinds)
     _resolve_virtual_stages(values)
 
 
@@ -131,7 +135,8 @@ def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
 
 
 def _resolve_training(values: dict[str, Any]) -> None:
-    model_parallel_size = values.get("tensor_model_parallel_size", 1) * values.get("pipeline_model_parallel_size", 1)
+    axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    model_parallel_size = math.prod(values.get(axis, 1) for axis in axes)
     micro, world = values.get("micro_batch_size"), values["world_size"]
     if positive(micro, world, model_parallel_size) and world % model_parallel_size == 0:
         _fill(values, "global_batch_size", micro * (world // model_parallel_size))

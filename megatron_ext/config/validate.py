@@ -7,12 +7,20 @@ that value speaks. Each problem names flags, their values, and a setting that wo
 from collections.abc import Callable, Iterable
 
 from megatron_ext.config.resolve import Facts
-from megatron_ext.config.rules import layout, model, moe, pipeline, run, training
+from megatron_ext.config.rules import context, layout, model, moe, pipeline, run, training
 from megatron_ext.config.schema import Config
 
 Rule = Callable[[Config, Facts], Iterable[str]]
 
-RULES: tuple[Rule, ...] = (*run.RULES, *model.RULES, *layout.RULES, *moe.RULES, *pipeline.RULES, *training.RULES)
+RULES: tuple[Rule, ...] = (
+    *run.RULES,
+    *model.RULES,
+    *layout.RULES,
+    *context.RULES,
+    *moe.RULES,
+    *pipeline.RULES,
+    *training.RULES,
+)
 
 
 def problems(config: Config, facts: Facts) -> list[str]:

@@ -1,6 +1,7 @@
 """From samples to a microbatch, and the parts of it that a pipeline stage reads.
 
-Shape legend: B = samples in a microbatch, S = tokens in a sample.
+Shape legend: B = samples in a microbatch, S = tokens in a sample (of those that a context-parallel rank holds, once
+they are divided).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+
+from megatron_ext.config.layout import context_chunks
+from megatron_ext.data.packing import Documents, documents_of, restarted_positions
 
 
 @dataclass(frozen=True)
@@ -17,11 +21,13 @@ class Batch:
     tokens: torch.Tensor | None = None
     """int64 [B, S]; first stage."""
     position_ids: torch.Tensor | None = None
-    """int64 [B, S]; first stage."""
+    """int64 [B, S]; first stage, and every stage where they restart with each document."""
     labels: torch.Tensor | None = None
     """int64 [B, S], the token after each of `tokens`; last stage."""
     loss_mask: torch.Tensor | None = None
     """float32 [B, S], 0 where the loss does not count; last stage."""
+    documents: Documents | None = None
+    """Which positions see which, where documents are kept apart; every stage."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on a device; a pinned one is copied without waiting."""
@@ -32,21 +38,85 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{name: None if tensor is None else function(tensor) for name, tensor in tensors.items()})
+        def mapped(value: torch.Tensor | Documents | None) -> Any:
+            return value.map(function) if isinstance(value, Documents) else value if value is None else function(value)
+
+        return Batch(**{field.name: mapped(getattr(self, field.name)) for field in fields(self)})
 
 
-def collate(samples: Sequence[Mapping[str, Any]], *, is_first_stage: bool = True, is_last_stage: bool = True) -> Batch:
-    """Stack samples, whose fields are tensors or arrays of [S], into what one stage reads."""
+@dataclass(frozen=True)
+class StageView:
+    """What one rank reads of the samples of its microbatches."""
+
+    is_first_stage: bool = True
+    """Its pipeline stage reads tokens and positions."""
+    is_last_stage: bool = True
+    """It reads labels and the loss mask."""
+    cp_rank: int = 0
+    cp_size: int = 1
+    """Context-parallel ranks share each sample's positions."""
+    eod: int = -1
+    """The token that ends a document."""
+    restarts_positions: bool = False
+    """Positions begin anew with each document; every stage reads them then."""
+    separates_documents: bool = False
+    """Tokens see their own document alone; every stage reads where the documents are."""
+    documents_are_whole: bool = False
+    """Attention sees whole samples although context-parallel ranks share them."""
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.is_first_stage or self.restarts_positions or self.separates_documents
+
+    @property
+    def reads_samples(self) -> bool:
+        return self.reads_tokens or self.is_last_stage
+
+
+WHOLE = StageView()
+
+
+def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Batch:
+    """Stack samples, whose fields are tensors or arrays of [S], into what one stage reads: all positions of them."""
 
     def stack(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.stack([torch.as_tensor(sample[name]).to(dtype) for sample in samples])
 
+    tokens = stack("tokens", torch.int64) if view.reads_tokens else None
+    position_ids = documents = None
+    if view.restarts_positions:
+        assert tokens is not None
+        position_ids = restarted_positions(tokens, view.eod)
+    elif view.is_first_stage:
+        position_ids = stack("position_ids", torch.int64)
+    if view.separates_documents:
+        assert tokens is not None
+        divided = (0, 1) if view.documents_are_whole else (view.cp_rank, view.cp_size)
+        documents = documents_of(tokens, view.eod, *divided)
     return Batch(
-        tokens=stack("tokens", torch.int64) if is_first_stage else None,
-        position_ids=stack("position_ids", torch.int64) if is_first_stage else None,
-        labels=stack("labels", torch.int64) if is_last_stage else None,
-        loss_mask=stack("loss_mask", torch.float32) if is_last_stage else None,
+        tokens=tokens if view.is_first_stage else None,
+        position_ids=position_ids,
+        labels=stack("labels", torch.int64) if view.is_last_stage else None,
+        loss_mask=stack("loss_mask", torch.float32) if view.is_last_stage else None,
+        documents=documents,
+    )
+
+
+def divide(batch: Batch, view: StageView) -> Batch:
+    """The two chunks of every sample that the context-parallel rank holds, in the order of their positions."""
+    if view.cp_size == 1:
+        return batch
+    chunks = torch.tensor(context_chunks(view.cp_rank, view.cp_size))
+
+    def held(values_BS: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values_BS is None else values_BS.unflatten(1, (2 * view.cp_size, -1))[:, chunks].flatten(1)
+
+    return Batch(
+        tokens=held(batch.tokens),
+        position_ids=held(batch.position_ids),
+        labels=held(batch.labels),
+        loss_mask=held(batch.loss_mask),
+        documents=batch.documents,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.data.batch import Batch, collate, padding_sample
+from megatron_ext.data.batch import WHOLE, Batch, StageView, collate, divide, padding_sample
 from megatron_ext.data.sampler import microbatch_sample_ids
 from megatron_ext.data.samples import SampleDataset
 from megatron_ext.errors import DataError, TrainingError
@@ -32,8 +32,8 @@ class BatchLoader:
         micro_batch_size: samples in one microbatch of this rank.
         dp_rank: this data-parallel rank.
         dp_size: number of data-parallel ranks.
-        is_first_stage: this rank's pipeline stage reads tokens and positions.
-        is_last_stage: it reads labels and the loss mask. A stage between them gets empty batches, and reads nothing.
+        view: what this rank reads of its samples. A stage between first and last mostly reads nothing, and gets empty
+            batches.
         num_workers: background threads; 0 loads when asked.
         pin_memory: put the batches into page-locked memory, for copies to a GPU that overlap with computation.
         describe: where a sample comes from, for error texts.
@@ -48,8 +48,7 @@ class BatchLoader:
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        is_first_stage: bool = True,
-        is_last_stage: bool = True,
+        view: StageView = WHOLE,
         num_workers: int = 0,
         pin_memory: bool = False,
         describe: Callable[[int], str] = lambda index: f"sample {index}",
@@ -60,7 +59,7 @@ class BatchLoader:
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
         self._dp_size = dp_size
-        self._stage = {"is_first_stage": is_first_stage, "is_last_stage": is_last_stage}
+        self._view = view
         self._pin_memory = pin_memory
         self._describe = describe
         self._threads = _Threads(num_workers) if num_workers > 0 else None
@@ -105,7 +104,7 @@ class BatchLoader:
         ]
 
     def _load(self, consumed_samples: int, microbatch: int, end: int | None) -> Batch:
-        if not any(self._stage.values()):
+        if not self._view.reads_samples:
             return Batch()
         ids = microbatch_sample_ids(
             consumed_samples,
@@ -115,10 +114,12 @@ class BatchLoader:
             dp_size=self._dp_size,
             end=end,
         )
-        batch = collate([self._padding if index is None else self._read(index) for index in ids], **self._stage)
+        samples = [self._padding if index is None else self._read(index) for index in ids]
+        batch = collate(samples, self._view)
         for values in (batch.tokens, batch.labels):
             if values is not None:
                 self._check_range(values, ids)
+        batch = divide(batch, self._view)
         return batch.pin_memory() if self._pin_memory else batch
 
     def _check_range(self, values: torch.Tensor, ids: list[int | None]) -> None:

@@ -1,8 +1,11 @@
 """Self-attention on torch's scaled_dot_product_attention: causal, grouped-query, no mask tensor.
 
-Shapes: S sequence, B batch, H query heads of this rank, G key/value heads of this rank, D channels of a head.
+Shapes: S sequence (of this context-parallel rank), B batch, H query heads of this rank, G key/value heads of this rank,
+D channels of a head.
 """
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +16,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_ext.data.packing import Documents
+from megatron_ext.model import context_parallel
+from megatron_ext.model.packed_attention import attend_documents
 from megatron_ext.model.rope import rotate
 
 
@@ -27,9 +33,11 @@ class CausalSelfAttention(SelfAttention):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: Documents | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states: [S, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal, whatever is given.
+        """hidden_states: [S, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal, whatever is given;
+        with `packed_seq_params` it is causal within each document.
 
         Returns the projected context, [S, B, hidden], and the bias that must still be added, if any.
         """
@@ -43,6 +51,8 @@ class CausalSelfAttention(SelfAttention):
             query, key = rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb)
         heads_BHSD = query.contiguous(), key.contiguous(), value.contiguous()
         attend: Any = self.core_attention
+        if packed_seq_params is not None:
+            attend = partial(attend, documents=packed_seq_params)
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(attend, False, *heads_BHSD)
         else:
@@ -68,22 +78,34 @@ class SDPAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         assert attn_mask_type is AttnMaskType.causal, f"only causal attention is implemented, not {attn_mask_type}"
-        assert config.context_parallel_size == 1, "context parallelism needs another attention"
+        assert pg_collection is not None or config.context_parallel_size == 1, "which ranks share a sample?"
+        self.cp_group = pg_collection.cp if pg_collection is not None and config.context_parallel_size > 1 else None
+        self.cp_comm_type = cp_comm_type
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout
         # Under sequence parallelism the whole block already draws from this rank's own generator.
         self.fork_generator = not config.sequence_parallel
 
-    def forward(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSD: torch.Tensor) -> torch.Tensor:
-        """Returns the context, [S, B, H * D]."""
+    def forward(
+        self,
+        query_BHSD: torch.Tensor,
+        key_BGSD: torch.Tensor,
+        value_BGSD: torch.Tensor,
+        documents: Documents | None = None,
+    ) -> torch.Tensor:
+        """Returns the context, [S, B, H * D]. With `documents`, tokens see their own document alone."""
+        attend: Any = self._whole if self.cp_group is None and documents is None else partial(self._divided, documents)
+        heads = query_BHSD, key_BGSD, value_BGSD
         if self.training and self.dropout > 0.0 and self.fork_generator:
             # Ranks hold different heads, so that their dropout masks must differ.
             with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
-                return self._attend(query_BHSD, key_BGSD, value_BGSD)
-        return self._attend(query_BHSD, key_BGSD, value_BGSD)
+                context_BHSD = attend(*heads)
+        else:
+            context_BHSD = attend(*heads)
+        return context_BHSD.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSD: torch.Tensor) -> torch.Tensor:
-        context_BHSD = F.scaled_dot_product_attention(
+    def _whole(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSD: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
             query_BHSD,
             key_BGSD,
             value_BGSD,
@@ -92,4 +114,24 @@ class SDPAttention(torch.nn.Module):
             scale=self.softmax_scale,
             enable_gqa=query_BHSD.size(1) != key_BGSD.size(1),
         )
-        return context_BHSD.permute(2, 0, 1, 3).flatten(2)
+
+    @torch.compiler.disable
+    def _divided(
+        self, documents: Documents | None, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSD: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention where the samples are divided over ranks, into documents, or both."""
+        query, key, value = query_BHSD, key_BGSD, value_BGSD
+        group, scale = self.cp_group, self.softmax_scale or 1.0 / math.sqrt(query.size(-1))
+        packed = None if documents is None else partial(attend_documents, documents=documents, scale=scale)
+        if group is None:
+            assert packed is not None
+            return packed(query, key, value)
+        if self.cp_comm_type == "a2a":
+            return context_parallel.attend_by_heads(query, key, value, group, packed or self._whole)
+        assert self.dropout == 0.0, "validated: blocks are put together without dropout"
+        if packed is not None:
+            assert self.cp_comm_type == "all_gather", "validated: documents need all keys at once"
+            return packed(query, *context_parallel.all_positions(key, value, group))
+        if self.cp_comm_type == "all_gather":
+            return context_parallel.attend_gathered(query, key, value, group, scale)
+        return context_parallel.attend_ring(query, key, value, group, scale)

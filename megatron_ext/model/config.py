@@ -24,6 +24,7 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
     on_cuda = device_kind == "cuda"
     dtype = getattr(torch, training.params_dtype)
     chunks = layout.virtual_pipeline_model_parallel_size
+    exchanges = list(layout.cp_comm_type)
     # Fused by torch.compile on a GPU; on a CPU they are the same operations one by one.
     fused_activation = on_cuda and model.swiglu
     layers = layer_counts(config)
@@ -49,6 +50,8 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
         use_cpu_initialization=not on_cuda,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,
+        context_parallel_size=layout.context_parallel_size,
+        cp_comm_type=exchanges if exchanges[1:] else exchanges[0],
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         pipeline_model_parallel_layout=core_layout(layers) if is_uneven(layers) else None,

@@ -1,6 +1,7 @@
 """The model: megatron-core's GPTModel, one for each virtual pipeline stage of this rank."""
 
 import logging
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron_ext.config.layout import chunk_layers
 from megatron_ext.config.schema import Config
+from megatron_ext.data.packing import Documents
 from megatron_ext.device.kernels import linear
 from megatron_ext.model.rope import RotaryTable, ScaledRotaryEmbedding
 from megatron_ext.model.spec import block_spec
@@ -23,6 +25,8 @@ class GPT(GPTModel):
     """megatron-core's GPTModel with a loss that knows the vocabulary's true size."""
 
     true_vocab_size: int
+    restarts_positions: bool
+    """Positions are those of `position_ids`, which begin anew with each document."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -30,8 +34,11 @@ class GPT(GPTModel):
         position_ids: torch.Tensor | None,
         attention_mask: None = None,
         labels: torch.Tensor | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         """One forward pass. The arguments are [batch, sequence]; a stage without a use for one ignores it.
+
+        With `documents`, tokens see their own document alone.
 
         Returns:
             On the last stage with labels the loss of every token in nats, fp32 [batch, sequence]; without them the
@@ -39,11 +46,27 @@ class GPT(GPTModel):
             [sequence, batch, hidden].
         """
         processor = None if labels is None else self._loss
-        output = super().forward(input_ids, position_ids, attention_mask, labels=labels, output_processor=processor)  # pyright: ignore[reportArgumentType]
+        output = super().forward(
+            input_ids,  # pyright: ignore[reportArgumentType]
+            position_ids,  # pyright: ignore[reportArgumentType]
+            attention_mask,  # pyright: ignore[reportArgumentType]
+            labels=labels,  # pyright: ignore[reportArgumentType]
+            packed_seq_params=documents,  # pyright: ignore[reportArgumentType]
+            output_processor=processor,
+        )
         if self.post_process:
             return output
         # A compiled layer, or a fused addition, may return a view, which the pipeline's schedules cannot free.
         return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
+
+    def _preprocess(self, **inputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """megatron-core's, with rotary angles by `position_ids` where these restart."""
+        # Its packed sequences have one sample and another rotary table.
+        outputs = super()._preprocess(**{**inputs, "packed_seq_params": None})
+        if self.restarts_positions and self.position_embedding_type == "rope":
+            rotary: Any = self.rotary_pos_emb
+            outputs = (outputs[0], rotary.at(inputs["position_ids"]), *outputs[2:])
+        return outputs
 
     def _loss(
         self,
@@ -107,6 +130,7 @@ def _build_chunk(
     if model.position_embedding_type == "rope":
         rotary = RotaryTable if model.transformer_impl == "local" else ScaledRotaryEmbedding
         gpt.rotary_pos_emb = rotary(model, transformer_config, pg_collection)
+    gpt.restarts_positions = config.data.reset_position_ids
     gpt.true_vocab_size = config.data.vocab_size or model.padded_vocab_size
     if gpt.post_process:
         _mask_vocabulary_padding(gpt, config, pg_collection.tp)

@@ -6,6 +6,8 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ext.data.packing import Documents
+
 
 class PreNormLayer(TransformerLayer):
     """x + attention(norm(x)), then x + MLP(norm(x)) (Xiong et al. 2020, figure 1b), with dropout on both branches.
@@ -19,6 +21,7 @@ class PreNormLayer(TransformerLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: Documents | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states: [sequence, batch, hidden]. Returns the same shape, and no context for cross-attention."""
@@ -29,7 +32,7 @@ class PreNormLayer(TransformerLayer):
         mlp_norm: Any = self.pre_mlp_layernorm
         mlp: Any = self.mlp
 
-        attended = self.self_attention(input_norm(hidden_states), attention_mask, rotary_pos_emb)
+        attended = self.self_attention(input_norm(hidden_states), attention_mask, rotary_pos_emb, packed_seq_params)
         hidden_states = add(attended, hidden_states, self.hidden_dropout)
         hidden_states = add(mlp(mlp_norm(hidden_states)), hidden_states, self.hidden_dropout)
         return hidden_states, None

@@ -12,6 +12,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.config.layout import context_chunks
 from megatron_ext.config.schema import ModelConfig
 
 
@@ -41,10 +42,22 @@ class RotaryTable(ScaledRotaryEmbedding):
     def __init__(self, model: ModelConfig, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(model, config, pg_collection)
         self.dtype = config.params_dtype
+        self.chunks = context_chunks(pg_collection.cp.rank(), pg_collection.cp.size())
+        self.cp_group: Any = None  # else megatron-core would divide the table, along another dimension
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """[2, positions, rotated channels / 2]: cosines, then sines."""
+        """[2, this rank's positions, rotated channels / 2]: cosines, then sines."""
         angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        if sum(self.chunks) > 1:
+            angles = torch.cat([angles.chunk(sum(self.chunks) + 1)[chunk] for chunk in self.chunks])
+        return self._table(angles)
+
+    def at(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """[2, B, 1, S, rotated channels / 2], for positions [B, S] that differ from sample to sample."""
+        inverse = self.inv_freq.to(position_ids.device)
+        return self._table(position_ids.to(inverse.dtype)[:, None, :, None] * inverse)
+
+    def _table(self, angles: torch.Tensor) -> torch.Tensor:
         return torch.stack((angles.cos(), angles.sin())).to(self.dtype)
 
 

@@ -37,6 +37,7 @@ def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size if interleaved else None,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_size,
+        context_parallel_size=layout.context_parallel_size,
         distributed_timeout_minutes=layout.distributed_timeout_minutes,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )

@@ -12,6 +12,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.config.schema import Config
+from megatron_ext.data.batch import StageView
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe_sample
 from megatron_ext.device.protocol import Device
@@ -91,10 +92,12 @@ def seed_dropout(config: Config, groups: ProcessGroupCollection) -> None:
     """Seed the generators that dropout draws from.
 
     Tensor-parallel ranks share the seed, so that replicated activations get one mask; megatron-core derives the
-    seed of sharded regions from it. Every pipeline stage and data-parallel rank draws its own. Weights do not
+    seed of sharded regions from it. Every pipeline stage, data- and context-parallel rank draws its own. Weights do not
     come from these generators.
     """
     name = f"dropout:{config.training.seed}:{groups.pp.rank()}:{groups.dp.rank()}"
+    if groups.cp.size() > 1:
+        name += f":{groups.cp.rank()}"
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") >> 1
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(
@@ -121,8 +124,17 @@ def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection
             micro_batch_size=training.micro_batch_size,
             dp_rank=groups.dp.rank(),
             dp_size=groups.dp.size(),
-            is_first_stage=groups.pp.rank() == 0,
-            is_last_stage=groups.pp.rank() == groups.pp.size() - 1,
+            view=StageView(
+                is_first_stage=groups.pp.rank() == 0,
+                is_last_stage=groups.pp.rank() == groups.pp.size() - 1,
+                cp_rank=groups.cp.rank(),
+                cp_size=groups.cp.size(),
+                eod=tokenizer.eod,
+                restarts_positions=data.reset_position_ids,
+                separates_documents=data.reset_attention_mask,
+                # Heads that are exchanged see whole samples.
+                documents_are_whole=config.layout.cp_comm_type[0] == "a2a",
+            ),
             num_workers=data.num_workers,
             pin_memory=device.kind == "cuda",
             describe=describe,

@@ -141,7 +141,7 @@ def _virtual_size(config: Config) -> int | None:
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """megatron-core's forward_step_func: run one model chunk on its next microbatch."""
     batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, labels=batch.labels)
+    output = model(batch.tokens, batch.position_ids, labels=batch.labels, documents=batch.documents)
     # A stage before the last has no mask, and the engine never calls its loss.
     return output, partial(token_loss, cast(torch.Tensor, batch.loss_mask))
 

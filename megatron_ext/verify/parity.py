@@ -56,6 +56,8 @@ MODELS = {
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 "
         "--moe-shared-expert-intermediate-size 40 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
     ),
+    "packed": f"--num-layers 4 {_LLAMA} {_UNTIED} --reset-position-ids --reset-attention-mask",
+    "packed, learned positions": "--num-layers 4 --reset-position-ids --reset-attention-mask",
     "query and key norm, QKV bias": f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --add-qkv-bias",
 }
 
@@ -63,6 +65,8 @@ _TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 _PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 _PP4_VPP2 = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
 _OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+_CP2 = "--context-parallel-size 2 --cp-comm-type"
+_CP4 = "--context-parallel-size 4 --cp-comm-type"
 _RECOMPUTE = "--recompute-granularity full --recompute-num-layers"
 
 _LAYOUTS = {
@@ -80,7 +84,7 @@ _LAYOUTS = {
     "TP2 SP PP2 VPP2 DP2 distributed optimizer, overlap": (8, f"{_TP2_SP} {_PP2_VPP2} {_OVERLAP}"),
 }
 
-# Stages that differ in their layers, on the model with 4. Those in _QUICK are part of every test run.
+# Stages that differ in their layers, on the model with 4.
 _UNEVEN = {
     "PP2, 1 and 3 layers": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
     "PP3, 1, 2 and 1 layers": (
@@ -107,7 +111,48 @@ _UNEVEN = {
         f"{_TP2_SP} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*3|t|L",
     ),
 }
+_CONTEXT = {
+    "CP2 p2p, tied": (2, f"{_CP2} p2p"),
+    "CP2 p2p, untied": (2, f"{_CP2} p2p"),
+    "CP2 all_gather, tied": (2, f"{_CP2} all_gather"),
+    "CP2 all_gather, untied": (2, f"{_CP2} all_gather"),
+    "CP2 a2a, tied": (2, f"{_CP2} a2a"),
+    "CP2 a2a, untied": (2, f"{_CP2} a2a"),
+    "CP2, another exchange in each layer, tied": (2, f"{_CP2} p2p all_gather a2a allgather"),
+    "CP4 p2p, tied": (4, f"{_CP4} p2p"),
+    "CP4 p2p, untied": (4, f"{_CP4} p2p"),
+    "CP4 all_gather, untied": (4, f"{_CP4} all_gather"),
+    # Four heads of keys: the other models have two.
+    "CP4 a2a, learned positions, biases": (4, f"{_CP4} a2a"),
+    "CP4 p2p, learned positions, biases": (4, f"{_CP4} p2p"),
+    "TP2 SP CP2 PP2 p2p, untied": (8, f"{_TP2_SP} {_CP2} p2p --pipeline-model-parallel-size 2"),
+    "TP2 SP CP2 PP2 all_gather, tied": (8, f"{_TP2_SP} {_CP2} all_gather --pipeline-model-parallel-size 2"),
+    "TP2 SP CP2 PP2 a2a, learned positions, biases": (
+        8,
+        f"{_TP2_SP} {_CP2} a2a --pipeline-model-parallel-size 2",
+    ),
+    "TP2 SP CP4 all_gather, query and key norm, QKV bias": (8, f"{_TP2_SP} {_CP4} all_gather"),
+    "CP2 PP2 VPP2 all_gather, untied": (4, f"{_CP2} all_gather {_PP2_VPP2}"),
+    "CP2 DP2 p2p distributed optimizer, overlap, tied": (4, f"{_CP2} p2p {_OVERLAP}"),
+    "CP2 DP2 all_gather distributed optimizer, untied": (4, f"{_CP2} all_gather --use-distributed-optimizer"),
+    "DP2, packed": (2, ""),
+    "TP2 SP, packed": (2, _TP2_SP),
+    "PP4, packed": (4, "--pipeline-model-parallel-size 4"),
+    "PP2 VPP2, packed, learned positions": (2, _PP2_VPP2),
+    "CP2 all_gather, packed": (2, f"{_CP2} all_gather"),
+    "CP4 all_gather, packed, learned positions": (4, f"{_CP4} all_gather"),
+    "CP2 a2a, packed": (2, f"{_CP2} a2a"),
+    "TP2 SP CP2 PP2 all_gather, packed": (8, f"{_TP2_SP} {_CP2} all_gather --pipeline-model-parallel-size 2"),
+}
+"""Samples divided over ranks, or into documents: layout and model, ranks, flags."""
+
+# Of the uneven and the divided, what is part of every test run.
 _QUICK = {
+    "CP2 a2a, untied",
+    "CP4 p2p, untied",
+    "TP2 SP CP2 PP2 p2p, untied",
+    "CP2 DP2 all_gather distributed optimizer, untied",
+    "TP2 SP CP2 PP2 all_gather, packed",
     "PP2, 1 and 3 layers, untied",
     "PP2 VPP3, embedding and loss counted, distributed optimizer, overlap, tied",
     "PP2 VPP2, Ett|t|t|L, groups of 4, tied",
@@ -187,6 +232,11 @@ def _cases() -> list[Case]:
     flags = f"{_TP2_SP} --pipeline-model-parallel-size 2"
     for model in ("learned positions, biases", "query and key norm, QKV bias"):
         cases.append(Case(f"TP2 SP PP2, {model}", model, 4, tuple(flags.split())))
+    for name, (world_size, words) in _CONTEXT.items():
+        model = max((model for model in MODELS if name.endswith(f", {model}")), key=len)
+        slow = name not in _QUICK
+        case = Case(name, model, world_size, tuple(words.split()), slow, slow_in_bf16=slow or "CP4" not in name)
+        cases.append(case)
     for mode, flags in RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
     return cases

@@ -184,3 +184,29 @@ def test_gradient_of_one_expert(experiment: Experiment) -> None:
     matrices = [f"mlp.experts.5.linear_{matrix}.weight" for matrix in ("fc1", "fc2")]
     assert wrong_gradients(found) == {f"decoder.layers.{layer}.{name}" for layer in range(4) for name in matrices}
     assert found.first_loss <= FIRST_LOSS_TOLERANCE
+
+
+def give_each_rank_two_neighbouring_chunks() -> None:
+    """Ranks read chunks 2r and 2r + 1, while attention and positions think of r and 2 x size - 1 - r."""
+    from megatron_ext.data import batch
+
+    batch.context_chunks = lambda rank, size: (2 * rank, 2 * rank + 1)
+
+
+def test_chunks_in_the_wrong_order(experiment: Experiment) -> None:
+    found = differences(experiment, "CP2 p2p, untied", give_each_rank_two_neighbouring_chunks)
+    assert not found.first_loss <= FIRST_LOSS_TOLERANCE
+    assert {name for name in found.gradients if "linear_qkv" in name} <= wrong_gradients(found)
+
+
+def turn_the_ring_around() -> None:
+    """Keys travel the other way than the ranks believe. With two ranks both ways are the same: it takes four."""
+    from megatron_ext.model import context_parallel
+
+    context_parallel._neighbours = lambda rank, size: ((rank - 1) % size, (rank + 1) % size)
+
+
+def test_ring_in_the_wrong_order(experiment: Experiment) -> None:
+    found = differences(experiment, "CP4 p2p, untied", turn_the_ring_around)
+    assert not found.first_loss <= FIRST_LOSS_TOLERANCE
+    assert {name for name in found.gradients if "linear_qkv" in name} <= wrong_gradients(found)

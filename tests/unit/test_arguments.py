@@ -78,11 +78,11 @@ def test_all_mistakes_are_reported_at_once():
 
 
 def test_refused_flags_are_named_with_their_values_and_neutral_ones_pass():
-    (problem,) = problems_of("--context-parallel-size 2 --num-layers 4")
-    assert problem.startswith("--context-parallel-size 2 is not supported: ")
+    (problem,) = problems_of("--fim-rate 0.7 --num-layers 4")
+    assert problem.startswith("--fim-rate 0.7 is not supported: ")
     (problem,) = problems_of("--spec some.module Spec --num-layers 4")
     assert problem.startswith("--spec some.module Spec is not supported: ")
-    neutral = "--context-parallel-size 1 --moe-layer-freq=1 --cp-comm-type p2p --muon-momentum 0.90"
+    neutral = "--fim-rate 0.50 --fim-prefix-token=<fim_prefix> --moe-layer-freq=1 --muon-momentum 0.90"
     assert parse(shlex.split(neutral)) == Typed(values={})
 
 

@@ -23,7 +23,12 @@ from megatron_ext.config.schema import Config
 from megatron_ext.config.validate import problems
 from tests.unit.wrong_flags import BASE
 
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 2, 3), (2, 4, 1)]
+LAYOUTS = [
+    # tensor, context, pipeline, data
+    *((1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 1, 2, 2), (4, 1, 2, 3), (2, 1, 4, 1)),
+    *((1, 2, 1, 1), (2, 2, 2, 2), (2, 4, 1, 3)),
+]
+CP2 = "--context-parallel-size 2 --attention-dropout 0"
 
 
 def configuration(line: str) -> Config:
@@ -33,24 +38,24 @@ def configuration(line: str) -> Config:
     return config
 
 
-def layout(tensor: int, pipeline: int, data: int) -> Config:
+def layout(tensor: int, context: int, pipeline: int, data: int) -> Config:
     return configuration(
         f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} "
-        f"--world-size {tensor * pipeline * data}"
+        f"--context-parallel-size {context} --attention-dropout 0 --world-size {tensor * context * pipeline * data}"
     )
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "data"), LAYOUTS)
-def test_groups_are_those_that_megatron_core_makes(tensor: int, pipeline: int, data: int):
-    ours = layout(tensor, pipeline, data).layout
-    core = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
+@pytest.mark.parametrize(("tensor", "context", "pipeline", "data"), LAYOUTS)
+def test_groups_are_those_that_megatron_core_makes(tensor: int, context: int, pipeline: int, data: int):
+    ours = layout(tensor, context, pipeline, data).layout
+    core = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp")
     for axis in AXES:
         assert sorted(groups(ours, axis)) == sorted(core.get_ranks(axis))
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "data"), LAYOUTS)
-def test_every_rank_has_its_own_place(tensor: int, pipeline: int, data: int):
-    ours = layout(tensor, pipeline, data).layout
+@pytest.mark.parametrize(("tensor", "context", "pipeline", "data"), LAYOUTS)
+def test_every_rank_has_its_own_place(tensor: int, context: int, pipeline: int, data: int):
+    ours = layout(tensor, context, pipeline, data).layout
     places = [coordinates(ours, rank) for rank in range(ours.world_size)]
     assert set(places) == set(itertools.product(*map(range, axis_sizes(ours))))
     assert [rank_of(ours, place) for place in places] == list(range(ours.world_size))
@@ -140,6 +145,7 @@ def test_llama_8b_has_its_published_size():
         ("--bf16 --use-distributed-optimizer", 6 + 12 / 4),
         ("", 16),
         ("--use-distributed-optimizer", 8 + 8 / 4),
+        (f"--use-distributed-optimizer {CP2}", 8 + 8 / 4),  # context-parallel ranks hold the same weights
         ("--fp16", 16),
         ("--bf16 --optimizer sgd", 14),
     ],

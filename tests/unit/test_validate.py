@@ -63,6 +63,19 @@ WRONG = [
     ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0 is not above 0 and at most 1"),
     ("--use-rope-scaling", "use --position-embedding-type rope"),
     ("--world-size 2 --tensor-model-parallel-size 2 --ffn-hidden-size 511", "use --ffn-hidden-size 510 or 512"),
+    ("--cp-comm-type ring", "--cp-comm-type ring is not one of p2p, all_gather, a2a"),
+    ("--cp-comm-type p2p a2a", "names 2 exchanges, but it takes one for all layers or one for each of --num-layers 8"),
+    (
+        "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --reset-attention-mask --cp-comm-type "
+        "a2a a2a a2a a2a all_gather all_gather all_gather all_gather",
+        "not for several",
+    ),
+    ("--world-size 6 --context-parallel-size 4", "--context-parallel-size 4 x --pipeline-model-parallel-size 1 = 4"),
+    (
+        "--world-size 8 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 --seq-length 36 "
+        "--cp-comm-type a2a",
+        "use --seq-length 32 or 40",
+    ),
     ("--use-distributed-optimizer --optimizer sgd", "use --optimizer adam"),
     (
         "--torch-compile --world-size 2 --tensor-model-parallel-size 2 --hidden-dropout 0.1 --attention-dropout 0",

@@ -122,6 +122,31 @@ EXAMPLES = {
         f"{_EXPERTS} --num-experts 8 --moe-aux-loss-coeff -0.01 --moe-z-loss-coeff 0",
         "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3",
     ),
+    "Positions that do not divide over context-parallel ranks": Example(
+        "--world-size 3 --context-parallel-size 3 --cp-comm-type all_gather --attention-dropout 0", "--seq-length 66"
+    ),
+    "Heads exchanged by context-parallel ranks that do not divide": Example(
+        "--world-size 4 --context-parallel-size 4 --cp-comm-type a2a --group-query-attention --num-query-groups 2",
+        "--context-parallel-size 2",
+    ),
+    "Attention dropout in blocks": Example(
+        "--world-size 2 --context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type a2a"
+    ),
+    "An exchange of keys that needs groups of groups": Example(
+        "--world-size 2 --context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type a2a"
+    ),
+    "An exchange of keys for some of the layers": Example(
+        "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --cp-comm-type p2p all_gather",
+        "--cp-comm-type p2p",
+    ),
+    "Packed documents in another attention": Example(
+        "--reset-position-ids --transformer-impl transformer_engine", "--transformer-impl local"
+    ),
+    "Packed documents in the ring": Example(
+        "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --reset-attention-mask",
+        "--cp-comm-type all_gather",
+    ),
+    "Packed documents with attention dropout": Example("--reset-attention-mask", "--attention-dropout 0"),
     "A data path that does not exist": Example(
         "--mock-data=false --vocab-size 257 --tokenizer-type ByteTokenizer --data-path nowhere/corpus",
         "--data-path EXISTING",
@@ -132,7 +157,7 @@ EXAMPLES = {
 
 UNREADABLE = {
     "A misspelt flag": "--tensor-parallel-model-size 2",
-    "A flag of Megatron that is not supported": "--context-parallel-size 2",
+    "A flag of Megatron that is not supported": "--multi-latent-attention",
     "A value of the wrong type": "--hidden-size wide",
 }
 

@@ -20,14 +20,15 @@ def ranks_are_those_of_the_launch(config: Config, facts: Facts) -> Iterator[str]
 def world_is_a_multiple_of_the_model(config: Config, facts: Facts) -> Iterator[str]:
     layout = config.layout
     world, tensor, stages = layout.world_size, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    if not positive(world, tensor, stages) or world % (tensor * stages) == 0:
+    context, need = layout.context_parallel_size, layout.model_parallel_size
+    if not positive(world, tensor, context, stages) or world % need == 0:
         return
-    need = tensor * stages
     fixes = [f"start {listed(nearest_multiples(world, need))} ranks"]
     fixes += [fix for fix in (use("--tensor-model-parallel-size", tensor_sizes(config)),) if fix]
     fixes += [fix for fix in (use("--pipeline-model-parallel-size", pipeline_sizes(config)),) if fix]
     yield (
         f"world size {world} is not a multiple of --tensor-model-parallel-size {tensor} x "
+        f"{f'--context-parallel-size {context} x ' if context > 1 else ''}"
         f"--pipeline-model-parallel-size {stages} = {need}; {', or '.join(fixes)}"
     )
 

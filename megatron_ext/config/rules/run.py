@@ -27,8 +27,8 @@ _AT_LEAST_ONE = {
         "moe_shared_expert_intermediate_size"
     ),
     "layout": (
-        "world_size tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
-        "num_virtual_stages_per_pipeline_rank ddp_bucket_size "
+        "world_size tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size "
+        "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank ddp_bucket_size "
         "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
         "microbatch_group_size_per_virtual_pipeline_stage expert_model_parallel_size expert_tensor_parallel_size"
     ),

@@ -37,7 +37,7 @@ def tensor_sizes(config: Config) -> list[int]:
         and (not positive(model.ffn_hidden_size) or model.ffn_hidden_size % size == 0)
         and (not positive(model.padded_vocab_size) or model.padded_vocab_size % size == 0)
         and (not layout.sequence_parallel or not positive(model.seq_length) or model.seq_length % size == 0)
-        and _fills_world(layout.world_size, size * layout.pipeline_model_parallel_size)
+        and _fills_world(layout.world_size, size * layout.context_parallel_size * layout.pipeline_model_parallel_size)
     ]
 
 
@@ -48,7 +48,7 @@ def pipeline_sizes(config: Config) -> list[int]:
         size
         for size in _splits(config)
         if (size > 1 or layout.virtual_pipeline_model_parallel_size == 1)
-        and _fills_world(layout.world_size, size * layout.tensor_model_parallel_size)
+        and _fills_world(layout.world_size, size * layout.context_parallel_size * layout.tensor_model_parallel_size)
     ]
 
 

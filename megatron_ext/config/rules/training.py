@@ -208,7 +208,7 @@ def _curve(config: Config) -> tuple[str, int, int, int]:
 def _samples_at_once(config: Config) -> int | None:
     """Micro batch x data-parallel size, or None where either is wrong and another rule says so."""
     layout, micro = config.layout, config.training.micro_batch_size
-    model_size = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    model_size = layout.model_parallel_size
     if not positive(micro, layout.world_size, model_size) or layout.world_size % model_size:
         return None
     return micro * (layout.world_size // model_size)

@@ -56,5 +56,9 @@ class DataConfig:
     tiktoken_num_special_tokens: int = option(
         1000, "TikTokenizer: ids before the vocabulary's; those without a name are <SPECIAL_n>."
     )
+    reset_position_ids: bool = option(
+        False, "Count positions, learned or rotary, from the beginning of each document in a sample."
+    )
+    reset_attention_mask: bool = option(False, "Let no token see another document of its sample.")
     eod_mask_loss: bool = option(False, "Do not train on predicting what follows an end of document.")
     num_workers: int = option(2, "Background threads that load batches; 0 loads in the loop.")

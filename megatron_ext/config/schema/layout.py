@@ -18,6 +18,13 @@ class LayoutConfig:
         False, "Shard norms and dropout along the sequence between the tensor-parallel ranks."
     )
     pipeline_model_parallel_size: int = option(1, "Ranks that share the layers, one stage after another.")
+    context_parallel_size: int = option(1, "Ranks that share each sample's positions.")
+    cp_comm_type: tuple[str, ...] = option(
+        ("p2p",),
+        "How context-parallel ranks exchange keys and values: p2p (a ring), all_gather, or a2a (each rank gets all "
+        "positions of some heads); one for all layers, or one for each.",
+        metavar="TYPE",
+    )
     expert_model_parallel_size: int = option(
         1, "Ranks that share the experts of a layer; they are taken from the data-parallel (and tensor-parallel) ranks."
     )
@@ -90,8 +97,8 @@ class LayoutConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that work on the same samples: TP x PP."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        """Ranks that work on the same samples: TP x CP x PP."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def expert_tensor_size(self) -> int:

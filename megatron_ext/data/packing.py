@@ -1,0 +1,99 @@
+"""Documents that lie end to end in one sample: where each begins, and which queries therefore see which keys.
+
+A document ends with its end-of-document token. With --reset-attention-mask a token sees its own document alone, with
+--reset-position-ids positions count from the document's first token (Megatron-LM's meaning of both).
+
+Shape legend: B = samples in a microbatch, S = tokens in a sample.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.config.layout import context_chunks
+
+
+class Run(NamedTuple):
+    """Consecutive queries and the consecutive keys that they see: the last query sees all of them, the one before it
+    all but the last, and so on."""
+
+    first_query: int
+    queries: int
+    first_key: int
+    keys: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_query, self.first_query + self.queries)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a microbatch, as attention over its samples laid end to end takes them."""
+
+    runs: tuple[Run, ...]
+    """In the order of the queries, which they cover. Key k of sample b is number b x S + k."""
+    query_ends: torch.Tensor
+    """int32 [runs + 1], cumulative numbers of queries from 0."""
+    key_ends: torch.Tensor
+    """int32 [runs + 1], of keys."""
+    key_index: torch.Tensor | None
+    """int64, the keys of all runs one after another; None where they are all keys in their order."""
+    longest: tuple[int, int]
+    """Most queries, and most keys, of a run."""
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Documents":
+        index = None if self.key_index is None else function(self.key_index)
+        return Documents(self.runs, function(self.query_ends), function(self.key_ends), index, self.longest)
+
+
+def document_starts(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
+    """For every token the position of its document's first token, int64 [B, S]. A sample begins a document."""
+    starts = torch.zeros_like(tokens_BS)
+    after_eod = tokens_BS[:, :-1] == eod
+    starts[:, 1:] = torch.where(after_eod, torch.arange(1, tokens_BS.size(1)), 0)
+    return starts.cummax(dim=1).values
+
+
+def restarted_positions(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
+    """Positions that count from the beginning of each document, int64 [B, S]."""
+    return torch.arange(tokens_BS.size(1)) - document_starts(tokens_BS, eod)
+
+
+def documents_of(tokens_BS: torch.Tensor, eod: int, cp_rank: int = 0, cp_size: int = 1) -> Documents:
+    """The documents of whole samples, as the queries of one of `cp_size` context-parallel ranks see them.
+
+    A rank has two chunks of every sample, and begins a run wherever a document or a chunk begins.
+    """
+    runs, first_query = [], 0
+    for sample, row in enumerate(tokens_BS):
+        borders = [0, *((row[:-1] == eod).nonzero().flatten() + 1).tolist(), len(row)]
+        for first, last, document in _held(borders, cp_rank, cp_size):
+            runs.append(Run(first_query, last - first, sample * len(row) + document, last - document))
+            first_query += last - first
+    query_ends = torch.tensor([0, *(run.queries for run in runs)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    key_ends = torch.tensor([0, *(run.keys for run in runs)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    index = None
+    if cp_size > 1:
+        index = torch.cat([torch.arange(run.first_key, run.first_key + run.keys) for run in runs])
+    longest = max(run.queries for run in runs), max(run.keys for run in runs)
+    return Documents(tuple(runs), query_ends, key_ends, index, longest)
+
+
+def _held(borders: list[int], cp_rank: int, cp_size: int) -> Iterator[tuple[int, int, int]]:
+    """(first position, end, first position of the document) of every piece of a document that the rank holds."""
+    length = borders[-1] // (2 * cp_size)
+    # One rank's two chunks are the whole sample: a border between them would only split a document.
+    chunks = (
+        [(0, borders[-1])]
+        if cp_size == 1
+        else [(i * length, (i + 1) * length) for i in context_chunks(cp_rank, cp_size)]
+    )
+    for begin, end in chunks:
+        for document, next_document in itertools.pairwise(borders):
+            first, last = max(begin, document), min(end, next_document)
+            if first < last:
+                yield first, last, document

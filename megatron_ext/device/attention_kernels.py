@@ -1,0 +1,172 @@
+"""Attention over one block of keys, with what is needed to put the results of several blocks together.
+
+torch's scaled_dot_product_attention keeps the log-sum-exp of the scores to itself. With it, attention over some keys
+and attention over others give attention over both, and each part's gradient can be computed by itself from the joint
+result (Dao 2023, arXiv:2307.08691, section 3.1; Liu et al. 2023, arXiv:2310.01889). So the kernels under it are called
+here by name, and beside them stands the same written out, for devices and types that have no such kernel.
+
+Shapes: B batch, H query heads, G key/value heads (H is a multiple of G), Q queries, K keys, D channels of a head. A
+causal block is square, and query i sees the keys up to i.
+"""
+
+import torch
+
+_CPU_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_CUDA_TYPES = (torch.bfloat16, torch.float16)
+
+_Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def block_forward(
+    query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale Q K^T) V over these keys alone, [B, H, Q, D], and the log-sum-exp of its scores, fp32 [B, H, Q]."""
+    tensors = query_BHQD, key_BGKD, value_BGKD
+    if _has_cpu_kernel(query_BHQD):
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(*tensors, 0.0, causal, scale=scale)
+    if _has_cuda_kernel(query_BHQD):
+        out, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            *tensors, 0.0, causal, False, scale=scale
+        )
+        return out, log_sum_exp
+    return block_forward_reference(*tensors, causal=causal, scale=scale)
+
+
+def block_backward(
+    grad_BHQD: torch.Tensor,
+    query_BHQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    value_BGKD: torch.Tensor,
+    out_BHQD: torch.Tensor,
+    log_sum_exp_BHQ: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> _Blocks:
+    """This block's share of the gradients of query, key and value.
+
+    `out` and `log_sum_exp` are those of the whole attention: over all keys that the queries see, in this block or not.
+    """
+    tensors = grad_BHQD, query_BHQD, key_BGKD, value_BGKD, out_BHQD, log_sum_exp_BHQ
+    if _has_cpu_kernel(query_BHQD):
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(*tensors, 0.0, causal, scale=scale)
+    if _has_cuda_kernel(query_BHQD):
+        # Without dropout the state of its generator is never read.
+        state = torch.empty(0, dtype=torch.int64, device=query_BHQD.device)
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(tensor.contiguous() for tensor in tensors),
+            None,
+            None,
+            query_BHQD.size(2),
+            key_BGKD.size(2),
+            0.0,
+            causal,
+            state,
+            state,
+            scale=scale,
+        )
+    return block_backward_reference(*tensors, causal=causal, scale=scale)
+
+
+def block_forward_reference(
+    query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`block_forward` written out; holds the scores of the block."""
+    scores = _scores(query_BHQD, key_BGKD, causal, scale)
+    log_sum_exp = scores.logsumexp(-1)
+    weights = (scores - log_sum_exp.unsqueeze(-1)).exp().to(value_BGKD.dtype)
+    return weights @ _repeated(value_BGKD, query_BHQD), log_sum_exp
+
+
+def block_backward_reference(
+    grad_BHQD: torch.Tensor,
+    query_BHQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    value_BGKD: torch.Tensor,
+    out_BHQD: torch.Tensor,
+    log_sum_exp_BHQ: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> _Blocks:
+    """`block_backward` written out (Dao et al. 2022, arXiv:2205.14135, appendix B.2)."""
+    weights = (_scores(query_BHQD, key_BGKD, causal, scale) - log_sum_exp_BHQ.unsqueeze(-1)).exp()
+    grad, accurate = grad_BHQD.to(weights.dtype), weights.dtype
+    for_value = weights.transpose(-1, -2) @ grad
+    for_weights = grad @ _repeated(value_BGKD, query_BHQD).to(accurate).transpose(-1, -2)
+    shift = (grad * out_BHQD.to(accurate)).sum(-1, keepdim=True)
+    for_scores = weights * (for_weights - shift) * scale
+    for_query = for_scores @ _repeated(key_BGKD, query_BHQD).to(accurate)
+    for_key = for_scores.transpose(-1, -2) @ query_BHQD.to(accurate)
+    groups = key_BGKD.size(1)
+    return (
+        for_query.to(query_BHQD.dtype),
+        for_key.unflatten(1, (groups, -1)).sum(2).to(key_BGKD.dtype),
+        for_value.unflatten(1, (groups, -1)).sum(2).to(value_BGKD.dtype),
+    )
+
+
+def has_varlen_kernel(query: torch.Tensor) -> bool:
+    """Whether `varlen_causal` has a kernel for tensors like this one."""
+    return _has_cuda_kernel(query)
+
+
+def varlen_causal(
+    query_THD: torch.Tensor,
+    key_UGD: torch.Tensor,
+    value_UGD: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    longest: tuple[int, int],
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention within each of many sequences that lie end to end, in one kernel, on a GPU.
+
+    Args:
+        query_THD: [queries of all sequences, H, D].
+        key_UGD, value_UGD: [keys of all sequences, G, D]. The last query of a sequence sees all of its keys, the one
+            before it all but the last, and so on.
+        query_ends, key_ends: int32 [sequences + 1], cumulative lengths from 0.
+        longest: most queries, and most keys, of any sequence.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        query_THD,
+        key_UGD,
+        value_UGD,
+        query_ends,
+        key_ends,
+        *longest,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query_THD.size(1) != key_UGD.size(1),
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _has_cpu_kernel(query: torch.Tensor) -> bool:
+    return query.device.type == "cpu" and query.dtype in _CPU_TYPES
+
+
+def _has_cuda_kernel(query: torch.Tensor) -> bool:
+    channels = query.size(-1)
+    return query.device.type == "cuda" and query.dtype in _CUDA_TYPES and channels % 8 == 0 and channels <= 256
+
+
+def _scores(query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    accurate = torch.promote_types(query_BHQD.dtype, torch.float32)
+    key = _repeated(key_BGKD, query_BHQD).to(accurate)
+    scores = query_BHQD.to(accurate) @ key.transpose(-1, -2) * scale
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    return scores
+
+
+def _repeated(heads_BGKD: torch.Tensor, query_BHQD: torch.Tensor) -> torch.Tensor:
+    repeats = query_BHQD.size(1) // heads_BGKD.size(1)
+    return heads_BGKD if repeats == 1 else heads_BGKD.repeat_interleave(repeats, 1)

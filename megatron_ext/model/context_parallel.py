@@ -1,0 +1,194 @@
+"""Attention of context-parallel ranks, which each hold two chunks of every sample (`config.layout.context_chunks`).
+
+Three ways to see the keys of the others, with equal results (`--cp-comm-type`):
+
+- all_gather: every rank gathers all keys and values and attends with its own queries (Llama 3, arXiv:2407.21783,
+  section 3.3.2). Their gradients are reduce-scattered.
+- p2p: keys and values travel around a ring of ranks, one step behind another, while each rank attends to those at
+  hand; results are put together by log-sum-exp (Ring Attention, Liu et al. 2023, arXiv:2310.01889).
+- a2a: an exchange gives every rank all positions of some heads, then another the heads back (DeepSpeed Ulysses, Jacobs
+  et al. 2023, arXiv:2309.14509).
+
+Shapes: B batch, H query heads, G key/value heads, D channels of a head; S positions of a sample, s = S / ranks those
+of this rank, chunk after chunk.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv, irecv, isend
+
+from megatron_ext.config.layout import context_chunks
+from megatron_ext.data.packing import Run
+from megatron_ext.device.attention_kernels import block_backward, block_forward
+from megatron_ext.model.runs import attend_runs, merge
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def all_positions(
+    key_BGsD: torch.Tensor, value_BGsD: torch.Tensor, group: ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all ranks, [B, G, S, D] in the order of the positions; one all-gather."""
+    parts = gather_from_sequence_parallel_region(torch.stack((key_BGsD, value_BGsD)).unsqueeze(0), group=group)
+    assert isinstance(parts, torch.Tensor)
+    key, value = _in_order(parts).unbind(0)
+    return key, value
+
+
+def runs_of_rank(rank: int, size: int, length: int) -> tuple[Run, Run]:
+    """What a rank's two chunks see of one sample of `length` positions: everything up to their own end."""
+    chunk = length // (2 * size)
+    head, tail = context_chunks(rank, size)
+    return Run(0, chunk, 0, (head + 1) * chunk), Run(chunk, chunk, 0, (tail + 1) * chunk)
+
+
+def attend_gathered(
+    query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsD: torch.Tensor, group: ProcessGroup, scale: float
+) -> torch.Tensor:
+    """Attention of this rank's queries, [B, H, s, D], over gathered keys."""
+    key, value = all_positions(key_BGsD, value_BGsD, group)
+    return attend_runs(query_BHsD, key, value, runs_of_rank(group.rank(), group.size(), key.size(2)), scale)
+
+
+def attend_by_heads(
+    query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsD: torch.Tensor, group: ProcessGroup, attend: Attention
+) -> torch.Tensor:
+    """Call `attend` on all positions of H / ranks query and G / ranks key heads; returns [B, H, s, D].
+
+    Args:
+        attend: takes query, key and value [B, heads, S, D] and returns the query's shape.
+    """
+    size = group.size()
+    heads = [tensor.size(1) // size for tensor in (query_BHsD, key_BGsD, value_BGsD)]
+    # Rank r gets the r-th part of every tensor's heads: the groups of its queries are then on it as well.
+    by_rank = [tensor.unflatten(1, (size, -1)).movedim(1, 0) for tensor in (query_BHsD, key_BGsD, value_BGsD)]
+    parts = all_to_all(group, torch.cat(by_rank, dim=2))
+    out_BhSD = attend(*_in_order(parts).split(heads, dim=1))
+    parts = all_to_all(group, _in_chunks(out_BhSD, size))
+    assert isinstance(parts, torch.Tensor)
+    return parts.movedim(0, 1).flatten(1, 2)
+
+
+def attend_ring(
+    query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsD: torch.Tensor, group: ProcessGroup, scale: float
+) -> torch.Tensor:
+    """Attention of this rank's queries, [B, H, s, D], over keys that come around the ring."""
+    return _Ring.apply(query_BHsD, key_BGsD, value_BGsD, group, scale)  # pyright: ignore[reportReturnType]
+
+
+def _in_order(parts: torch.Tensor) -> torch.Tensor:
+    """[ranks, ..., s, D], each rank's two chunks, to [..., S, D] in the order of the positions."""
+    size = len(parts)
+    chunks = parts.unflatten(-2, (2, -1))
+    held = [chunk for rank in range(size) for chunk in context_chunks(rank, size)]
+    flat = [chunks[index // 2, ..., index % 2, :, :] for index in range(2 * size)]
+    return torch.cat([flat[held.index(chunk)] for chunk in range(2 * size)], dim=-2)
+
+
+def _in_chunks(whole: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., S, D] to [ranks, ..., s, D]: the inverse of `_in_order`."""
+    chunks = whole.chunk(2 * size, dim=-2)
+    return torch.stack([torch.cat([chunks[i] for i in context_chunks(rank, size)], dim=-2) for rank in range(size)])
+
+
+def _neighbours(rank: int, size: int) -> tuple[int, int]:
+    """Whom a rank of the ring sends to, and whom it receives from."""
+    return (rank + 1) % size, (rank - 1) % size
+
+
+def _visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
+    """Which of a rank's `length` queries see which keys of `source`, and whether causally or in full.
+
+    Both hold a chunk of the head and one of the tail, so that of two ranks' four pairs of chunks always the same two
+    are full: half of the square, in one block.
+    """
+    half = length // 2
+    everything = slice(0, length)
+    if source == rank:
+        return everything, everything, True
+    return (everything, slice(0, half), False) if source < rank else (slice(half, length), everything, False)
+
+
+class _Exchange:
+    """A tensor on its way to the next rank of the ring, and another from the one before."""
+
+    def __init__(self, tensor: torch.Tensor, group: ProcessGroup, tag: int):
+        after, before = _neighbours(group.rank(), group.size())
+        self._received = tensor.new_empty(tensor.shape)
+        self._sent = tensor  # kept until it has left
+        self._works = batch_isend_irecv(
+            [
+                P2POp(isend, tensor, group=group, group_peer=after, tag=tag),
+                P2POp(irecv, self._received, group=group, group_peer=before, tag=tag),
+            ]
+        )
+
+    def wait(self) -> torch.Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+class _Ring(torch.autograd.Function):
+    """Backward the keys travel again, and the sums of their gradients one step behind them, until they are home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: ProcessGroup, scale: float
+    ) -> torch.Tensor:
+        rank, size, accurate = group.rank(), group.size(), torch.promote_types(query.dtype, torch.float32)
+        pair = torch.stack((key, value))
+        out = log_sum_exp = None
+        for step in range(size):
+            exchange = _Exchange(pair, group, step) if step < size - 1 else None
+            rows, columns, causal = _visible(rank, (rank - step) % size, query.size(2))
+            part, part_log_sum_exp = block_forward(
+                query[:, :, rows], pair[0][:, :, columns], pair[1][:, :, columns], causal=causal, scale=scale
+            )
+            if out is None or log_sum_exp is None:  # the first block is this rank's own, with all of its queries
+                out, log_sum_exp = part.to(accurate), part_log_sum_exp.clone()
+            else:
+                out[:, :, rows], log_sum_exp[:, :, rows] = merge(
+                    out[:, :, rows], log_sum_exp[:, :, rows], part, part_log_sum_exp
+                )
+            pair = exchange.wait() if exchange else pair
+        assert out is not None
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        ctx.group, ctx.scale = group, scale
+        return out
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        query, key, value, out, log_sum_exp = ctx.saved_tensors
+        rank, size = ctx.group.rank(), ctx.group.size()
+        pair = torch.stack((key, value))
+        for_query = query.new_zeros(query.shape, dtype=log_sum_exp.dtype)
+        home = None
+        for step in range(size):
+            exchange = _Exchange(pair, ctx.group, 2 * step) if step < size - 1 else None
+            rows, columns, causal = _visible(rank, (rank - step) % size, query.size(2))
+            parts = block_backward(
+                grad[:, :, rows],
+                query[:, :, rows],
+                pair[0][:, :, columns],
+                pair[1][:, :, columns],
+                out[:, :, rows],
+                log_sum_exp[:, :, rows].contiguous(),
+                causal=causal,
+                scale=ctx.scale,
+            )
+            for_query[:, :, rows] += parts[0]
+            for_pair = home.wait() if home else pair.new_zeros(pair.shape, dtype=log_sum_exp.dtype)
+            for_pair[0][:, :, columns] += parts[1]
+            for_pair[1][:, :, columns] += parts[2]
+            home = _Exchange(for_pair, ctx.group, 2 * step + 1)
+            pair = exchange.wait() if exchange else pair
+        assert home is not None
+        for_key, for_value = home.wait().to(key.dtype).unbind(0)
+        return for_query.to(query.dtype), for_key, for_value, None, None

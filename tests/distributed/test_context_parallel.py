@@ -1,0 +1,102 @@
+"""What context parallelism touches beside the model's numbers, which tests/parity compares."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.data.packing import documents_of
+from megatron_ext.verify.corpus import write_corpus
+from megatron_ext.verify.parity import MODELS, RECIPE
+from megatron_ext.verify.ranks import run_ranks
+from tests.distributed.test_checkpoint_layouts import FLAGS, _resave, _tensors
+from tests.distributed.test_dropout import DROPOUT, _equal, _masks_of_first_step
+
+CP2 = ["--context-parallel-size", "2", "--attention-dropout", "0", "--cp-comm-type"]
+LENGTH, SCALE, EOD = 32, 0.3, 3
+
+
+def _chunks_and_attention() -> dict[str, Any]:
+    """On one of four ranks: megatron-core's chunks and ours, and how far every exchange is from whole attention."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from megatron_ext.data.batch import Batch, StageView, divide
+    from megatron_ext.model import context_parallel
+    from megatron_ext.model.packed_attention import attend_documents
+    from megatron_ext.model.runs import attend_runs
+
+    torch.distributed.init_process_group("gloo")
+    group: Any = torch.distributed.group.WORLD
+    rank, size = group.rank(), group.size()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 12, (2, LENGTH), generator=generator)
+    view = StageView(cp_rank=rank, cp_size=size)
+    core = get_batch_on_this_cp_rank({"tokens": tokens}, False, group)["tokens"]
+    ours = divide(Batch(tokens=tokens), view).tokens
+    result: dict[str, Any] = {"chunks": torch.equal(core, torch.as_tensor(ours))}
+
+    def held(whole_BHSD: torch.Tensor) -> torch.Tensor:
+        return context_parallel._in_chunks(whole_BHSD, size)[rank]
+
+    shapes = (2, 8, LENGTH, 8), (2, 4, LENGTH, 8), (2, 4, LENGTH, 8)
+    query, key, value = (torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes)
+    weight = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+    packed, own = documents_of(tokens, EOD), documents_of(tokens, EOD, rank, size)
+    plain = partial(attend_runs, runs=context_parallel.runs_of_rank(0, 1, LENGTH), scale=SCALE)
+    by_document = partial(attend_documents, documents=packed, scale=SCALE)
+    kinds: dict[str, tuple[Any, Any]] = {
+        "p2p": (partial(context_parallel.attend_ring, group=group, scale=SCALE), plain),
+        "all_gather": (partial(context_parallel.attend_gathered, group=group, scale=SCALE), plain),
+        "a2a": (partial(context_parallel.attend_by_heads, group=group, attend=plain), plain),
+        "a2a, packed": (partial(context_parallel.attend_by_heads, group=group, attend=by_document), by_document),
+        "all_gather, packed": (
+            lambda q, k, v: attend_documents(q, *context_parallel.all_positions(k, v, group), own, SCALE),
+            by_document,
+        ),
+    }
+    for kind, (divided, whole) in kinds.items():
+        expected = whole(query, key, value)
+        expected_gradients = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+        # As attention hands them over: permuted, not contiguous.
+        heads = [held(t.detach()).permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for t in (query, key, value)]
+        out = divided(*(tensor.requires_grad_() for tensor in heads))
+        gradients = torch.autograd.grad((out * held(weight)).sum(), heads)
+        pairs = [(out, expected), *zip(gradients, expected_gradients, strict=True)]
+        result[kind] = max(float((got - held(exact)).detach().abs().max()) for got, exact in pairs)
+    return result
+
+
+def test_every_exchange_is_whole_attention_and_its_gradient() -> None:
+    for result in run_ranks(4, _chunks_and_attention):
+        assert result.pop("chunks")
+        assert len(result) == 5
+        assert max(result.values()) < 1e-12, result
+
+
+def test_context_parallel_ranks_draw_their_own_masks(tmp_path: Path) -> None:
+    flags = [*RECIPE.split(), *MODELS["tied"].split(), *DROPOUT.split(), *write_corpus(tmp_path)]
+    a2a = ["--context-parallel-size", "2", "--cp-comm-type", "a2a"]
+    (hidden, attention), (other_hidden, other_attention) = run_ranks(2, _masks_of_first_step, [*flags, *a2a])
+    assert {mask.shape[0] for mask in hidden} == {16}
+    assert not any(_equal(hidden, other_hidden)), "each rank holds other tokens"
+    assert not any(_equal(attention, other_attention)), "each rank holds other heads"
+    assert {np.shape(mask)[1] for mask in attention} == {1}
+
+
+@pytest.mark.parametrize(
+    "rest", [pytest.param([], id="replicated", marks=pytest.mark.slow), ["--use-distributed-optimizer"]]
+)
+def test_checkpoints_are_those_of_one_process(rest: list[str], tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("divided", "one", "back")]
+    divided = [*FLAGS, *CP2, "all_gather", *rest]
+    run_ranks(4, _resave, divided, None, folders[0])
+    run_ranks(1, _resave, FLAGS, folders[0], folders[1])
+    run_ranks(4, _resave, divided, folders[1], folders[2])
+    first, *others = map(_tensors, folders)
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in first)
+    for other in others:
+        assert other.keys() == first.keys()
+        assert all(torch.equal(other[key].view(torch.uint8), first[key].view(torch.uint8)) for key in first)

@@ -1,0 +1,93 @@
+"""Documents in a sample: positions and what sees what, against megatron-core's own S x S mask."""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+from megatron_ext.config.layout import context_chunks
+from megatron_ext.data.batch import Batch, StageView, collate, divide, padding_sample
+from megatron_ext.data.packing import documents_of, restarted_positions
+
+EOD, LENGTH = 9, 24
+SAMPLES = torch.randint(0, 9, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+for sample, ends in enumerate(([], [0, 1, 7, 20], [LENGTH - 1], [3, 4, 5, 11, 12, LENGTH - 2, LENGTH - 1])):
+    SAMPLES[sample, ends] = EOD
+
+
+def masks_and_positions() -> tuple[torch.Tensor, torch.Tensor]:
+    """megatron-core's: whether query sees key [sample, query, key], and positions [sample, S]."""
+    found: Any = [_get_ltor_masks_and_position_ids(row, EOD, True, True, False, True) for row in SAMPLES]
+    return torch.stack([~mask[0] for mask, _, _ in found]), torch.stack([positions for _, _, positions in found])
+
+
+def test_positions_are_megatrons() -> None:
+    assert torch.equal(restarted_positions(SAMPLES, EOD), masks_and_positions()[1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_runs_of_all_ranks_together_are_megatrons_mask(size: int) -> None:
+    visible = torch.zeros(len(SAMPLES), LENGTH, len(SAMPLES) * LENGTH, dtype=torch.int)
+    for rank in range(size):
+        documents = documents_of(SAMPLES, EOD, rank, size)
+        positions = torch.arange(LENGTH).view(2 * size, -1)[list(context_chunks(rank, size))].flatten()
+        queries = [(sample, int(position)) for sample in range(len(SAMPLES)) for position in positions]
+        covered = [row for run in documents.runs for row in range(run.rows.start, run.rows.stop)]
+        assert covered == list(range(len(queries))), "every query once, in order"
+        for run in documents.runs:
+            for number, row in enumerate(range(run.rows.start, run.rows.stop)):
+                seen = run.keys - run.queries + number + 1
+                visible[queries[row]][run.first_key : run.first_key + seen] += 1
+    expected = torch.zeros_like(visible)
+    for sample, mask in enumerate(masks_and_positions()[0]):
+        expected[sample, :, sample * LENGTH : (sample + 1) * LENGTH] = mask
+    assert torch.equal(visible, expected)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_lengths_and_the_index_of_keys_say_the_same_as_the_runs(size: int) -> None:
+    documents = documents_of(SAMPLES, EOD, size - 1, size)
+    assert documents.query_ends.tolist()[-1] == SAMPLES.numel() // size
+    assert documents.query_ends.diff().tolist() == [run.queries for run in documents.runs]
+    assert documents.key_ends.diff().tolist() == [run.keys for run in documents.runs]
+    assert documents.query_ends.dtype == documents.key_ends.dtype == torch.int32
+    assert documents.longest == (documents.query_ends.diff().max(), documents.key_ends.diff().max())
+    keys = [key for run in documents.runs for key in range(run.first_key, run.first_key + run.keys)]
+    assert keys == (list(range(SAMPLES.numel())) if documents.key_index is None else documents.key_index.tolist())
+
+
+def batch(view: StageView) -> Batch:
+    rows = [{**padding_sample(LENGTH), "tokens": row, "labels": row.roll(-1)} for row in SAMPLES]
+    return divide(collate(rows, view), view)
+
+
+def test_every_stage_knows_the_documents_and_restarted_positions() -> None:
+    for first, last in ((True, False), (False, False), (False, True)):
+        view = StageView(first, last, eod=EOD, restarts_positions=True, separates_documents=True)
+        got = batch(view)
+        assert got.documents is not None
+        assert got.documents.runs == documents_of(SAMPLES, EOD).runs
+        assert torch.equal(torch.as_tensor(got.position_ids), restarted_positions(SAMPLES, EOD))
+        assert (got.tokens is None, got.labels is None) == (not first, not last)
+
+
+def test_without_the_flags_nothing_is_made() -> None:
+    got = batch(StageView(eod=EOD))
+    assert got.documents is None
+    assert torch.equal(torch.as_tensor(got.position_ids), torch.arange(LENGTH).expand(len(SAMPLES), -1))
+
+
+def test_exchanged_heads_see_whole_documents() -> None:
+    view = StageView(cp_rank=1, cp_size=2, eod=EOD, separates_documents=True, documents_are_whole=True)
+    documents = batch(view).documents
+    assert documents is not None
+    assert documents.runs == documents_of(SAMPLES, EOD).runs
+
+
+def test_a_batch_is_mapped_with_its_documents() -> None:
+    view = StageView(cp_rank=1, cp_size=2, eod=EOD, separates_documents=True)
+    moved = batch(view).to("meta").documents
+    assert moved is not None
+    assert moved.key_index is not None
+    assert {moved.query_ends.device.type, moved.key_ends.device.type, moved.key_index.device.type} == {"meta"}

@@ -1,0 +1,93 @@
+"""Attention by blocks against attention with one mask, and the kernels against what they compute written out."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ext.data.packing import Run, documents_of
+from megatron_ext.device import attention_kernels as kernels
+from megatron_ext.model.packed_attention import attend_documents
+from megatron_ext.model.runs import attend_runs, attend_runs_reference, merge
+
+SCALE = 0.3
+RUNS = (Run(0, 5, 0, 5), Run(5, 3, 5, 3), Run(8, 4, 6, 10), Run(12, 1, 3, 9))
+
+
+def heads(groups: int, dtype: torch.dtype, queries: int = 13, keys: int = 16) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = (2, 4, queries, 8), (2, groups, keys, 8), (2, groups, keys, 8)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_runs_are_attention_with_a_mask(groups: int, dtype: torch.dtype, tolerance: float) -> None:
+    query, key, value = heads(groups, dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
+    out = attend_runs(query, key, value, RUNS, SCALE)
+    expected = attend_runs_reference(exact[0], exact[1], exact[2], RUNS, SCALE)
+    weight = torch.randn_like(expected)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
+    for got, wanted in zip(
+        torch.autograd.grad((out * weight.to(dtype)).sum(), (query, key, value)),
+        torch.autograd.grad((expected * weight).sum(), exact),
+        strict=True,
+    ):
+        torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_kernels_equal_what_is_written_out(groups: int, causal: bool) -> None:
+    query, key, value = (tensor.detach() for tensor in heads(groups, torch.float64, 12, 12))
+    out, log_sum_exp = kernels.block_forward(query, key, value, causal=causal, scale=SCALE)
+    expected = kernels.block_forward_reference(query, key, value, causal=causal, scale=SCALE)
+    torch.testing.assert_close((out, log_sum_exp.double()), expected)
+    # Of an attention over more keys than these: the result and the log-sum-exp are not this block's own.
+    joint = merge(*expected, torch.randn_like(out), expected[1] + 0.5)
+    inputs = torch.randn_like(out), query, key, value, joint[0], joint[1]
+    torch.testing.assert_close(
+        kernels.block_backward(*inputs, causal=causal, scale=SCALE),
+        kernels.block_backward_reference(*inputs, causal=causal, scale=SCALE),
+    )
+
+
+def test_blocks_are_put_together_also_where_one_outweighs_the_other() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 12, 8), torch.randn(1, 1, 12, 8)
+    key[:, :, 7] *= 1e3
+    whole = kernels.block_forward_reference(query, key, value, causal=False, scale=SCALE)
+    parts = [
+        kernels.block_forward_reference(query, key[:, :, rows], value[:, :, rows], causal=False, scale=SCALE)
+        for rows in (slice(0, 5), slice(5, 12))
+    ]
+    torch.testing.assert_close(merge(*parts[0], *parts[1]), whole)
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.untyped_storage().nbytes() // value.element_size())
+        return result
+
+
+def test_documents_take_no_tensor_of_length_squared() -> None:
+    torch.manual_seed(0)
+    length, channels = 2048, 16
+    tokens = torch.randint(0, 300, (2, length))
+    tokens[0, 1:] = 1  # one document of a whole sample, and a sample of many
+    query, key, value = (torch.randn(2, 2, length, channels, requires_grad=True) for _ in range(3))
+    with _Largest() as largest:
+        attend_documents(query, key, value, documents_of(tokens, 0), SCALE).sum().backward()
+    assert query.numel() <= largest.elements < length * length / 8
+    with _Largest() as largest:  # what would not pass
+        attend_runs_reference(query, key, value, (Run(0, length, 0, length),), SCALE)
+    assert largest.elements >= length * length
