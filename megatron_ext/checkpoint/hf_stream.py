@@ -140,7 +140,7 @@ def read_saved_tensor(
     return tensor
 
 
-def _place_of_data(file: BinaryIO, offset: int, length: int, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+def _place_of_data(file: Any, offset: int, length: int, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
     """Where the elements begin; None where they are not all of one record, uncompressed and in order."""
     view: Any = _create_file_view(file, offset, length)
     try:
