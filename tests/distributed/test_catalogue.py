@@ -1,6 +1,7 @@
 """The catalogue against the model that megatron-core builds: names, shapes, attributes and values, in every layout."""
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.config.layout import expert_coordinates
-from megatron_ext.config.parameters import Parameter, parameters, stages, tensor_size
+from megatron_ext.config.parameters import Parameter, count_per_rank, parameters, stages, tensor_size
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
 from megatron_ext.verify.ranks import run_ranks
@@ -153,6 +154,7 @@ def test_catalogue_is_the_model(layout: str, model: str, whole_model: Any) -> No
                 shard_hash=_hash(_shard(whole, parameter.tp_dim, parameter.tp_stride, index, size)),
             )
         assert built == expected
+        assert sum(math.prod(tensor.shape) for tensor in built.values()) == count_per_rank(config)[place.pp]
 
 
 def _holds(config: Config, parameter: Parameter, ep_rank: int) -> bool:

@@ -14,9 +14,23 @@ from megatron_ext.config.batch import (
     samples_at_iteration,
     training_steps,
 )
-from megatron_ext.config.flops import flops_per_token, parameters_without_embeddings, state_bytes_per_parameter
-from megatron_ext.config.layout import AXES, axis_sizes, chunk_layers, coordinates, groups, rank_of
-from megatron_ext.config.parameters import count
+from megatron_ext.config.flops import (
+    active_parameters,
+    flops_per_token,
+    parameters_without_embeddings,
+    state_bytes_per_parameter,
+)
+from megatron_ext.config.layout import (
+    AXES,
+    axis_sizes,
+    chunk_layers,
+    coordinates,
+    expert_axis_sizes,
+    expert_coordinates,
+    groups,
+    rank_of,
+)
+from megatron_ext.config.parameters import count, count_per_rank
 from megatron_ext.config.report import describe
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
@@ -136,6 +150,43 @@ def test_llama_8b_has_its_published_size():
     )
     assert count(config) == 8_030_261_248  # the model card of Llama 3 8B: 8.03B
     assert flops_per_token(config) == 6 * (8_030_261_248 - 128256 * 4096 - 65 * 4096) + 6 * 32 * 4096 * 8192
+
+
+MIXTRAL = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 32 --vocab-size 32000 --seq-length 4096 "
+    "--num-experts 8"
+)
+
+
+def test_mixtral_8x7b_has_its_published_size():
+    config = configuration(MIXTRAL)
+    assert count(config) == 46_702_792_704  # the tensors of the published checkpoint
+    active = 46_702_792_704 - 6 * 32 * 3 * 4096 * 14336  # two of eight experts in each layer: 12.9B
+    assert active_parameters(config) == active
+    assert flops_per_token(config) == 6 * (active - 32000 * 4096 - 65 * 4096) + 6 * 32 * 4096 * 4096
+
+
+def test_experts_are_shared_by_ranks_of_their_own():
+    layout = "--world-size 16 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    line = f"{MIXTRAL} {layout} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"
+    config = configuration(f"{line} --bf16 --use-distributed-optimizer")
+    assert expert_axis_sizes(config.layout) == (1, 4, 2, 2)
+    assert [expert_coordinates(config.layout, rank) for rank in (0, 1, 5, 15)] == [
+        (0, 0, 0, 0),
+        (0, 1, 0, 0),
+        (0, 1, 1, 0),
+        (0, 3, 1, 1),
+    ]
+    # Two whole experts of each of 16 layers, whatever tensor parallelism does to the rest.
+    assert count_per_rank(config, experts=True) == [16 * 2 * 3 * 4096 * 14336] * 2
+    assert state_bytes_per_parameter(config) == 6 + 12 / 4
+    assert state_bytes_per_parameter(config, expert=True) == 6 + 12 / 2
+    report = describe(config)
+    assert "experts on them: ETP 1 x EP 4 x expert DP 2 x PP 2" in report
+    assert "(9 bytes a parameter, 12 of an expert)" in report
+    assert "  15  (1, 0, 3, 1)  (0, 3, 1, 1)" in report
 
 
 @pytest.mark.parametrize(
