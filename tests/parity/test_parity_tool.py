@@ -114,13 +114,6 @@ FAULTS = {
         "gradient",
         "decoder.layers.3.self_attention.k_layernorm.weight",
     ),
-    "one expert": (
-        "experts",
-        "--expert-model-parallel-size 2",
-        planted.double_the_gradient_of_one_expert,
-        "gradient",
-        "decoder.layers.3.mlp.experts.5.linear_fc2.weight",
-    ),
     "mean of means": ("untied", "", planted.average_per_microbatch, "loss", "loss"),
     "tokens of the own rank": ("untied", "", planted.count_tokens_of_own_rank_only, "gradient", "output_layer.weight"),
     "one expert": (
