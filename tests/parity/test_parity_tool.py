@@ -123,6 +123,13 @@ FAULTS = {
         "gradient",
         "decoder.layers.3.mlp.experts.5.linear_fc2.weight",
     ),
+    "chunks of a sequence": (
+        "untied",
+        "--context-parallel-size 2",
+        planted.give_each_rank_two_neighbouring_chunks,
+        "output",
+        "embedding",
+    ),
     "gradient scale": ("untied", "", double_the_gradients, "gradient", "output_layer.weight"),
 }
 """Model, layout, fault, and what the report must name."""
