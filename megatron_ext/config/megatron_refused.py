@@ -286,9 +286,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "recomputation covers attention (selective) or whole layers (full); use --recompute-granularity",
+        "what is kept for recomputation is kept whole on each rank; use --sequence-parallel, which divides it too",
         """
-        --recompute-modules N... =core_attn, --distribute-saved-activations
+        --distribute-saved-activations
         """,
     ),
     (

@@ -64,6 +64,7 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
         # Read by DDP when it wraps the model: gradients are then divided by the tokens of the whole global batch.
         calculate_per_token_loss=True,
         recompute_granularity=training.recompute_granularity,  # pyright: ignore[reportArgumentType]
+        recompute_modules=list(training.recompute_modules or ("core_attn",)),
         recompute_method=training.recompute_method,  # pyright: ignore[reportArgumentType]
         recompute_num_layers=training.recompute_num_layers,
         # With two stages the previous rank is also the next one, and interleaved batched sends pair in the wrong

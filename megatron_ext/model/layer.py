@@ -1,8 +1,10 @@
 """A transformer layer whose forward pass is for training alone."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -28,11 +30,45 @@ class PreNormLayer(TransformerLayer):
         given = [name for name, value in unused.items() if value is not None]
         assert not given, f"not for training on plain sequences: {given}"
         add: Any = get_bias_dropout_add(self.training, self.config.bias_dropout_fusion)
-        input_norm: Any = self.input_layernorm
-        mlp_norm: Any = self.pre_mlp_layernorm
-        mlp: Any = self.mlp
-
-        attended = self.self_attention(input_norm(hidden_states), attention_mask, rotary_pos_emb, packed_seq_params)
+        normed, forget = self._norm(self.input_layernorm, hidden_states, self.recompute_input_layernorm)
+        attended: Any = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params)
+        forget(attended[0])
         hidden_states = add(attended, hidden_states, self.hidden_dropout)
-        hidden_states = add(mlp(mlp_norm(hidden_states)), hidden_states, self.hidden_dropout)
+
+        normed, forget = self._norm(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
+        expanded = self._checkpointed_mlp(normed) if self.recompute_mlp and self.training else self._mlp(normed)
+        forget(expanded[0])
+        hidden_states = add(expanded, hidden_states, self.hidden_dropout)
         return hidden_states, None
+
+    def _mlp(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        mlp: Any = self.mlp
+        return mlp(normed)
+
+    def _checkpointed_mlp(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The MLP, computed anew in the backward pass (--recompute-modules mlp).
+
+        The bias that is still to be added goes around the checkpoint: a parameter that an autograd function returns
+        becomes that function's output for good, and the backward pass through it never ends.
+        """
+        biases: list[torch.Tensor | None] = []
+
+        def product(states: torch.Tensor) -> torch.Tensor:
+            output, bias = self._mlp(states)
+            biases.append(bias)
+            return output
+
+        return tensor_parallel.checkpoint(product, False, normed), biases[0]
+
+    def _norm(
+        self, norm: Any, hidden_states: torch.Tensor, recompute: bool
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], object]]:
+        """The normalized states, and what to call with the output that was computed from them.
+
+        With --recompute-modules layernorm that frees them, and computes them anew when the output's gradient is there.
+        """
+        if not (recompute and torch.is_grad_enabled()):
+            return norm(hidden_states), lambda output: None
+        # Its default, False, asks Transformer Engine about FP8 all the same; None does not.
+        kept = tensor_parallel.CheckpointWithoutOutput(fp8=None)  # pyright: ignore[reportArgumentType]
+        return kept.checkpoint(norm, hidden_states), kept.discard_output_and_register_recompute

@@ -191,6 +191,7 @@ RECOMPUTE = {
     "full uniform by twos": f"{_RECOMPUTE} 2 --recompute-method uniform",
     "full block": f"{_RECOMPUTE} 1 --recompute-method block",
     "selective": "--recompute-granularity selective",
+    "selective, all parts": "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
 }
 
 

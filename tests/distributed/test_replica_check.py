@@ -15,6 +15,7 @@ FLAGS = (
 DP = "--check-weight-hash-across-dp-replicas-interval"
 TP = "--check-replicated-weights-interval"
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
+EXPERTS = "decoder.layers.1.mlp.experts.2:4.linear_fc2.weight"  # those of expert-parallel rank 1
 NORM = "decoder.layers.0.pre_mlp_layernorm.weight"
 
 
@@ -77,6 +78,11 @@ def _drift_on_tensor_parallel_rank_1(run: Any) -> None:
         _flip(run, NORM)
 
 
+def _flip_an_expert_on_rank_3(run: Any) -> None:
+    if run.rank == 3:
+        _flip(run, EXPERTS)
+
+
 def _nothing(run: Any) -> None:
     pass
 
@@ -108,6 +114,17 @@ def test_drift_between_tensor_parallel_ranks_is_found_where_replicas_agree() -> 
     for ranks in ("ranks 0, 1", "ranks 2, 3"):
         assert f"{ranks} do not agree, and no majority says who is right, in {NORM} (tensor-parallel copies)" in error
     assert (exit_code, iteration) == (70, 5)
+
+
+def test_experts_are_compared_with_the_replicas_of_experts() -> None:
+    """TP2, EP2 and expert-data-parallel 2: ranks 1 and 3 hold the same experts, ranks 0 and 2 others."""
+    flags = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --disable-bias-linear"
+    flags += f" --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel {DP} 1 {TP} 1"
+    results = run_ranks(4, _train, flags, 3, _flip_an_expert_on_rank_3)
+    assert len(set(results)) == 1
+    error, exit_code, iteration = results[0]
+    assert f"ranks 1, 3 do not agree, and no majority says who is right, in {EXPERTS} (data-" in error
+    assert (exit_code, iteration) == (70, 3)
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:

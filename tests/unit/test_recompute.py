@@ -13,6 +13,7 @@ from tests.small_models import LLAMA, build_small_model, small_config
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 METHODS: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
+    "mlp, layernorm": {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
     "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
 }

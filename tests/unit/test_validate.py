@@ -141,6 +141,10 @@ WRONG = [
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", "use 1 to 8"),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations",
      "--recompute-activations means selective"),
+    ("--recompute-modules mlp", "belongs to --recompute-granularity selective"),
+    ("--recompute-granularity selective --recompute-modules mlp moe_act", "moe_act cannot be recomputed by itself"),
+    ("--recompute-granularity selective --recompute-modules layernorm --torch-compile --hidden-dropout 0 "
+     "--attention-dropout 0", "leave one of the two out"),
     ("--recompute-num-layers 1", "belong to --recompute-granularity full"),
     ("--min-lr 1", "--min-lr 1 must be at least 0 and at most --lr 0.001"),
     ("--lr-warmup-init 1", "use --lr-warmup-init 0"),

@@ -8,6 +8,8 @@ from megatron_ext.config.rules.pipeline import split_is_right
 from megatron_ext.config.rules.suggest import divisors, listed, nearest_multiples
 from megatron_ext.config.schema import Config
 
+RECOMPUTED_PARTS = ("core_attn", "mlp", "layernorm")
+
 
 def one_length(config: Config, facts: Facts) -> Iterator[str]:
     iters, samples = config.training.train_iters, config.training.train_samples
@@ -95,6 +97,23 @@ def recomputation_is_complete(config: Config, facts: Facts) -> Iterator[str]:
             "--recompute-method and --recompute-num-layers belong to --recompute-granularity full; "
             "add that, or leave them out"
         )
+
+
+def recomputed_parts_are_known(config: Config, facts: Facts) -> Iterator[str]:
+    training, parts = config.training, config.training.recompute_modules
+    if parts is None:
+        return
+    given = f"--recompute-modules {' '.join(parts)}".rstrip()
+    unknown = [part for part in parts if part not in RECOMPUTED_PARTS]
+    if unknown or not parts:
+        what = f"{listed(unknown)} cannot be recomputed by itself here" if unknown else "no part is named"
+        yield f"{given}: {what}; use {listed(RECOMPUTED_PARTS)}, or --recompute-granularity full for whole layers"
+    elif training.recompute_granularity != "selective":
+        yield f"{given} belongs to --recompute-granularity selective; add that, or leave it out"
+    elif "layernorm" in parts and training.torch_compile:
+        yield f"{given} frees tensors that --torch-compile's code still refers to; leave one of the two out"
+    elif "layernorm" in parts and config.model.transformer_impl == "transformer_engine":
+        yield f"{given}: Transformer Engine's norms are inside its linear layers; use core_attn or mlp"
 
 
 def learning_rates_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
@@ -237,6 +256,7 @@ RULES = (
     one_precision,
     loss_scales_are_in_order,
     recomputation_is_complete,
+    recomputed_parts_are_known,
     learning_rates_are_in_order,
     curves_use_the_unit_of_the_run,
     warmup_fits_the_decay,

@@ -50,7 +50,12 @@ class TrainingConfig:
     )
     recompute_activations: bool = option(False, "The same as --recompute-granularity selective.")
     recompute_granularity: str | None = option(
-        None, "Recompute whole layers or only attention in the backward pass.", choices=("full", "selective")
+        None, "Recompute whole layers, or some of their parts, in the backward pass.", choices=("full", "selective")
+    )
+    recompute_modules: tuple[str, ...] | None = option(
+        None,
+        "Parts that selective recomputation covers: core_attn (the default), mlp, layernorm.",
+        metavar="PART",
     )
     recompute_method: str | None = option(None, "Which layers full recomputation covers.", choices=("uniform", "block"))
     recompute_num_layers: int | None = option(

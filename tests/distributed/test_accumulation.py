@@ -1,0 +1,114 @@
+"""Gradient accumulation: one reduction per bucket and step, however many microbatches; and every sample once."""
+
+import importlib
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.verify.ranks import run_ranks
+
+FLAGS = shlex.split("""
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
+    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --lr 1e-3 --eval-interval 0 --device cpu
+""")
+RAMP = shlex.split("--global-batch-size 8 --rampup-batch-size 4 4 7 --train-samples 40")
+OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 3000"
+LAYOUTS: dict[str, tuple[int, str]] = {
+    "at the end of the step": (2, ""),
+    "overlapped": (2, OVERLAP),
+    "distributed optimizer": (2, f"--use-distributed-optimizer --overlap-param-gather {OVERLAP}"),
+    "PP2 VPP2, distributed optimizer": (
+        4,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer "
+        f"{OVERLAP}",
+    ),
+}
+
+
+def _build(flags: list[str]) -> Any:
+    from megatron_ext import device
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+
+    return build_run(configure(flags).config, device.install("cpu"))
+
+
+def _reductions(flags: list[str]) -> tuple[list[int], list[int], list[list[int]]]:
+    """One rank: global batch of every step, sizes of the buckets, and sizes of what every step reduced over DP."""
+    import torch
+
+    from megatron_ext.train.trainer import Trainer
+
+    run = _build(flags)
+    module = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    reduced: list[int] = []
+    all_reduce, reduce_scatter = torch.distributed.all_reduce, module.dist_reduce_scatter_func
+
+    def counted_all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if tensor.numel() > 1000:  # the loss, token counts and norms are small
+            reduced.append(tensor.numel())
+        return all_reduce(tensor, *args, **options)
+
+    def counted_reduce_scatter(output: torch.Tensor, whole: torch.Tensor, *args: Any, **options: Any) -> Any:
+        reduced.append(whole.numel())
+        return reduce_scatter(output, whole, *args, **options)
+
+    torch.distributed.all_reduce, module.dist_reduce_scatter_func = counted_all_reduce, counted_reduce_scatter
+    trainer, batches, of_steps = Trainer(run, []), [], []
+    for _ in range(4):
+        reduced.clear()
+        batches.append(trainer.step().global_batch_size)
+        of_steps.append(sorted(reduced))
+    run.loaders.close()
+    groups = [group for chunk in run.chunks for group in chunk.bucket_groups]
+    return batches, sorted(b.grad_data.numel() for group in groups for b in group.buckets), of_steps
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_reduces_every_bucket_once_whatever_the_number_of_microbatches(layout: str) -> None:
+    world_size, flags = LAYOUTS[layout]
+    untied = "--untie-embeddings-and-output-weights"  # tied, their gradients are summed over the end stages as well
+    for batches, buckets, of_steps in run_ranks(world_size, _reductions, [*FLAGS, *RAMP, *flags.split(), untied]):
+        assert batches == [4, 4, 8, 8]  # 2 microbatches on each data-parallel rank, then 4
+        assert len(buckets) > 1 or "overlap-grad-reduce" not in flags
+        assert of_steps == [buckets] * 4
+
+
+def _samples(flags: list[str], steps: int, load: str | None, save: str | None) -> list[list[int]]:
+    """One rank: the tokens of every sample that it trains on, in order."""
+    from megatron_ext.checkpoint.load import load_checkpoint
+    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.train.trainer import Trainer
+
+    run = _build(flags)
+    if load is not None:
+        load_checkpoint(run, load)
+    seen: list[list[int]] = []
+    read = run.loaders.train.global_batch
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        microbatches = read(*args, **options)
+        seen.extend(row for batch in microbatches for row in batch.tokens.tolist())
+        return microbatches
+
+    run.loaders.train.global_batch = recorded
+    trainer = Trainer(run, [])
+    for _ in range(steps):
+        trainer.step()
+    if save is not None:
+        save_checkpoint(run, save)
+    run.loaders.close()
+    return seen
+
+
+def test_another_batch_and_number_of_ranks_on_resume_repeats_and_skips_nothing(tmp_path: Path) -> None:
+    length = ["--train-samples", "64"]
+    [whole] = run_ranks(1, _samples, [*FLAGS, *length, "--global-batch-size", "32"], 1, None, None)
+    folder = str(tmp_path)
+    before = run_ranks(2, _samples, [*FLAGS, *length, "--global-batch-size", "4"], 3, None, folder)
+    [after] = run_ranks(1, _samples, [*FLAGS, *length, "--global-batch-size", "10"], 2, folder, None)
+    assert len({tuple(sample) for sample in whole}) == 32
+    assert sorted(sample for rank in before for sample in rank) == sorted(whole[:12])
+    assert after == whole[12:32]
