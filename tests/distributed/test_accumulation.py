@@ -42,7 +42,7 @@ def _reductions(flags: list[str]) -> tuple[list[int], list[int], list[list[int]]
     from megatron_ext.train.trainer import Trainer
 
     run = _build(flags)
-    module = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    module: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     reduced: list[int] = []
     all_reduce, reduce_scatter = torch.distributed.all_reduce, module.dist_reduce_scatter_func
 
