@@ -72,8 +72,8 @@ def test_a_mistake_in_the_file_is_named(text: str, problem: str, tmp_path: Path)
 
 def test_megatron_options_in_the_file_are_judged_as_on_the_command_line(tmp_path: Path):
     file = tmp_path / "run.yaml"
-    file.write_text("num_experts: 8\nuse_flash_attn: true\nfim_rate: 0.5\nmulti_latent_attention: false\n")
-    with pytest.raises(ConfigurationError, match="--num-experts 8 is not supported"):
+    file.write_text("fim_rate: 0.7\nuse_flash_attn: true\nmulti_latent_attention: false\n")
+    with pytest.raises(ConfigurationError, match=r"--fim-rate 0\.7 is not supported"):
         parse(["--config", str(file)])
     file.write_text("use_flash_attn: true\nfim_rate: 0.5\nmulti_latent_attention: false\n")
     typed = parse(["--config", str(file)])

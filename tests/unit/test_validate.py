@@ -70,8 +70,10 @@ WRONG = [
         "a2a a2a a2a a2a all_gather all_gather all_gather all_gather",
         "not for several",
     ),
-    ("--world-size 6 --context-parallel-size 4 --attention-dropout 0",
-     "--context-parallel-size 4 x --pipeline-model-parallel-size 1 = 4"),
+    (
+        "--world-size 6 --context-parallel-size 4 --attention-dropout 0",
+        "--context-parallel-size 4 x --pipeline-model-parallel-size 1 = 4",
+    ),
     (
         "--world-size 8 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 --seq-length 36 "
         "--cp-comm-type a2a",
