@@ -52,9 +52,13 @@ class Trainer:
             NumericError: see `train_step`.
         """
         self._tell("on_start")
-        while not self.finished and self.stop_reason is None:
-            self._tell("on_step_begin")
-            self._tell("on_step_end", self.step())
+        try:
+            while not self.finished and self.stop_reason is None:
+                self._tell("on_step_begin")
+                self._tell("on_step_end", self.step())
+        except BaseException as error:
+            self._tell("on_failure", error)
+            raise
         # In the opposite order: save first, evaluate, and close the reports last, so that they hear of it all.
         for callback in reversed(self.callbacks):
             callback.on_end(self)
@@ -114,6 +118,9 @@ class Callback:
 
     def on_evaluation(self, trainer: Trainer, metrics: ValidationMetrics | TestMetrics) -> None:
         """After an evaluation."""
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        """An error ends the run. Other ranks may be gone, unless it is a NumericError, which every rank raises."""
 
     def on_end(self, trainer: Trainer) -> None:
         """After the last step of this process, unless an error ended it; in the reverse order of the list."""

@@ -1,5 +1,10 @@
-"""--async-save: what is written is the step at which the save began, whatever the training does meanwhile."""
+"""--async-save: what is written is the step of the save, whatever the training does meanwhile.
 
+Row 17 of the faults.
+"""
+
+import contextlib
+import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -100,3 +105,45 @@ def test_a_failed_background_save_ends_the_run(tmp_path: Path) -> None:
     assert all("StorageError: cannot save a checkpoint to" in text for _, text in caught.value.tracebacks)
     assert saved_iterations(tmp_path) == [2]
     assert not list(tmp_path.glob(".iter*"))
+
+
+def _fail_with_a_save_in_progress(flags: list[str], kind: str) -> tuple[str, str]:
+    """Step 5 fails while what was saved at step 4 is still being written; returns the error and what was said."""
+    from megatron_ext.checkpoint import save
+    from megatron_ext.errors import NumericError
+    from megatron_ext.train.callbacks.checkpointing import Checkpointing
+    from megatron_ext.train.trainer import Callback, Trainer
+
+    failed = threading.Event()
+    genuine = save.write_shards
+
+    def held(request: Any, buckets: Any) -> None:
+        assert run.state.iteration < 4 or failed.wait(60)
+        genuine(request, buckets)
+
+    class Failing(Callback):
+        def on_step_end(self, trainer: Trainer, result: Any) -> None:
+            if trainer.run.state.iteration == 5:
+                failed.set()
+                raise {"NaN": NumericError, "other": RuntimeError}[kind]("step 5")
+
+    save.write_shards = held
+    run = _build(flags)
+    checkpoint = run.config.checkpoint
+    assert checkpoint.save is not None
+    callbacks = [Failing(), Checkpointing(checkpoint.save, checkpoint.save_interval, background=True)]
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises((NumericError, RuntimeError)) as caught:
+        Trainer(run, callbacks).fit()
+    return type(caught.value).__name__, said.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "saved"), [("NaN", [2, 4]), ("other", [2])])
+def test_a_failing_run_does_not_lose_a_save_in_silence(kind: str, saved: list[int], tmp_path: Path) -> None:
+    """Where every rank fails alike, the save is finished; where ranks may be gone, it is given up aloud."""
+    flags = _flags(tmp_path, "--async-save")
+    (name, said), (_, other) = run_ranks(2, _fail_with_a_save_in_progress, flags, kind)
+    assert name == {"NaN": "NumericError", "other": "RuntimeError"}[kind]
+    assert saved_iterations(tmp_path) == saved
+    assert ("background save of iteration 4 was not finished and is no checkpoint" in said) == (kind == "other")
+    assert other == ""
+    assert run_ranks(2, _load, str(tmp_path), flags)[0][0] == saved[-1]

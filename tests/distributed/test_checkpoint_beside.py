@@ -13,6 +13,7 @@ import torch
 from megatron_ext.checkpoint import manifest
 from megatron_ext.checkpoint.beside import HUGGINGFACE_FILES, keep_tokenizer, kept_tokenizer
 from megatron_ext.config.schema import DataConfig
+from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.training import train_bytelevel_bpe
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
@@ -71,6 +72,17 @@ def test_the_tokenizer_goes_along(original: Path, tmp_path: Path) -> None:
     generation = json.loads((exported / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 0
     assert "270" in (exported / "README.md").read_text()
+
+
+def test_a_damaged_checkpoint_is_not_exported(original: Path, tmp_path: Path) -> None:
+    run_ranks(1, _save_at, str(tmp_path / "save"), [1], [*MODEL, *SETTINGS])
+    shard = tmp_path / "save" / "iter_0000001" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=r"is damaged \(__0_0.distcp has another checksum"):
+        convert(["to-hf", "--load", str(tmp_path / "save"), "--save", str(tmp_path / "hf"), "--no-verify"])
+    assert not (tmp_path / "hf").exists()
 
 
 def test_its_files_are_in_the_manifest(original: Path, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A checkpoint with a single wrong byte is refused, with the file named, and the one before it is used."""
+"""A checkpoint with a single wrong byte is refused, with the file named, and the one before it is used.
+
+Rows 13 and 14 of the faults.
+"""
 
 import contextlib
 import io

@@ -1,4 +1,7 @@
-"""The disk is full: exit 74, the partial folder is removed, and the earlier checkpoints are as they were."""
+"""The disk is full: exit 74, the partial folder is removed, and the earlier checkpoints are as they were.
+
+Row 15 of the faults.
+"""
 
 import resource
 import shlex

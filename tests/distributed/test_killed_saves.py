@@ -1,4 +1,7 @@
-"""A save killed at any of 50 moments leaves the checkpoint before it whole, and that, or the new one, is loaded."""
+"""A save killed at any of 50 moments leaves the checkpoint before it whole, and that, or the new one, is loaded.
+
+Row 10 of the faults.
+"""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""Old checkpoints go, the last valid one never does."""
+"""Old checkpoints go, the last valid one never does (row 16 of the faults)."""
 
 from pathlib import Path
 

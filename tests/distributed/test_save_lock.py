@@ -1,4 +1,7 @@
-"""Two jobs, one save folder: the second is refused and told of the first; a killed job is in nobody's way."""
+"""Two jobs, one save folder: the second is refused and told of the first; a killed job is in nobody's way.
+
+Row 18 of the faults.
+"""
 
 import json
 import shlex

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,7 @@ def test_what_config_json_may_not_say(changes: dict[str, Any], message: str, tmp
 
 
 def test_auto_map_is_data(tmp_path: Path) -> None:
+    """Row 37 of the faults."""
     canary = tmp_path / "canary"
     (tmp_path / "modeling_evil.py").write_text(f"open({str(canary)!r}, 'w')\n")
     ours = _write(tmp_path, {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}, "trust_remote_code": True})
@@ -177,6 +179,7 @@ def test_load_hf_fills_the_model_and_lists_what_differs(tmp_path: Path) -> None:
 
 
 def test_every_bad_tensor_is_listed_with_both_shapes(tmp_path: Path) -> None:
+    """Row 35 of the faults."""
     layer = "model.layers.0."
     ours = _write(
         tmp_path,
@@ -200,6 +203,7 @@ def test_every_bad_tensor_is_listed_with_both_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "link.safetensors", "sub/model.safetensors"])
 def test_an_index_does_not_lead_out_of_the_folder(name: str, tmp_path: Path) -> None:
+    """Row 36 of the faults."""
     folder = tmp_path / "model"
     folder.mkdir()
     _write(folder)
@@ -234,6 +238,7 @@ def _entry(begin: int, end: int, shape: list[int] | None = None) -> dict[str, An
     ("content", "message"),
     [
         (b"", "claims"),
+        (_file(b" " * (33 << 20)), "its header claims 34603008 bytes"),
         (_file({}, length=1 << 60), "its header claims 1152921504606846976 bytes"),
         (_file({"a": _entry(0, 8), "b": _entry(0, 8)}), "tensor b at data offset 0 overlaps"),
         (_file({"a": _entry(0, 8), "b": _entry(4, 12)}, 12), "tensor b at data offset 4 overlaps"),
@@ -249,10 +254,13 @@ def _entry(begin: int, end: int, shape: list[int] | None = None) -> dict[str, An
     ],
 )
 def test_a_header_is_not_believed(content: bytes, message: str, tmp_path: Path) -> None:
+    """Row 34 of the faults: refused within a second of the processor."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
+    started = time.process_time()
     with pytest.raises(DataError, match=message):
         hf_safetensors.read_header(path)
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("code", hf_safetensors.DTYPES)

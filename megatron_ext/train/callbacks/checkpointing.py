@@ -1,8 +1,10 @@
 """Save every --save-interval steps and at the end; with --async-save, while the training goes on."""
 
+import sys
 import time
 
 from megatron_ext.checkpoint.save import Save
+from megatron_ext.errors import NumericError, StorageError
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
 
@@ -25,6 +27,26 @@ class Checkpointing(Callback):
             self._finish()
         if self.interval and trainer.run.state.iteration % self.interval == 0:
             self._start(trainer)
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        """A background save of an earlier step is finished where all ranks are there for it, else given up aloud."""
+        if self._save is None:
+            return
+        save = self._save
+        try:
+            if isinstance(error, NumericError):
+                self._finish()
+                return
+            reason = ""
+        except StorageError as failure:
+            reason = f": {failure}"
+        if save.run.rank == 0:
+            print(
+                f"warning: the background save of iteration {save.iteration} was not finished and is no "
+                f"checkpoint{reason}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def on_end(self, trainer: Trainer) -> None:
         if self.saved_at != trainer.run.state.iteration:
