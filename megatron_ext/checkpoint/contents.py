@@ -21,7 +21,9 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.checkpoint import optimizer_state
+from megatron_ext.checkpoint.rows import joined, pieces
 from megatron_ext.checkpoint.saveable import Saveable
+from megatron_ext.parallel.rows import RowShard, row_shard
 
 # What megatron-core's readers want to know of the tensors' names and cuts.
 CONTENT_METADATA = {
@@ -38,6 +40,8 @@ class Contents:
     """This rank's weights by name, part of the state dict: the optimizer's state is cut as they are."""
     names: dict[int, str]
     """Name of each weight by its parameter's id(). megatron-core takes the parameters out of `weights` on loading."""
+    rows: dict[str, RowShard]
+    """Of the weights that this rank holds in part."""
 
 
 def to_save(run: Saveable) -> Contents:
@@ -100,7 +104,14 @@ def to_load(run: Saveable, parts: Parts) -> Contents:
 def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, Any]) -> None:
     """Put what was read into `run`."""
     for key, chunk in _chunks(run).items():
-        chunk.load_state_dict(loaded[key])
+        if not contents.rows:
+            chunk.load_state_dict(loaded[key])
+    # Rows are the optimizer's own: where it is loaded, they come with it, and not rounded to 16 bits.
+    with_optimizer = parts.optimizer and _dtype(run) != torch.float32
+    for name, shard in contents.rows.items():
+        key, _, inner = name.partition(".")
+        if shard.local.numel() and not with_optimizer:
+            shard.local.copy_(joined(shard, loaded[key][inner]))
     if parts.optimizer:
         _restore_optimizer(run, contents, loaded)
     else:
@@ -156,7 +167,18 @@ def _models(run: Saveable) -> Contents:
             for name, value in state_dict[key].items()
             if isinstance(value, ShardedTensor | ShardedTensorFactory)
         }
-    return Contents(state_dict, weights, names={id(weight.data): name for name, weight in weights.items()})
+    names = {id(weight.data): name for name, weight in weights.items()}
+    rows = {name: shard for name, weight in weights.items() if (shard := row_shard(weight.data)) is not None}
+    for name, shard in rows.items():
+        key, _, inner = name.partition(".")
+        weight = weights[name]
+        state_dict[key][inner] = pieces(weight, shard, shard.local.to(_dtype(run)), weight.key)
+    return Contents(state_dict, weights, names, rows)
+
+
+def _dtype(run: Saveable) -> torch.dtype:
+    """In which a checkpoint holds the weights: that of the forward pass. Their fp32 masters are optimizer state."""
+    return getattr(torch, run.config.training.params_dtype)
 
 
 def _scaled_parts(run: Saveable) -> list[Any]:

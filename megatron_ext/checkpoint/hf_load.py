@@ -7,8 +7,9 @@ import torch
 from megatron_ext.checkpoint.hf_read import HFFolder
 from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.config.families import Arranged, arrangement
-from megatron_ext.model.names import global_named_tensors
+from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.parallel.groups import tensor_group
+from megatron_ext.parallel.rows import row_shard
 
 
 def load_huggingface(run: Saveable, path: str | Path) -> None:
@@ -22,9 +23,15 @@ def load_huggingface(run: Saveable, path: str | Path) -> None:
     folder.check(run.config)
     arranged = {part.parameter.name: part for part in arrangement(run.config, folder.family)}
     with torch.no_grad():
-        for name, tensor in global_named_tensors(run.chunks):
-            group = tensor_group(run.groups, expert=arranged[name].parameter.expert is not None)
-            read_shard(folder, arranged[name], tensor, group.rank(), group.size())
+        for name, weight in global_named_parameters(run.chunks):
+            shard = row_shard(weight)
+            whole = weight.data if shard is None else torch.empty(shard.shape, dtype=shard.local.dtype)
+            for inner, tensor in by_expert(name, whole):
+                group = tensor_group(run.groups, expert=arranged[inner].parameter.expert is not None)
+                read_shard(folder, arranged[inner], tensor, group.rank(), group.size())
+            if shard is not None:
+                dtype = getattr(torch, run.config.training.params_dtype)
+                shard.local.copy_(whole[shard.first : shard.stop].to(dtype))
     run.optimizer.reload_model_params()
 
 

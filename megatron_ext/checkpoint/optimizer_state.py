@@ -17,9 +17,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from torch.distributed import ProcessGroup
 
+from megatron_ext.checkpoint.rows import Pieces, joined, pieces
 from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.optim.fsdp2 import RowShardOptimizer
+from megatron_ext.parallel.rows import row_shard
 
-Contents = dict[str, dict[str, ShardedBase]]
+Contents = dict[str, dict[str, ShardedBase | Pieces]]
 """By state ("exp_avg"), then by this rank's name of the weight."""
 
 _MASTER = "param"
@@ -73,6 +76,11 @@ def restore(
         for part in parts(optimizer):
             for parameter, tensors in _own_state(part, config):
                 for state, tensor in tensors.items():
+                    shard = row_shard(parameter)
+                    if shard is not None:
+                        if tensor.numel():
+                            tensor.copy_(joined(shard, loaded[state][names[id(parameter)]]))
+                        continue
                     whole = loaded[state][names[id(parameter)]]
                     if isinstance(part, DistributedOptimizer):
                         own = part._get_model_param_range_map(parameter)["param"]
@@ -133,14 +141,16 @@ def _own_state(
     """For every weight of this rank, the tensors of its state; with the distributed optimizer, this rank's shards."""
     for parameter, main in _main_parameters(part):
         tensors = {name: part.optimizer.state[main][name] for name in _moments(config)}
-        if parameter.dtype != torch.float32:
+        if getattr(part, "compute_dtype", parameter.dtype) != torch.float32:
             tensors[_MASTER] = main
         yield parameter, tensors
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """(weight of the model, what the optimizer updates: itself, its fp32 copy, or a flat shard of either)."""
-    if isinstance(part, DistributedOptimizer):
+    if isinstance(part, RowShardOptimizer):
+        yield from part.weights
+    elif isinstance(part, DistributedOptimizer):
         for parameter, (group, index) in part.model_param_group_index_map.items():
             yield parameter, part.optimizer.param_groups[group]["params"][index]
     elif isinstance(part, FP32Optimizer):
@@ -231,7 +241,12 @@ def _like_weights(values: Mapping[int, Mapping[str, torch.Tensor]], weights: Map
     contents: Contents = {}
     for name, weight in weights.items():
         for state, tensor in values.get(id(weight.data), {}).items():
-            changes: dict[str, Any] = {"key": f"optimizer.state.{state}.{weight.key}", "data": tensor}
+            key = f"optimizer.state.{state}.{weight.key}"
+            shard = row_shard(weight.data)
+            if shard is not None:
+                contents.setdefault(state, {})[name] = pieces(weight, shard, tensor, key)
+                continue
+            changes: dict[str, Any] = {"key": key, "data": tensor}
             if not isinstance(weight, ShardedTensorFactory):
                 changes["dtype"] = tensor.dtype
             contents.setdefault(state, {})[name] = replace(weight, **changes)

@@ -1,10 +1,10 @@
 """What a run must offer to be saved and restored. `train.run.Run` offers it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -16,7 +16,7 @@ class Saveable(Protocol):
     config: Config
     device: Device
     groups: ProcessGroupCollection
-    chunks: list[DistributedDataParallel]
+    chunks: Sequence[_BaseDataParallel]
     optimizer: ChainedOptimizer
     state: Any
     """A dataclass of plain numbers, `iteration` among them."""

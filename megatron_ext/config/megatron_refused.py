@@ -108,13 +108,13 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "FSDP is not in this version; use --use-distributed-optimizer",
         """
-        --use-megatron-fsdp, --use-torch-fsdp2, --data-parallel-sharding-strategy N =optim_grads_params,
+        --use-megatron-fsdp, --data-parallel-sharding-strategy N =optim_grads_params,
         --outer-dp-sharding-strategy N =no_shard, --fsdp-manual-registration, --fsdp-double-buffer,
-        --fsdp-db-use-persist-buf-on-alloc-fail, --torch-fsdp2-no-reshard-after-forward,
+        --fsdp-db-use-persist-buf-on-alloc-fail,
         --megatron-fsdp-main-params-dtype N =fp32, --megatron-fsdp-main-grads-dtype N =auto,
         --megatron-fsdp-grad-comm-dtype N =auto, --megatron-fsdp-enable-fine-grained-param-gather,
         --megatron-fsdp-max-pool-double-buffer, --suggested-communication-unit-size N, --keep-fp8-transpose-cache,
-        --enable-full-sharding-in-hsdp, --num-distributed-optimizer-instances N =1
+        --enable-full-sharding-in-hsdp
         """,
     ),
     (

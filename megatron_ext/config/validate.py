@@ -7,7 +7,7 @@ that value speaks. Each problem names flags, their values, and a setting that wo
 from collections.abc import Callable, Iterable
 
 from megatron_ext.config.resolve import Facts
-from megatron_ext.config.rules import context, layout, model, moe, pipeline, run, training
+from megatron_ext.config.rules import context, layout, model, moe, pipeline, run, sharding, training
 from megatron_ext.config.schema import Config
 
 Rule = Callable[[Config, Facts], Iterable[str]]
@@ -19,6 +19,7 @@ RULES: tuple[Rule, ...] = (
     *context.RULES,
     *moe.RULES,
     *pipeline.RULES,
+    *sharding.RULES,
     *training.RULES,
 )
 

@@ -31,11 +31,24 @@ class _NullStream:
     def wait_stream(self, _other: object) -> None:
         pass
 
+    def wait_event(self, _event: object) -> None:
+        pass
+
+    def record_event(self) -> "_NullEvent":
+        return _NullEvent()
+
     def synchronize(self) -> None:
         pass
 
     def record_event(self) -> "_NullStream":
         return self
+
+
+class _NullEvent:
+    """What comes after it in program order comes after it in time."""
+
+    def wait(self, _stream: object = None) -> None:
+        pass
 
 
 def _returns(value: Any) -> Callable[[Any], Any]:
@@ -130,6 +143,16 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement("torch.cuda.synchronize", _returns(None), "after batched sends, p2p_communication.py:419"),
     Replacement(
         "torch.cuda.current_stream", lambda _original: _NullStream, "gradient reduction, param_and_grad_buffer.py:632"
+    ),
+    Replacement(
+        "torch.cuda.Stream",
+        lambda _original: lambda *_args, **_kwargs: _NullStream(),
+        "to reduce across optimizer instances, distributed_data_parallel.py:297",
+    ),
+    Replacement(
+        "torch.cuda.stream",
+        lambda _original: lambda _stream: contextlib.nullcontext(),
+        "to reduce across optimizer instances, param_and_grad_buffer.py:686",
     ),
     Replacement(
         "torch.cuda.manual_seed", lambda _original: torch.manual_seed, "the RNG tracker, tensor_parallel/random.py:305"

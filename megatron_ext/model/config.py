@@ -47,7 +47,8 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
         init_method_std=model.init_method_std,
         # model.initialize gives every parameter its value, so that megatron-core draws nothing.
         perform_initialization=False,
-        use_cpu_initialization=not on_cuda,
+        # Under FSDP2 the model is built on the meta device, which this leaves to the caller.
+        use_cpu_initialization=not on_cuda or layout.use_torch_fsdp2,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,
         context_parallel_size=layout.context_parallel_size,

@@ -1,6 +1,7 @@
 """The model: megatron-core's GPTModel, one for each virtual pipeline stage of this rank."""
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -92,6 +93,8 @@ def build_model(
 ) -> list[GPT]:
     """Build this rank's chunks of the model, with uninitialized weights (see `model.initialize`).
 
+    Under FSDP2 they are on the meta device: no rank shall hold all of them.
+
     Args:
         config: the resolved configuration.
         transformer_config: from `model.config.transformer_config`; all chunks share it.
@@ -113,20 +116,21 @@ def _build_chunk(
 ) -> GPT:
     model = config.model
     num_layers = len(chunk_layers(config)[pg_collection.pp.rank()][chunk])
-    gpt = GPT(
-        config=transformer_config,
-        transformer_layer_spec=block_spec(model, num_layers),  # pyright: ignore[reportArgumentType]
-        vocab_size=model.padded_vocab_size,
-        max_sequence_length=model.max_position_embeddings,
-        pre_process=pg_collection.pp.rank() == 0 and chunk == 0,
-        post_process=pg_collection.pp.rank() == pg_collection.pp.size() - 1 and chunk == chunks - 1,
-        fp16_lm_cross_entropy=False,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,  # pyright: ignore[reportArgumentType]
-        pg_collection=pg_collection,
-        vp_stage=chunk if chunks > 1 else None,
-    )
+    with torch.device("meta") if config.layout.use_torch_fsdp2 else nullcontext():
+        gpt = GPT(
+            config=transformer_config,
+            transformer_layer_spec=block_spec(model, num_layers),  # pyright: ignore[reportArgumentType]
+            vocab_size=model.padded_vocab_size,
+            max_sequence_length=model.max_position_embeddings,
+            pre_process=pg_collection.pp.rank() == 0 and chunk == 0,
+            post_process=pg_collection.pp.rank() == pg_collection.pp.size() - 1 and chunk == chunks - 1,
+            fp16_lm_cross_entropy=False,
+            parallel_output=True,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type,  # pyright: ignore[reportArgumentType]
+            pg_collection=pg_collection,
+            vp_stage=chunk if chunks > 1 else None,
+        )
     if model.position_embedding_type == "rope":
         rotary = RotaryTable if model.transformer_impl == "local" else ScaledRotaryEmbedding
         gpt.rotary_pos_emb = rotary(model, transformer_config, pg_collection)
@@ -134,6 +138,8 @@ def _build_chunk(
     gpt.true_vocab_size = config.data.vocab_size or model.padded_vocab_size
     if gpt.post_process:
         _mask_vocabulary_padding(gpt, config, pg_collection.tp)
+    if config.layout.use_torch_fsdp2:
+        return gpt.to(dtype=transformer_config.params_dtype)
     # megatron-core makes the learned positions in fp32 on the CPU, whatever the rest of the model is.
     device = torch.device("cpu") if transformer_config.use_cpu_initialization else torch.cuda.current_device()
     return gpt.to(device=device, dtype=transformer_config.params_dtype)

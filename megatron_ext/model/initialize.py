@@ -19,38 +19,57 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
-from megatron_ext.model.names import global_named_tensors
+from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.parallel.groups import tensor_group
+from megatron_ext.parallel.rows import row_shard
 
 BLOCK_ELEMENTS = 1 << 20
 """Elements of one block (4 MB in fp32). Part of the rule: another value gives other weights."""
 
 
 def initialize(model_chunks: Sequence[torch.nn.Module], config: Config, pg_collection: ProcessGroupCollection) -> None:
-    """Fill every parameter of this rank in place, before the model is wrapped or an optimizer built.
+    """Fill every parameter of this rank in place, before an optimizer is built.
 
     Args:
-        model_chunks: this rank's chunks, from `model.gpt.build_model`.
+        model_chunks: this rank's chunks, from `model.gpt.build_model`, or their shards.
         config: the resolved configuration; the seed is `--seed`.
         pg_collection: this rank's process groups.
     """
     catalogue = {parameter.name: parameter for parameter in parameters(config)}
-    for name, tensor in global_named_tensors(model_chunks):
-        parameter = catalogue[name]
-        group = tensor_group(pg_collection, expert=parameter.expert is not None)
-        fill(tensor, parameter, config.training.seed, group.rank(), group.size())
+    seed = config.training.seed
+    for name, weight in global_named_parameters(model_chunks):
+        rows = row_shard(weight)
+        if rows is not None:
+            tp = pg_collection.tp
+            fill(rows.local, catalogue[name], seed, tp.rank(), tp.size(), first_row=rows.first)
+            if config.training.bf16:
+                # The masters begin as the 16-bit weights, as megatron-core has it, so that all layouts agree.
+                rows.local.copy_(rows.local.bfloat16())
+            continue
+        for inner, tensor in by_expert(name, weight.data):
+            parameter = catalogue[inner]
+            group = tensor_group(pg_collection, expert=parameter.expert is not None)
+            fill(tensor, parameter, seed, group.rank(), group.size())
 
 
-def fill(shard: torch.Tensor, parameter: Parameter, seed: int, tp_rank: int = 0, tp_size: int = 1) -> None:
-    """Give one tensor-parallel shard of `parameter` its initial value, in place."""
-    assert tuple(shard.shape) == parameter.local_shape(tp_size), f"{parameter.name}: shard of shape {shard.shape}"
+def fill(
+    shard: torch.Tensor, parameter: Parameter, seed: int, tp_rank: int = 0, tp_size: int = 1, first_row: int = 0
+) -> None:
+    """Give one tensor-parallel shard of `parameter`, or some rows of it, its initial value, in place.
+
+    Args:
+        first_row: of the tensor-parallel shard; `shard` holds the rows from there on.
+    """
+    shape = parameter.local_shape(tp_size)
+    assert shard.shape[1:] == shape[1:], f"{parameter.name}: shard of shape {shard.shape}"
+    assert first_row + len(shard) <= shape[0], f"{parameter.name}: shard of shape {shard.shape} from row {first_row}"
     if parameter.init == "ones":
         shard.fill_(1.0)
         return
     shard.zero_()
     if parameter.init == "normal":
-        for first_row, rows in _blocks(parameter):
-            _place(shard, parameter, first_row, rows, seed, tp_rank, tp_size)
+        for first, rows in _blocks(parameter):
+            _place(shard, parameter, first, rows, seed, tp_rank, tp_size, first_row)
 
 
 def _blocks(parameter: Parameter) -> Iterator[tuple[int, int]]:
@@ -62,25 +81,32 @@ def _blocks(parameter: Parameter) -> Iterator[tuple[int, int]]:
 
 
 def _place(
-    shard: torch.Tensor, parameter: Parameter, first_row: int, rows: int, seed: int, tp_rank: int, tp_size: int
+    shard: torch.Tensor,
+    parameter: Parameter,
+    first: int,
+    rows: int,
+    seed: int,
+    tp_rank: int,
+    tp_size: int,
+    shard_first: int,
 ) -> None:
-    """Draw one block, if the shard has a part of it, and copy that part."""
-    if parameter.tp_dim == 1:
-        columns = shard.size(1)
-        block = _draw(parameter, first_row, rows, seed)
-        shard[first_row : first_row + rows].copy_(block[:, tp_rank * columns : (tp_rank + 1) * columns])
-        return
+    """Draw the block of `rows` rows from `first` on, if the shard has a part of it, and copy that part."""
     ranks = tp_size if parameter.tp_dim == 0 else 1
+    columns = slice(None)
+    if parameter.tp_dim == 1:
+        width = shard.size(1)
+        columns = slice(tp_rank * width, (tp_rank + 1) * width)
     block = None
     # With a stride of n the whole tensor is n parts one above the other, and a shard has its share of each.
-    share = shard.size(0) // parameter.tp_stride
+    share = parameter.local_shape(tp_size)[0] // parameter.tp_stride
     for part in range(parameter.tp_stride):
         start = (part * ranks + (tp_rank if ranks > 1 else 0)) * share
-        low, high = max(start, first_row), min(start + share, first_row + rows)
+        offset = part * share - start - shard_first  # from a row of the whole tensor to one of `shard`
+        low = max(start, first, -offset)
+        high = min(start + share, first + rows, len(shard) - offset)
         if low < high:
-            block = _draw(parameter, first_row, rows, seed) if block is None else block
-            offset = part * share - start
-            shard[low + offset : high + offset].copy_(block[low - first_row : high - first_row])
+            block = _draw(parameter, first, rows, seed) if block is None else block
+            shard[low + offset : high + offset].copy_(block[low - first : high - first, columns])
 
 
 def _draw(parameter: Parameter, first_row: int, rows: int, seed: int) -> torch.Tensor:

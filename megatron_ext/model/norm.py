@@ -49,7 +49,7 @@ def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:
 
 
 def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
-    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
     parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
     parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
     return parameter

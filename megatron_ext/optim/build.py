@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.config.schema import Config
+from megatron_ext.optim.fsdp2 import RowShardOptimizer, TorchFSDP
 
 
 def ddp_config(config: Config) -> DistributedDataParallelConfig:
@@ -23,6 +24,7 @@ def ddp_config(config: Config) -> DistributedDataParallelConfig:
         overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
         use_distributed_optimizer=layout.use_distributed_optimizer,
+        num_distributed_optimizer_instances=layout.num_distributed_optimizer_instances,
         bucket_size=layout.ddp_bucket_size,
     )
 
@@ -85,6 +87,18 @@ def wrap_data_parallel(
     return wrapped
 
 
+def shard_with_fsdp2(
+    chunks: Sequence[torch.nn.Module],
+    config: Config,
+    transformer_config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+) -> list[TorchFSDP]:
+    """Every model chunk, from the meta device, in shards on `device` that are still to be initialized."""
+    settings = ddp_config(config)
+    return [TorchFSDP(config, transformer_config, settings, chunk, groups, device) for chunk in chunks]
+
+
 def _for_chunks(functions: list) -> Any:
     """megatron-core wants a function for one model chunk and a list for several."""
     return functions[0] if len(functions) == 1 else functions
@@ -97,10 +111,16 @@ def build_optimizer(
 
     With torch's Adam the fused kernel is asked for: one call for all tensors instead of a Python loop.
     """
-    optimizer = get_megatron_optimizer(
-        optimizer_config(config), list(chunks), use_gloo_process_groups=False, pg_collection=groups
-    )
+    settings = optimizer_config(config)
+    if config.layout.use_torch_fsdp2:
+        settings.bf16 = False  # the shards are fp32, whatever is computed with
+    optimizer = get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
     assert isinstance(optimizer, ChainedOptimizer)
+    if config.layout.use_torch_fsdp2:
+        dtype = getattr(torch, config.training.params_dtype)
+        optimizer = ChainedOptimizer(
+            [RowShardOptimizer(inner, dtype, groups) for inner in optimizer.chained_optimizers]
+        )
     for inner in optimizer.chained_optimizers:
         if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
             for group in inner.optimizer.param_groups:

@@ -38,6 +38,7 @@ def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_size,
         context_parallel_size=layout.context_parallel_size,
+        num_distributed_optimizer_instances=layout.num_distributed_optimizer_instances,
         distributed_timeout_minutes=layout.distributed_timeout_minutes,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )

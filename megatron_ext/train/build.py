@@ -19,7 +19,7 @@ from megatron_ext.device.protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.initialize import initialize
-from megatron_ext.optim.build import build_optimizer, wrap_data_parallel
+from megatron_ext.optim.build import build_optimizer, shard_with_fsdp2, wrap_data_parallel
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
@@ -39,14 +39,18 @@ def build_run(config: Config, device: Device) -> Run:
     seed_dropout(config, groups)
     core = transformer_config(config, device.kind)
     chunks = build_model(config, core, groups)
-    for chunk in chunks:
-        chunk.to(device.torch_device)
-    if config.training.bf16 or config.training.fp16:
-        chunks = [Float16Module(core, chunk) for chunk in chunks]
-    initialize(chunks, config, groups)
     if config.training.torch_compile:
         compile_layers(chunks)
-    wrapped = wrap_data_parallel(list(chunks), config, core, groups)
+    if config.layout.use_torch_fsdp2:
+        wrapped = shard_with_fsdp2(chunks, config, core, groups, device.torch_device)
+        initialize(wrapped, config, groups)
+    else:
+        for chunk in chunks:
+            chunk.to(device.torch_device)
+        if config.training.bf16 or config.training.fp16:
+            chunks = [Float16Module(core, chunk) for chunk in chunks]
+        initialize(chunks, config, groups)
+        wrapped = wrap_data_parallel(list(chunks), config, core, groups)
     optimizer = build_optimizer(wrapped, config, groups)
     timers = Timers(config.logging.timing_log_level, device.synchronize)
     if config.logging.timing_log_level > 0:

@@ -6,28 +6,35 @@ global norm turns out bad are those sums read, and the parameter looked for.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from megatron_ext.model.names import global_named_parameters
+from megatron_ext.optim.fsdp2 import TorchFSDP, unsharded_parameters
 from megatron_ext.resilience.numeric import first_bad
 
 
 class GradientWatch:
-    def __init__(self, chunks: list[DistributedDataParallel]):
+    def __init__(self, chunks: Sequence[_BaseDataParallel]):
         self._names = {id(parameter): name for name, parameter in global_named_parameters(chunks)}
         self._sums: list[tuple[Any, torch.Tensor]] = []
+        self._sums_by_name: dict[str, torch.Tensor] = {}
         self.loss_is_finite = True
         for chunk in chunks:
-            for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                bucket_group.start_grad_sync = self._watching(bucket_group, bucket_group.start_grad_sync)
+            if isinstance(chunk, TorchFSDP):
+                self._watch_shards(chunk)
+            elif isinstance(chunk, DistributedDataParallel):
+                for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                    bucket_group.start_grad_sync = self._watching(bucket_group, bucket_group.start_grad_sync)
 
     def reset(self) -> None:
         """Forget the last step."""
         self._sums.clear()
+        self._sums_by_name.clear()
         self.loss_is_finite = True
 
     def diagnose(self) -> str | None:
@@ -41,7 +48,38 @@ class GradientWatch:
             if bad is not None:
                 name, nans, infinities = bad
                 return f"{nans} NaN and {infinities} infinite values in the gradient of {name}"
+        for name, total in self._sums_by_name.items():  # in the order of the backward pass
+            if not bool(torch.isfinite(total)):
+                return f"NaN or infinite values in the gradient of {name}"
         return None
+
+    def _watch_shards(self, chunk: TorchFSDP) -> None:
+        """A whole gradient lives only until its layer's reduction, so that each is summed as it is made."""
+        names = {
+            local: name
+            for (local, _), (name, _) in zip(
+                chunk.module.named_parameters(), global_named_parameters([chunk]), strict=True
+            )
+        }
+        prefixes = {id(module): f"{name}." if name else "" for name, module in chunk.module.named_modules()}
+        for unit in chunk.units:
+            prefix = prefixes[id(unit)]
+            # The gathered weights exist from the first forward pass on, and stay the same tensors.
+            _at_first_forward(
+                unit,
+                lambda unit, prefix=prefix: [
+                    self._watch(names[prefix + name], weight) for name, weight in unsharded_parameters(unit)
+                ],
+            )
+
+    def _watch(self, name: str, weight: torch.Tensor) -> None:
+        def add(weight: torch.Tensor) -> None:
+            assert weight.grad is not None
+            total = weight.grad.sum(dtype=torch.float32)
+            known = self._sums_by_name.get(name)
+            self._sums_by_name[name] = total if known is None else known + total
+
+        weight.register_post_accumulate_grad_hook(add)
 
     def _watching(self, bucket_group: Any, start: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(start)
@@ -52,3 +90,11 @@ class GradientWatch:
             start(*args, **kwargs)
 
         return start_grad_sync
+
+
+def _at_first_forward(module: torch.nn.Module, action: Callable[[torch.nn.Module], object]) -> None:
+    def run(module: torch.nn.Module, _inputs: object) -> None:
+        handle.remove()
+        action(module)
+
+    handle = module.register_forward_pre_hook(run)

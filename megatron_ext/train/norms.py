@@ -4,6 +4,7 @@ import torch
 
 from megatron_ext.config.parameters import parameters
 from megatron_ext.model.names import global_named_parameters, is_of_an_expert
+from megatron_ext.parallel.rows import local_part
 from megatron_ext.train.run import Run
 
 
@@ -15,8 +16,9 @@ def parameters_norm(run: Run) -> float:
         for name, parameter in global_named_parameters(run.chunks):
             is_tied_copy = getattr(parameter, "shared", False)
             if not is_tied_copy and (run.groups.tp.rank() == 0 or name not in replicated):
-                totals[int(is_of_an_expert(name))] += parameter.float().square().sum(dtype=torch.float64)
-    # Routed experts are divided over other ranks than the rest of the model.
-    torch.distributed.all_reduce(totals[0], group=run.groups.mp)
+                totals[int(is_of_an_expert(name))] += local_part(parameter).float().square().sum(dtype=torch.float64)
+    # The ranks that hold one copy of the model together. Routed experts are divided over others than the rest.
+    sharded = run.config.layout.use_torch_fsdp2
+    torch.distributed.all_reduce(totals[0], group=run.groups.intra_dist_opt if sharded else run.groups.mp)
     torch.distributed.all_reduce(totals[1], group=run.groups.tp_ep_pp)
     return float(totals.sum().sqrt())

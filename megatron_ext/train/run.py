@@ -1,12 +1,13 @@
 """The parts of one run, wired once by `build` and handed to whoever needs them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -64,7 +65,7 @@ class Run:
     groups: ProcessGroupCollection
     p2p: P2PCommunicator
     transformer_config: TransformerConfig
-    chunks: list[DistributedDataParallel]
+    chunks: Sequence[_BaseDataParallel]
     """The model chunks of this rank, one per virtual stage."""
     optimizer: ChainedOptimizer
     gradient_watch: GradientWatch
@@ -106,10 +107,11 @@ class Run:
         if not self.config.layout.overlap_param_gather:
             yield
             return
-        for chunk in self.chunks:
+        chunks = [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
+        for chunk in chunks:
             chunk.disable_forward_pre_hook()
         try:
             yield
         finally:
-            for chunk in self.chunks:
+            for chunk in chunks:
                 chunk.enable_forward_pre_hook()

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
 from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
-from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors, is_of_an_expert
+from megatron_ext.model.names import by_expert, global_named_parameters, is_of_an_expert
+from megatron_ext.optim.fsdp2 import TorchFSDP, local_gradient
 from megatron_ext.parallel.groups import tensor_group
+from megatron_ext.parallel.rows import row_shard
 from megatron_ext.train.run import Run
 
 
@@ -32,7 +35,11 @@ class Shard:
 def weights(run: Run) -> list[Shard]:
     """This rank's shards of the weights."""
     with run.gathered_parameters():
-        return [_shard(run, name, tensor) for name, tensor in global_named_tensors(run.chunks)]
+        return [
+            _shard(run, inner, tensor)
+            for name, parameter in global_named_parameters(run.chunks)
+            for inner, tensor in by_expert(name, _whole(run, parameter))
+        ]
 
 
 def gradients(run: Run) -> list[Shard]:
@@ -46,13 +53,26 @@ def gradients(run: Run) -> list[Shard]:
     ]
 
 
+def _whole(run: Run, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The weight as the forward pass computes with it: in the model's dtype, gathered where it is sharded."""
+    shard = row_shard(parameter)
+    return parameter.data if shard is None else shard.gather().to(run.transformer_config.params_dtype)
+
+
 def _shard(run: Run, name: str, tensor: torch.Tensor) -> Shard:
     group = tensor_group(run.groups, expert=is_of_an_expert(name))
     return Shard(name, group.rank(), tensor.detach().float().cpu().numpy().copy())
 
 
-def _reduced_gradients(chunk: DistributedDataParallel) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+def _reduced_gradients(chunk: _BaseDataParallel) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """With the distributed optimizer each rank's buffer is reduced only in its own shard: fetch the others'."""
+    if isinstance(chunk, TorchFSDP):
+        for parameter in chunk.parameters():
+            shard = row_shard(parameter)
+            assert shard is not None
+            yield parameter, shard.gather(local_gradient(parameter))
+        return
+    assert isinstance(chunk, DistributedDataParallel)
     groups = [(bucket_group, chunk.intra_dp_cp_group) for bucket_group in chunk.bucket_groups]
     groups += [(bucket_group, chunk.intra_expt_dp_group) for bucket_group in chunk.expert_parallel_bucket_groups]
     for bucket_group, group in groups:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 
+from megatron_ext.parallel.rows import local_part, row_shard
 from megatron_ext.train.run import Run
 
 
@@ -39,7 +41,7 @@ def bytes_per_rank(run: Run) -> Bytes:
 
 def _weights(run: Run) -> Iterator[torch.Tensor | None]:
     for chunk in run.chunks:
-        yield from chunk.parameters()
+        yield from (local_part(parameter) for parameter in chunk.parameters())
         for buffer in _buffers(chunk):
             yield buffer.param_data
 
@@ -47,7 +49,7 @@ def _weights(run: Run) -> Iterator[torch.Tensor | None]:
 def _gradients(run: Run) -> Iterator[torch.Tensor | None]:
     for chunk in run.chunks:
         for parameter in chunk.parameters():
-            yield parameter.grad
+            yield None if row_shard(parameter) is not None else parameter.grad
         for buffer in _buffers(chunk):
             yield buffer.grad_data
     for part in run.optimizer.chained_optimizers:
@@ -63,9 +65,10 @@ def _optimizer(run: Run) -> Iterator[torch.Tensor | None]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _buffers(chunk: Any) -> list[Any]:
+def _buffers(chunk: torch.nn.Module) -> list[Any]:
     """Of megatron-core's DDP."""
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+    ddp: Any = chunk if isinstance(chunk, DistributedDataParallel) else None
+    return [] if ddp is None else [*ddp.buffers, *ddp.expert_parallel_buffers]
 
 
 def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:

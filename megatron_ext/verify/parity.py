@@ -111,6 +111,20 @@ _UNEVEN = {
         f"{_TP2_SP} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*3|t|L",
     ),
 }
+_FSDP2 = "--use-torch-fsdp2"
+_TWO_COPIES = "--num-distributed-optimizer-instances 2"
+# What data-parallel ranks divide among themselves.
+_SHARDED = {
+    "FSDP2": (2, _FSDP2),
+    "FSDP2 on 4": (4, _FSDP2),
+    "FSDP2 without resharding": (2, f"{_FSDP2} --torch-fsdp2-no-reshard-after-forward"),
+    "FSDP2, activations checkpointed": (2, f"{_FSDP2} {_RECOMPUTE} 1 --recompute-method uniform"),
+    "TP2 FSDP2": (4, f"--tensor-model-parallel-size 2 {_FSDP2}"),
+    "TP2 SP FSDP2": (4, f"{_TP2_SP} {_FSDP2}"),
+    "HSDP 2 x 2, FSDP2": (4, f"{_FSDP2} {_TWO_COPIES}"),
+    "HSDP 2 x 2, distributed optimizer": (4, f"--use-distributed-optimizer {_TWO_COPIES}"),
+    "HSDP 2 x 2, distributed optimizer, overlap": (4, f"{_OVERLAP} {_TWO_COPIES}"),
+}
 _CONTEXT = {
     "CP2 p2p, tied": (2, f"{_CP2} p2p"),
     "CP2 p2p, untied": (2, f"{_CP2} p2p"),
@@ -153,6 +167,9 @@ _QUICK = {
     "TP2 SP CP2 PP2 p2p, untied",
     "CP2 DP2 all_gather distributed optimizer, untied",
     "TP2 SP CP2 PP2 all_gather, packed",
+    "TP2 SP FSDP2, tied",
+    "HSDP 2 x 2, FSDP2, untied",
+    "HSDP 2 x 2, distributed optimizer, untied",
     "PP2, 1 and 3 layers, untied",
     "PP2 VPP3, embedding and loss counted, distributed optimizer, overlap, tied",
     "PP2 VPP2, Ett|t|t|L, groups of 4, tied",
@@ -220,7 +237,7 @@ def _cases() -> list[Case]:
         depth = "8 layers, " if layout == "PP4 VPP2" else ""
         for model in ("tied", "untied"):
             cases.append(Case(f"{layout}, {model}", f"{depth}{model}", world_size, tuple(flags.split())))
-    for layout, (world_size, flags) in _UNEVEN.items():
+    for layout, (world_size, flags) in {**_UNEVEN, **_SHARDED}.items():
         for model in ("tied", "untied"):
             name = f"{layout}, {model}"
             cases.append(

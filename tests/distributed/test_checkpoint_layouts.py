@@ -31,6 +31,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "PP4": (4, "--pipeline-model-parallel-size 4"),
     "PP2, uneven": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
     "DP4, distributed optimizer": (4, BUCKETS),
+    "HSDP 2 x 2, FSDP2": (4, "--use-torch-fsdp2 --num-distributed-optimizer-instances 2"),
     "TP2 x DP2 without distributed optimizer": (4, "--tensor-model-parallel-size 2"),
 }
 STEPS = 2
@@ -132,3 +133,13 @@ def test_the_fp32_copies_of_bf16_weights_go_along(tmp_path: Path) -> None:
     assert any(key.startswith("optimizer.state.param.") for key in saved.tensors)
     for number, layout in enumerate(((1, ""), (2, BUCKETS))):
         _assert_same_tensors(_saved(layout, flags, saved.folder, tmp_path / str(number)), saved)
+
+
+def test_what_shards_saved_goes_to_one_process_and_back_to_others(tmp_path: Path) -> None:
+    """Three ranks do not divide the rows evenly; SwiGLU's first matrix is cut in the middle of gate and up."""
+    flags = [*FLAGS, "--bf16", "--global-batch-size", "6"]
+    saved = _saved((3, "--use-torch-fsdp2"), flags, None, tmp_path / "shards")
+    whole = _saved((1, ""), flags, saved.folder, tmp_path / "whole")
+    _assert_same_tensors(whole, saved)
+    other = "--use-torch-fsdp2 --tensor-model-parallel-size 2 --sequence-parallel"
+    _assert_same_tensors(_saved((4, other), flags, whole.folder, tmp_path / "other"), saved)

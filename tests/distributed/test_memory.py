@@ -47,6 +47,11 @@ RUNS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     "--bf16": (BF16, (1, 1, 1)),
     "--use-distributed-optimizer": (FP32, (1, 1, 4)),
     "--use-distributed-optimizer --bf16": (BF16, (1, 1, 4)),
+    "--use-distributed-optimizer --bf16 --num-distributed-optimizer-instances 2": (BF16, (1, 1, 2)),
+    "--use-torch-fsdp2": (FP32, (4, 4, 4)),
+    # The shards are the masters.
+    "--use-torch-fsdp2 --bf16": (FP32, (4, 4, 4)),
+    "--use-torch-fsdp2 --bf16 --num-distributed-optimizer-instances 2": (FP32, (2, 2, 2)),
 }
 """By flags: bytes per parameter, and by what 4 ranks divide them."""
 

@@ -18,6 +18,7 @@ LAYOUTS = {
         2,
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000",
     ),
+    "FSDP2": (2, "--use-torch-fsdp2"),
     "tensor parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "3D": (
         8,
@@ -34,6 +35,7 @@ def _train(flags: str, bad_rank: int, what: str) -> tuple[str, str, str, int]:
     from megatron_ext import device
     from megatron_ext.errors import NumericError
     from megatron_ext.model.names import global_named_parameters
+    from megatron_ext.parallel.rows import local_part
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
@@ -42,7 +44,8 @@ def _train(flags: str, bad_rank: int, what: str) -> tuple[str, str, str, int]:
 
     def weights() -> str:
         with run.gathered_parameters():
-            data = b"".join(p.detach().float().numpy().tobytes() for _, p in global_named_parameters(run.chunks))
+            parts = [local_part(parameter) for _, parameter in global_named_parameters(run.chunks)]
+            data = b"".join(part.float().numpy().tobytes() for part in parts)
         return hashlib.sha256(data).hexdigest()
 
     trainer = Trainer(run, [])
@@ -63,7 +66,16 @@ def _poison(run: Any, what: str) -> None:
     if what == "loss":
         run.chunks[-1].module.register_forward_hook(lambda module, inputs, output: output * float("nan"))
         return
-    parameter = next(p for name, p in global_named_parameters(run.chunks) if name.endswith(what))
+    name, parameter = next(named for named in global_named_parameters(run.chunks) if named[0].endswith(what))
+    if run.config.layout.use_torch_fsdp2:
+        # The gradient goes to the gathered weight, which the module has inside of its forward pass.
+        module = run.chunks[0].module.get_submodule(name.removesuffix(".weight"))
+
+        def poison(module: Any, _inputs: Any) -> None:
+            module.weight.register_hook(lambda gradient: gradient * float("inf"))
+
+        module.register_forward_pre_hook(poison)
+        return
     parameter.register_hook(lambda gradient: gradient * float("inf"))
 
 

@@ -210,3 +210,18 @@ def test_ring_in_the_wrong_order(experiment: Experiment) -> None:
     found = differences(experiment, "CP4 p2p, untied", turn_the_ring_around)
     assert not found.first_loss <= FIRST_LOSS_TOLERANCE
     assert {name for name in found.gradients if "linear_qkv" in name} <= wrong_gradients(found)
+
+
+def average_over_ranks() -> None:
+    """torch's own default, which megatron-core's wrapper keeps: the mean over the ranks, where the sum belongs."""
+    from torch.distributed.fsdp import FSDPModule
+
+    FSDPModule.set_gradient_divide_factor = lambda *_args: None  # pyright: ignore[reportAttributeAccessIssue]
+    FSDPModule.set_force_sum_reduction_for_comms = lambda *_args: None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_gradient_scale_of_fsdp2(experiment: Experiment) -> None:
+    found = differences(experiment, "FSDP2, untied", average_over_ranks)
+    assert found.first_loss <= FIRST_LOSS_TOLERANCE  # and Adam hides it ever after
+    assert wrong_gradients(found) == set(found.gradients)
+    assert all(abs(distance - 0.5) < 1e-3 for distance in found.gradients.values())

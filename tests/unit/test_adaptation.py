@@ -17,6 +17,7 @@ RUNS = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --position-embedding-type rope",
     "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "--use-distributed-optimizer --overlap-grad-reduce --num-distributed-optimizer-instances 2",
 )
 
 

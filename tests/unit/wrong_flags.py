@@ -147,6 +147,38 @@ EXAMPLES = {
         "--cp-comm-type all_gather",
     ),
     "Packed documents with attention dropout": Example("--reset-attention-mask", "--attention-dropout 0"),
+    "FSDP2 with pipeline stages": Example(
+        "--world-size 4 --use-torch-fsdp2 --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"
+    ),
+    "FSDP2 with the distributed optimizer": Example(
+        "--world-size 2 --use-torch-fsdp2 --use-distributed-optimizer", "--use-distributed-optimizer=false"
+    ),
+    "FSDP2 with experts": Example(
+        f"--world-size 2 {_EXPERTS} --num-experts 8 --use-torch-fsdp2",
+        "--use-torch-fsdp2=false --use-distributed-optimizer",
+    ),
+    "Optimizer instances with experts": Example(
+        f"--world-size 4 {_EXPERTS} --num-experts 8 --use-distributed-optimizer "
+        "--num-distributed-optimizer-instances 2",
+        "--num-distributed-optimizer-instances 1",
+    ),
+    "FSDP2 with buckets": Example(
+        "--world-size 2 --use-torch-fsdp2 --overlap-grad-reduce", "--overlap-grad-reduce=false"
+    ),
+    "FSDP2 with a loss scale": Example("--world-size 2 --use-torch-fsdp2 --fp16", "--fp16=false --bf16"),
+    "FSDP2 on modules that allocate at once": Example(
+        "--world-size 2 --use-torch-fsdp2 --transformer-impl transformer_engine", "--transformer-impl local"
+    ),
+    "A setting of FSDP2 without FSDP2": Example(
+        "--world-size 2 --torch-fsdp2-no-reshard-after-forward", "--use-torch-fsdp2"
+    ),
+    "Optimizer instances that do not divide the data-parallel size": Example(
+        "--world-size 6 --use-distributed-optimizer --num-distributed-optimizer-instances 4",
+        "--num-distributed-optimizer-instances 3",
+    ),
+    "Optimizer instances of an optimizer that is not sharded": Example(
+        "--world-size 4 --num-distributed-optimizer-instances 2", "--use-distributed-optimizer"
+    ),
     "A data path that does not exist": Example(
         "--mock-data=false --vocab-size 257 --tokenizer-type ByteTokenizer --data-path nowhere/corpus",
         "--data-path EXISTING",

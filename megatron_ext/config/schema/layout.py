@@ -74,6 +74,15 @@ class LayoutConfig:
     overlap_param_gather: bool = option(
         False, "With the distributed optimizer, gather parameters while the next forward pass runs."
     )
+    use_torch_fsdp2: bool = option(
+        False, "Shard weights, gradients and optimizer state over the data-parallel ranks with torch's fully_shard."
+    )
+    torch_fsdp2_no_reshard_after_forward: bool = option(
+        False, "With FSDP2, keep a layer's gathered weights until its backward pass: fewer gathers, more memory."
+    )
+    num_distributed_optimizer_instances: int = option(
+        1, "Copies of the sharded state: shard within groups of data-parallel ranks, replicate across them (HSDP)."
+    )
     ddp_bucket_size: int | None = option(
         None, "Parameters in one bucket of the gradient reduction; default megatron-core's."
     )

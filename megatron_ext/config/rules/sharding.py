@@ -1,0 +1,87 @@
+"""Rules about what the data-parallel ranks divide among themselves."""
+
+from collections.abc import Iterator
+
+from megatron_ext.config.resolve import Facts, positive
+from megatron_ext.config.rules.suggest import divisors, listed
+from megatron_ext.config.schema import Config
+
+
+def fsdp2_is_the_only_sharding(config: Config, facts: Facts) -> Iterator[str]:
+    layout = config.layout
+    if not layout.use_torch_fsdp2:
+        if layout.torch_fsdp2_no_reshard_after_forward:
+            yield ("--torch-fsdp2-no-reshard-after-forward belongs to --use-torch-fsdp2; add that, or leave it out")
+        return
+    if layout.use_distributed_optimizer:
+        yield (
+            "--use-torch-fsdp2 shards the optimizer's state already, and --use-distributed-optimizer would shard it "
+            "again; keep one of them"
+        )
+    for flag, given, reason in (
+        ("--overlap-grad-reduce", layout.overlap_grad_reduce, "reduces each layer during the backward pass already"),
+        ("--overlap-param-gather", layout.overlap_param_gather, "gathers the next layer during a forward pass already"),
+        ("--ddp-bucket-size", layout.ddp_bucket_size is not None, "gathers and reduces layer by layer, not in buckets"),
+    ):
+        if given:
+            yield f"--use-torch-fsdp2 {reason}; leave {flag} out"
+
+
+def fsdp2_runs_whole_models_in_bf16_or_fp32(config: Config, facts: Facts) -> Iterator[str]:
+    layout = config.layout
+    if not layout.use_torch_fsdp2:
+        return
+    stages = layout.pipeline_model_parallel_size
+    if stages > 1:
+        yield (
+            f"--use-torch-fsdp2 with --pipeline-model-parallel-size {stages} would gather a stage's weights anew for "
+            "every microbatch in flight; use --pipeline-model-parallel-size 1, or --use-distributed-optimizer instead "
+            "of --use-torch-fsdp2"
+        )
+    if config.model.num_experts is not None:
+        yield (
+            f"--use-torch-fsdp2 with --num-experts {config.model.num_experts}: experts are divided over other ranks than "
+            "the rest, and FSDP2 has one division; use --use-distributed-optimizer instead of --use-torch-fsdp2"
+        )
+    if config.training.fp16:
+        yield "--use-torch-fsdp2 has no loss scaling, which --fp16 needs; use --bf16 instead of --fp16"
+    if config.model.transformer_impl != "local":
+        yield (
+            f"--use-torch-fsdp2 builds the model without memory, and --transformer-impl "
+            f"{config.model.transformer_impl} allocates at once; use --transformer-impl local"
+        )
+
+
+def optimizer_instances_divide_the_ranks(config: Config, facts: Facts) -> Iterator[str]:
+    layout = config.layout
+    instances = layout.num_distributed_optimizer_instances
+    if instances == 1:
+        return
+    if instances < 1:
+        yield f"--num-distributed-optimizer-instances {instances} is not above 0; use 1"
+        return
+    if config.model.num_experts is not None:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} with --num-experts {config.model.num_experts} has not "
+            "been proved; use --num-distributed-optimizer-instances 1"
+        )
+    if not (layout.use_distributed_optimizer or layout.use_torch_fsdp2):
+        yield (
+            f"--num-distributed-optimizer-instances {instances} copies sharded state, and nothing is sharded; add "
+            "--use-distributed-optimizer or --use-torch-fsdp2"
+        )
+    if not positive(layout.world_size, layout.model_parallel_size) or layout.world_size % layout.model_parallel_size:
+        return  # another rule names that
+    ranks = layout.data_parallel_size
+    if ranks % instances:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel size {ranks}; "
+            f"use {listed(divisors(ranks))}"
+        )
+
+
+RULES = (
+    fsdp2_is_the_only_sharding,
+    fsdp2_runs_whole_models_in_bf16_or_fp32,
+    optimizer_instances_divide_the_ranks,
+)

@@ -1,0 +1,173 @@
+"""`--use-torch-fsdp2`: weights, gradients and optimizer state in shards, by torch's `fully_shard`.
+
+Each rank keeps its rows of every weight in fp32: at once the master copy and what is gathered (in bf16 under --bf16)
+for the forward and backward pass of a layer, and freed after it. Gradients are summed in fp32 over the data-parallel
+ranks after the backward pass of every microbatch, so that they are never whole either, and divided once, by the
+tokens of the global batch. The optimizer updates the rows as plain tensors.
+
+megatron-core's own wrapper is for CUDA alone and averages gradients over the ranks, whatever
+`calculate_per_token_loss` says; what is around it (the schedule, the gradients of sequence-parallel norms) is used.
+"""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron_ext.config.schema import Config
+from megatron_ext.parallel.rows import RowShard, mark, row_shard
+
+# Nothing writes into the losses that the model returns, whether they are a view or not.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+
+
+class TorchFSDP(TorchFullyShardedDataParallel):
+    """A model chunk in shards. Its weights have no values yet: `model.initialize` fills the rows of each rank.
+
+    Args:
+        module: on the meta device, so that no rank ever holds a whole weight.
+        device: where the shards live.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        transformer_config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: torch.nn.Module,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+    ):
+        _BaseDataParallel.__init__(self, config=transformer_config, module=module)
+        self.ddp_config = ddp_config
+        self.compute_dtype = transformer_config.params_dtype
+        attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
+        module.float()
+        self.units = _units(module, tied=not config.model.untie_embeddings_and_output_weights)
+        mesh = _mesh(groups, device.type)
+        previous = None
+        for unit in self.units:
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=not config.layout.torch_fsdp2_no_reshard_after_forward,
+                mp_policy=MixedPrecisionPolicy(
+                    param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+                ),
+            )
+            assert isinstance(unit, FSDPModule)
+            # The sum over the ranks; `scale_gradients` divides by the tokens of the global batch.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            if transformer_config.recompute_granularity is not None and unit is not module:
+                # torch learns the order of the backward pass from the forward pass, which recomputation repeats.
+                unit.set_modules_to_backward_prefetch([previous] if previous is not None else [])
+                previous = unit
+        module.to_empty(device=device)
+        for name, parameter in module.named_parameters():
+            assert isinstance(parameter, DTensor)
+            for attribute, value in attributes[name].items():
+                setattr(parameter, attribute, value)
+            mark(parameter, _rows(parameter, groups))
+
+    def zero_grad_buffer(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                local_gradient(parameter).mul_(scaling_factor)
+
+
+def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's rows of the summed gradient."""
+    assert isinstance(parameter.grad, DTensor)
+    return parameter.grad._local_tensor
+
+
+def _units(module: torch.nn.Module, *, tied: bool) -> list[torch.nn.Module]:
+    """What is gathered at a time, inner modules first.
+
+    The output layer's weight is read outside of its own forward pass, and belongs to the model itself; so do tied
+    word embeddings, which are needed at both ends.
+    """
+    kinds = (TransformerLayer,) if tied else (TransformerLayer, LanguageModelEmbedding)
+    return [*(part for part in module.modules() if isinstance(part, kinds)), module]
+
+
+def _mesh(groups: ProcessGroupCollection, device_type: str) -> DeviceMesh:
+    """The data-parallel ranks; with several optimizer instances, replicas of shards."""
+    if groups.dp_cp.size() == groups.intra_dp_cp.size():
+        return DeviceMesh.from_group(groups.dp_cp, device_type)
+    ranks = torch.tensor(torch.distributed.get_process_group_ranks(groups.dp_cp))
+    return DeviceMesh.from_group(
+        [groups.inter_dist_opt, groups.intra_dp_cp],
+        device_type,
+        mesh=ranks.view(groups.inter_dist_opt.size(), groups.intra_dp_cp.size()),
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def _rows(parameter: DTensor, groups: ProcessGroupCollection) -> RowShard:
+    """torch cuts as torch.chunk does: equal parts, rounded up, until nothing is left."""
+    group, rows = groups.intra_dp_cp, parameter.size(0)
+    first = min(group.rank() * -(-rows // group.size()), rows)
+    replica = groups.dp_cp.rank() // group.size()
+    return RowShard(parameter._local_tensor, first, tuple(parameter.shape), group, replica)
+
+
+class RowShardOptimizer(FP32Optimizer):
+    """megatron-core's fp32 optimizer over the rows of this rank, as plain tensors: torch's optimizers, norms and
+    clipping then do not know of shards.
+
+    Args:
+        optimizer: as megatron-core builds it, over the weights; not yet used.
+        groups: the norm is summed over those ranks that hold one copy of the model together.
+    """
+
+    def __init__(self, optimizer: FP32Optimizer, compute_dtype: torch.dtype, groups: ProcessGroupCollection):
+        super().__init__(optimizer.optimizer, optimizer.config, optimizer.init_state_fn)
+        self.weights: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self.compute_dtype = compute_dtype
+        self.grad_stats_parallel_group = groups.intra_dist_opt
+        self.tp_group = self.expert_tp_group = groups.tp
+        for group in self.optimizer.param_groups:
+            pairs = [(weight, _optimized(weight)) for weight in group["params"]]
+            group["params"] = [rows for _, rows in pairs]
+            self.weights += pairs
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        for weight, rows in self.weights:
+            rows.grad = None if weight.grad is None else local_gradient(weight)
+        return False
+
+
+def _optimized(weight: torch.nn.Parameter) -> torch.Tensor:
+    """The rows of the weight, with the marks by which megatron-core tells copies from parts."""
+    shard = row_shard(weight)
+    assert shard is not None
+    rows: Any = shard.local.detach()
+    for name in ("tensor_model_parallel", "allreduce", "shared"):
+        if hasattr(weight, name):
+            setattr(rows, name, getattr(weight, name))
+    return rows
+
+
+def unsharded_parameters(unit: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Inside of the unit's forward pass: its own weights, gathered, without those of the units in it."""
+    for name, parameter in unit.named_parameters():
+        if not isinstance(parameter, DTensor):
+            yield name, parameter
