@@ -34,21 +34,11 @@ class _NullStream:
     def wait_event(self, _event: object) -> None:
         pass
 
-    def record_event(self) -> "_NullEvent":
-        return _NullEvent()
-
     def synchronize(self) -> None:
         pass
 
     def record_event(self) -> "_NullStream":
         return self
-
-
-class _NullEvent:
-    """What comes after it in program order comes after it in time."""
-
-    def wait(self, _stream: object = None) -> None:
-        pass
 
 
 def _returns(value: Any) -> Callable[[Any], Any]:
@@ -124,9 +114,6 @@ def _call_now(_original: Any) -> Callable[..., None]:
 
 # The alltoall dispatcher of a mixture of experts.
 _FOR_EXPERTS = (
-    Replacement(
-        "torch.cuda.Stream", lambda _original: _NullStream, "made by every dispatcher, moe/token_dispatcher.py:437"
-    ),
     Replacement(
         "torch.Tensor.new_empty", _made_on_cpu, "device=current_device() in _AllToAll, tensor_parallel/mappings.py:450"
     ),

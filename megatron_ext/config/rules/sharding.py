@@ -40,8 +40,8 @@ def fsdp2_runs_whole_models_in_bf16_or_fp32(config: Config, facts: Facts) -> Ite
         )
     if config.model.num_experts is not None:
         yield (
-            f"--use-torch-fsdp2 with --num-experts {config.model.num_experts}: experts are divided over other ranks than "
-            "the rest, and FSDP2 has one division; use --use-distributed-optimizer instead of --use-torch-fsdp2"
+            f"--use-torch-fsdp2 with --num-experts {config.model.num_experts}: experts are divided over other ranks "
+            "than the rest, and FSDP2 has one division; use --use-distributed-optimizer instead of --use-torch-fsdp2"
         )
     if config.training.fp16:
         yield "--use-torch-fsdp2 has no loss scaling, which --fp16 needs; use --bf16 instead of --fp16"
