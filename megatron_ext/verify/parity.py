@@ -191,6 +191,11 @@ _EXPERT_LAYOUTS = {
     "TP2 SP EP2 on the same ranks": (2, f"{_TP2_SP} {_EP2} --expert-tensor-parallel-size 1 {_ALLTOALL}"),
     "TP2 SP EP2, tensor-parallel experts": (4, f"{_TP2_SP} {_EP2}"),
     "TP2 SP EP2, tensor-parallel experts, alltoall": (4, f"{_TP2_SP} {_EP2} {_ALLTOALL}"),
+    "CP2 EP2 on the same ranks, alltoall": (2, f"--context-parallel-size 2 {_EP2} {_ALLTOALL}"),
+    "TP2 SP CP2 EP2, distributed optimizer": (
+        4,
+        f"{_TP2_SP} --context-parallel-size 2 {_EP2} --use-distributed-optimizer",
+    ),
     "EP2 PP2 DP2": (4, f"{_EP2} --pipeline-model-parallel-size 2 {_ALLTOALL}"),
     "EP2 PP2 DP4, expert DP2, distributed optimizer": (
         8,
