@@ -115,14 +115,14 @@ def test_flat_optimizer_state_needs_a_word(more: list[str], steps: int, written:
 
 
 def test_every_other_flag_is_listed(written: Path) -> None:
-    other = shlex.split("--rotary-base 10000 --vocab-size 46 --norm-epsilon 1e-6")
+    other = shlex.split("--rotary-base 10000 --vocab-size 100 --norm-epsilon 1e-6")
     with pytest.raises(RankError) as caught:
         run_ranks(1, _go_on, _flags(written, "fp32", *other), 0, None)
     for words in (
         "--rotary-base 5000 (given: 10000",
         "--norm-epsilon 1e-05 (given: 1e-06)",
         "--untie-embeddings-and-output-weights True (given: False)",
-        "a vocabulary that is padded to 64 entries (given: --vocab-size 46",
+        "a vocabulary that is padded to 64 entries (given: --vocab-size 100",
     ):
         assert words in str(caught.value)
 
