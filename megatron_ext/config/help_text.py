@@ -71,4 +71,6 @@ def _entry(flag: str, sentence: str) -> list[str]:
     if len(flag) <= 41:
         head = f"  {flag:<42}  {wrapped[0]}"
         return [head, *(" " * 46 + line for line in wrapped[1:])]
-    return [f"  {flag}", *(" " * 46 + line for line in wrapped)]
+    # A long list of choices breaks after a comma.
+    head = textwrap.wrap(flag.replace(",", ", "), 118, initial_indent="  ", subsequent_indent=" " * 6)
+    return [*(line.replace(", ", ",") for line in head), *(" " * 46 + line for line in wrapped)]
