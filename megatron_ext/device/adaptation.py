@@ -137,11 +137,6 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "to reduce across optimizer instances, distributed_data_parallel.py:297",
     ),
     Replacement(
-        "torch.cuda.stream",
-        lambda _original: lambda _stream: contextlib.nullcontext(),
-        "to reduce across optimizer instances, param_and_grad_buffer.py:686",
-    ),
-    Replacement(
         "torch.cuda.manual_seed", lambda _original: torch.manual_seed, "the RNG tracker, tensor_parallel/random.py:305"
     ),
     Replacement(
