@@ -8,6 +8,7 @@ import pytest
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.foreign.translate import KINDS, SOURCES, Translation, leaves, read, translate
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.train.configure import configure
 from tools.import_config import report
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "golden/import_config"
@@ -76,6 +77,36 @@ def test_ranks_that_the_file_leaves_open_come_from_the_command_line(name: str, b
     assert translated(f"axolotl/{name}.yaml", 8).command["--global-batch-size"] == str(batch)
 
 
+LLAMA_70B = shlex.split(
+    "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
+    "--num-query-groups 8 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --vocab-size 128256 --mock-data --train-iters 1000"
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp_13b", "recommended_13b", "tp_fsdp_70b", "tp_fsdp_ddp_70b", "scene_ddp_8b", "scene_tp_fsdp_ddp_70b"]
+)
+def test_a_whole_configuration_can_be_launched(name: str) -> None:
+    """With the shape of a model in the place of its folder, which is not here, and a learning rate where none is."""
+    result = translated(f"axolotl/{name}.yaml", 8 if result_ranks(name) is None else None)
+    words = result.words()
+    for flag in ("--load-hf", "--tokenizer-type", "--tokenizer-model"):
+        place = words.index(flag)
+        del words[place : place + 2]
+    rate = [] if "--lr" in words else ["--lr", "1e-5"]
+    ranks = ["--world-size", str(result.layout.world_size), "--dry-run", "--device", "cpu"]
+    config = configure([*words, *rate, *LLAMA_70B, *ranks]).config
+    assert config.layout.use_torch_fsdp2 == ("ddp_8b" not in name)
+    assert config.layout.tensor_model_parallel_size == result.layout.tensor
+    assert config.layout.num_distributed_optimizer_instances == result.layout.replicate
+    assert config.training.global_batch_size in (64, 128)
+
+
+def result_ranks(name: str) -> int | None:
+    return translated(f"axolotl/{name}.yaml").layout.world_size
+
+
 def test_a_deepspeed_batch_leaves_the_micro_batch_to_the_number_of_ranks() -> None:
     assert "--micro-batch-size" not in translated("deepspeed/zero2_offload.json").command
     assert translated("deepspeed/zero2_offload.json", 4).command["--micro-batch-size"] == "2"
@@ -96,6 +127,17 @@ def test_what_deepspeed_says_about_the_optimizer() -> None:
     warmup = next(key for key in result.keys if key.name == "scheduler.type")
     assert "logarithmic" in warmup.reason
     assert by_name(result)["optimizer.params.lr"] == "none"  # the scheduler sets the rate
+
+
+def test_zero_and_sharding_strategies_are_fsdp2() -> None:
+    reshard = "--torch-fsdp2-no-reshard-after-forward"
+    for name, kept in (("deepspeed/zero2_offload.json", True), ("deepspeed/zero3_offload.json", False)):
+        result = translated(name)
+        assert "--use-torch-fsdp2" in result.command
+        assert (reshard in result.command) == kept
+        assert by_name(result)["zero_optimization.overlap_comm"] == "default"
+    assert "--use-torch-fsdp2" in translated("accelerate/fsdp.yaml").command
+    assert "--use-distributed-optimizer" in translated("deepspeed/megatron_3d.json").command
 
 
 def test_the_trainers_order_of_precedence() -> None:

@@ -14,7 +14,7 @@ from megatron_ext.config.foreign.rules import (
 )
 
 _HYBRID = NoCounterpart(
-    "say how many replicas of the shards there are: --use-megatron-fsdp --num-distributed-optimizer-instances N"
+    "say how many replicas of the shards there are: --use-torch-fsdp2 --num-distributed-optimizer-instances N"
 )
 _NO_SHARD = Default("plain data parallelism, as without a flag")
 

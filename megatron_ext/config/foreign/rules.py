@@ -69,8 +69,9 @@ def only_off(reason: str) -> Cases:
 
 
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers {}"
-FULL_SHARD = Flags("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params")
-SHARD_GRAD = Flags("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads")
+FULL_SHARD = Flags("--use-torch-fsdp2")
+# Weights are sharded too, but stay whole from a layer's forward pass to its backward pass.
+SHARD_GRAD = Flags("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward")
 
 ZERO_STAGE = Cases(
     {

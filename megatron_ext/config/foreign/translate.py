@@ -101,6 +101,8 @@ def translate(source: str, content: Mapping[str, Any], world_size: int | None = 
     sizes = {flag: value for flag, value in layout.flags().items() if _refusal(f"{flag} {value}") is None}
     missing = [f"{flag} {value}" for flag, value in layout.flags().items() if flag not in sizes]
     found += [Key(flags, "", "none", reason=_refusal(flags) or "") for flags in missing]
+    if "--use-torch-fsdp2" in command and command.pop("--overlap-grad-reduce", None) is not None:
+        found = [_overlapped(key) for key in found]
     if "shard" in facts and not _SHARDING & command.keys():
         found = [_unsharded(key) for key in found]
     return Translation(tuple(found), layout, sizes | command)
@@ -184,6 +186,12 @@ def _shadow(key: Key, shadowed: Mapping[str, str], present: set[str]) -> Key:
     if winner is None or winner not in present or key.became != "flags":
         return key
     return Key(key.name, key.value, "none", reason=f"{winner} takes its place in that program too")
+
+
+def _overlapped(key: Key) -> Key:
+    if key.flags != "--overlap-grad-reduce":
+        return key
+    return Key(key.name, key.value, "default", reason="FSDP2 reduces while the backward pass still runs")
 
 
 def _unsharded(key: Key) -> Key:
