@@ -28,6 +28,9 @@ class Replacement:
 class _NullStream:
     """CPU work runs in program order, so that a stream has nothing to order."""
 
+    def __init__(self, *_args: Any, **_kwargs: Any):
+        pass
+
     def wait_stream(self, _other: object) -> None:
         pass
 
@@ -133,7 +136,7 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     ),
     Replacement(
         "torch.cuda.Stream",
-        lambda _original: lambda *_args, **_kwargs: _NullStream(),
+        lambda _original: _NullStream,  # a class as it is: other libraries name it in their annotations
         "to reduce across optimizer instances, distributed_data_parallel.py:297",
     ),
     Replacement(
