@@ -47,11 +47,12 @@ def _train(flags: str, good_steps: int, damage: Callable[[Any], None]) -> tuple[
 def _flip(run: Any, wanted: str, index: int = -1) -> None:
     """Flip the lowest bit of one element: the weight stays finite and next to what it was."""
     from megatron_ext.model.names import global_named_parameters
+    from megatron_ext.train.replicas import _local
 
     for name, parameter in global_named_parameters(run.chunks):
         if name == wanted:
             integers = {2: torch.int16, 4: torch.int32}[parameter.element_size()]
-            parameter.data.view(-1)[index : index + 1 or None].view(integers).bitwise_xor_(1)
+            _local(parameter).detach().view(-1)[index : index + 1 or None].view(integers).bitwise_xor_(1)
 
 
 def _flip_on_rank_1(run: Any) -> None:
@@ -124,6 +125,15 @@ def test_experts_are_compared_with_the_replicas_of_experts() -> None:
     assert len(set(results)) == 1
     error, exit_code, iteration = results[0]
     assert f"ranks 1, 3 do not agree, and no majority says who is right, in {EXPERTS} (data-" in error
+    assert (exit_code, iteration) == (70, 3)
+
+
+def test_drift_is_found_under_fsdp2_in_the_rows_that_a_rank_keeps() -> None:
+    flags = f"--tensor-model-parallel-size 2 --sequence-parallel --use-torch-fsdp2 {TP} 1"
+    results = run_ranks(4, _train, flags, 3, _drift_on_tensor_parallel_rank_1)
+    assert len(set(results)) == 1
+    error, exit_code, iteration = results[0]
+    assert f"in {NORM} (tensor-parallel copies)" in error
     assert (exit_code, iteration) == (70, 3)
 
 

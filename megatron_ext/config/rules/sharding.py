@@ -52,6 +52,15 @@ def fsdp2_runs_whole_models_in_bf16_or_fp32(config: Config, facts: Facts) -> Ite
         )
 
 
+def sharded_weights_have_no_replicas(config: Config, facts: Facts) -> Iterator[str]:
+    interval = config.training.check_weight_hash_across_dp_replicas_interval
+    if config.layout.use_torch_fsdp2 and interval is not None:
+        yield (
+            f"--check-weight-hash-across-dp-replicas-interval {interval} compares whole replicas, and "
+            "--use-torch-fsdp2 divides every weight; leave --check-weight-hash-across-dp-replicas-interval out"
+        )
+
+
 def optimizer_instances_divide_the_ranks(config: Config, facts: Facts) -> Iterator[str]:
     layout = config.layout
     instances = layout.num_distributed_optimizer_instances
@@ -83,5 +92,6 @@ def optimizer_instances_divide_the_ranks(config: Config, facts: Facts) -> Iterat
 RULES = (
     fsdp2_is_the_only_sharding,
     fsdp2_runs_whole_models_in_bf16_or_fp32,
+    sharded_weights_have_no_replicas,
     optimizer_instances_divide_the_ranks,
 )
