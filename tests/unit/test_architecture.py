@@ -115,3 +115,9 @@ def test_the_device_comes_before_the_engine() -> None:
         "raise SystemExit(2)"
     )
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """Ranks import a test's module by its name alone, and would get the other one."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")]
+    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
