@@ -52,7 +52,8 @@ def _flip(run: Any, wanted: str, index: int = -1) -> None:
     for name, parameter in global_named_parameters(run.chunks):
         if name == wanted:
             integers = {2: torch.int16, 4: torch.int32}[parameter.element_size()]
-            _local(parameter).detach().view(-1)[index : index + 1 or None].view(integers).bitwise_xor_(1)
+            # .data, and not .detach(): behind the back of autograd, as a broken memory cell does it.
+            _local(parameter).data.view(-1)[index : index + 1 or None].view(integers).bitwise_xor_(1)
 
 
 def _flip_on_rank_1(run: Any) -> None:

@@ -153,6 +153,10 @@ EXAMPLES = {
     "FSDP2 with the distributed optimizer": Example(
         "--world-size 2 --use-torch-fsdp2 --use-distributed-optimizer", "--use-distributed-optimizer=false"
     ),
+    "Replicas compared under FSDP2": Example(
+        "--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 10",
+        "--use-torch-fsdp2=false",
+    ),
     "FSDP2 with experts": Example(
         f"--world-size 2 {_EXPERTS} --num-experts 8 --use-torch-fsdp2",
         "--use-torch-fsdp2=false --use-distributed-optimizer",

@@ -88,10 +88,12 @@ def recomputation_is_complete(config: Config, facts: Facts) -> Iterator[str]:
                 "add --recompute-method uniform --recompute-num-layers 1 to recompute every layer"
             )
         elif split_is_right(config, facts):
-            most = max(layers_of_one for stage in layer_counts(config) for layers_of_one in stage)
+            most = max(map(sum, layer_counts(config)))
             if layers > most:
-                what = "model chunk" if config.layout.virtual_pipeline_model_parallel_size > 1 else "pipeline stage"
-                yield f"--recompute-num-layers {layers} is more than the {most} layers of a {what}; use 1 to {most}"
+                yield (
+                    f"--recompute-num-layers {layers} is more than the {most} layers of a pipeline stage; "
+                    f"use 1 to {most}"
+                )
     elif method is not None or layers is not None:
         yield (
             "--recompute-method and --recompute-num-layers belong to --recompute-granularity full; "
