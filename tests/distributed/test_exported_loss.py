@@ -45,8 +45,9 @@ def _train(flags: list[str], save: str) -> tuple[float, float, list[list[list[in
         trainer.step()
     save_checkpoint(run, save)
     samples = []
-    for start in range(0, held_out.samples, 8):
-        for batch in held_out.loader.global_batch(start, 2, end=held_out.samples):
+    (part,) = held_out.parts
+    for start in range(part.positions.start, part.positions.stop, 8):
+        for batch in held_out.loader.global_batch(start, 2, end=part.positions.stop):
             assert batch.loss_mask is None or bool(batch.loss_mask.all())
             samples += (batch.tokens if batch.tokens is not None else batch.labels).tolist()
     after = evaluate(run, held_out)
