@@ -136,8 +136,9 @@ def test_the_fp32_copies_of_bf16_weights_go_along(tmp_path: Path) -> None:
 
 
 def test_what_shards_saved_goes_to_one_process_and_back_to_others(tmp_path: Path) -> None:
-    """Three ranks do not divide the rows evenly; SwiGLU's first matrix is cut in the middle of gate and up."""
-    flags = [*FLAGS, "--bf16", "--global-batch-size", "6"]
+    """Three ranks do not divide the rows evenly; SwiGLU's first matrix is cut in the middle of gate and up, and of the
+    two rows of a query norm the last rank has none."""
+    flags = [*FLAGS, "--bf16", "--global-batch-size", "6", "--qk-layernorm", "--kv-channels", "2"]
     saved = _saved((3, "--use-torch-fsdp2"), flags, None, tmp_path / "shards")
     whole = _saved((1, ""), flags, saved.folder, tmp_path / "whole")
     _assert_same_tensors(whole, saved)
