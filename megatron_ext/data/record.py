@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.data.corpus import SPLITS, split_files
 from megatron_ext.data.integrity import file_fingerprint
 from megatron_ext.data.samples import Samples
+from megatron_ext.data.splits import SPLITS, split_files
 
 _FLAGS = {"data_order": "--data-order", "seed": "--seed", "seq_length": "--seq-length", "split": "--split"}
 

@@ -16,10 +16,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_ext.config.blend import Blend
 from megatron_ext.config.schema import Config
-from megatron_ext.data.corpus import SPLITS, SplitFiles
 from megatron_ext.data.index_cache import CachedGPTDataset, LocalBuilder, cache_folder
 from megatron_ext.data.integrity import Share, index_digest
 from megatron_ext.data.samples import Place, SampleDataset, Source
+from megatron_ext.data.splits import SPLITS, SplitFiles
 from megatron_ext.errors import StorageError, TrainingError
 from megatron_ext.tokenizer.protocol import Tokenizer
 

@@ -13,11 +13,12 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
-from megatron_ext.data.corpus import Splits, build_datasets, split_bounds
+from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.mixture import Mixture
 from megatron_ext.data.permutation import Permutation
+from megatron_ext.data.splits import split_bounds
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.byte import ByteTokenizer
 
