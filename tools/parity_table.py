@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +33,7 @@ from megatron_ext.verify.parity import (
     bf16_distance,
     compare,
 )
+from megatron_ext.verify.ranks import RankError
 
 _FP32_COLUMNS = (
     "case",
@@ -82,6 +83,18 @@ def bf16_row(case: Case, experiment: Experiment) -> tuple[list[str], bool]:
         f"{distance / own:.2f}",
     ]
     return cells, other.weight_hash == reference.weight_hash and not other.flaws and distance <= BF16_FACTOR * own
+
+
+def row_or_failure(
+    make_row: Callable[[Case, Experiment], tuple[list[str], bool]], case: Case, experiment: Experiment
+) -> tuple[list[str], str]:
+    """A row and what is printed of it; ranks that fail cost their own row alone."""
+    try:
+        cells, agrees = make_row(case, experiment)
+    except RankError as error:
+        print(error, file=sys.stderr, flush=True)
+        return [case.name, str(case.world_size), "FAILED"], "FAILED"
+    return cells, "agrees" if agrees else "BEYOND TOLERANCE"
 
 
 def _identity(case: Case, expected_hash: str, weight_hash: str) -> list[str]:
@@ -154,15 +167,14 @@ def main(argv: list[str]) -> int:
         experiment = Experiment(write_corpus(Path(folder)))
         for precision, make_row in (("fp32", fp32_row), ("bf16", bf16_row)):
             for name in options.cases or CASES:
-                cells, agrees = make_row(CASES[name], experiment)
-                all_agree &= agrees
-                tables[precision].append(cells if agrees else [f"**{cells[0]}**", *cells[1:]])
-                print(f"{precision} {name}: {'agrees' if agrees else 'BEYOND TOLERANCE'}", file=sys.stderr, flush=True)
-    text = page(tables["fp32"], tables["bf16"])
+                cells, verdict = row_or_failure(make_row, CASES[name], experiment)
+                all_agree &= verdict == "agrees"
+                tables[precision].append(cells if verdict == "agrees" else [f"**{cells[0]}**", *cells[1:]])
+                print(f"{precision} {name}: {verdict}", file=sys.stderr, flush=True)
+                if options.write is not None:  # after every row: the whole takes many minutes
+                    options.write.write_text(page(tables["fp32"], tables["bf16"]))
     if options.write is None:
-        print(text)
-    else:
-        options.write.write_text(text)
+        print(page(tables["fp32"], tables["bf16"]))
     return 0 if all_agree else 1
 
 

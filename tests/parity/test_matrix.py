@@ -3,10 +3,13 @@
 `python tools/parity_table.py` writes the same comparison to docs/parity.md.
 """
 
+import dataclasses
+
 import pytest
 
 from megatron_ext.verify.corpus import VALIDATION_SAMPLES
 from megatron_ext.verify.parity import BF16_FACTOR, CASES, RECIPE, STEPS, Case, Experiment, bf16_distance, compare
+from tools.parity_table import fp32_row, row_or_failure
 
 RECOMPUTED = [name for name in CASES if "recompute" in name]
 LAYOUTS = [name for name in CASES if name not in RECOMPUTED]
@@ -53,3 +56,9 @@ def test_the_reference_learns_and_the_evaluation_has_a_remainder(experiment: Exp
 def test_another_model_is_no_case_of_agreement(experiment: Experiment) -> None:
     case = Case("another epsilon", "tied", 1, ("--norm-epsilon", "1e-3"))
     assert compare(experiment.reference("tied"), experiment.train(case)).problems()
+
+
+def test_ranks_that_fail_cost_the_table_one_row(experiment: Experiment) -> None:
+    impossible = dataclasses.replace(CASES["PP2, tied"], flags=("--pipeline-model-parallel-size", "3"), world_size=3)
+    cells, verdict = row_or_failure(fp32_row, impossible, experiment)
+    assert (cells, verdict) == ([impossible.name, "3", "FAILED"], "FAILED")
