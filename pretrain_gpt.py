@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from megatron_ext.config.lr_scale import scaling_text
 from megatron_ext.resilience.report import RunStatus, end_process, run_guarded
 from megatron_ext.train.configure import configure
 
@@ -16,11 +17,14 @@ def main(argv: Sequence[str], status: RunStatus) -> int:
     status.save = config.checkpoint.save
     for warning in configured.typed.warnings if status.rank == 0 else ():
         print(f"warning: {warning}", file=sys.stderr)
+    scaled = scaling_text(configured.typed.values, config) if status.rank == 0 else None
     if configured.typed.dry_run:
         from megatron_ext.config.report import describe
 
-        print(describe(config))
+        print(describe(config), *([scaled] if scaled else []), sep="\n\n")
         return 0
+    if scaled:
+        print(scaled, flush=True)
     from megatron_ext.train.pretrain import pretrain
 
     pretrain(config, status)

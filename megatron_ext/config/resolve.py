@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.config.lr_scale import scale
 from megatron_ext.config.pipeline import read_pipeline_layout
 from megatron_ext.config.schema import Config
 
@@ -140,6 +141,7 @@ def _resolve_training(values: dict[str, Any]) -> None:
     micro, world = values.get("micro_batch_size"), values["world_size"]
     if positive(micro, world, model_parallel_size) and world % model_parallel_size == 0:
         _fill(values, "global_batch_size", micro * (world // model_parallel_size))
+    scale(values)
     if values.get("recompute_activations"):
         _fill(values, "recompute_granularity", "selective")
     if values.get("bf16"):

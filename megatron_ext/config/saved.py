@@ -81,6 +81,9 @@ CURVES = (
 )
 """What the learning rate and the weight decay follow."""
 
+LR_SCALE = ("lr_scale_rule", "lr_scale_base_batch_size")
+"""Done with in a checkpoint, whose rates are the scaled ones."""
+
 
 def model_names(saved: Mapping[str, Any], *, finetune: bool) -> tuple[str, ...]:
     """The fields in which a run must agree with the checkpoint that it loads."""
@@ -113,7 +116,7 @@ def adopt(values: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]
         names += TOKENIZER if "tokenizer_type" not in values else ()
         adopted = {name: saved[name] for name in names if name in saved} | adopted
     if values.get("use_checkpoint_opt_param_scheduler"):
-        adopted = {name: value for name, value in adopted.items() if name not in CURVES}
+        adopted = {name: value for name, value in adopted.items() if name not in (*CURVES, *LR_SCALE)}
         adopted |= {name: saved[name] for name in CURVES if name in saved}
         unit = "samples" if "train_samples" in saved else "iters"
         adopted.setdefault(f"lr_decay_{unit}", saved.get(f"train_{unit}"))

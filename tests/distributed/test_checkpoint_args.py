@@ -109,6 +109,16 @@ def test_the_checkpoints_curves(saved: str) -> None:
     assert config.training.train_iters == 20
 
 
+def test_scaled_rates_are_compared_as_they_are(saved: str) -> None:
+    """The checkpoint holds the rate that was trained with, whatever it was scaled from."""
+    scaled = [*SCHEDULE, *shlex.split("--lr 5e-3 --min-lr 5e-4 --lr-scale-rule linear --lr-scale-base-batch-size 1")]
+    assert _config(saved, MODEL, REST, scaled).optimizer.lr == 1e-2
+    larger = [*REST, "--global-batch-size", "4"]
+    assert "--lr 0.02 instead of 0.01" in _problems(saved, MODEL, larger, scaled)[0]
+    adopted = _config(saved, MODEL, larger, scaled, ["--use-checkpoint-opt-param-scheduler"])
+    assert (adopted.optimizer.lr, adopted.optimizer.min_lr) == (1e-2, 1e-3)
+
+
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
 def test_a_new_optimizer_follows_the_flags(flag: str, saved: str) -> None:
     assert _config(saved, MODEL, REST, LONGER, [flag]).optimizer.lr == 3e-2

@@ -29,6 +29,7 @@ BY_CONSTRUCTION = {
     "moe_router_load_balancing_type": "read through load_balancing_coefficient",
     "moe_aux_loss_coeff": "read through load_balancing_coefficient",
     "make_vocab_size_divisible_by": "resolve turns it into padded_vocab_size",
+    "lr_scale_base_batch_size": "config/lr_scale.py reads it among the typed values, and the rates are scaled",
     "recompute_activations": "resolve turns it into recompute_granularity",
 }
 FIELDS = [field.name for group in dataclasses.fields(Config) for field in dataclasses.fields(group.type)]  # pyright: ignore[reportArgumentType]

@@ -19,6 +19,8 @@ OUR_OWN = {
     "--keep-last-checkpoints",
     "--no-fallback",
     "--tf32",
+    "--lr-scale-rule",
+    "--lr-scale-base-batch-size",
     "--torch-compile",
     "--check-replicated-weights-interval",
     # megatron-core hard-codes these three for Llama 3.1.

@@ -183,6 +183,8 @@ EXAMPLES = {
     "Optimizer instances of an optimizer that is not sharded": Example(
         "--world-size 4 --num-distributed-optimizer-instances 2", "--use-distributed-optimizer"
     ),
+    "A learning rate to scale, from no batch": Example("--lr-scale-rule linear", "--lr-scale-base-batch-size 256"),
+    "A batch to scale from, and no rule": Example("--lr-scale-base-batch-size 256", "--lr-scale-rule sqrt"),
     "A data path that does not exist": Example(
         "--mock-data=false --vocab-size 257 --tokenizer-type ByteTokenizer --data-path nowhere/corpus",
         "--data-path EXISTING",

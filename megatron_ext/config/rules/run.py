@@ -36,7 +36,7 @@ _AT_LEAST_ONE = {
         "micro_batch_size global_batch_size train_iters train_samples exit_interval loss_scale_window hysteresis "
         "recompute_num_layers check_weight_hash_across_dp_replicas_interval check_replicated_weights_interval"
     ),
-    "optimizer": "lr_decay_iters lr_decay_samples",
+    "optimizer": "lr_decay_iters lr_decay_samples lr_scale_base_batch_size",
     "data": "vocab_size",
     "checkpoint": "save_interval keep_last_checkpoints save_retain_interval",
     "logging": "log_interval tensorboard_log_interval",

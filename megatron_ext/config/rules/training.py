@@ -134,6 +134,19 @@ def learning_rates_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def scaling_has_its_base(config: Config, facts: Facts) -> Iterator[str]:
+    optimizer = config.optimizer
+    rule, base = optimizer.lr_scale_rule, optimizer.lr_scale_base_batch_size
+    if rule == "none" and base is not None:
+        yield f"--lr-scale-base-batch-size {base} has no effect without --lr-scale-rule; add --lr-scale-rule sqrt"
+    elif rule != "none" and base is None:
+        batch = config.training.global_batch_size
+        yield (
+            f"--lr-scale-rule {rule} needs the global batch that --lr was chosen for; "
+            f"add --lr-scale-base-batch-size {batch if positive(batch) else 256}, which leaves --lr as it is, or yours"
+        )
+
+
 def curves_use_the_unit_of_the_run(config: Config, facts: Facts) -> Iterator[str]:
     training, optimizer = config.training, config.optimizer
     by_iters = [
@@ -260,6 +273,7 @@ RULES = (
     recomputation_is_complete,
     recomputed_parts_are_known,
     learning_rates_are_in_order,
+    scaling_has_its_base,
     curves_use_the_unit_of_the_run,
     warmup_fits_the_decay,
     wsd_has_its_last_phase,

@@ -12,6 +12,15 @@ class OptimizerConfig:
     optimizer: str = option("adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=("adam", "sgd"))
     lr: float = option(None, "Peak learning rate.")
     min_lr: float = option(0.0, "Learning rate at the end of the decay.")
+    lr_scale_rule: str = option(
+        "none",
+        "Multiply --lr and --min-lr by --global-batch-size over --lr-scale-base-batch-size, or by the ratio's square "
+        "root; a ramp-up counts with its full batch.",
+        choices=("none", "linear", "sqrt"),
+    )
+    lr_scale_base_batch_size: int | None = option(
+        None, "Global batch that --lr and --min-lr were chosen for, in samples; needed by --lr-scale-rule."
+    )
     lr_decay_style: str = option(
         "linear",
         "Shape of the decay.",
