@@ -6,8 +6,8 @@
 
 Runs on CPU processes of this machine: bytes are the same on GPUs. Kept bytes are counted at the tensors' storages after
 a step (verify/memory.py), sent bytes at the intercepted collectives of one step (verify/traffic.py), and the formulas
-are those of verify/formulas.py. The rank that is farthest from its formula is shown. Exit codes: 0 every count is
-within 2% of its formula or the table says why not, 1 one is not, 64 the flags cannot work.
+are those of config/state.py and plan/traffic.py. The rank that is farthest from its formula is shown. Exit codes: 0
+every count is within 2% of its formula or the table says why not, 1 one is not, 64 the flags cannot work.
 """
 
 import json
@@ -108,10 +108,12 @@ def _off(counted: float, expected: float) -> float:
 def count_on_this_rank(flags: list[str], sabotage: Any = None) -> Count:
     """One rank: a step to fill the optimizer's state, and one that is counted."""
     from megatron_ext import device
+    from megatron_ext.config.state import state_bytes
+    from megatron_ext.plan.shapes import Shapes
+    from megatron_ext.plan.traffic import sent
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
-    from megatron_ext.verify.formulas import Formulas
     from megatron_ext.verify.memory import bytes_per_rank
     from megatron_ext.verify.traffic import Traffic
 
@@ -123,16 +125,16 @@ def count_on_this_rank(flags: list[str], sabotage: Any = None) -> Count:
     trainer.step()
     with Traffic(run.groups) as traffic:
         trainer.step()
-    kept, formulas = bytes_per_rank(run), Formulas(config, run.groups.pp.rank())
-    held = formulas.held()
+    stage, kept, held = run.groups.pp.rank(), bytes_per_rank(run), state_bytes(config)
+    parameters, _ = Shapes(config).parameters_of_stage(stage)
     names = ("weights", "gradients", "optimizer")
     return Count(
         kept={name: getattr(kept, name) for name in names},
-        kept_formula={name: getattr(held, name) for name in names},
+        kept_formula={name: parameters * size for name, size in zip(names, held.sizes, strict=True)},
         kept_in_words=held.formula,
-        sent={f"{kind} {axis}": sent.bytes for (kind, axis), sent in traffic.sent.items()},
-        terms=[(term.collective, term.bytes, term.formula) for term in formulas.sent()],
-        parameters=formulas.parameters,
+        sent={f"{kind} {axis}": counted.bytes for (kind, axis), counted in traffic.sent.items()},
+        terms=[(term.collective, term.bytes, term.formula) for term in sent(config, stage)],
+        parameters=parameters,
     )
 
 

@@ -1,4 +1,4 @@
-"""What training costs: floating-point operations per token, and bytes of weights, gradients and optimizer state."""
+"""What training costs in floating-point operations per token, and the parameters that these come from."""
 
 from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
@@ -36,21 +36,3 @@ def _active(config: Config) -> list[Parameter]:
 def parameters_without_embeddings(config: Config) -> int:
     """Parameters of the layers and the final norm: what scaling laws call N."""
     return sum(p.size for p in parameters(config) if isinstance(p.stage, int) or "layernorm" in p.name)
-
-
-def state_bytes_per_parameter(config: Config, *, expert: bool = False) -> float:
-    """Bytes of weights, gradients and optimizer state that a rank holds for each of its parameters.
-
-    Mixed precision with Adam: 2 (weight) + 4 (fp32 gradient) + 12 (fp32 master and two moments) = 18, and 6 + 12/d
-    with the distributed optimizer over d data- times context-parallel ranks (Megatron-LM's documentation of its
-    distributed optimizer). fp16 without --accumulate-allreduce-grads-in-fp32 has 2-byte gradients. fp32 has no master:
-    8 + 8, or 8 + 8/d. SGD keeps one moment, not two. For a routed expert, d is the expert-data-parallel size.
-    """
-    training, layout = config.training, config.layout
-    mixed = training.bf16 or training.fp16
-    held = 8 if not mixed else 2 + (4 if training.accumulate_allreduce_grads_in_fp32 else 2)
-    moments = 2 if config.optimizer.optimizer == "adam" else 1
-    shared = 4 * moments + (4 if mixed else 0)
-    replicas = layout.data_parallel_size * layout.context_parallel_size
-    ranks = layout.expert_data_parallel_size if expert else replicas
-    return held + shared / (ranks if layout.use_distributed_optimizer else 1)

@@ -5,7 +5,6 @@ from megatron_ext.config.flops import (
     active_parameters,
     flops_per_token,
     parameters_without_embeddings,
-    state_bytes_per_parameter,
 )
 from megatron_ext.config.layout import (
     axis_sizes,
@@ -17,6 +16,7 @@ from megatron_ext.config.layout import (
 )
 from megatron_ext.config.parameters import count, count_per_rank
 from megatron_ext.config.schema import Config
+from megatron_ext.config.state import state_bytes
 
 _MOST_RANKS_LISTED = 64
 
@@ -77,7 +77,7 @@ def _vocabulary_matrices(config: Config) -> int:
 
 def _stages(config: Config) -> list[str]:
     per_rank, of_experts = count_per_rank(config), count_per_rank(config, experts=True)
-    bytes_each, bytes_of_experts = state_bytes_per_parameter(config), state_bytes_per_parameter(config, expert=True)
+    bytes_each, bytes_of_experts = state_bytes(config).total, state_bytes(config, expert=True).total
     each = f"{bytes_each:g} bytes a parameter"
     if any(of_experts) and bytes_of_experts != bytes_each:
         each += f", {bytes_of_experts:g} of an expert"

@@ -18,7 +18,6 @@ from megatron_ext.config.flops import (
     active_parameters,
     flops_per_token,
     parameters_without_embeddings,
-    state_bytes_per_parameter,
 )
 from megatron_ext.config.layout import (
     AXES,
@@ -34,6 +33,7 @@ from megatron_ext.config.parameters import count, count_per_rank
 from megatron_ext.config.report import describe
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
+from megatron_ext.config.state import divided, state_bytes
 from megatron_ext.config.validate import problems
 from tests.unit.wrong_flags import BASE
 
@@ -181,8 +181,8 @@ def test_experts_are_shared_by_ranks_of_their_own():
     ]
     # Two whole experts of each of 16 layers, whatever tensor parallelism does to the rest.
     assert count_per_rank(config, experts=True) == [16 * 2 * 3 * 4096 * 14336] * 2
-    assert state_bytes_per_parameter(config) == 6 + 12 / 4
-    assert state_bytes_per_parameter(config, expert=True) == 6 + 12 / 2
+    assert state_bytes(config).total == 6 + 12 / 4
+    assert state_bytes(config, expert=True).total == 6 + 12 / 2
     report = describe(config)
     assert "experts on them: ETP 1 x EP 4 x expert DP 2 x PP 2" in report
     assert "(9 bytes a parameter, 12 of an expert)" in report
@@ -199,10 +199,22 @@ def test_experts_are_shared_by_ranks_of_their_own():
         (f"--use-distributed-optimizer {CP2}", 8 + 8 / 4),  # context-parallel ranks hold the same weights
         ("--fp16", 16),
         ("--bf16 --optimizer sgd", 14),
+        ("--use-torch-fsdp2", 16 / 4),
+        ("--bf16 --use-torch-fsdp2", 16 / 4),  # the shards are the fp32 masters
+        ("--bf16 --use-torch-fsdp2 --num-distributed-optimizer-instances 2", 16 / 2),
+        ("--bf16 --use-distributed-optimizer --num-distributed-optimizer-instances 2", 6 + 12 / 2),
     ],
 )
 def test_bytes_per_parameter(line: str, expected: float):
-    assert state_bytes_per_parameter(configuration(f"--world-size 4 {line}")) == expected
+    assert state_bytes(configuration(f"--world-size 4 {line}")).total == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "gigabytes"), [("ddp", 112), ("optim", 49), ("optim_grads", 38.5), ("optim_grads_params", 28)]
+)
+def test_zero_of_seven_billion_parameters_on_four_ranks(kind: str, gigabytes: float):
+    """As the paper counts: 16-bit weights and gradients, and 12 bytes of optimizer state."""
+    assert divided(2, 2, 12, kind, ranks=4).total * 7 == gigabytes
 
 
 def test_the_report_shows_layout_batch_and_length():

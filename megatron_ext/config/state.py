@@ -1,0 +1,87 @@
+"""Bytes of weights, gradients and optimizer state that a rank keeps between steps, for each of its parameters."""
+
+from dataclasses import dataclass
+
+from megatron_ext.config.schema import Config
+
+_SHARED = {
+    "ddp": (False, False, False),
+    "optim": (False, False, True),
+    "optim_grads": (False, True, True),
+    "optim_grads_params": (True, True, True),
+    "fsdp2": (True, True, True),
+}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Whole bytes a parameter, and over how many ranks each of them is divided."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """Moments and, for 16-bit weights, the fp32 master copy."""
+
+    shares: tuple[int, int, int] = (1, 1, 1)
+
+    @property
+    def sizes(self) -> tuple[float, float, float]:
+        """Bytes a parameter that one rank keeps of weights, gradients and optimizer state."""
+        weights, gradients, optimizer = self.shares
+        return self.weights / weights, self.gradients / gradients, self.optimizer / optimizer
+
+    @property
+    def total(self) -> float:
+        return sum(self.sizes)
+
+    @property
+    def formula(self) -> str:
+        """`2 + 4 + 12/8`."""
+        whole = (self.weights, self.gradients, self.optimizer)
+        return " + ".join(
+            f"{size}/{share}" if share > 1 else str(size) for size, share in zip(whole, self.shares, strict=True)
+        )
+
+
+def divided(weights: int, gradients: int, optimizer: int, kind: str, ranks: int) -> StateBytes:
+    """What is left of a parameter's bytes on each of `ranks` ranks, for the kinds of `sharding`.
+
+    Source: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 5).
+    """
+    of_weights, of_gradients, of_optimizer = (ranks if shared else 1 for shared in _SHARED[kind])
+    return StateBytes(weights, gradients, optimizer, (of_weights, of_gradients, of_optimizer))
+
+
+def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
+    """Bytes a parameter, of routed experts or of everything else.
+
+    Mixed precision with Adam: 2 (weight) + 4 (fp32 gradient) + 12 (fp32 master and two moments) = 18, and 6 + 12/d
+    with the distributed optimizer over d data- times context-parallel ranks (Megatron-LM's documentation of its
+    distributed optimizer). fp16 without --accumulate-allreduce-grads-in-fp32 has 2-byte gradients. fp32 has no master:
+    8 + 8, or 8 + 8/d. SGD keeps one moment, not two. FSDP2's weights are its fp32 masters: (4 + 4 + 8)/d. For a routed
+    expert, d is the expert-data-parallel size. With copies of the sharded state, d is divided by their number.
+    """
+    training, kind = config.training, sharding(config)
+    mixed = (training.bf16 or training.fp16) and kind != "fsdp2"
+    gradients = 4 if not mixed or training.accumulate_allreduce_grads_in_fp32 else 2
+    moments = 8 if config.optimizer.optimizer == "adam" else 4
+    ranks = sharing_ranks(config, expert=expert)
+    return divided(2 if mixed else 4, gradients, moments + (4 if mixed else 0), kind, ranks)
+
+
+def sharing_ranks(config: Config, *, expert: bool = False) -> int:
+    """Ranks over which a sharded optimizer divides one copy of its state."""
+    layout = config.layout
+    replicas = layout.data_parallel_size * layout.context_parallel_size
+    return (layout.expert_data_parallel_size if expert else replicas) // layout.num_distributed_optimizer_instances
+
+
+def sharding(config: Config) -> str:
+    """What data-parallel ranks divide: ddp (nothing), optim, optim_grads, optim_grads_params, or fsdp2."""
+    layout = config.layout
+    if layout.use_torch_fsdp2:
+        return "fsdp2"
+    if getattr(layout, "use_megatron_fsdp", False):
+        found = layout.data_parallel_sharding_strategy  # pyright: ignore[reportAttributeAccessIssue]
+        return "ddp" if found == "no_shard" else found
+    return "optim" if layout.use_distributed_optimizer else "ddp"
