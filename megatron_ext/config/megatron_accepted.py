@@ -97,13 +97,6 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "--profile always uses torch's profiler, on every rank",
-        """
-        --use-pytorch-profiler, --pytorch-profiler-collect-shapes, --pytorch-profiler-collect-callstack,
-        --pytorch-profiler-collect-chakra, --profile-ranks N..., --record-shapes, --nvtx-ranges
-        """,
-    ),
-    (
         "a NaN or an infinity ends the run at once (exit code 70), and no other service watches it",
         """
         --rerun-mode N, --no-one-logger, --one-logger-project N, --one-logger-run-name N, --one-logger-async,

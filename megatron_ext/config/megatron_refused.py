@@ -345,7 +345,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "it is not measured in this version; leave it out",
         """
-        --log-max-attention-logit, --log-energy, --record-memory-history, --memory-snapshot-path N =snapshot.pickle,
+        --log-max-attention-logit, --log-energy,
         --save-params-interval N, --save-activations-interval N, --save-wgrads-interval N, --save-dgrads-interval N,
         --run-workload-inspector-server
         """,

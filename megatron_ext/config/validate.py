@@ -7,7 +7,7 @@ that value speaks. Each problem names flags, their values, and a setting that wo
 from collections.abc import Callable, Iterable
 
 from megatron_ext.config.resolve import Facts
-from megatron_ext.config.rules import context, layout, model, moe, pipeline, run, sharding, training
+from megatron_ext.config.rules import context, layout, model, moe, pipeline, profiling, run, sharding, training
 from megatron_ext.config.schema import Config
 
 Rule = Callable[[Config, Facts], Iterable[str]]
@@ -21,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     *pipeline.RULES,
     *sharding.RULES,
     *training.RULES,
+    *profiling.RULES,
 )
 
 

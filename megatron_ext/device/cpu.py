@@ -31,3 +31,17 @@ class CpuDevice:
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
+
+    # The configuration's rules let nobody ask a CPU for these.
+
+    def start_capture(self, *, shapes: bool, ranges: bool) -> None:
+        raise NotImplementedError("Nsight Systems traces GPUs")
+
+    def stop_capture(self) -> None:
+        raise NotImplementedError("Nsight Systems traces GPUs")
+
+    def record_memory_history(self) -> None:
+        raise NotImplementedError("a CPU has no allocator that remembers")
+
+    def write_memory_history(self, path: str) -> None:
+        raise NotImplementedError("a CPU has no allocator that remembers")

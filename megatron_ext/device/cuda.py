@@ -6,6 +6,8 @@ import torch
 
 from megatron_ext.device.protocol import Memory
 
+_MOST_ALLOCATIONS = 100_000  # as Megatron-LM keeps
+
 
 class CudaDevice:
     kind = "cuda"
@@ -18,6 +20,7 @@ class CudaDevice:
         torch.cuda.set_device(local_rank)
         self.torch_device = torch.device("cuda", local_rank)
         self.model_name = torch.cuda.get_device_name(local_rank)
+        self._operators: torch.autograd.profiler.emit_nvtx | None = None
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -34,3 +37,31 @@ class CudaDevice:
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state)
+
+    def start_capture(self, *, shapes: bool, ranges: bool) -> None:
+        if ranges:
+            self._name_ranges(True)
+        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+        if shapes:
+            self._operators = torch.autograd.profiler.emit_nvtx(record_shapes=True)
+            self._operators.__enter__()
+
+    def stop_capture(self) -> None:
+        torch.cuda.synchronize()  # kernels of the last step may still wait to run
+        if self._operators is not None:
+            self._operators.__exit__(None, None, None)
+            self._operators = None
+        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+        self._name_ranges(False)
+
+    @staticmethod
+    def _name_ranges(on: bool) -> None:
+        from megatron.core.utils import configure_nvtx_profiling
+
+        configure_nvtx_profiling(on)
+
+    def record_memory_history(self) -> None:
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
+
+    def write_memory_history(self, path: str) -> None:
+        torch.cuda.memory._dump_snapshot(path)

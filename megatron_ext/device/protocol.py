@@ -43,3 +43,23 @@ class Device(Protocol):
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore what `rng_state` returned."""
         ...
+
+    def start_capture(self, *, shapes: bool, ranges: bool) -> None:
+        """Begin what Nsight Systems records, with operators and their shapes, and with megatron-core's ranges."""
+        ...
+
+    def stop_capture(self) -> None:
+        """End it."""
+        ...
+
+    def record_memory_history(self) -> None:
+        """Remember every allocation from now on, and where it was made."""
+        ...
+
+    def write_memory_history(self, path: str) -> None:
+        """Write what was remembered, for pytorch.org/memory_viz.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        ...

@@ -1,33 +1,122 @@
-"""--profile: a trace of some steps, one Chrome trace per rank (open it in Perfetto or chrome://tracing)."""
+"""--profile: some steps under a profiler, Nsight Systems (`NsightCapture`) or torch's own (`TorchTrace`).
+
+profiler = StepProfiler.from_config(config, rank, device)
+for iteration in ...:
+    profiler.before_step(iteration)
+    ...
+profiler.finish()
+"""
 
 from pathlib import Path
-from types import TracebackType
+from typing import Protocol
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ExecutionTraceObserver, profile
 
 from megatron_ext.config.schema import Config
+from megatron_ext.device.protocol import Device
 from megatron_ext.errors import StorageError
 
 
-class StepProfiler:
-    """Traces the steps from `first` up to, not including, `end`.
+class Tracer(Protocol):
+    """Something that records from `start` to `stop`, once."""
 
-    Call `before_step` before each step; the trace is written when `end` is reached, or on leaving the context.
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class TorchTrace:
+    """torch's profiler: a Chrome trace (open it in Perfetto or chrome://tracing).
+
+    Args:
+        path: the trace; with `chakra`, the execution trace lies beside it as `<name>.chakra.json`.
     """
 
-    def __init__(self, path: Path, first: int, end: int):
+    def __init__(self, path: Path, *, shapes: bool = False, callstack: bool = False, chakra: bool = False):
         self.path = path
-        self._steps = range(first, end)
+        self._shapes = shapes
+        self._callstack = callstack
+        self._chakra = chakra
         self._trace: profile | None = None
 
+    def start(self) -> None:
+        """Begin recording.
+
+        Raises:
+            StorageError: the folder cannot be made.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        observer = None
+        if self._chakra:
+            observer = ExecutionTraceObserver().register_callback(str(self.path.with_suffix(".chakra.json")))
+        self._trace = profile(record_shapes=self._shapes, with_stack=self._callstack, execution_trace_observer=observer)
+        self._trace.start()
+
+    def stop(self) -> None:
+        """End recording and write the trace.
+
+        Raises:
+            StorageError: the trace cannot be written.
+        """
+        trace, self._trace = self._trace, None
+        assert trace is not None, "the trace was not started"
+        trace.stop()
+        try:
+            trace.export_chrome_trace(str(self.path))
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> StorageError:
+        return StorageError(f"cannot write the trace {self.path}: {error.strerror}. Leave out --profile.")
+
+
+class NsightCapture:
+    """What `nsys profile --capture-range=cudaProfilerApi` records; without nsys around the program, nothing is."""
+
+    def __init__(self, device: Device, *, shapes: bool, ranges: bool):
+        self._device = device
+        self._shapes = shapes
+        self._ranges = ranges
+
+    def start(self) -> None:
+        self._device.start_capture(shapes=self._shapes, ranges=self._ranges)
+
+    def stop(self) -> None:
+        self._device.stop_capture()
+
+
+class StepProfiler:
+    """Traces the steps from `first` up to, not including, `end`; with no tracer it does nothing.
+
+    Call `before_step` before each step; the trace ends when `end` is reached, or with `finish`.
+    """
+
+    def __init__(self, tracer: Tracer | None, first: int, end: int):
+        self.tracer = tracer
+        self._steps = range(first, end)
+        self._running = False
+
     @classmethod
-    def from_config(cls, config: Config, rank: int) -> "StepProfiler":
-        """The profiler that the flags ask for; without --profile, one that does nothing."""
-        options = config.logging
-        folder = config.checkpoint.save or options.tensorboard_dir or "."
-        end = options.profile_step_end if options.profile else options.profile_step_start
-        return cls(Path(folder) / "profile" / f"rank{rank}.json", options.profile_step_start, end)
+    def from_config(cls, config: Config, rank: int, device: Device) -> "StepProfiler":
+        """The profiler that the flags ask of this rank."""
+        options = config.profiling
+        tracer: Tracer | None = None
+        if options.profile and rank in (options.profile_ranks or [rank]):
+            folder = config.checkpoint.save or config.logging.tensorboard_dir or "."
+            tracer = (
+                TorchTrace(
+                    Path(folder) / "profile" / f"rank{rank}.json",
+                    shapes=options.pytorch_profiler_collect_shapes,
+                    callstack=options.pytorch_profiler_collect_callstack,
+                    chakra=options.pytorch_profiler_collect_chakra,
+                )
+                if options.use_pytorch_profiler
+                else NsightCapture(device, shapes=options.record_shapes, ranges=options.nvtx_ranges)
+            )
+        return cls(tracer, options.profile_step_start, options.profile_step_end)
 
     def before_step(self, iteration: int) -> None:
         """Start or end the trace, where the step `iteration` (from 1) asks for it.
@@ -35,28 +124,16 @@ class StepProfiler:
         Raises:
             StorageError: the trace cannot be written.
         """
-        if self._trace is None and iteration in self._steps:
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-            self._trace = profile(activities=activities)
-            self._trace.start()
-        elif self._trace is not None and iteration not in self._steps:
-            self._write()
+        if self.tracer is not None and self._running != (iteration in self._steps):
+            self._running = not self._running
+            self.tracer.start() if self._running else self.tracer.stop()
 
-    def __enter__(self) -> "StepProfiler":
-        return self
+    def finish(self) -> None:
+        """End a trace that is under way.
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        if self._trace is not None:
-            self._write()
-
-    def _write(self) -> None:
-        trace, self._trace = self._trace, None
-        assert trace is not None
-        trace.stop()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(self.path))
-        except OSError as error:
-            raise StorageError(f"cannot write the trace {self.path}: {error.strerror}. Leave out --profile.") from error
+        Raises:
+            StorageError: the trace cannot be written.
+        """
+        if self.tracer is not None and self._running:
+            self._running = False
+            self.tracer.stop()

@@ -21,10 +21,12 @@ def pretrain(config: Config, status: RunStatus) -> None:
     # Only now may megatron-core be imported.
     from megatron_ext.parallel import groups
     from megatron_ext.train.build import build_run
+    from megatron_ext.train.callbacks import memory_history
     from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
     from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
     from megatron_ext.train.trainer import Trainer
 
+    memory_history.begin(config, status.rank, here)
     run = build_run(config, here)
     iteration = None
     if config.checkpoint.load is not None:

@@ -1,44 +1,113 @@
-"""--profile on real steps."""
+"""--profile and --record-memory-history on real steps."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from megatron_ext.config.schema import CheckpointConfig, Config, LoggingConfig
-from megatron_ext.telemetry.profiler import StepProfiler
+from megatron_ext.config.schema import CheckpointConfig, Config, ProfilingConfig
+from megatron_ext.device.cpu import CpuDevice
+from megatron_ext.telemetry.profiler import NsightCapture, StepProfiler
+from megatron_ext.train.callbacks import memory_history
 
 
-def run(config: Config, steps: int) -> Path:
-    with StepProfiler.from_config(config, rank=3) as profiler:
-        for iteration in range(1, steps + 1):
-            profiler.before_step(iteration)
-            with torch.profiler.record_function(f"step {iteration}"):
-                torch.ones(2).sum()
-    return profiler.path
+class Gpu(CpuDevice):
+    """Stands in for hardware that is not there: it notes what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    def start_capture(self, *, shapes: bool, ranges: bool) -> None:
+        self.asked.append({"shapes": shapes, "ranges": ranges})
+
+    def stop_capture(self) -> None:
+        self.asked.append("stop")
+
+
+def run(config: Config, steps: int, device: CpuDevice | None = None, rank: int = 3) -> None:
+    profiler = StepProfiler.from_config(config, rank, device or CpuDevice())
+    for iteration in range(1, steps + 1):
+        profiler.before_step(iteration)
+        with torch.profiler.record_function(f"step {iteration}"):
+            torch.ones(2, 5).sum()
+        if isinstance(device, Gpu):
+            device.asked.append(iteration)
+    profiler.finish()
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["traceEvents"]
 
 
 def traced_steps(path: Path) -> list[str]:
-    events = json.loads(path.read_text())["traceEvents"]
-    return sorted(event["name"] for event in events if event["name"].startswith("step "))
+    return sorted(event["name"] for event in events(path) if event["name"].startswith("step "))
 
 
-def config_with(folder: Path, **logging: Any) -> Config:
-    return Config(checkpoint=CheckpointConfig(save=str(folder)), logging=LoggingConfig(**logging))
+def config_with(folder: Path, **profiling: Any) -> Config:
+    return Config(checkpoint=CheckpointConfig(save=str(folder)), profiling=ProfilingConfig(**profiling))
+
+
+TORCH: dict[str, Any] = {"profile": True, "use_pytorch_profiler": True, "profile_step_start": 2}
 
 
 def test_the_steps_of_the_range_are_in_the_trace(tmp_path: Path):
-    path = run(config_with(tmp_path, profile=True, profile_step_start=2, profile_step_end=4), steps=5)
+    run(config_with(tmp_path, **TORCH, profile_step_end=4), steps=5)
+    [path] = (tmp_path / "profile").iterdir()
     assert path == tmp_path / "profile" / "rank3.json"
     assert traced_steps(path) == ["step 2", "step 3"]
+    assert "Input Dims" not in path.read_text()
 
 
 def test_a_run_that_ends_inside_the_range_still_writes_its_trace(tmp_path: Path):
-    path = run(config_with(tmp_path, profile=True, profile_step_start=2, profile_step_end=9), steps=3)
-    assert traced_steps(path) == ["step 2", "step 3"]
+    run(config_with(tmp_path, **TORCH, profile_step_end=9), steps=3)
+    assert traced_steps(tmp_path / "profile" / "rank3.json") == ["step 2", "step 3"]
 
 
-def test_without_the_flag_nothing_is_written(tmp_path: Path):
-    run(config_with(tmp_path), steps=12)
+def test_what_the_trace_may_hold_besides(tmp_path: Path):
+    names = ("shapes", "callstack", "chakra")
+    wanted = {f"pytorch_profiler_collect_{name}": True for name in names}
+    run(config_with(tmp_path, **TORCH, profile_step_end=3, **wanted), steps=3)
+    trace = events(tmp_path / "profile/rank3.json")
+    shapes = [event["args"]["Input Dims"] for event in trace if event["name"] == "aten::sum"]
+    assert [2, 5] in shapes[0]
+    assert any("test_profiler.py" in event["name"] for event in trace)
+    nodes = json.loads((tmp_path / "profile/rank3.chakra.json").read_text())["nodes"]
+    assert "aten::sum" in {node["name"] for node in nodes}
+
+
+@pytest.mark.parametrize("profiling", [{}, {**TORCH, "profile_ranks": (0, 2)}])
+def test_without_the_flag_or_on_another_rank_nothing_is_written(tmp_path: Path, profiling: dict[str, Any]):
+    run(config_with(tmp_path, **profiling), steps=12)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nsight_is_told_of_the_range(tmp_path: Path):
+    config = config_with(tmp_path, profile=True, profile_step_start=2, profile_step_end=4, nvtx_ranges=True)
+    device = Gpu()
+    run(config, 5, device)
+    assert device.asked == [1, {"shapes": False, "ranges": True}, 2, 3, "stop", 4, 5]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_recorded_on_the_ranks_that_are_named(tmp_path: Path):
+    config = config_with(tmp_path, record_memory_history=True, profile_ranks=(1,))
+    assert [memory_history.is_recorded(config, rank) for rank in range(3)] == [False, True, False]
+    assert memory_history.MemoryHistory("logs/memory.pickle", 12, 10).path == Path("logs/memory_12.pickle")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpus_capture_and_memory(tmp_path: Path):
+    from megatron_ext.device.cuda import CudaDevice
+
+    device = CudaDevice(0)
+    device.record_memory_history()
+    capture = NsightCapture(device, shapes=True, ranges=True)
+    capture.start()
+    torch.ones(1000, device="cuda").sum()
+    capture.stop()
+    device.write_memory_history(str(tmp_path / "memory.pickle"))
+    assert (tmp_path / "memory.pickle").stat().st_size > 100

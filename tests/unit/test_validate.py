@@ -177,7 +177,14 @@ WRONG = [
     ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "exclude each other"),
     ("--keep-last-checkpoints 2", "add --save checkpoints"),
     ("--save a --save-interval 10 --save-retain-interval 25", "use --save-retain-interval 30"),
-    ("--profile --profile-step-start 5 --profile-step-end 5", "use --profile-step-start 5 --profile-step-end 7"),
+    ("--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5",
+     "use --profile-step-start 5 --profile-step-end 7"),
+    ("--profile", "add --use-pytorch-profiler for traces by torch"),
+    ("--profile --pytorch-profiler-collect-shapes", "add that switch"),
+    ("--profile --use-pytorch-profiler --record-shapes", "use --pytorch-profiler-collect-shapes"),
+    ("--profile --use-pytorch-profiler --nvtx-ranges", "leave it out"),
+    ("--profile-ranks 0 2 --world-size 2", "there is no rank 2 among 2; use ranks from 0 to 1"),
+    ("--record-memory-history", "leave it out (--profile --use-pytorch-profiler traces a CPU)"),
 ]  # fmt: skip
 
 

@@ -69,12 +69,17 @@ def distributed_optimizer_shards_adam(config: Config, facts: Facts) -> Iterator[
         yield f"--use-distributed-optimizer shards Adam's state, not that of --optimizer {rule}; use --optimizer adam"
 
 
+def runs_on_cpu(config: Config, facts: Facts) -> bool:
+    """Whether the ranks are CPU processes, as --device says or this machine's lack of a GPU."""
+    return config.layout.device == "cpu" or (config.layout.device == "auto" and not facts.cuda_available)
+
+
 def device_is_there(config: Config, facts: Facts) -> Iterator[str]:
     device, backend = config.layout.device, config.layout.distributed_backend
     if device == "cuda" and not facts.cuda_available:
         yield "--device cuda, but this machine shows no NVIDIA GPU; use --device cpu"
         return
-    on_cpu = device == "cpu" or (device == "auto" and not facts.cuda_available)
+    on_cpu = runs_on_cpu(config, facts)
     if backend == "nccl" and on_cpu:
         yield (
             f"--distributed-backend nccl works on GPUs alone, but --device is {device} and there is none; "

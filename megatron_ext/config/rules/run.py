@@ -259,16 +259,6 @@ def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
-def profile_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
-    logging = config.logging
-    if logging.profile and not 0 <= logging.profile_step_start < logging.profile_step_end:
-        start = max(logging.profile_step_start, 0)
-        yield (
-            f"--profile-step-start {logging.profile_step_start} is not below --profile-step-end "
-            f"{logging.profile_step_end}; use --profile-step-start {start} --profile-step-end {start + 2}"
-        )
-
-
 def _named(config: Config, names: dict[str, str]) -> Iterator[tuple[str, float]]:
     for group, listed in names.items():
         for name in listed.split():
@@ -297,5 +287,4 @@ RULES = (
     checkpoint_options_have_a_checkpoint,
     wandb_is_installed,
     compiling_is_possible,
-    profile_has_a_range,
 )

@@ -10,6 +10,7 @@ from megatron_ext.config.schema.data import DataConfig
 from megatron_ext.config.schema.layout import LayoutConfig
 from megatron_ext.config.schema.model import ModelConfig
 from megatron_ext.config.schema.optimizer import OptimizerConfig
+from megatron_ext.config.schema.profiling import ProfilingConfig
 from megatron_ext.config.schema.run import CheckpointConfig, LoggingConfig
 from megatron_ext.config.schema.training import TrainingConfig
 
@@ -25,6 +26,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
 
 
 __all__ = [
@@ -35,5 +37,6 @@ __all__ = [
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ProfilingConfig",
     "TrainingConfig",
 ]

@@ -77,6 +77,3 @@ class LoggingConfig:
     timing_log_level: int = option(
         0, "0: step time only; 1: forward-backward and optimizer; 2: every part.", choices=(0, 1, 2)
     )
-    profile: bool = option(False, "Trace the steps from --profile-step-start to --profile-step-end.")
-    profile_step_start: int = option(10, "First step of the trace.")
-    profile_step_end: int = option(12, "First step after the trace.")

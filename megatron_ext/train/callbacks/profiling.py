@@ -1,4 +1,4 @@
-"""--profile: a trace of some steps."""
+"""--profile: some steps under a profiler."""
 
 from megatron_ext.telemetry.profiler import StepProfiler
 from megatron_ext.train.trainer import Callback, Trainer
@@ -12,4 +12,4 @@ class Profiling(Callback):
         self._profiler.before_step(trainer.run.state.iteration + 1)
 
     def on_end(self, trainer: Trainer) -> None:
-        self._profiler.__exit__(None, None, None)
+        self._profiler.finish()

@@ -13,6 +13,7 @@ from megatron_ext.telemetry.profiler import StepProfiler
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from megatron_ext.telemetry.wandb import WandbWriter
 from megatron_ext.train.callbacks.evaluation import Evaluation
+from megatron_ext.train.callbacks.memory_history import MemoryHistory, is_recorded
 from megatron_ext.train.callbacks.profiling import Profiling
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, Sink
@@ -36,11 +37,13 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     config = run.config
     callbacks: list[Callback] = [
         Status(status),
-        Profiling(StepProfiler.from_config(config, run.rank)),
+        Profiling(StepProfiler.from_config(config, run.rank, run.device)),
         Reporting(
             _step_sinks(run), config.logging.tensorboard_log_interval, _log_sinks(run), config.logging.log_interval
         ),
     ]
+    if is_recorded(config, run.rank):
+        callbacks.append(MemoryHistory(config.profiling.memory_snapshot_path, run.rank, config.logging.log_interval))
     training = config.training
     intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
     callbacks.append(ReplicaCheck(*intervals))
