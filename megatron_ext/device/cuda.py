@@ -1,6 +1,7 @@
 """GPUs over NCCL. megatron-core is used as it is."""
 
 import os
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ class CudaDevice:
     def start_capture(self, *, shapes: bool, ranges: bool) -> None:
         if ranges:
             self._name_ranges(True)
-        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+        torch.cuda.check_error(_runtime().cudaProfilerStart())
         if shapes:
             self._operators = torch.autograd.profiler.emit_nvtx(record_shapes=True)
             self._operators.__enter__()
@@ -51,7 +52,7 @@ class CudaDevice:
         if self._operators is not None:
             self._operators.__exit__(None, None, None)
             self._operators = None
-        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+        torch.cuda.check_error(_runtime().cudaProfilerStop())
         self._name_ranges(False)
 
     @staticmethod
@@ -65,3 +66,8 @@ class CudaDevice:
 
     def write_memory_history(self, path: str) -> None:
         torch.cuda.memory._dump_snapshot(path)
+
+
+def _runtime() -> Any:
+    """CUDA's runtime library; torch's stubs think that it may be missing, which it is not where there is a GPU."""
+    return torch.cuda.cudart()
