@@ -1,4 +1,4 @@
-"""Convert between our checkpoints and Hugging Face folders, on one CPU process, a piece of a tensor at a time.
+"""Convert between our checkpoints and Hugging Face folders, on one CPU process, a block of a file at a time.
 
     python tools/convert_checkpoint.py to-hf --load checkpoints --save model-hf --dtype bf16
     python tools/convert_checkpoint.py from-hf --load Llama-3.2-1B --save checkpoints
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import ConfigurationError, DataError
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -42,15 +42,11 @@ def main(argv: list[str]) -> int:
         print(f"wrote {path} in {time.perf_counter() - started:.1f} s; begin with --load {options.save}", flush=True)
         return 0
     size = _bytes(options.max_shard_size)
-    import torch
-
-    from megatron_ext import device
-
-    device.install("cpu")
-    from megatron_ext.checkpoint.hf_export import SavedModel, export_huggingface
+    from megatron_ext.checkpoint.hf_export import export_huggingface
+    from megatron_ext.checkpoint.hf_saved import SavedModel
 
     source = SavedModel(options.load)
-    dtype = getattr(torch, DTYPES[options.dtype]) if options.dtype else source.dtype()
+    dtype = DTYPES[options.dtype] if options.dtype else source.dtype()
     exported = export_huggingface(source, options.save, dtype=dtype, max_shard_size=size)
     print(
         f"wrote {exported.path}: {exported.family.architecture}, {exported.size / 1e9:.3f} GB in {exported.files} "

@@ -147,12 +147,12 @@ def publish(folder: str | Path, iteration: int) -> Path:
     """
     partial, final = partial_folder(folder, iteration), iteration_folder(folder, iteration)
     for entry in (*partial.rglob("*"), partial):
-        _flush(entry)
+        flush(entry)
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():  # of a run that took another course from an earlier checkpoint
         final.rename(replaced)
     partial.rename(final)
-    _flush(final.parent)
+    flush(final.parent)
     write_tracker(folder, iteration)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
@@ -163,19 +163,19 @@ def write_tracker(folder: str | Path, iteration: int) -> None:
     tracker = Path(folder) / TRACKER
     temporary = tracker.with_name(f".{tracker.name}.tmp")
     temporary.write_text(str(iteration), encoding="ascii")
-    _flush(temporary)
+    flush(temporary)
     temporary.replace(tracker)
-    _flush(tracker.parent)
+    flush(tracker.parent)
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    return all((checkpoint / name).is_file() for name in _WRITTEN_LAST)
-
-
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    return all((checkpoint / name).is_file() for name in _WRITTEN_LAST)

@@ -1,120 +1,38 @@
 """From a checkpoint to a Hugging Face folder: safetensors, `config.json`, tokenizer and model card.
 
-One process without process groups. A saved chunk is read at a time, and its rows are written to their places in the
-files, whatever layout saved it.
+One process without process groups and without torch. Every shard is read once from its beginning to its end, its
+rows are written to their places in the files, whatever layout saved it, and its checksum is held to the manifest.
 """
 
 import json
-import pickle
+import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-
-from megatron_ext.checkpoint import hf_safetensors, manifest
-from megatron_ext.checkpoint.beside import TOKENIZER, kept_tokenizer
-from megatron_ext.checkpoint.folder import CONFIG, find_latest
-from megatron_ext.checkpoint.hf_import import copy_tokenizer, stack_sizes, stacked_key
-from megatron_ext.checkpoint.hf_read import INDEX, SINGLE, run_rows
-from megatron_ext.checkpoint.hf_safetensors import DTYPES, Entry
-from megatron_ext.checkpoint.hf_stream import Buffer, read_saved_tensor
-from megatron_ext.checkpoint.safe_reading import read_metadata
-from megatron_ext.config.arguments import parse
+from megatron_ext.checkpoint import hf_safetensors
+from megatron_ext.checkpoint.beside import TOKENIZER
+from megatron_ext.checkpoint.folder import flush
+from megatron_ext.checkpoint.hf_import import copy_tokenizer
+from megatron_ext.checkpoint.hf_read import INDEX, SINGLE
+from megatron_ext.checkpoint.hf_safetensors import Entry
+from megatron_ext.checkpoint.hf_saved import Piece, SavedModel
+from megatron_ext.checkpoint.sweep import BLOCK, Files, Made, Part, Passed, Stretch, scatter, write_all
+from megatron_ext.checkpoint.torch_archive import WIDTH
+from megatron_ext.checkpoint.torch_dist import DTYPES
 from megatron_ext.config.families import Arranged, Family, arrangement, family_of
 from megatron_ext.config.hf_config import hf_config
 from megatron_ext.config.parameters import count
-from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 
-_BLOCK_BYTES = 32 << 20
-
-
-class SavedModel:
-    """The weights and the configuration of a checkpoint, for one process that reads a piece at a time.
-
-    Args:
-        folder: a `--save` folder, whose latest checkpoint is taken, or one checkpoint in it.
-
-    Raises:
-        ConfigurationError: there is no checkpoint, or none with its `config.yaml`.
-        DataError: it is damaged.
-    """
-
-    def __init__(self, folder: str | Path):
-        self.path = _checkpoint(Path(folder))
-        self._buffer = Buffer()
-        self.config = _config(self.path)
-        try:
-            with (self.path / ".metadata").open("rb") as file:
-                self.metadata = read_metadata(file)
-        except (OSError, pickle.UnpicklingError) as error:
-            raise DataError(f"{self.path}/.metadata cannot be read: {error}. Take an earlier checkpoint.") from error
-
-    def check(self) -> None:
-        """Whether every parameter of the configuration is there.
-
-        Raises:
-            DataError: naming every tensor that is missing or has another shape.
-        """
-        problems = []
-        for arranged in arrangement(self.config, family_of(self.config)):
-            parameter = arranged.parameter
-            key, place = stacked_key(parameter.name)
-            expected = (*stack_sizes(self.config, place), *parameter.shape)
-            entry = self.metadata.state_dict_metadata.get(key)
-            if not isinstance(entry, TensorStorageMetadata):
-                problems.append(f"{key} is missing; it should have shape {list(expected)}")
-            elif tuple(entry.size) != expected:
-                problems.append(f"{key} has shape {list(entry.size)}; by {CONFIG} it should be {list(expected)}")
-        if problems:
-            problems = list(dict.fromkeys(problems))
-            raise DataError(f"{self.path} does not match its {CONFIG}: {'; '.join(problems)}")
-
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        entry = self.metadata.state_dict_metadata["embedding.word_embeddings.weight"]
-        assert isinstance(entry, TensorStorageMetadata)
-        return entry.properties.dtype
-
-    def pieces(self, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The saved pieces of a parameter: first row, first column, [rows, columns] (a vector: [rows])."""
-        key, place = stacked_key(name)
-        entry = self.metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        for chunk in entry.chunks:
-            inside = [index - start for index, start in zip(place, chunk.offsets, strict=False)]
-            if all(0 <= index < size for index, size in zip(inside, chunk.sizes, strict=False)):
-                row, *column = chunk.offsets[len(place) :]
-                yield row, column[0] if column else 0, self._read(key, chunk)[tuple(inside)]
-
-    def _read(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
-        """A saved chunk, until the next one is read."""
-        place = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-        entry = self.metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        path = self.path / place.relative_path
-        try:
-            with path.open("rb") as file:
-                return read_saved_tensor(
-                    file, place.offset, place.length, tuple(chunk.sizes), entry.properties.dtype, self._buffer
-                )
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise DataError(f"{path}: {key} cannot be read: {error}. Take an earlier checkpoint.") from error
-
-    def damage(self) -> list[str]:
-        """What is not as the manifest says; nothing, where there is none."""
-        try:
-            files = manifest.read(self.path)
-        except ValueError as error:
-            return [str(error)]
-        return manifest.problems(self.path, files or {})
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -132,13 +50,13 @@ def export_huggingface(
     source: SavedModel,
     destination: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
     max_shard_size: int = 5 * 10**9,
 ) -> Exported:
     """Write the folder `destination`, which must not exist or be empty.
 
     Args:
-        dtype: of the weights written; default the checkpoint's.
+        dtype: of the weights written, as in safetensors; default the checkpoint's.
         max_shard_size: bytes of one safetensors file; a larger tensor gets a file of its own.
     Raises:
         ConfigurationError: no family has the model's shape, or the destination is not empty.
@@ -150,55 +68,140 @@ def export_huggingface(
         raise ConfigurationError(f"--save {final} exists and is not an empty folder; give a new one")
     family = family_of(source.config)
     source.check()
-    code = {kind: code for code, kind in DTYPES.items()}[dtype or source.dtype()]
-    partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    executor = ThreadPoolExecutor(1)
-    damage = executor.submit(source.damage)  # beside the conversion: it reads everything, too
+    code = dtype or source.dtype()
+    beside = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
     try:
         arranged = arrangement(source.config, family)
         shapes = {name: shape for part in arranged for name, shape in part.tensor_shapes().items()}
-        entries = _files(partial, shapes, code, max_shard_size)
-        for part in arranged:
-            for row, column, tensor in source.pieces(part.parameter.name):
-                _write(entries, part, row, column, tensor)
-        tokenizer = _write_beside(partial, source, family, code)
-        if problems := damage.result():
-            raise DataError(f"{source.path} is damaged ({', '.join(problems[:5])}). Take an earlier checkpoint.")
+        entries = _files(beside, shapes, code, max_shard_size)
+        with Files(os.O_WRONLY) as files:
+            _write_weights(source, arranged, entries, files)
+        tokenizer = _write_beside(beside, source, family, code)
+        for path in (*beside.iterdir(), beside):
+            flush(path)
         if final.exists():
             final.rmdir()
-        partial.rename(final)
+        beside.rename(final)
+        flush(final.parent)
     finally:
-        executor.shutdown()
-        shutil.rmtree(partial, ignore_errors=True)
-    size = sum(torch.Size(shape).numel() for shape in shapes.values()) * DTYPES[code].itemsize
+        shutil.rmtree(beside, ignore_errors=True)
+    size = sum(map(math.prod, shapes.values())) * WIDTH[code]
     return Exported(final, family, size, len({entry.path for entry in entries.values()}), tokenizer)
 
 
-def _checkpoint(folder: Path) -> Path:
-    if (folder / ".metadata").exists():
-        return folder
-    found = find_latest(folder)
-    if found is None:
-        raise ConfigurationError(f"--load {folder} holds no checkpoint; name a folder that --save wrote")
-    return found.path
+def _write_weights(source: SavedModel, arranged: list[Arranged], entries: Mapping[str, Entry], files: Files) -> None:
+    """Sweep the checkpoint's shards, all of them where it has a manifest.
+
+    Raises:
+        DataError: they are not what the manifest says.
+    """
+    shards, problems = source.damage()
+    parts: dict[str, list[tuple[int, Part]]] = {name: [] for name in shards}
+    for one in arranged:
+        dtype = source.dtype(one.parameter.name)
+        for piece in source.pieces(one.parameter.name):
+            found = _parts(piece, one, entries, dtype, files)
+            parts.setdefault(piece.file, []).extend(found)
+    for name, wanted in parts.items():
+        path, expected = source.path / name, shards.get(name)
+        try:
+            size, checksum = scatter(path, _all(wanted, path), checksum=expected is not None)
+        except (EOFError, FileNotFoundError) as error:
+            raise DataError(f"{source.path} is damaged ({error}). Take an earlier checkpoint.") from error
+        if expected is not None and size != expected["bytes"]:
+            problems.append(f"{name} has {size} bytes instead of {expected['bytes']}")
+        elif expected is not None and f"{checksum:08x}" != expected["crc32"]:
+            problems.append(f"{name} has another checksum than {expected['crc32']}")
+    if problems:
+        raise DataError(f"{source.path} is damaged ({', '.join(problems[:5])}). Take an earlier checkpoint.")
 
 
-def _config(path: Path) -> Config:
-    if not (path / CONFIG).exists():
-        raise ConfigurationError(f"{path} has no {CONFIG}, which says what model it holds; resume and save it once")
-    values = parse(["--config", str(path / CONFIG)]).values
-    return resolve({**values, **kept_tokenizer(values, path)}, Facts())
+def _all(wanted: list[tuple[int, Part]], path: Path) -> Iterator[Part]:
+    """The whole file: the wanted parts, and what lies between them."""
+    position = 0
+    for offset, part in sorted(wanted, key=lambda place: place[0]):
+        if offset < position:
+            raise DataError(f"{path}: two tensors overlap at {offset}. Take an earlier checkpoint.")
+        if offset > position:
+            yield Passed(offset - position)
+        yield part
+        position = offset + part.length
+    rest = path.stat().st_size - position
+    if rest < 0:
+        raise EOFError(f"{path} ends {-rest} bytes too early")
+    if rest:
+        yield Passed(rest)
+
+
+def _parts(
+    piece: Piece, arranged: Arranged, entries: Mapping[str, Entry], dtype: str, files: Files
+) -> Iterator[tuple[int, Part]]:
+    """Where in the shard which rows of a piece lie, and where they belong; padding of the vocabulary is left out."""
+    rows, *columns = piece.shape
+    width = WIDTH[dtype] * math.prod(columns)
+    for run in arranged.runs:
+        low, high = max(run.start, piece.row), min(run.start + run.count, piece.row + rows)
+        entry, shift = entries[run.tensor], run.tensor_start - run.start
+        if low >= high:
+            continue
+        if piece.array is not None:
+            target = _Target(entry, arranged.transposed, low + shift, piece.column, files)
+            target.put(piece.array[low - piece.row : high - piece.row], dtype)
+            continue
+        offset = piece.offset + (low - piece.row) * width
+        if not arranged.transposed and entry.dtype == dtype and tuple(columns) == entry.shape[1:]:
+            yield offset, Stretch((high - low) * width, files, entry.path, entry.place(low + shift))
+            continue
+        step = max(1, BLOCK // width)
+        for start in range(low, high, step):
+            target = _Target(entry, arranged.transposed, start + shift, piece.column, files)
+            shape = (min(step, high - start), *columns)
+            part = Made(shape[0] * width, partial(target.put_bytes, shape=shape, dtype=dtype))
+            yield offset + (start - low) * width, part
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where rows of a parameter belong that cannot be copied as they are."""
+
+    entry: Entry
+    transposed: bool
+    row: int
+    column: int
+    files: Files
+
+    def put_bytes(self, source: memoryview, shape: tuple[int, ...], dtype: str) -> None:
+        import numpy as np
+
+        from megatron_ext.checkpoint.bits import ARRAYS
+
+        self.put(np.frombuffer(source, ARRAYS[dtype]).reshape(shape), dtype)
+
+    def put(self, values: "npt.NDArray", dtype: str) -> None:
+        import numpy as np
+
+        from megatron_ext.checkpoint.bits import converted
+
+        rows, columns = values.shape[0], slice(self.column, self.column + math.prod(values.shape[1:]))
+        values = converted(values, dtype, self.entry.dtype)
+        if self.transposed:
+            self.entry.whole(writable=True).T[self.row : self.row + rows, columns] = values
+        elif values.shape[1:] == self.entry.shape[1:]:
+            bits = memoryview(np.ascontiguousarray(values)).cast("B")
+            write_all(self.files[self.entry.path], self.entry.place(self.row), bits)
+        else:
+            self.entry.rows(self.row, rows, writable=True)[:, columns] = values
 
 
 def _files(folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, max_size: int) -> dict[str, Entry]:
     """Make the safetensors files, and the index where there are several."""
-    itemsize = DTYPES[code].itemsize
+    width = WIDTH[code]
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = total = 0
     for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * itemsize
+        size = math.prod(shape) * width
         if groups[-1] and filled + size > max_size:
             groups.append({})
             filled = 0
@@ -216,21 +219,6 @@ def _files(folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, max_s
     return entries
 
 
-def _write(entries: Mapping[str, Entry], arranged: Arranged, row: int, column: int, tensor: torch.Tensor) -> None:
-    """Put a piece of a parameter, whose first element is at (row, column), into the files."""
-    block = max(1, _BLOCK_BYTES // (tensor[0].numel() * tensor.element_size()))
-    for run in arranged.runs:
-        stop = min(run.start + run.count, row + tensor.size(0))
-        for low in range(max(run.start, row), stop, block):
-            part = tensor[low - row : min(low + block, stop) - row]
-            entry, first = entries[run.tensor], run.tensor_start + low - run.start
-            if not arranged.transposed and part.shape[1:] == entry.shape[1:]:
-                entry.write_rows(first, part)
-                continue
-            target = run_rows(entry, arranged, first, part.size(0), writable=True)
-            target[:, column : column + part.size(1)].copy_(part)
-
-
 def _write_beside(folder: Path, source: SavedModel, family: Family, code: str) -> list[str]:
     """Everything but the weights; returns the names of the tokenizer's files."""
     names = []
@@ -244,7 +232,7 @@ def _write_beside(folder: Path, source: SavedModel, family: Family, code: str) -
     if not generation:
         generation = {"bos_token_id": None, "eos_token_id": _end_of_document(source.config)}
         _write_json(folder / "generation_config.json", generation)
-    content = hf_config(source.config, family, str(DTYPES[code]).removeprefix("torch."))
+    content = hf_config(source.config, family, DTYPES[code])
     content |= {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "config.json", content)
     (folder / "README.md").write_text(_model_card(source, family, code), encoding="utf-8")

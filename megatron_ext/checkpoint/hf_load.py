@@ -5,8 +5,12 @@ from pathlib import Path
 import torch
 
 from megatron_ext.checkpoint.hf_read import HFFolder
+from megatron_ext.checkpoint.hf_safetensors import Entry
 from megatron_ext.checkpoint.saveable import Saveable
+from megatron_ext.checkpoint.sweep import read_exactly
+from megatron_ext.checkpoint.torch_dist import DTYPES
 from megatron_ext.config.families import Arranged, arrangement
+from megatron_ext.errors import DataError
 from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
@@ -48,4 +52,41 @@ def read_shard(folder: HFFolder, arranged: Arranged, shard: torch.Tensor, tp_ran
     share = shard.size(0) // parameter.tp_stride
     for part in range(parameter.tp_stride):
         start = (part * ranks + rank) * share
-        folder.read(arranged, range(start, start + share), columns, shard[part * share : (part + 1) * share])
+        read_rows(folder, arranged, range(start, start + share), columns, shard[part * share : (part + 1) * share])
+
+
+def read_rows(folder: HFFolder, arranged: Arranged, rows: range, columns: slice, target: torch.Tensor) -> None:
+    """Copy rows and columns of a parameter into `target`, whose dtype may be another; padding becomes zero."""
+    covered = 0
+    for run in arranged.runs:
+        low, high = max(run.start, rows.start), min(run.start + run.count, rows.stop)
+        if low >= high:
+            continue
+        covered += high - low
+        entry, first = folder.entries[run.tensor], run.tensor_start + low - run.start
+        wanted = target[low - rows.start : high - rows.start]
+        whole_rows = not arranged.transposed and wanted.shape[1:] == entry.shape[1:]
+        if whole_rows and wanted.is_contiguous() and wanted.device.type == "cpu" and wanted.dtype == _dtype(entry):
+            _read_in_place(entry, first, wanted)
+            continue
+        view = entry.whole() if arranged.transposed else entry.rows(first, high - low)
+        part = torch.from_numpy(view).view(_dtype(entry))
+        if arranged.transposed:
+            part = part.t()[first : first + high - low]
+        wanted.copy_(part[:, columns] if part.dim() > 1 else part)
+    if covered < len(rows):  # padding comes last
+        target[covered:].zero_()
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    return getattr(torch, DTYPES[entry.dtype])
+
+
+def _read_in_place(entry: Entry, row: int, target: torch.Tensor) -> None:
+    """Whole rows into a contiguous tensor of the file's dtype: twice as fast as through a view."""
+    try:
+        with entry.path.open("rb", buffering=0) as file:
+            bits = memoryview(target.view(-1).view(torch.uint8).numpy())
+            read_exactly(file.fileno(), entry.place(row), bits, entry.path)
+    except EOFError as error:
+        raise DataError(f"{error}. Download or write it again.") from error

@@ -1,20 +1,19 @@
 """A Hugging Face folder as a source of our parameters: `config.json` beside one or several safetensors files.
 
     folder = HFFolder("Llama-3.2-1B")
-    folder.check(config)                          # every missing or misshapen tensor at once
-    folder.read(arranged, rows, columns, target)  # one slice of one parameter
+    folder.check(config)             # every missing or misshapen tensor at once
+    folder.entries["lm_head.weight"] # where it lies
 
-Nothing in the folder is executed, and no file outside of it is opened, whatever its index says.
+Nothing in the folder is executed, and no file outside of it is opened, whatever its index says. No torch here.
 """
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from megatron_ext.checkpoint.hf_safetensors import DTYPES, Entry, read_header
-from megatron_ext.config.families import Arranged, arrangement
+from megatron_ext.checkpoint.hf_safetensors import Entry, read_header
+from megatron_ext.checkpoint.torch_archive import WIDTH
+from megatron_ext.config.families import arrangement
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
@@ -53,8 +52,8 @@ class HFFolder:
                     problems.append(f"{name} is missing; it should have shape {list(shape)}")
                 elif entry.shape != shape:
                     problems.append(f"{name} has shape {list(entry.shape)}; by config.json it should be {list(shape)}")
-                elif entry.dtype not in DTYPES:
-                    problems.append(f"{name} has dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
+                elif entry.dtype not in WIDTH:
+                    problems.append(f"{name} has dtype {entry.dtype}; supported are {', '.join(WIDTH)}")
         if config.model.untie_embeddings_and_output_weights is False and self._has_an_output_layer_of_its_own():
             problems.append("lm_head.weight differs from the embeddings, but config.json has tie_word_embeddings")
         if problems:
@@ -64,36 +63,10 @@ class HFFolder:
                 + ". Take both from the same model."
             )
 
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights; of the widest where they differ."""
-        widest = torch.float16
-        for dtype in {DTYPES[entry.dtype] for entry in self.entries.values() if entry.dtype in DTYPES}:
-            widest = dtype if widest == torch.float16 else torch.promote_types(widest, dtype)
-        return widest
-
-    def read(self, arranged: Arranged, rows: range, columns: slice, target: torch.Tensor) -> None:
-        """Copy rows and columns of a parameter into `target`, whose dtype may be another; padding becomes zero."""
-        covered = 0
-        for run in arranged.runs:
-            low, high = max(run.start, rows.start), min(run.start + run.count, rows.stop)
-            if low >= high:
-                continue
-            covered += high - low
-            entry, first = self.entries[run.tensor], run.tensor_start + low - run.start
-            wanted = target[low - rows.start : high - rows.start]
-            whole_rows = not arranged.transposed and wanted.shape[1:] == entry.shape[1:]
-            if (
-                whole_rows
-                and wanted.is_contiguous()
-                and wanted.device.type == "cpu"
-                and wanted.dtype == DTYPES[entry.dtype]
-            ):
-                entry.read_rows(first, wanted)
-                continue
-            part = run_rows(entry, arranged, first, high - low)
-            wanted.copy_(part[:, columns] if part.dim() > 1 else part)
-        if covered < len(rows):  # padding comes last
-            target[covered:].zero_()
+    def dtype(self) -> str:
+        """The dtype of the weights; where they differ, one that holds all of them."""
+        found = {entry.dtype for entry in self.entries.values() if entry.dtype in WIDTH}
+        return "F32" if found == {"F16", "BF16"} else max(found, key=WIDTH.__getitem__, default="F16")
 
     def _has_an_output_layer_of_its_own(self) -> bool:
         """Old files of tied models hold the shared matrix twice; two different ones would be another model."""
@@ -102,17 +75,13 @@ class HFFolder:
             return False
         if head.shape != table.shape or head.dtype != table.dtype:
             return True
-        return not torch.equal(head.whole(), table.whole())
+        step = max(1, (1 << 24) // max(1, head.row_bytes))
+        starts = range(0, head.shape[0], step)
+        pairs = ([entry.rows(at, min(step, entry.shape[0] - at)) for entry in (head, table)] for at in starts)
+        return any(one.tobytes() != other.tobytes() for one, other in pairs)
 
 
 _TABLE = "embedding.word_embeddings"
-
-
-def run_rows(entry: Entry, arranged: Arranged, start: int, count: int, *, writable: bool = False) -> torch.Tensor:
-    """A view in the file of rows of a parameter: [rows, columns], or [rows] of a vector, however they lie there."""
-    if not arranged.transposed:
-        return entry.rows(start, count, writable=writable)
-    return entry.whole(writable=writable).t()[start : start + count]
 
 
 def _entries(folder: Path) -> dict[str, Entry]:

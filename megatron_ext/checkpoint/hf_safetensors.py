@@ -1,11 +1,11 @@
-"""The safetensors format, read and written in place: a header, then the bytes of every tensor.
+"""The safetensors format, read and written in place: a header, then the bytes of every tensor. No torch here.
 
     8 bytes    length of the header, little-endian
     header     JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, perhaps "__metadata__"
     data       the tensors, without gap or overlap
 
-The safetensors package writes a file from tensors that are all in memory. Here a tensor is a view into the mapped
-file, of which only the part that is copied is ever read or written. A header is checked before anything is believed.
+The safetensors package writes a file from tensors that are all in memory. Here a tensor is a place in a file, of which
+only the part that is copied is ever read or written. A header is checked before anything is believed.
 """
 
 import errno
@@ -16,21 +16,16 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from megatron_ext.checkpoint.hf_stream import read_into
 from megatron_ext.errors import DataError
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Of weights. Files may hold tensors of other dtypes, which nobody here reads."""
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 _BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 _LARGEST_HEADER = 32 << 20  # 200,000 tensors; a file that claims more is damaged or hostile
-_INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}  # numpy has no bfloat16: bits are bits
 
 
 @dataclass(frozen=True)
@@ -43,41 +38,25 @@ class Entry:
     offset: int
     """Of its first byte in the file."""
 
-    def rows(self, start: int, count: int, *, writable: bool = False) -> torch.Tensor:
-        """A view of `count` rows (all other dimensions whole) in the file; unmapped when the tensor is gone."""
-        dtype = DTYPES[self.dtype]
-        width = math.prod(self.shape[1:])
-        bits = np.memmap(
-            self.path,
-            dtype=_INTEGERS[dtype.itemsize],
-            mode="r+" if writable else "c",
-            offset=self.offset + start * width * dtype.itemsize,
-            shape=(count * width,),
-        )
-        return torch.from_numpy(bits).view(dtype).view(count, *self.shape[1:])
+    @property
+    def row_bytes(self) -> int:
+        """Of one index of the first dimension."""
+        return math.prod(self.shape[1:]) * _BYTES[self.dtype]
 
-    def read_rows(self, start: int, target: torch.Tensor) -> None:
-        """Fill a contiguous tensor of the file's dtype with whole rows: twice as fast as through a view."""
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                read_into(file, self._place(start), target)
-        except EOFError as error:
-            raise _wrong(self.path, str(error)) from error
+    def place(self, row: int) -> int:
+        """Of a row in the file."""
+        return self.offset + row * self.row_bytes
 
-    def write_rows(self, start: int, rows: torch.Tensor) -> None:
-        """Write whole rows, rounded to the file's dtype: several times as fast as through a view."""
-        bits = rows.to(DTYPES[self.dtype]).contiguous().view(torch.uint8).numpy()
-        with self.path.open("r+b", buffering=0) as file:
-            file.seek(self._place(start))
-            rest = memoryview(bits).cast("B")
-            while rest:
-                rest = rest[file.write(rest) :]
+    def rows(self, start: int, count: int, *, writable: bool = False) -> "npt.NDArray":
+        """A view of `count` rows (all other dimensions whole) in the file; bfloat16 are uint16."""
+        import numpy as np
 
-    def _place(self, row: int) -> int:
-        """In the file."""
-        return self.offset + row * math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+        from megatron_ext.checkpoint.bits import ARRAYS
 
-    def whole(self, *, writable: bool = False) -> torch.Tensor:
+        mode, shape = "r+" if writable else "c", (count, *self.shape[1:])
+        return np.memmap(self.path, dtype=ARRAYS[self.dtype], mode=mode, offset=self.place(start), shape=shape)
+
+    def whole(self, *, writable: bool = False) -> "npt.NDArray":
         """A view of all of it."""
         return self.rows(0, self.shape[0], writable=writable)
 

@@ -20,8 +20,10 @@ from megatron.core.dist_checkpointing.strategies import torch as engine_torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-# By these, torch writes the metadata of a checkpoint; each only holds what it is given.
-_ALLOWED: dict[tuple[str, str], Any] = {
+from megatron_ext.checkpoint.torch_dist import check_name
+
+# By these, torch writes the metadata of a checkpoint; each only holds what it is given. `torch_dist` has them, too.
+ALLOWED: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
         metadata.BytesStorageMetadata,
@@ -84,9 +86,7 @@ def read_metadata(file: IO[bytes]) -> metadata.Metadata:
     if not isinstance(content, metadata.Metadata):
         raise pickle.UnpicklingError(f".metadata holds a {type(content).__name__} instead of metadata")
     for place in (content.storage_data or {}).values():
-        name = place.relative_path
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
-            raise pickle.UnpicklingError(f".metadata names the file {name!r}, which is not one beside it")
+        check_name(place.relative_path)
     return content
 
 
@@ -112,7 +112,7 @@ class _Unpickler(pickle.Unpickler):
         if module_name == "torch" and isinstance(found := getattr(torch, global_name, None), torch.dtype):
             return found
         try:
-            return _ALLOWED[module_name, global_name]
+            return ALLOWED[module_name, global_name]
         except KeyError:
             raise pickle.UnpicklingError(
                 f"it asks for {module_name}.{global_name}, which no checkpoint needs: nothing of it was run"

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from megatron_ext import device
-from megatron_ext.checkpoint.hf_export import SavedModel
+from megatron_ext.checkpoint.hf_saved import SavedModel
+from megatron_ext.checkpoint.torch_dist import DTYPES
 from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.data.integrity import check_indexed_files
 from megatron_ext.errors import ConfigurationError
@@ -57,7 +58,7 @@ class LossAgreement:
         return self.relative_difference <= 1e-6
 
 
-def compare_logits(source: SavedModel, folder: Path, dtype: torch.dtype) -> Agreement:
+def compare_logits(source: SavedModel, folder: Path, dtype: str) -> Agreement:
     """Run both models in fp32, ours on the checkpoint's weights rounded to `dtype`, over the same tokens.
 
     Raises:
@@ -73,7 +74,7 @@ def compare_logits(source: SavedModel, folder: Path, dtype: torch.dtype) -> Agre
     return Agreement(difference, theirs.abs().max().item(), tokens.numel())
 
 
-def compare_losses(source: SavedModel, folder: Path, dtype: torch.dtype, prefix: str, samples: int) -> LossAgreement:
+def compare_losses(source: SavedModel, folder: Path, dtype: str, prefix: str, samples: int) -> LossAgreement:
     """Losses of both models on the first `samples` stretches of the corpus, each as long as those of training.
 
     Raises:
@@ -143,7 +144,7 @@ def _tokens(config: Config) -> torch.Tensor:
 
 
 @contextmanager
-def our_model(source: SavedModel, dtype: torch.dtype) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+def our_model(source: SavedModel, dtype: str) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Inside: a function from tokens [batch, sequence] to logits [batch, sequence, vocabulary] in fp32.
 
     The weights are the checkpoint's, rounded to `dtype`.
@@ -166,7 +167,7 @@ def our_model(source: SavedModel, dtype: torch.dtype) -> Iterator[Callable[[torc
         )
         model.load_state_dict(state["model"])
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype).float()
+            parameter.data = parameter.data.to(getattr(torch, DTYPES[dtype])).float()
         model.eval()
 
         def logits(tokens: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from megatron_ext.checkpoint import safe_reading, torch_dist
 from megatron_ext.checkpoint.safe_reading import SafeReader, read_metadata
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.distributed.test_checkpoint import FLAGS, _load, _save_at
@@ -85,8 +87,13 @@ def test_the_canary_sings_where_pickle_is_trusted(tmp_path: Path) -> None:
     ],
 )
 def test_only_metadata_is_made(payload: bytes) -> None:
-    with pytest.raises(pickle.UnpicklingError):
-        read_metadata(io.BytesIO(payload))
+    for read in (read_metadata, torch_dist.read):
+        with pytest.raises(pickle.UnpicklingError):
+            read(io.BytesIO(payload))
+
+
+def test_both_readers_of_metadata_know_the_same_classes() -> None:
+    assert safe_reading.ALLOWED.keys() == torch_dist.ALLOWED.keys()
 
 
 def test_what_torch_and_the_engine_write_is_read_alike(tmp_path: Path) -> None:
@@ -95,6 +102,17 @@ def test_what_torch_and_the_engine_write_is_read_alike(tmp_path: Path) -> None:
     ours, torchs = SafeReader(folder).read_metadata(), FileSystemReader(folder).read_metadata()
     assert ours.state_dict_metadata == torchs.state_dict_metadata
     assert ours.storage_data == torchs.storage_data
+    every = torchs.state_dict_metadata.items()
+    tensors = {key: entry for key, entry in every if isinstance(entry, TensorStorageMetadata)}
+    with (folder / ".metadata").open("rb") as file:
+        plain = torch_dist.read(file)
+    assert plain.keys() == tensors.keys()
+    for key, entry in tensors.items():
+        assert (torch_dist.DTYPES[plain[key].dtype], plain[key].size) == (str(entry.properties.dtype)[6:], entry.size)
+        for chunk, expected in zip(plain[key].chunks, entry.chunks, strict=True):
+            place = torchs.storage_data[MetadataIndex(key, expected.offsets)]
+            assert (chunk.offsets, chunk.sizes) == (expected.offsets, expected.sizes)
+            assert (chunk.file, chunk.offset, chunk.length) == (place.relative_path, place.offset, place.length)
 
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "..", ""])
@@ -103,5 +121,6 @@ def test_shards_lie_beside_the_metadata(name: str, tmp_path: Path) -> None:
     metadata = FileSystemReader(tmp_path / "iter_0000001").read_metadata()
     assert metadata.storage_data
     next(iter(metadata.storage_data.values())).relative_path = name
-    with pytest.raises(pickle.UnpicklingError, match="not one beside it"):
-        read_metadata(io.BytesIO(pickle.dumps(metadata)))
+    for read in (read_metadata, torch_dist.read):
+        with pytest.raises(pickle.UnpicklingError, match="not one beside it"):
+            read(io.BytesIO(pickle.dumps(metadata)))
