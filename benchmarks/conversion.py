@@ -1,9 +1,11 @@
 """How fast does tools/convert_checkpoint.py convert, beside `cp` of the same file, and with how much memory?
 
-    OMP_NUM_THREADS=1 python benchmarks/conversion.py /dev/shm/conversion --json benchmarks/results/conversion-DATE.json
+    python benchmarks/conversion.py /dev/shm/conversion runs/conversion --output benchmarks/results
 
-Makes a Llama-shaped model of 2.1 GB (bf16, random bits) in the folder, and takes turns: cp, from-hf, to-hf. The
-exported file must be the imported one, byte for byte. States the fastest turn of each and its peak memory.
+Makes a Llama-shaped model of 2.1 GB (bf16, random bits) in each folder (memory and a disk are of interest), and takes
+turns: cp, from-hf, to-hf. All of them are done when what they wrote is flushed (`cp` is followed by `sync` of its
+files). The exported file must be the imported one, byte for byte. States the fastest turn of each and its peak memory.
+--output FOLDER records the table and the machine as JSON and Markdown.
 """
 
 import argparse
@@ -11,16 +13,16 @@ import filecmp
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.recording import heading, keep, sentence
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = {
@@ -59,6 +61,7 @@ def write_model(folder: Path) -> None:
     bits = np.memmap(path, np.uint8, "r+")
     start = 8 + int.from_bytes(bytes(bits[:8]), "little")
     bits[start:] = np.random.default_rng(0).integers(0, 256, bits.size - start, np.uint8)
+    bits.flush()
 
 
 def timed(command: list[str]) -> dict[str, float]:
@@ -76,45 +79,69 @@ def timed(command: list[str]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed of conversion beside cp.")
-    parser.add_argument("folder", type=Path, help="made, and removed at the end; 8.5 GB")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file for the results")
-    options = parser.parse_args()
-    source, copy, ours, back = (options.folder / name for name in ("hf", "copy", "ours", "back"))
+def measure(folder: Path, turns: int) -> dict[str, Any]:
+    """The turns of every command in a folder, which is made and removed."""
+    source, copy, ours, back = (folder / name for name in ("hf", "copy", "ours", "back"))
     writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(source,))
     writer.start()
     writer.join()
     size = (source / "model.safetensors").stat().st_size
+    kind = subprocess.run(["stat", "-f", "-c", "%T", source], capture_output=True, text=True, check=True).stdout.strip()
     convert = [sys.executable, "tools/convert_checkpoint.py"]
+    imports = "import megatron_ext.checkpoint.hf_import, megatron_ext.checkpoint.hf_export"
     commands = {
-        "cp": ["cp", "-r", str(source), str(copy)],
-        "import of torch alone": [sys.executable, "-c", "import torch"],
+        "cp": ["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/*', str(source), str(copy)],
+        "start and imports alone": [sys.executable, "-c", imports],
         "from-hf": [*convert, "from-hf", "--load", str(source), "--save", str(ours)],
         "to-hf": [*convert, "to-hf", "--no-verify", "--load", str(ours), "--save", str(back)],
     }
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
-    load = os.getloadavg()[0]
-    for _ in range(options.turns):
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    for _ in range(turns):
         for path in (copy, ours, back):
             shutil.rmtree(path, ignore_errors=True)
+        os.sync()  # what was removed
         for name, command in commands.items():
-            turns[name].append(timed(command))
+            found[name].append(timed(command))
     if not filecmp.cmp(source / "model.safetensors", back / "model.safetensors", shallow=False):
         sys.exit("the exported file is not the imported one")
-    shutil.rmtree(options.folder)
-    best = {name: min(found, key=lambda turn: turn["seconds"]) for name, found in turns.items()}
-    for name, turn in best.items():
-        speed = size / turn["seconds"] / 1e9
-        print(
-            f"{name:22} {turn['seconds']:6.2f} s {speed:6.2f} GB/s, {best['cp']['seconds'] / turn['seconds']:.2f}x of "
-            f"cp, {turn['processor_seconds']:6.2f} s of processor, peak {turn['peak_memory_gb']:.2f} GB"
-        )
-    machine = {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine(), "load_average": load}
-    content = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine, "bytes": size, "best": best, "turns": turns}
-    if options.json:
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    shutil.rmtree(folder)
+    best = {name: min(of_one, key=lambda turn: turn["seconds"]) for name, of_one in found.items()}
+    return {"file_system": kind, "bytes": size, "best": best, "turns": found}
+
+
+def report(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    lines = [
+        f"# Conversion beside cp, {record['date']}",
+        "",
+        f"{sentence(record)} One process; the fastest of the turns, flushing included.",
+        "",
+        "| folder | command | s | GB/s | speed of cp | processor s | peak GB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for folder, result in record["folders"].items():
+        for name, turn in result["best"].items():
+            seconds = turn["seconds"]
+            speed = [f"{result['bytes'] / seconds / 1e9:.2f}", f"{result['best']['cp']['seconds'] / seconds:.2f}x"]
+            columns = " | ".join(speed if "alone" not in name else ["", ""])
+            lines.append(
+                f"| {folder} ({result['file_system']}) | {name} | {seconds:.2f} | {columns} | "
+                f"{turn['processor_seconds']:.2f} | {turn['peak_memory_gb']:.2f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speed of conversion beside cp.")
+    parser.add_argument("folders", type=Path, nargs="+", help="each is made, and removed at the end; 8.5 GB")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="folder for the .json and .md of this run")
+    options = parser.parse_args()
+    record = heading()
+    record["folders"] = {str(folder): measure(folder, options.turns) for folder in options.folders}
+    print(report(record))
+    if options.output is not None:
+        keep(options.output, "conversion", record, report(record))
 
 
 if __name__ == "__main__":

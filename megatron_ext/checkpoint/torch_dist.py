@@ -54,6 +54,8 @@ def read(file: IO[bytes]) -> dict[str, Tensor]:
     """
     try:
         content = _Unpickler(file).load()
+        for place in content.storage_data.values():
+            check_name(place.relative_path)
         places = {(key.fqn, key.offset): place for key, place in content.storage_data.items()}
         found = {}
         for name, entry in content.state_dict_metadata.items():
@@ -143,7 +145,6 @@ def _size(numbers: tuple[int, ...]) -> bytes:
 
 
 def _chunk(place: Any, chunk: Any) -> Chunk:
-    check_name(place.relative_path)
     offset, length = _numbers((place.offset, place.length))
     return Chunk(_numbers(chunk.offsets), _numbers(chunk.sizes), place.relative_path, offset, length)
 
