@@ -22,6 +22,25 @@ class Part:
     norms: int
     """Those of norms among them."""
 
+    attention: int
+    """Those of the matrices of attention."""
+
+    mlp: int
+    """Those of the matrices that every token passes after it: MLP, shared experts, router."""
+
+    largest: int
+    """Those of the largest matrix."""
+
+    def __add__(self, other: "Part") -> "Part":
+        return Part(
+            self.dense + other.dense,
+            self.experts + other.experts,
+            self.norms + other.norms,
+            self.attention + other.attention,
+            self.mlp + other.mlp,
+            max(self.largest, other.largest),
+        )
+
 
 class Shapes:
     """The parameters that a rank of each stage and chunk holds, of a resolved and validated configuration."""
@@ -84,16 +103,18 @@ def _parts(
     for parameter in parameters(Config(model=one, data=data)):
         routed = parameter.expert is not None
         held = math.prod(parameter.local_shape(expert_tensor if routed else tensor))
-        if routed:
-            part = Part(0, held * experts // expert_ranks, 0)
-        elif "router" in parameter.name:
-            part = Part(held * experts, 0, 0)
-        else:
-            part = Part(held, 0, held if "layernorm" in parameter.name else 0)
+        matrix = held if len(parameter.shape) > 1 else 0
         if parameter.name == WORD_EMBEDDINGS:
             table = held
-        before = found.get(parameter.stage, Part(0, 0, 0))
-        found[parameter.stage] = Part(
-            before.dense + part.dense, before.experts + part.experts, before.norms + part.norms
-        )
+        if routed:
+            part = Part(0, held * experts // expert_ranks, 0, 0, 0, matrix)
+        elif "router" in parameter.name:
+            # Whole on every rank of tensor parallelism, which divides its tokens instead.
+            part = Part(held * experts, 0, 0, 0, matrix * experts // tensor, 0)
+        else:
+            attention = matrix if ".self_attention." in parameter.name else 0
+            norm = held if "layernorm" in parameter.name else 0
+            part = Part(held, 0, norm, attention, matrix - attention, matrix)
+        before = found.get(parameter.stage, Part(0, 0, 0, 0, 0, 0))
+        found[parameter.stage] = before + part
     return found["embedding"], table, found[0], found["output"]

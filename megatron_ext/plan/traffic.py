@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.config.state import sharding, sharing_ranks, state_bytes
+from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.shapes import Shapes
 
 
@@ -53,6 +54,9 @@ class _Stage:
         self.activation = self.tokens * config.model.hidden_size * self.weight
         self.layers = self.shapes.layers_of_stage(stage)
         self.kind = sharding(config)
+        again = [repeated(config, layers) for layers in shapes.counts[stage]]
+        self.again = {part: sum(chunk[part] for chunk in again) for part in again[0]}
+        """Layers of which recomputation repeats a part of the forward pass, and what that sends."""
 
     def terms(self) -> list[Term]:
         parts = self._data(), self._tensor(), self._context(), self._experts(), self._pipeline()
@@ -90,16 +94,18 @@ class _Stage:
         t, m, layers, model = self.tensor, self.microbatches, self.layers, self.config.model
         first, last = self.stage == 0, self.stage == self.pipeline - 1
         one = m * (t - 1) / t * self.activation
+        # Routed experts have groups of their own.
+        mlp = 1 if model.num_experts is None or model.moe_shared_expert_intermediate_size is not None else 0
+        again = self.again["attention"] + mlp * self.again["mlp"]
         if self.config.layout.sequence_parallel:
-            # Attention and MLP; routed experts have groups of their own.
-            blocks = 1 if model.num_experts is not None and model.moe_shared_expert_intermediate_size is None else 2
-            gathers, scatters = 3 * blocks * layers + first + 2 * last, 2 * blocks * layers + first + last
+            blocks = layers * (1 + mlp)
+            gathers, scatters = 3 * blocks + again + first + 2 * last, 2 * blocks + again + first + last
             yield Term("tp", "all-gather", gathers * one, f"{gathers} m (t-1)/t A")
             yield Term("tp", "reduce-scatter", scatters * one, f"{scatters} m (t-1)/t A")
             norms = self.shapes.norms_of_stage(self.stage)
             yield Term("tp", "all-reduce", 2 * (t - 1) / t * 4 * norms, "2 (t-1)/t 4 norms")
         else:
-            sums = 4 * layers + first + last
+            sums = 4 * layers + again + first + last
             yield Term("tp", "all-reduce", 2 * sums * one, f"{2 * sums} m (t-1)/t A")
         if last:
             # The loss over a divided vocabulary: largest logit, logit of the label, sum of exponentials, in fp32.
@@ -112,20 +118,22 @@ class _Stage:
         model, c = self.config.model, self.context
         one_head = self.tokens * model.kv_channels * self.weight // self.tensor
         keys, queries = 2 * model.num_key_value_heads * one_head, model.num_attention_heads * one_head
-        calls = self.microbatches * self.layers
+        m, forward = self.microbatches, self.layers + self.again["core"]
+        layers = self.layers
         match kinds[0]:
             case "all_gather":
-                yield Term("cp", "all-gather", calls * (c - 1) * keys, "m L (c-1) KV")
-                yield Term("cp", "reduce-scatter", calls * (c - 1) * keys, "m L (c-1) KV")
+                yield Term("cp", "all-gather", m * forward * (c - 1) * keys, f"m {_layers(forward, layers)} (c-1) KV")
+                yield Term("cp", "reduce-scatter", m * layers * (c - 1) * keys, "m L (c-1) KV")
             case "p2p":
                 # Forward the keys, backward the keys and, all the way home, their gradients in fp32.
                 sums = c * keys * 4 // self.weight
-                formula = f"m L (2 (c-1) + {4 // self.weight} c) KV"
-                yield Term("cp", "send", calls * (2 * (c - 1) * keys + sums), formula)
+                each = (forward + layers) * (c - 1) * keys + layers * sums
+                formula = f"m L ({_layers(forward + layers, layers).removesuffix('L')}(c-1) + {4 // self.weight} c) KV"
+                yield Term("cp", "send", m * each, formula)
             case "a2a":
                 # Queries, keys and values one way, what they attended to the other; backward the same.
-                share = (c - 1) / c
-                yield Term("cp", "all-to-all", calls * 2 * share * (2 * queries + keys), "m L 2 (c-1)/c (2Q + KV)")
+                each = (forward + layers) * (c - 1) / c * (2 * queries + keys)
+                yield Term("cp", "all-to-all", m * each, f"m {_layers(forward + layers, layers)} (c-1)/c (2Q + KV)")
 
     def _experts(self) -> Iterator[Term]:
         """Tokens to their experts and back, forward and again backward; an even load is assumed."""
@@ -133,18 +141,20 @@ class _Stage:
         ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size
         if model.num_experts is None or ep * etp == 1:
             return
-        own = self.microbatches * self.layers * self.activation / self.tensor
+        own = self.microbatches * self.activation / self.tensor
+        passes = 2 * self.layers + self.again["mlp"]  # forward and backward
+        times = _layers(passes, self.layers)
         if layout.moe_token_dispatcher_type == "allgather":
-            each = 2 * (ep * etp - 1) * own
-            yield Term("ep", "all-gather", each, "2 m L (E e - 1) T")
-            yield Term("ep", "reduce-scatter", each, "2 m L (E e - 1) T")
+            each = passes * (ep * etp - 1) * own
+            yield Term("ep", "all-gather", each, f"m {times} (E e - 1) T")
+            yield Term("ep", "reduce-scatter", each, f"m {times} (E e - 1) T")
             return
         k = model.moe_router_topk
-        yield Term("ep", "all-to-all", 4 * k * (ep - 1) / ep * own, "4 m L k (E-1)/E T")
+        yield Term("ep", "all-to-all", 2 * passes * k * (ep - 1) / ep * own, f"2 m {times} k (E-1)/E T")
         if etp > 1:
-            each = 2 * k * (etp - 1) * own
-            yield Term("ep", "all-gather", each, "2 m L k (e-1) T")
-            yield Term("ep", "reduce-scatter", each, "2 m L k (e-1) T")
+            each = passes * k * (etp - 1) * own
+            yield Term("ep", "all-gather", each, f"m {times} k (e-1) T")
+            yield Term("ep", "reduce-scatter", each, f"m {times} k (e-1) T")
 
     def _pipeline(self) -> Iterator[Term]:
         if self.pipeline == 1:
@@ -159,6 +169,11 @@ class _Stage:
         if not self.config.model.untie_embeddings_and_output_weights and (last or self.stage == 0):
             table = self.config.model.padded_vocab_size * self.config.model.hidden_size // self.tensor
             yield Term("pp", "all-reduce", 4.0 * table, "2 (2-1)/2 4 V/t H")
+
+
+def _layers(passes: float, layers: int) -> str:
+    """How often L layers: `L`, `2 L`, `1.5 L`."""
+    return "L" if passes == layers else f"{passes / layers:g} L" if layers else "0"
 
 
 def _times(number: int) -> str:

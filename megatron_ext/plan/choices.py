@@ -1,0 +1,121 @@
+"""What a plan may choose, as values of flags: every combination is then put before the program's own rules."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_ext.config.options import flag_of, options_by_name
+from megatron_ext.config.rules.suggest import divisors
+
+Choice = dict[str, Any]
+"""Values by field name."""
+
+SHARDINGS: dict[str, Choice] = {
+    "DDP": {"overlap_grad_reduce": True},
+    "ZeRO-1": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "FSDP2": {"use_torch_fsdp2": True},
+}
+"""What data-parallel ranks divide, the simplest first."""
+
+RECOMPUTATIONS: dict[str, Choice] = {
+    "none": {},
+    "norms": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
+    "MLP and norms": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Each holds less than the one before, and computes more."""
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+def layouts(values: Mapping[str, Any], world_size: int, gpus_per_node: int) -> Iterator[Choice]:
+    """How the ranks may share the model: TP inside a node, CP, PP, chunks, EP. What the user gave stays as it is."""
+    heads, layers, length = (values.get(name) or 1 for name in ("num_attention_heads", "num_layers", "seq_length"))
+    tensor_sizes = [size for size in divisors(heads) if size <= gpus_per_node and gpus_per_node % size == 0]
+    for tensor in _given(values, "tensor_model_parallel_size", tensor_sizes):
+        for context in _given(values, "context_parallel_size", _context_sizes(length, world_size // tensor)):
+            for stages in _given(values, "pipeline_model_parallel_size", divisors(layers)):
+                if world_size % (tensor * context * stages):
+                    continue
+                for chunks in _chunks(values, layers, stages):
+                    for experts in _experts(values, world_size // stages):
+                        yield {
+                            **_sequence_parallel(values, tensor),
+                            "tensor_model_parallel_size": tensor,
+                            "context_parallel_size": context,
+                            "pipeline_model_parallel_size": stages,
+                            **chunks,
+                            **experts,
+                        }
+
+
+def shardings(values: Mapping[str, Any]) -> dict[str, Choice]:
+    """By name. Where the user gave a part of one, that alone; else those flags of it that the user did not give."""
+    asked = [name for name in ("use_distributed_optimizer", "use_torch_fsdp2") if values.get(name)]
+    if asked:
+        fixed = "ZeRO-1" if asked[0] == "use_distributed_optimizer" else "FSDP2"
+        return {fixed: _without(SHARDINGS[fixed], values)}
+    return {name: _without(choice, values) for name, choice in SHARDINGS.items()}
+
+
+def recomputations(values: Mapping[str, Any]) -> dict[str, Choice]:
+    """By name; the user's alone where one was given."""
+    if values.get("recompute_granularity") or values.get("recompute_activations"):
+        return {"as given": {}}
+    return RECOMPUTATIONS
+
+
+def micro_batches(values: Mapping[str, Any], samples: int) -> list[int]:
+    """Sizes that the samples of a data-parallel rank in a step are a multiple of."""
+    return list(_given(values, "micro_batch_size", [size for size in _MICRO_BATCHES if samples % size == 0]))
+
+
+def flags(choice: Choice) -> list[str]:
+    """The words of a command line, without what is the default anyway."""
+    words = []
+    for name, value in choice.items():
+        option = options_by_name()[name]
+        if value == option.default or value is None:
+            continue
+        words.append(flag_of(name))
+        if not option.is_switch:
+            words += [str(item) for item in value] if option.many else [str(value)]
+    return words
+
+
+def _given(values: Mapping[str, Any], name: str, otherwise: list[int]) -> list[int]:
+    return [values[name]] if values.get(name) is not None else otherwise
+
+
+def _without(choice: Choice, values: Mapping[str, Any]) -> Choice:
+    return {name: value for name, value in choice.items() if name not in values}
+
+
+def _sequence_parallel(values: Mapping[str, Any], tensor: int) -> Choice:
+    """With tensor parallelism always: the same ranks hold less."""
+    return {} if "sequence_parallel" in values else {"sequence_parallel": tensor > 1}
+
+
+def _context_sizes(length: int, ranks: int) -> list[int]:
+    """Sizes that leave a rank 1,024 positions or more: below, what is sent outweighs what is computed."""
+    return [size for size in divisors(ranks) if size == 1 or length // size >= 1024]
+
+
+def _chunks(values: Mapping[str, Any], layers: int, stages: int) -> list[Choice]:
+    said = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+    if any(values.get(name) is not None for name in (*said, "pipeline_model_parallel_layout")):
+        return [{}]
+    if stages == 1:
+        return [{"num_virtual_stages_per_pipeline_rank": None}]
+    counts = [chunks for chunks in divisors(max(layers // stages, 1)) if chunks > 1]
+    return [{"num_virtual_stages_per_pipeline_rank": chunks} for chunks in (None, *counts)]
+
+
+def _experts(values: Mapping[str, Any], ranks: int) -> list[Choice]:
+    """Expert-parallel sizes, with whole experts and tokens that go where they are needed."""
+    experts = values.get("num_experts")
+    if experts is None:
+        return [{}]
+    sizes = [size for size in divisors(experts) if ranks % size == 0]
+    rest: Choice = {"expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall"}
+    rest = _without(rest, values)
+    return [{"expert_model_parallel_size": size, **rest} for size in _given(values, "expert_model_parallel_size", sizes)]

@@ -1,0 +1,114 @@
+"""Bytes that a rank of each stage needs, part by part: formulas, not measurements.
+
+State is what config/state.py says and benchmarks/sharding.py counts. Activations are plan/activations.py times the
+microbatches in flight. On top come what a layer's backward pass needs for a while (the gradients of one MLP's activations and
+of one matrix) and, under FSDP2, gathered weights. Not in it: the CUDA context, NCCL's buffers, libraries' workspaces and what the
+allocator loses between blocks. A share of the memory is to be left for these.
+"""
+
+from dataclasses import dataclass, fields
+
+from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.schema import Config
+from megatron_ext.config.state import sharding, state_bytes
+from megatron_ext.plan.activations import Activations
+from megatron_ext.plan.schedule import few_microbatches, most_held, order
+from megatron_ext.plan.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Of the layers, for all microbatches in flight."""
+
+    loss: float
+    """Final norm, softmax, and logits while they are there."""
+
+    work: float
+    """For a while in a backward pass: recomputed activations, gradients of one layer, gathered weights."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def largest(self) -> str:
+        parts = self.parts
+        return max(parts, key=lambda name: parts[name])
+
+
+def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory:
+    """What a rank of this stage needs.
+
+    Args:
+        fused: of `activations.Activations`: whether this is a GPU.
+    """
+    dense, experts = shapes.parameters_of_stage(stage)
+    of_dense, of_experts = state_bytes(config).sizes, state_bytes(config, expert=True).sizes
+    weights, gradients, optimizer = (
+        dense * each + experts * other for each, other in zip(of_dense, of_experts, strict=True)
+    )
+    formulas, layout = Activations(config, fused=fused), config.layout
+    counts = shapes.counts[stage]
+    chunks = [
+        formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=shapes.is_last(stage, chunk))
+        for chunk, layers in enumerate(counts)
+    ]
+    stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
+    microbatches = num_microbatches(config, config.training.global_batch_size)
+    few = few_microbatches(stages, len(counts), microbatches, group)
+    in_work = _gradients_of_a_layer(config, formulas, shapes)
+    # The logits are gone before the gradients of the first layer are there.
+    for_a_while = [max(chunk.logits, chunk.recomputed + in_work) for chunk in chunks]
+    most, flight = most_held(
+        order(stage, stages, len(counts), few, group), [chunk.held for chunk in chunks], for_a_while
+    )
+    held = sum(number * (chunk.layers + chunk.rest) for number, chunk in zip(flight, chunks, strict=True))
+    loss = sum(number * chunk.loss for number, chunk in zip(flight, chunks, strict=True))
+    now = most - held - loss
+    logits = chunks[-1].logits if now == chunks[-1].logits else 0.0
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=held,
+        loss=loss + logits,
+        work=now - logits + _gathered(config, formulas, shapes, stage),
+    )
+
+
+def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, Memory]:
+    """The stage that needs most, and what it needs. Stages between the ends differ by their place alone."""
+    stages = config.layout.pipeline_model_parallel_size
+    found = {stage: memory(config, stage, shapes, fused=fused) for stage in {0, 1, stages - 1} if stage < stages}
+    if len({tuple(counts) for counts in shapes.counts}) > 1:
+        found = {stage: memory(config, stage, shapes, fused=fused) for stage in range(stages)}
+    stage = max(sorted(found), key=lambda stage: found[stage].total)
+    return stage, found[stage]
+
+
+def _gradients_of_a_layer(config: Config, formulas: Activations, shapes: Shapes) -> float:
+    """In a backward pass: gradients of a layer's widest activations and, before it is added up, of one matrix."""
+    model, layer = config.model, formulas.layer()
+    matrix = formulas.width * shapes.layer.largest
+    return 2 * formulas.stream + max(layer.mlp if model.num_experts is None else layer.mlp / 2, layer.heads) + matrix
+
+
+def _gathered(config: Config, formulas: Activations, shapes: Shapes, stage: int) -> float:
+    """Weights that FSDP2 has whole for a while: a layer and the next one, all where they are kept, and what belongs to
+    no layer; and the whole gradient of a layer, as computed and as it is summed, in fp32."""
+    if sharding(config) not in ("fsdp2", "optim_grads_params"):
+        return 0.0
+    layer, layers = shapes.layer.dense, shapes.layers_of_stage(stage)
+    dense, _ = shapes.parameters_of_stage(stage)
+    kept = layers if config.layout.torch_fsdp2_no_reshard_after_forward else min(2, layers)
+    return formulas.width * (kept * layer + dense - layers * layer) + (formulas.width + 4) * layer

@@ -1,0 +1,84 @@
+"""The order in which a pipeline stage works, as megatron-core's schedules have it, and what it holds on the way.
+
+Without interleaving (1F1B) stage s runs p - s - 1 forward passes ahead and then one forward and one backward pass in
+turn. With v chunks, microbatches pass in groups of N (by default p): a group passes chunk after chunk, and stage s runs
+2 (p - s - 1) + (v - 1) N forward passes of chunks ahead (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Work(NamedTuple):
+    """One pass of one microbatch through one chunk of a stage."""
+
+    forward: bool
+    chunk: int
+    microbatch: int
+
+
+@functools.lru_cache(maxsize=1024)
+def order(stage: int, stages: int, chunks: int, microbatches: int, group: int) -> tuple[Work, ...]:
+    """Everything that a stage does in a step, in this order.
+
+    Args:
+        group: microbatches that one chunk takes before the next one's turn; without interleaving it has no effect.
+    """
+    if stages == 1:
+        return tuple(Work(forward, 0, m) for m in range(microbatches) for forward in (True, False))
+    table = _table(chunks, microbatches, group)
+    forward = [Work(True, chunk, microbatch) for chunk, microbatch in table]
+    backward = [Work(False, chunks - 1 - chunk, microbatch) for chunk, microbatch in table]
+    ahead = stages - stage - 1
+    if chunks > 1:
+        ahead = 2 * ahead + (chunks - 1) * group
+    ahead = min(ahead, len(forward))
+    steady = [work for pair in zip(forward[ahead:], backward, strict=False) for work in pair]
+    return (*forward[:ahead], *steady, *backward[len(forward) - ahead :])
+
+
+def _table(chunks: int, microbatches: int, group: int) -> list[tuple[int, int]]:
+    """(chunk, microbatch) of every forward pass of a stage."""
+    if chunks == 1:
+        return [(0, microbatch) for microbatch in range(microbatches)]
+    starts = range(0, microbatches, group)
+    return [
+        (chunk, microbatch)
+        for start in starts
+        for chunk in range(chunks)
+        for microbatch in range(start, min(start + group, microbatches))
+    ]
+
+
+def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequence[float]) -> tuple[float, list[int]]:
+    """The most that a stage holds at any time, and how many microbatches of each chunk it then has in flight.
+
+    Args:
+        held: bytes of one microbatch in each chunk, between its forward and its backward pass.
+        for_a_while: further bytes while a chunk's pass runs.
+    """
+    flight = [0] * len(held)
+    now, most, then = 0.0, -1.0, list(flight)
+    for work in works:
+        if work.forward:
+            flight[work.chunk] += 1
+            now += held[work.chunk]
+        if now + for_a_while[work.chunk] > most:
+            most, then = now + for_a_while[work.chunk], list(flight)
+        if not work.forward:
+            flight[work.chunk] -= 1
+            now -= held[work.chunk]
+    return most, then
+
+
+def few_microbatches(stages: int, chunks: int, microbatches: int, group: int) -> int:
+    """So many microbatches show everything that more of them repeat: the pipeline filled, some groups, and emptied.
+
+    Their number leaves the same incomplete last group.
+    """
+    period = group if chunks > 1 else 1
+    enough = 4 * max(stages, group)
+    if microbatches <= enough:
+        return microbatches
+    return enough // period * period + microbatches % period

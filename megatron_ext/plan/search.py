@@ -1,0 +1,191 @@
+"""The search: every combination that the program's own rules allow, what it needs, and which fit and are fastest."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config
+from megatron_ext.config.validate import problems
+from megatron_ext.plan.choices import Choice, layouts, micro_batches, recomputations, shardings
+from megatron_ext.plan.estimate import Machine, StepTime, step_time
+from megatron_ext.plan.memory import Memory, worst_stage
+from megatron_ext.plan.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned."""
+
+    values: Mapping[str, Any]
+    """What the user typed, by field name; what is not there may be chosen."""
+
+    facts: Facts
+    world_size: int
+    machine: Machine
+    usable_bytes: float
+    """Of one device."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that the program accepts."""
+
+    choice: Choice
+    config: Config
+    sharding: str
+    recomputation: str
+    stage: int
+    """The one that needs most memory."""
+
+    memory: Memory
+    time: StepTime | None = None
+
+    @property
+    def seconds(self) -> float:
+        assert self.time is not None
+        return self.time.total
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """Smaller is simpler: for layouts that take equally long."""
+        layout = self.config.layout
+        return (
+            layout.model_parallel_size,
+            layout.virtual_pipeline_model_parallel_size,
+            layout.use_distributed_optimizer + 2 * layout.use_torch_fsdp2,
+            self.config.training.micro_batch_size,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found."""
+
+    best: list[Candidate]
+    """That fit, the fastest first."""
+
+    fitting: int
+    legal: int
+    nearest: Candidate | None
+    """That needs least memory; None where no layout is legal."""
+
+    refusals: list[str]
+    """Where none is legal: what the rules said to the simplest."""
+
+
+def search(question: Question, number: int) -> Answer:
+    """The `number` best layouts."""
+    fitting: list[Candidate] = []
+    nearest: Candidate | None = None
+    legal = 0
+    for candidate in _candidates(question):
+        legal += 1
+        if nearest is None or candidate.memory.total < nearest.memory.total:
+            nearest = candidate
+        if candidate.memory.total <= question.usable_bytes:
+            fitting.append(_timed(candidate, question, quick=True))
+    fitting.sort(key=_rank)
+    best = sorted((_timed(candidate, question) for candidate in fitting[: 3 * number]), key=_rank)
+    refusals = [] if legal else _refusals(question)
+    return Answer(best[:number], len(fitting), legal, nearest, refusals)
+
+
+def simpler_layouts(question: Question) -> Iterator[Candidate]:
+    """The plain ways first: each sharding without TP, CP and PP (but what the user gave), one sample at a time."""
+    plain = next(layouts({**_PLAIN, **question.values}, question.world_size, question.machine.gpus_per_node), {})
+    ways = recomputations(question.values)
+    names = list(ways)
+    for name, sharding in shardings(question.values).items():
+        for recomputation in dict.fromkeys((names[0], names[-1])):
+            micro = question.values.get("micro_batch_size") or 1
+            choice = {**plain, **sharding, **ways[recomputation], "micro_batch_size": micro}
+            found = _legal(question, choice)
+            if found is not None:
+                yield _candidate(question, choice, found, name, recomputation)
+
+
+def fewest_ranks(question: Question, most: int) -> int | None:
+    """The smallest multiple by 2 of the ranks, up to `most`, with which something fits."""
+    ranks = question.world_size * 2
+    while ranks <= most:
+        if any(c.memory.total <= question.usable_bytes for c in _candidates(replace(question, world_size=ranks))):
+            return ranks
+        ranks *= 2
+    return None
+
+
+_PLAIN = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline_model_parallel_size": 1}
+
+
+def _candidates(question: Question) -> Iterator[Candidate]:
+    """Every legal layout, sharding and micro batch, with the least recomputation that fits (or else the most)."""
+    values, ways = question.values, recomputations(question.values)
+    batch = values["global_batch_size"]
+    for layout in layouts(values, question.world_size, question.machine.gpus_per_node):
+        model_ranks = layout["tensor_model_parallel_size"] * layout["context_parallel_size"]
+        data_ranks = question.world_size // (model_ranks * layout["pipeline_model_parallel_size"])
+        if batch % data_ranks:
+            continue
+        for name, sharding in shardings(values).items():
+            if name != "DDP" and data_ranks * layout["context_parallel_size"] == 1:
+                continue  # there is nobody to share with
+            for micro in micro_batches(values, batch // data_ranks):
+                choice = {**layout, **sharding, "micro_batch_size": micro}
+                candidate = _with_least_recomputation(question, choice, name, ways)
+                if candidate is None:
+                    continue
+                yield candidate
+                if candidate.memory.total > question.usable_bytes:
+                    break  # larger ones need more
+
+
+def _with_least_recomputation(
+    question: Question, choice: Choice, sharding: str, ways: Mapping[str, Choice]
+) -> Candidate | None:
+    candidate = None
+    for name, recomputation in ways.items():
+        whole = {**choice, **recomputation}
+        found = _legal(question, whole)
+        if found is None:
+            continue
+        candidate = _candidate(question, whole, found, sharding, name)
+        if candidate.memory.total <= question.usable_bytes:
+            break
+    return candidate
+
+
+def _legal(question: Question, choice: Choice) -> tuple[Config, Shapes] | None:
+    """What the choice resolves to, where the program's rules have nothing against it."""
+    config = _resolved(question, choice)
+    return None if problems(config, question.facts) else (config, Shapes(config))
+
+
+def _resolved(question: Question, choice: Choice) -> Config:
+    chosen = {name: value for name, value in choice.items() if value is not None}
+    return resolve({**question.values, **chosen, "world_size": question.world_size}, question.facts)
+
+
+def _candidate(
+    question: Question, choice: Choice, found: tuple[Config, Shapes], sharding: str, recomputation: str
+) -> Candidate:
+    config, shapes = found
+    stage, needed = worst_stage(config, shapes, fused=question.machine.devices.is_gpu)
+    return Candidate(choice, config, sharding, recomputation, stage, needed)
+
+
+def _timed(candidate: Candidate, question: Question, *, quick: bool = False) -> Candidate:
+    return replace(
+        candidate, time=step_time(candidate.config, Shapes(candidate.config), question.machine, quick=quick)
+    )
+
+
+def _rank(candidate: Candidate) -> tuple[float, tuple[int, ...]]:
+    # A thousandth more or less is no difference.
+    return float(f"{candidate.seconds:.3g}"), candidate.simplicity
+
+
+def _refusals(question: Question) -> list[str]:
+    choice = next(layouts(question.values, question.world_size, question.machine.gpus_per_node), {})
+    micro = question.values.get("micro_batch_size") or 1
+    return problems(_resolved(question, {**choice, "micro_batch_size": micro}), question.facts)
