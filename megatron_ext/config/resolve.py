@@ -5,6 +5,7 @@ follows from is missing or wrong, stays as it is for `validate` to name.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import typing
@@ -154,11 +155,17 @@ def _fill(values: dict[str, Any], name: str, derived: Any) -> None:
 
 
 def _build(values: Mapping[str, Any]) -> Config:
-    groups = {}
-    for group in dataclasses.fields(Config):
-        group_type = typing.cast(type, group.type)
-        names = [field.name for field in dataclasses.fields(group_type)]
-        groups[group.name] = group_type(**{name: values[name] for name in names if name in values})
-    unknown = set(values) - {name for group in groups.values() for name in vars(group)}
+    groups = {
+        name: group(**{field: values[field] for field in fields if field in values})
+        for name, group, fields in _groups()
+    }
+    unknown = set(values) - {field for _, _, fields in _groups() for field in fields}
     assert not unknown, f"not in the schema: {unknown}"
     return Config(**groups)
+
+
+@functools.cache
+def _groups() -> tuple[tuple[str, type, tuple[str, ...]], ...]:
+    """Name, type and fields of every group of the schema."""
+    types = [(group.name, typing.cast(type, group.type)) for group in dataclasses.fields(Config)]
+    return tuple((name, kind, tuple(field.name for field in dataclasses.fields(kind))) for name, kind in types)

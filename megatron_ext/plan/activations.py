@@ -1,20 +1,20 @@
 """Bytes of activations that a rank holds for one microbatch between its forward and its backward pass.
 
-Per layer, with T = S/c B tokens of a rank, H hidden, D a head's channels, q and g query and key/value heads of a rank, F
-the rank's width of the MLP, w bytes of an element; what sequence parallelism divides is marked /t:
+Per layer, with T = S/c B tokens of a rank, H hidden, D a head's channels, q and g query and key/value heads of a rank,
+F the rank's width of the MLP, w bytes of an element; what sequence parallelism divides is marked /t:
 
     residual      2 w T H /t                inputs of the two norms
     norms         2 (w T H + 4 T) /t        their outputs, and 1/RMS in fp32 (LayerNorm: mean and 1/deviation, 8)
-    heads         w T D (q + 2 g)           queries, keys, values (--cp-comm-type all_gather: the keys of all positions)
+    heads         w T D (q + 2 g)           queries, keys, values (with all_gather: keys and values of all positions)
     core          w T D q + 4 T q           attention's result and the normalizer of its softmax; SDPA keeps no weights
     projection    w T D q                   input of the output projection
-    mlp           w T 3 F                   SwiGLU in one kernel: gate and up, and their product (5 F where a CPU does it
-                                            in steps, 2 F with GELU)
+    mlp           w T 3 F                   SwiGLU in one kernel: gate and up, and their product (5 F where a CPU
+                                            does it in steps, 2 F with GELU)
     dropout       2 T H /t                  masks: a byte an element on a GPU, w on a CPU
 
 An expert's input, and its part of the MLP, count for every (token, expert) pair; an even load is assumed. Measured
-against this: tests/unit/test_recompute_bytes.py to the byte, tests/distributed/test_plan_bytes.py on ranks.
-Source of the scheme: Korthikanti et al. 2022 (arXiv:2205.05198, section 4), whose 34 s b h has an unfused softmax apart.
+against this: tests/unit/test_recompute_bytes.py, tests/distributed/test_plan_bytes.py.
+Source of the scheme: Korthikanti et al. 2022 (arXiv:2205.05198, section 4), who store an unfused softmax as well.
 """
 
 from dataclasses import dataclass
@@ -85,13 +85,12 @@ class Activations:
         model, layout = self.config.model, self.config.layout
         channels = self.width * self.tokens * model.kv_channels
         queries = model.num_attention_heads // self.tensor
-        keys = 2 * max(model.num_key_value_heads // self.tensor, 1)
-        if self.context > 1 and "all_gather" in layout.cp_comm_type:
-            keys *= self.context
-        heads = channels * (queries + keys)
+        groups = max(model.num_key_value_heads // self.tensor, 1)
+        gathered = self.context if "all_gather" in layout.cp_comm_type else 1
+        heads = channels * (queries + 2 * groups * gathered)
         if model.qk_layernorm:
-            # Their inputs stay: queries and keys before the norm, in one storage with the values.
-            heads += channels * (queries + 2 * max(model.num_key_value_heads // self.tensor, 1))
+            # What their norms keep: queries and keys once more, and a number of each head and token.
+            heads += (channels + _FP32 * self.tokens) * (queries + groups)
         return LayerBytes(
             residual=2 * self.stream,
             norms=2 * (self.stream + self._statistics()),

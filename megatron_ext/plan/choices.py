@@ -16,6 +16,8 @@ SHARDINGS: dict[str, Choice] = {
 }
 """What data-parallel ranks divide, the simplest first."""
 
+_DIVIDE = ("use_distributed_optimizer", "use_torch_fsdp2")
+
 RECOMPUTATIONS: dict[str, Choice] = {
     "none": {},
     "norms": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
@@ -25,6 +27,8 @@ RECOMPUTATIONS: dict[str, Choice] = {
 """Each holds less than the one before, and computes more."""
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+
+_MOST_CHUNKS = 8  # each halving of what is left of the bubble doubles what is sent
 
 
 def layouts(values: Mapping[str, Any], world_size: int, gpus_per_node: int) -> Iterator[Choice]:
@@ -49,12 +53,13 @@ def layouts(values: Mapping[str, Any], world_size: int, gpus_per_node: int) -> I
 
 
 def shardings(values: Mapping[str, Any]) -> dict[str, Choice]:
-    """By name. Where the user gave a part of one, that alone; else those flags of it that the user did not give."""
-    asked = [name for name in ("use_distributed_optimizer", "use_torch_fsdp2") if values.get(name)]
-    if asked:
-        fixed = "ZeRO-1" if asked[0] == "use_distributed_optimizer" else "FSDP2"
-        return {fixed: _without(SHARDINGS[fixed], values)}
-    return {name: _without(choice, values) for name, choice in SHARDINGS.items()}
+    """By name, those that contradict nothing that the user gave, the simplest first."""
+    needed = {name: value for name, value in values.items() if name in _DIVIDE}
+    return {
+        name: _without(choice, values)
+        for name, choice in SHARDINGS.items()
+        if all(choice.get(flag, False) == value for flag, value in needed.items())
+    }
 
 
 def recomputations(values: Mapping[str, Any]) -> dict[str, Choice]:
@@ -106,7 +111,7 @@ def _chunks(values: Mapping[str, Any], layers: int, stages: int) -> list[Choice]
         return [{}]
     if stages == 1:
         return [{"num_virtual_stages_per_pipeline_rank": None}]
-    counts = [chunks for chunks in divisors(max(layers // stages, 1)) if chunks > 1]
+    counts = [chunks for chunks in divisors(max(layers // stages, 1)) if 1 < chunks <= _MOST_CHUNKS]
     return [{"num_virtual_stages_per_pipeline_rank": chunks} for chunks in (None, *counts)]
 
 
@@ -118,4 +123,6 @@ def _experts(values: Mapping[str, Any], ranks: int) -> list[Choice]:
     sizes = [size for size in divisors(experts) if ranks % size == 0]
     rest: Choice = {"expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall"}
     rest = _without(rest, values)
-    return [{"expert_model_parallel_size": size, **rest} for size in _given(values, "expert_model_parallel_size", sizes)]
+    return [
+        {"expert_model_parallel_size": size, **rest} for size in _given(values, "expert_model_parallel_size", sizes)
+    ]

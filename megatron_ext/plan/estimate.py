@@ -5,8 +5,9 @@
     tp, cp, ep  bytes sent / bandwidth of the link that their group has; nothing of it is hidden
     pp          sends between stages
     bubble      what the busiest stage waits, from the simulated schedule
-    dp          what of the data-parallel traffic is not hidden: with --overlap-grad-reduce the reduction has the backward pass
-                of one microbatch to hide behind, with --overlap-param-gather the gathering one forward pass
+    dp          what of the data-parallel traffic is not hidden: with --overlap-grad-reduce the reduction has the
+                backward pass of one microbatch to hide behind, with --overlap-param-gather the gathering one forward
+                pass; FSDP2's has all of them
     optimizer   reading and writing its state
 
 The efficiency (the share of the peak that large matrix products reach) is an input. Latencies, kernel launches, input
@@ -101,7 +102,9 @@ def step_time(config: Config, shapes: Shapes, machine: Machine, *, quick: bool =
         quick: take the bubble from its formula, (p-1)/(v m), instead of a simulation: for stages that are alike.
     """
     layout = config.layout
-    stages = [_stage(config, shapes, stage, machine) for stage in range(layout.pipeline_model_parallel_size)]
+    alike = shapes.representatives()
+    distinct = {stage: _stage(config, shapes, stage, machine) for stage in sorted(set(alike))}
+    stages = [distinct[stage] for stage in alike]
     microbatches = num_microbatches(config, config.training.global_batch_size)
     passes = [stage.passes() for stage in stages]
     forward, backward = [each[0] for each in passes], [each[1] for each in passes]
@@ -129,9 +132,7 @@ def _stage(config: Config, shapes: Shapes, stage: int, machine: Machine) -> _Sta
     chunks = range(len(shapes.counts[stage]))
     terms = sent(config, stage, shapes)
     timed = [(term, seconds(term, config.layout, machine.devices, machine.gpus_per_node)) for term in terms]
-    links = {
-        axis: sum(time for term, time in timed if term.axis == axis) / microbatches for axis in _IN_A_MICROBATCH
-    }
+    links = {axis: sum(time for term, time in timed if term.axis == axis) / microbatches for axis in _IN_A_MICROBATCH}
     dense, experts = shapes.parameters_of_stage(stage)
     # Moments and master copy are read and written, gradients read, weights written.
     state = [(dense, state_bytes(config)), (experts, state_bytes(config, expert=True))]

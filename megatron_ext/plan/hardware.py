@@ -51,7 +51,7 @@ TABLE = {
             4800.0,
             450.0,
             50.0,
-            "NVIDIA H200 data sheet (SXM: 1,979 TFLOP/s with sparsity, NVLink 900 GB/s both ways); DGX H200: 400 Gb/s a GPU",
+            "NVIDIA H200 SXM data sheet (1,979 TFLOP/s with sparsity, NVLink 900 GB/s both ways); DGX: 400 Gb/s a GPU",
         ),
         Hardware(
             "h100",
@@ -62,7 +62,7 @@ TABLE = {
             3350.0,
             450.0,
             50.0,
-            "NVIDIA H100 data sheet (SXM: 1,979 TFLOP/s with sparsity, NVLink 900 GB/s both ways); DGX H100: 400 Gb/s a GPU",
+            "NVIDIA H100 SXM data sheet (1,979 TFLOP/s with sparsity, NVLink 900 GB/s both ways); DGX: 400 Gb/s a GPU",
         ),
         Hardware(
             "a100",
@@ -73,7 +73,7 @@ TABLE = {
             2039.0,
             300.0,
             25.0,
-            "NVIDIA A100 80GB data sheet (SXM: NVLink 600 GB/s both ways); DGX A100: 200 Gb/s a GPU",
+            "NVIDIA A100 80GB SXM data sheet (NVLink 600 GB/s both ways); DGX: 200 Gb/s a GPU",
         ),
         Hardware(
             "cpu",

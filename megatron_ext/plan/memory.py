@@ -1,9 +1,9 @@
 """Bytes that a rank of each stage needs, part by part: formulas, not measurements.
 
 State is what config/state.py says and benchmarks/sharding.py counts. Activations are plan/activations.py times the
-microbatches in flight. On top come what a layer's backward pass needs for a while (the gradients of one MLP's activations and
-of one matrix) and, under FSDP2, gathered weights. Not in it: the CUDA context, NCCL's buffers, libraries' workspaces and what the
-allocator loses between blocks. A share of the memory is to be left for these.
+microbatches in flight. On top come what a layer's backward pass needs for a while (the gradients of one MLP's
+activations and of one matrix) and, under FSDP2, gathered weights. Not in it: the CUDA context, NCCL's buffers,
+libraries' workspaces and what the allocator loses between blocks. A share of the memory is to be left for these.
 """
 
 from dataclasses import dataclass, fields
@@ -87,11 +87,9 @@ def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory
 
 
 def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, Memory]:
-    """The stage that needs most, and what it needs. Stages between the ends differ by their place alone."""
-    stages = config.layout.pipeline_model_parallel_size
-    found = {stage: memory(config, stage, shapes, fused=fused) for stage in {0, 1, stages - 1} if stage < stages}
-    if len({tuple(counts) for counts in shapes.counts}) > 1:
-        found = {stage: memory(config, stage, shapes, fused=fused) for stage in range(stages)}
+    """The stage that needs most, and what it needs."""
+    # Of stages that are alike the first has most microbatches in flight.
+    found = {stage: memory(config, stage, shapes, fused=fused) for stage in set(shapes.representatives())}
     stage = max(sorted(found), key=lambda stage: found[stage].total)
     return stage, found[stage]
 

@@ -75,7 +75,7 @@ class Answer:
 
 
 def search(question: Question, number: int) -> Answer:
-    """The `number` best layouts."""
+    """The `number` best layouts, each another way to share the model."""
     fitting: list[Candidate] = []
     nearest: Candidate | None = None
     legal = 0
@@ -86,7 +86,9 @@ def search(question: Question, number: int) -> Answer:
         if candidate.memory.total <= question.usable_bytes:
             fitting.append(_timed(candidate, question, quick=True))
     fitting.sort(key=_rank)
-    best = sorted((_timed(candidate, question) for candidate in fitting[: 3 * number]), key=_rank)
+    different = list({_way(candidate): candidate for candidate in reversed(fitting)}.values())
+    shortlist = sorted(different, key=_rank)[: 3 * number]
+    best = sorted((_timed(candidate, question) for candidate in shortlist), key=_rank)
     refusals = [] if legal else _refusals(question)
     return Answer(best[:number], len(fitting), legal, nearest, refusals)
 
@@ -120,36 +122,42 @@ _PLAIN = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline
 
 def _candidates(question: Question) -> Iterator[Candidate]:
     """Every legal layout, sharding and micro batch, with the least recomputation that fits (or else the most)."""
-    values, ways = question.values, recomputations(question.values)
+    values = question.values
     batch = values["global_batch_size"]
     for layout in layouts(values, question.world_size, question.machine.gpus_per_node):
         model_ranks = layout["tensor_model_parallel_size"] * layout["context_parallel_size"]
         data_ranks = question.world_size // (model_ranks * layout["pipeline_model_parallel_size"])
         if batch % data_ranks:
             continue
-        for name, sharding in shardings(values).items():
-            if name != "DDP" and data_ranks * layout["context_parallel_size"] == 1:
-                continue  # there is nobody to share with
+        alone = data_ranks * layout["context_parallel_size"] == 1
+        divided = False
+        # The distributed optimizer needs less than DDP and sends no more: where it is legal, DDP is not looked at.
+        for name, sharding in reversed(shardings(values).items()):
+            if (alone and name != "DDP") or (divided and name == "DDP"):
+                continue
             for micro in micro_batches(values, batch // data_ranks):
                 choice = {**layout, **sharding, "micro_batch_size": micro}
-                candidate = _with_least_recomputation(question, choice, name, ways)
+                candidate = _with_least_recomputation(question, choice, name)
                 if candidate is None:
                     continue
+                divided = divided or name == "ZeRO-1"
                 yield candidate
                 if candidate.memory.total > question.usable_bytes:
                     break  # larger ones need more
 
 
-def _with_least_recomputation(
-    question: Question, choice: Choice, sharding: str, ways: Mapping[str, Choice]
-) -> Candidate | None:
+def _with_least_recomputation(question: Question, choice: Choice, sharding: str) -> Candidate | None:
+    """None where the choice is illegal whatever is recomputed."""
+    found = _legal(question, choice)
+    if found is None:
+        return None
     candidate = None
-    for name, recomputation in ways.items():
-        whole = {**choice, **recomputation}
-        found = _legal(question, whole)
-        if found is None:
+    for name, recomputation in recomputations(question.values).items():
+        training = replace(found[0].training, **recomputation)
+        config = replace(found[0], training=training)
+        if recomputation and problems(config, question.facts):
             continue
-        candidate = _candidate(question, whole, found, sharding, name)
+        candidate = _candidate(question, {**choice, **recomputation}, (config, found[1]), sharding, name)
         if candidate.memory.total <= question.usable_bytes:
             break
     return candidate
@@ -175,9 +183,14 @@ def _candidate(
 
 
 def _timed(candidate: Candidate, question: Question, *, quick: bool = False) -> Candidate:
-    return replace(
-        candidate, time=step_time(candidate.config, Shapes(candidate.config), question.machine, quick=quick)
-    )
+    return replace(candidate, time=step_time(candidate.config, Shapes(candidate.config), question.machine, quick=quick))
+
+
+def _way(candidate: Candidate) -> tuple[object, ...]:
+    """What makes two layouts different ways to share the model; of each, the fastest is shown."""
+    layout = candidate.config.layout
+    sizes = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.pipeline_model_parallel_size
+    return (*sizes, layout.expert_model_parallel_size, candidate.sharding)
 
 
 def _rank(candidate: Candidate) -> tuple[float, tuple[int, ...]]:

@@ -57,6 +57,12 @@ class Shapes:
             layout.expert_model_parallel_size,
         )
 
+    def representatives(self) -> list[int]:
+        """For every stage the first one with the same contents."""
+        last = len(self.counts) - 1
+        contents = [(counts, stage == 0, stage == last) for stage, counts in enumerate(self.counts)]
+        return [contents.index(held) for held in contents]
+
     def layers_of_stage(self, stage: int) -> int:
         return sum(self.counts[stage])
 

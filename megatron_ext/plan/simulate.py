@@ -1,7 +1,7 @@
 """A pipeline simulated: when every pass of every stage begins and ends, in the order of `schedule`.
 
-A pass begins when its stage is free and what it needs has arrived: the activations of the stage before, or the gradient of
-the stage after. Sends take `delay` and do not keep a stage from working.
+A pass begins when its stage is free and what it needs has arrived: the activations of the stage before, or the gradient
+of the stage after. Sends take `delay` and do not keep a stage from working.
 """
 
 from collections.abc import Sequence
@@ -49,11 +49,11 @@ def simulate(
     if stages == 1:
         return Times(busiest, busiest)
     few = few_microbatches(stages, chunks, microbatches, group)
-    total = _finish(forward, backward, few, group, delay)
+    total = finish(forward, backward, few, group, delay)
     if few < microbatches:
         # In the middle of a long step each group takes as long as the one before.
         period = group if chunks > 1 else 1
-        each = (total - _finish(forward, backward, few - period, group, delay)) / period
+        each = (total - finish(forward, backward, few - period, group, delay)) / period
         total += (microbatches - few) * each
     return Times(total, busiest)
 
@@ -72,7 +72,7 @@ def by_formula(
     return Times(microbatches * each + waits, microbatches * each)
 
 
-def _finish(
+def finish(
     forward: Sequence[Sequence[float]],
     backward: Sequence[Sequence[float]],
     microbatches: int,

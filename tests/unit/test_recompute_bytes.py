@@ -1,10 +1,13 @@
-"""What recomputation saves, in measured bytes: each mode against the formula of docs/parallelism.md."""
+"""What recomputation saves, in measured bytes: each mode against the formulas of the planner (plan/activations.py)."""
 
 from typing import Any
 
+import pytest
 import torch
 
+from megatron_ext.config.schema import Config
 from megatron_ext.parallel import groups
+from megatron_ext.plan.activations import Activations
 from megatron_ext.verify.saved_bytes import bytes_held_for_backward
 from tests.small_models import LLAMA, build_small_model, small_config
 
@@ -13,9 +16,17 @@ UNIT = 4 * S * B * H
 """Bytes of one [S, B, H] in fp32: a layer's input."""
 
 
-def _held(layers: int, **recompute: Any) -> int:
-    model = {**LLAMA, "num_layers": layers, "seq_length": S, "max_position_embeddings": S}
-    [gpt], _ = build_small_model(small_config(model, training=recompute))
+def _config(layers: int, other: dict[str, Any] | None = None, **recompute: Any) -> Config:
+    sizes = {"num_layers": layers, "seq_length": S, "max_position_embeddings": S}
+    return small_config({**LLAMA, **sizes, **(other or {})}, training=recompute)
+
+
+def _formula(layers: int, other: dict[str, Any] | None = None, **recompute: Any) -> float:
+    return Activations(_config(layers, other, **recompute), fused=False).chunk(layers, first=True, last=True).held
+
+
+def _held(layers: int, other: dict[str, Any] | None = None, **recompute: Any) -> int:
+    [gpt], _ = build_small_model(_config(layers, other, **recompute))
     tokens = torch.randint(0, 250, (B, S + 1), generator=torch.Generator().manual_seed(0))
     inputs, positions = tokens[:, :-1].contiguous(), torch.arange(S).expand(B, S)
     labels = tokens[:, 1:].contiguous()
@@ -35,32 +46,52 @@ def _selective(*parts: str) -> dict[str, Any]:
 
 
 LAYERS = 4
-CORE_ATTENTION = UNIT + 4 * B * HEADS * S  # context and the softmax's normalizer
-NORMS = 2 * (UNIT + 4 * S * B)  # output, and 1/RMS of every token
-MLP = 5 * UNIT * F // H  # gate and up (2F), silu(gate), a copy of up, their product
-LAYER = 2 * UNIT + NORMS + 2 * UNIT + UNIT + CORE_ATTENTION + MLP
-"""Residual stream around attention; norms; q, k, v (2 groups of 4 heads); the projection's input."""
+MODES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "uniform, units of 1": _full("uniform", 1),
+    "uniform, units of 2": _full("uniform", 2),
+    "uniform, units of 3, and one of 1": _full("uniform", 3),
+    "block of 1": _full("block", 1),
+    "block of 3": _full("block", 3),
+    "core_attn": _selective("core_attn"),
+    "layernorm": _selective("layernorm"),
+    "mlp": _selective("mlp"),
+    "all parts": _selective("core_attn", "layernorm", "mlp"),
+}
 
 
 def test_every_mode_holds_what_its_formula_says() -> None:
-    plain = _held(LAYERS)
-    rest = plain - LAYERS * LAYER  # embedding, final norm, output and loss
-    assert _held(2) == 2 * LAYER + rest
-    saved = {
-        "uniform, units of 1": (_full("uniform", 1), LAYERS * LAYER - 4 * UNIT),
-        "uniform, units of 2": (_full("uniform", 2), LAYERS * LAYER - 2 * UNIT),
-        "uniform, units of 3, and one of 1": (_full("uniform", 3), LAYERS * LAYER - 2 * UNIT),
-        "block of 1": (_full("block", 1), LAYER - UNIT),
-        "block of 3": (_full("block", 3), 3 * (LAYER - UNIT)),
-        "core_attn": (_selective("core_attn"), LAYERS * CORE_ATTENTION),
-        "layernorm": (_selective("layernorm"), LAYERS * NORMS),
-        "mlp": (_selective("mlp"), LAYERS * MLP),
-        "all parts": (_selective("core_attn", "layernorm", "mlp"), LAYERS * (CORE_ATTENTION + NORMS + MLP)),
-    }
-    held = {mode: _held(LAYERS, **flags) for mode, (flags, _) in saved.items()}
-    assert held == {mode: plain - less for mode, (_, less) in saved.items()}
-    in_order = ["uniform, units of 2", "uniform, units of 1", "block of 3", "all parts", "mlp", "block of 1"]
+    """The planner's formula, to the byte: embedding, output and loss included."""
+    held = {mode: _held(LAYERS, **flags) for mode, flags in MODES.items()}
+    assert held == {mode: _formula(LAYERS, **flags) for mode, flags in MODES.items()}
+    in_order = ["uniform, units of 2", "uniform, units of 1", "block of 3", "all parts", "mlp", "block of 1", "none"]
     assert [held[mode] for mode in in_order] == sorted(held[mode] for mode in in_order)
+
+
+def test_a_layer_is_what_docs_say() -> None:
+    """15.6 residual streams, of which the parts are written out here."""
+    layer = Activations(_config(LAYERS), fused=False).layer()
+    assert layer.core == UNIT + 4 * B * HEADS * S  # context and the softmax's normalizer
+    assert layer.norms == 2 * (UNIT + 4 * S * B)  # output, and 1/RMS of every token
+    assert layer.mlp == 5 * UNIT * F // H  # gate and up (2F), silu(gate), a copy of up, their product
+    assert layer.heads == 2 * UNIT  # 2 groups of 4 heads
+    assert layer.residual + layer.projection == 3 * UNIT
+    assert _held(2) == 2 * layer.total + _held(LAYERS) - LAYERS * layer.total
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False},
+        {"qk_layernorm": True, "num_query_groups": 4, "group_query_attention": False},
+        {"squared_relu": True, "swiglu": False, "position_embedding_type": "learned_absolute"},
+        {"hidden_dropout": 0.1},
+        {"untie_embeddings_and_output_weights": False},
+    ],
+    ids=lambda model: " ".join(model),
+)
+def test_other_models_hold_what_the_formula_says(model: dict[str, Any]) -> None:
+    assert _held(2, model) == _formula(2, model)
 
 
 def test_selective_means_core_attention() -> None:

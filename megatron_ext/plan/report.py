@@ -1,0 +1,194 @@
+"""A plan in words: the table, why its first row, why not something simpler, and the flags."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.options import options_by_name
+from megatron_ext.config.parameters import count
+from megatron_ext.plan.choices import Choice, flags
+from megatron_ext.plan.search import Answer, Candidate, Question
+
+_GIGA = 1e9
+_PARTS = {
+    "weights": "wts",
+    "gradients": "grads",
+    "optimizer": "opt",
+    "activations": "acts",
+    "loss": "loss",
+    "work": "work",
+}
+
+
+def head(question: Question, config_of: Candidate) -> list[str]:
+    """What was asked, and what kind of numbers follow."""
+    devices, config = question.machine.devices, config_of.config
+    return [
+        f"{question.world_size} x {devices.name}, {question.machine.gpus_per_node} in a node; "
+        f"{devices.memory_gb:g} GB each, of which {question.usable_bytes / _GIGA:.1f} may be filled",
+        f"model of {count(config) / _GIGA:.2f}B parameters; {config.training.global_batch_size:,} samples of "
+        f"{config.model.seq_length:,} tokens a step",
+        "Memory is formula (the rest of a device is for CUDA, NCCL and fragmentation). Times are estimates from data "
+        f"sheets and an assumed efficiency of {question.machine.efficiency:.0%}, not measurements: try the best few.",
+    ]
+
+
+def table(best: Sequence[Candidate]) -> list[str]:
+    """One row for each layout: memory of the worst stage by part in GB, and the estimated step."""
+    rows = [["", "layout", "GB", *_PARTS.values(), "m", "bubble", "sent GB", "s/step", "where the time goes"]]
+    for number, candidate in enumerate(best, start=1):
+        memory, time = candidate.memory, candidate.time
+        assert time is not None
+        shares = sorted(time.parts.items(), key=lambda part: -part[1])
+        rows.append(
+            [
+                str(number),
+                name(candidate),
+                f"{memory.total / _GIGA:.1f}",
+                *(f"{memory.parts[part] / _GIGA:.1f}" for part in _PARTS),
+                str(num_microbatches(candidate.config, candidate.config.training.global_batch_size)),
+                f"{time.bubble_share:.1%}",
+                f"{time.sent_bytes / _GIGA:.1f}",
+                f"{time.total:.3g}",
+                ", ".join(f"{part} {share / time.total:.0%}" for part, share in shares if share >= 0.005 * time.total),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = {1, len(widths) - 1}
+    return [
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def name(candidate: Candidate) -> str:
+    """`TP2 CP1 PP4x2 DP8, ZeRO-1, recompute none, micro batch 1`."""
+    layout = candidate.config.layout
+    chunks = layout.virtual_pipeline_model_parallel_size
+    sizes = [
+        f"TP{layout.tensor_model_parallel_size}{'+SP' if layout.sequence_parallel else ''}",
+        f"CP{layout.context_parallel_size}",
+        f"PP{layout.pipeline_model_parallel_size}{f'x{chunks}' if chunks > 1 else ''}",
+        f"DP{layout.data_parallel_size}",
+    ]
+    if candidate.config.model.num_experts is not None:
+        sizes.append(f"EP{layout.expert_model_parallel_size}")
+    recomputed = "" if candidate.recomputation == "none" else f", recompute {candidate.recomputation}"
+    return (
+        f"{' '.join(sizes)}, {candidate.sharding}{recomputed}, micro batch {candidate.config.training.micro_batch_size}"
+    )
+
+
+def why(best: Sequence[Candidate], question: Question) -> str:
+    """What fills the memory of the first, where its time goes, and what the second loses."""
+    first = best[0]
+    assert first.time is not None
+    part = first.memory.largest
+    text = (
+        f"why 1: it fits into {first.memory.total / _GIGA:.1f} of {question.usable_bytes / _GIGA:.1f} GB, most of it "
+        f"{part} ({first.memory.parts[part] / _GIGA:.1f}); {first.time.compute / first.time.total:.0%} of its time is "
+        "matrix products"
+    )
+    if len(best) > 1 and best[1].time is not None:
+        second = best[1].time
+        more = {key: seconds - first.time.parts[key] for key, seconds in second.parts.items()}
+        largest = max(more, key=lambda key: more[key])
+        slower = second.total / first.time.total - 1
+        text += (
+            f". 2 takes {slower:.1%} longer: {largest} {first.time.parts[largest]:.2g} s -> {second.parts[largest]:.2g}"
+        )
+    return text
+
+
+def simpler(candidates: Iterable[Candidate], question: Question) -> list[str]:
+    """Of the plain ways, which fit, and what those need that do not."""
+    lines = []
+    for candidate in candidates:
+        recomputed = "" if candidate.recomputation == "none" else f", recompute {candidate.recomputation}"
+        title = f"{candidate.sharding}{recomputed}, micro batch {candidate.config.training.micro_batch_size}"
+        verdict = "fits" if candidate.memory.total <= question.usable_bytes else "does not fit"
+        needs = f"{candidate.memory.total / _GIGA:.1f} GB: {_largest(candidate)}"
+        lines.append(f"simpler: {title}, without TP, CP and PP: {verdict}, {needs}")
+    return lines
+
+
+def nothing_fits(answer: Answer, question: Question, ranks: int | None) -> list[str]:
+    """What comes nearest, and what would make it fit.
+
+    Args:
+        ranks: with so many ranks something fits; None: not with any number that was tried.
+    """
+    nearest = answer.nearest
+    assert nearest is not None
+    need, usable = nearest.memory.total / _GIGA, question.usable_bytes / _GIGA
+    share = question.usable_bytes / (question.machine.devices.memory_gb * _GIGA)
+    lines = [
+        f"Nothing fits: of {answer.legal:,} legal layouts the nearest needs {need:.1f} GB of {usable:.1f}:",
+        f"  {name(nearest)}",
+        f"  {_largest(nearest)}; stage {nearest.stage}",
+        "What would make it fit:",
+    ]
+    if ranks is not None:
+        lines.append(f"  {ranks} devices instead of {question.world_size}")
+    lines.append(f"  devices of {need / share:.0f} GB")
+    if "optimizer_cpu_offload" in options_by_name() and nearest.sharding in ("DDP", "ZeRO-1"):
+        state = nearest.memory.optimizer / _GIGA
+        lines.append(f"  --optimizer-cpu-offload: {need - state:.1f} GB, for {state:.1f} are then on the host")
+    pinned = [word for word in _PINNED if question.values.get(word) is not None]
+    if pinned:
+        lines.append(f"  leave to the planner: {' '.join(flags({word: question.values[word] for word in pinned}))}")
+    if nearest.memory.largest in ("activations", "loss", "work"):
+        lines.append("  a shorter --seq-length")
+    return lines
+
+
+def as_json(question: Question, answer: Answer) -> dict[str, Any]:
+    """Everything that the report is made of."""
+    return {
+        "world_size": question.world_size,
+        "device": vars(question.machine.devices),
+        "gpus_per_node": question.machine.gpus_per_node,
+        "efficiency": question.machine.efficiency,
+        "usable_bytes": question.usable_bytes,
+        "times": "estimates",
+        "memory": "formula",
+        "legal": answer.legal,
+        "fitting": answer.fitting,
+        "best": [_row(candidate) for candidate in answer.best],
+        "nearest": None if answer.nearest is None else _row(answer.nearest),
+    }
+
+
+def command(choice: Choice) -> str:
+    return " ".join(flags(choice))
+
+
+_PINNED = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "use_distributed_optimizer",
+    "recompute_granularity",
+    "micro_batch_size",
+)
+
+
+def _largest(candidate: Candidate) -> str:
+    parts = sorted(candidate.memory.parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{part} {size / _GIGA:.1f}" for part, size in parts[:3])
+
+
+def _row(candidate: Candidate) -> dict[str, Any]:
+    time = candidate.time
+    return {
+        "layout": name(candidate),
+        "flags": flags(candidate.choice),
+        "worst_stage": candidate.stage,
+        "bytes": {**candidate.memory.parts, "total": candidate.memory.total},
+        "seconds": None if time is None else {**time.parts, "total": time.total},
+        "bubble_share": None if time is None else time.bubble_share,
+        "sent_bytes": None if time is None else time.sent_bytes,
+    }

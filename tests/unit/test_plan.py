@@ -1,0 +1,230 @@
+"""The planner: what it proposes is what the program accepts, and its sums are those of the rest of the repository."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.flops import flops_per_token
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config
+from megatron_ext.config.validate import problems
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.plan.choices import flags, layouts
+from megatron_ext.plan.estimate import Machine, step_time
+from megatron_ext.plan.flops import forward_flops
+from megatron_ext.plan.hardware import hardware
+from megatron_ext.plan.memory import memory
+from megatron_ext.plan.question import placeholders, question
+from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
+from megatron_ext.plan.shapes import Shapes
+from megatron_ext.train.configure import configure
+from tools.plan import main
+
+ROOT = Path(__file__).parents[2]
+_LLAMA = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --bf16"
+)
+SEVEN_BILLION = (
+    f"--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
+    f"--vocab-size 32000 --global-batch-size 512 {_LLAMA}"
+)
+MODELS = {
+    "7B on 8": (8, SEVEN_BILLION),
+    "7B on 64, TP given": (64, f"{SEVEN_BILLION} --tensor-model-parallel-size 4 --micro-batch-size 1"),
+    "70B on 64": (
+        64,
+        "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
+        f"--num-query-groups 8 --seq-length 8192 --vocab-size 128256 --global-batch-size 256 {_LLAMA}",
+    ),
+    "GPT-2 of 30 layers, with dropout, fp32": (
+        6,
+        "--num-layers 30 --hidden-size 1536 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 "
+        "--global-batch-size 96",
+    ),
+    "8 experts": (
+        8,
+        "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 7168 --num-attention-heads 16 --num-experts 8 "
+        f"--seq-length 2048 --vocab-size 32000 --global-batch-size 128 {_LLAMA}",
+    ),
+    "compiled, SGD": (8, f"{SEVEN_BILLION} --torch-compile --optimizer sgd"),
+}
+
+
+def asked(world_size: int, line: str, **given: float) -> Question:
+    machine = Machine(hardware("h100", **given), gpus_per_node=8, efficiency=0.5)
+    return question(parse(line.split()).values, Facts(), world_size, machine, memory_share=0.92)
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Answer]:
+    return {name: search(asked(*model), 6) for name, model in MODELS.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_proposed_is_accepted(name: str, answers: dict[str, Answer]) -> None:
+    world_size, line = MODELS[name]
+    answer = answers[name]
+    assert answer.best
+    own = parse(line.split()).values
+    for candidate in answer.best:
+        words = [*line.split(), *flags(placeholders(own)), *flags(candidate.choice)]
+        found = configure([*words, "--dry-run", "--world-size", str(world_size)])
+        assert found.config == candidate.config
+        assert {name: getattr(found.config.layout, name) for name in own if hasattr(found.config.layout, name)} == {
+            name: value for name, value in own.items() if hasattr(found.config.layout, name)
+        }, "what the user gave stays"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_best_come_first_and_fit(name: str, answers: dict[str, Answer]) -> None:
+    best = answers[name].best
+    assert all(candidate.memory.total <= 0.92 * 80e9 for candidate in best)
+    seconds = [candidate.seconds for candidate in best]
+    assert seconds == pytest.approx(sorted(seconds), rel=2e-3)
+    assert all(candidate.config.layout.tensor_model_parallel_size <= 8 for candidate in best)
+
+
+def test_the_search_leaves_nothing_out_that_the_rules_allow() -> None:
+    """By brute force over a small world: every legal TP, CP, PP with the smallest micro batch is among the choices."""
+    line = f"--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 4096 --vocab-size 1000 {_LLAMA}"
+    values = {**parse(line.split()).values, "global_batch_size": 8, "micro_batch_size": 1}
+    values |= placeholders(values)
+    found = {
+        tuple(choice[f"{axis}_parallel_size"] for axis in ("tensor_model", "context", "pipeline_model"))
+        for choice in layouts(values, 8, 8)
+    }
+    legal = set()
+    for sizes in [(t, c, p) for t in range(1, 9) for c in range(1, 5) for p in range(1, 9)]:
+        axes = zip(("tensor_model", "context", "pipeline_model"), sizes, strict=True)
+        chosen: dict[str, Any] = {f"{axis}_parallel_size": size for axis, size in axes}
+        chosen |= {"world_size": 8, "sequence_parallel": sizes[0] > 1}
+        if not problems(resolve({**values, **chosen}, Facts()), Facts()):
+            legal.add(sizes)
+    assert len(legal) > 10
+    assert legal <= found
+
+
+def test_state_is_that_of_the_formulas() -> None:
+    """7B in bf16 without sharding is 18 bytes a parameter, of which the optimizer has 12."""
+    plain = next(iter(simpler_layouts(asked(8, SEVEN_BILLION))))
+    parameters = 6_738_415_616  # Llama-2-7B
+    assert plain.sharding == "DDP"
+    assert (plain.memory.weights, plain.memory.gradients, plain.memory.optimizer) == (
+        2 * parameters,
+        4 * parameters,
+        12 * parameters,
+    )
+    assert plain.memory.largest == "optimizer"
+
+
+def _config(line: str, world_size: int) -> Config:
+    values = parse(f"{line} --world-size {world_size}".split()).values
+    config = resolve({**values, **placeholders(values)}, Facts())
+    assert not problems(config, Facts())
+    return config
+
+
+_SMALL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --vocab-size 1024 --micro-batch-size 2 "
+    f"--global-batch-size 32 {_LLAMA}"
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "--tensor-model-parallel-size 4",
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2",
+        "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2",
+        "--num-experts 4 --moe-shared-expert-intermediate-size 32 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2",
+        "--num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel",
+    ],
+)
+def test_operations_of_all_ranks_are_those_of_the_model(layout: str) -> None:
+    config = _config(f"{_SMALL} {layout}", 8)
+    shapes, sizes = Shapes(config), config.layout
+    chunks = [(stage, chunk) for stage, counts in enumerate(shapes.counts) for chunk in range(len(counts))]
+    one_microbatch = sum(forward_flops(config, shapes, stage, chunk) for stage, chunk in chunks)
+    ranks = sizes.tensor_model_parallel_size * sizes.context_parallel_size
+    tokens = config.model.seq_length * config.training.micro_batch_size
+    assert 3 * one_microbatch * ranks == flops_per_token(config) * tokens
+
+
+def test_recomputation_costs_a_forward_pass_of_the_layers() -> None:
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    config = _config(f"{_SMALL} {recompute}", 1)
+    shapes = Shapes(config)
+    output = 2 * 64 * 2 * 64 * 1024
+    assert forward_flops(config, shapes, 0, 0, again=True) == forward_flops(config, shapes, 0, 0) - output
+
+
+def test_more_of_anything_needs_more() -> None:
+    """Monotone where it must be: what a user expects when he turns one knob."""
+
+    def needed(line: str, world_size: int = 8) -> float:
+        config = _config(f"{_SMALL} {line}", world_size)
+        stages = range(config.layout.pipeline_model_parallel_size)
+        return max(memory(config, stage, Shapes(config), fused=True).total for stage in stages)
+
+    recompute = "--recompute-granularity"
+    full = f"{recompute} full --recompute-method uniform --recompute-num-layers 1"
+    assert needed("--micro-batch-size 4") > needed("") > needed(f"{recompute} selective") > needed(full)
+    assert needed("") > needed("--use-distributed-optimizer") > needed("--use-torch-fsdp2")
+    tensor = "--tensor-model-parallel-size 4"
+    assert needed("") > needed(tensor) > needed(f"{tensor} --sequence-parallel")
+    stages = "--pipeline-model-parallel-size 4"
+    assert needed(f"{stages} --num-virtual-stages-per-pipeline-rank 2") > needed(stages)
+
+
+def test_traffic_between_nodes_takes_longer() -> None:
+    config = _config(f"{SEVEN_BILLION} --micro-batch-size 1 --tensor-model-parallel-size 8", 64)
+    inside, across = (step_time(config, Shapes(config), Machine(hardware("h100"), gpus, 0.5)) for gpus in (8, 4))
+    assert across.tp == pytest.approx(inside.tp * 450 / (4 * 50))
+    assert inside.compute == across.compute
+
+
+def test_nothing_fits_says_what_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--world-size", "8", "--device-memory-gb", "10", "--json", str(tmp_path / "plan.json")]
+    assert main([*options, "--", *SEVEN_BILLION.split()]) == 1
+    printed = capsys.readouterr().out
+    assert "Nothing fits" in printed
+    assert "16 devices instead of 8" in printed
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["best"] == []
+    assert found["nearest"]["bytes"]["total"] > found["usable_bytes"]
+
+
+def test_the_report_ends_with_flags_to_paste(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/plan.py", "--world-size", "8", "--json", str(tmp_path / "plan.json"), "--"]
+    result = subprocess.run([*command, *SEVEN_BILLION.split()], cwd=ROOT, capture_output=True, text=True, check=True)
+    printed = result.stdout.splitlines()
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert printed[-1].split() == found["best"][0]["flags"]
+    assert any(line.startswith("why 1: it fits into") for line in printed)
+    assert any("DDP" in line and "does not fit, 1" in line and "optimizer 80.9" in line for line in printed)
+    assert "estimates" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--world-size 8 -- --num-layers 4 --global-batch-size 8", "missing: --hidden-size"),
+        ("--world-size 8 -- --num-layers 4", "--global-batch-size 512"),
+        ("--world-size 8", "give them after --"),
+        ("--world-size 8 --efficiency 2 -- --num-layers 4", "above 1"),
+        ("--world-size 8 --gpus-per-node 0 -- --num-layers 4", "not above 0"),
+        ("-- --num-layers 4", "give --world-size"),
+    ],
+)
+def test_what_cannot_be_planned_is_a_problem_of_the_flags(line: str, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        main(line.split())
