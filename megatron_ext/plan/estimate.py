@@ -29,6 +29,7 @@ from megatron_ext.plan.traffic import Term, sent
 
 _IN_A_MICROBATCH = ("tp", "cp", "ep")
 _DATA = ("dp", "edp", "between")
+_BESIDE = ("hidden", "sent_bytes", "bubble_share")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class StepTime:
     bubble: float
     dp: float
     optimizer: float
+    hidden: float
+    """Data-parallel traffic beside computation; in no sum."""
+
     sent_bytes: float
     """What a rank of that stage sends."""
 
@@ -65,7 +69,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        names = [field.name for field in fields(self) if field.name not in ("sent_bytes", "bubble_share")]
+        names = [field.name for field in fields(self) if field.name not in _BESIDE]
         return {name: getattr(self, name) for name in names}
 
 
@@ -114,14 +118,16 @@ def step_time(config: Config, shapes: Shapes, machine: Machine, *, quick: bool =
     at_once = simulated(forward, backward, microbatches, group, 0.0) if send else times
     busiest = max(range(len(stages)), key=lambda stage: sum(map(sum, passes[stage])))
     stage = stages[busiest]
+    dp, hidden = _data_parallel(config, stage, sum(forward[busiest]), sum(backward[busiest]), microbatches)
     return StepTime(
         compute=microbatches * sum(map(sum, stage.compute)),
         memory=microbatches * sum(map(sum, stage.memory)),
         **{axis: microbatches * stage.links[axis] for axis in _IN_A_MICROBATCH},
         pp=times.total - at_once.total,
         bubble=at_once.total - at_once.busiest,
-        dp=_exposed(config, stage, sum(forward[busiest]), sum(backward[busiest]), microbatches),
+        dp=dp,
         optimizer=stage.optimizer,
+        hidden=hidden,
         sent_bytes=stage.sent_bytes,
         bubble_share=times.bubble_share,
     )
@@ -185,14 +191,17 @@ def _send(config: Config, machine: Machine) -> float:
     return seconds(Term("pp", "send", size, ""), layout, machine.devices, machine.gpus_per_node)
 
 
-def _exposed(config: Config, stage: _Stage, forward: float, backward: float, microbatches: int) -> float:
-    """Seconds of data-parallel traffic that no computation hides."""
+def _data_parallel(
+    config: Config, stage: _Stage, forward: float, backward: float, microbatches: int
+) -> tuple[float, float]:
+    """Seconds of data-parallel traffic that no computation hides, and of that which it hides."""
     layout = config.layout
     gathers = sum(time for term, time in stage.data if term.collective == "all-gather")
     sums = sum(time for _, time in stage.data) - gathers
     if layout.use_torch_fsdp2:
         # Layer by layer, beside the layers before and after.
-        return max(gathers + sums - microbatches * (forward + backward), 0.0)
-    hidden_sums = backward if layout.overlap_grad_reduce else 0.0
-    hidden_gathers = forward if layout.overlap_param_gather else 0.0
-    return max(sums - hidden_sums, 0.0) + max(gathers - hidden_gathers, 0.0)
+        hidden = min(gathers + sums, microbatches * (forward + backward))
+    else:
+        hidden = min(sums, backward) if layout.overlap_grad_reduce else 0.0
+        hidden += min(gathers, forward) if layout.overlap_param_gather else 0.0
+    return gathers + sums - hidden, hidden

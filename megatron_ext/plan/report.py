@@ -50,7 +50,8 @@ def table(best: Sequence[Candidate]) -> list[str]:
                 f"{time.bubble_share:.1%}",
                 f"{time.sent_bytes / _GIGA:.1f}",
                 f"{time.total:.3g}",
-                ", ".join(f"{part} {share / time.total:.0%}" for part, share in shares if share >= 0.005 * time.total),
+                ", ".join(f"{part} {share / time.total:.0%}" for part, share in shares if share >= 0.005 * time.total)
+                + (f"; hidden {time.hidden / time.total:.0%}" if time.hidden >= 0.005 * time.total else ""),
             ]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -98,20 +99,21 @@ def why(best: Sequence[Candidate], question: Question) -> str:
         largest = max(more, key=lambda key: more[key])
         slower = second.total / first.time.total - 1
         text += (
-            f". 2 takes {slower:.1%} longer: {largest} {first.time.parts[largest]:.2g} s -> {second.parts[largest]:.2g}"
+            f". 2 takes {slower:.1%} longer: {largest} {first.time.parts[largest]:.3g} s -> {second.parts[largest]:.3g}"
         )
     return text
 
 
 def simpler(candidates: Iterable[Candidate], question: Question) -> list[str]:
     """Of the plain ways, which fit, and what those need that do not."""
-    lines = []
+    lines = ["the plain ways, with no TP, CP and PP but what was given, and the smallest micro batch:"]
     for candidate in candidates:
-        recomputed = "" if candidate.recomputation == "none" else f", recompute {candidate.recomputation}"
-        title = f"{candidate.sharding}{recomputed}, micro batch {candidate.config.training.micro_batch_size}"
-        verdict = "fits" if candidate.memory.total <= question.usable_bytes else "does not fit"
-        needs = f"{candidate.memory.total / _GIGA:.1f} GB: {_largest(candidate)}"
-        lines.append(f"simpler: {title}, without TP, CP and PP: {verdict}, {needs}")
+        title = candidate.sharding
+        if candidate.recomputation not in ("none", "as given"):
+            title += f", recompute {candidate.recomputation}"
+        fits = candidate.memory.total <= question.usable_bytes
+        need = f"{candidate.memory.total / _GIGA:.1f} GB"
+        lines.append(f"    {title:<24}{'fits' if fits else 'does not fit'}, {need}: {_largest(candidate)}")
     return lines
 
 
@@ -189,6 +191,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
         "worst_stage": candidate.stage,
         "bytes": {**candidate.memory.parts, "total": candidate.memory.total},
         "seconds": None if time is None else {**time.parts, "total": time.total},
+        "hidden_seconds": None if time is None else time.hidden,
         "bubble_share": None if time is None else time.bubble_share,
         "sent_bytes": None if time is None else time.sent_bytes,
     }

@@ -203,15 +203,19 @@ def test_nothing_fits_says_what_would(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["nearest"]["bytes"]["total"] > found["usable_bytes"]
 
 
-def test_the_report_ends_with_flags_to_paste(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/plan.py", "--world-size", "8", "--json", str(tmp_path / "plan.json"), "--"]
-    result = subprocess.run([*command, *SEVEN_BILLION.split()], cwd=ROOT, capture_output=True, text=True, check=True)
+def test_the_report_is_that_of_the_docs_and_ends_with_flags_to_paste(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/plan.py", "--world-size", "8", "--device", "h100", "--number", "4"]
+    command += ["--json", str(tmp_path / "plan.json"), "--", *SEVEN_BILLION.split()]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     printed = result.stdout.splitlines()
     found = json.loads((tmp_path / "plan.json").read_text())
     assert printed[-1].split() == found["best"][0]["flags"]
-    assert any(line.startswith("why 1: it fits into") for line in printed)
-    assert any("DDP" in line and "does not fit, 1" in line and "optimizer 80.9" in line for line in printed)
     assert "estimates" in result.stdout
+    page = (ROOT / "docs/parallelism.md").read_text()
+    example = page.split("--number 4 -- <the model's flags>\n")[1].split("```")[0]
+    shown = [line for line in example.splitlines() if line[:1].isdigit() or line.startswith("    ")]
+    assert len(shown) > 8
+    assert [line for line in shown if line not in result.stdout] == []
 
 
 @pytest.mark.parametrize(
