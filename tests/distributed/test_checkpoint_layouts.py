@@ -16,7 +16,7 @@ from megatron_ext.verify.ranks import run_ranks
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --swiglu --seq-length 16 --max-position-embeddings 16 --mock-data --vocab-size 61
-    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3
+    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 12 --lr 1e-3
     --attention-dropout 0 --hidden-dropout 0 --eval-interval 0 --device cpu
 """)
 TP2_PP2_VPP2_DP2 = (
@@ -31,10 +31,11 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "PP4": (4, "--pipeline-model-parallel-size 4"),
     "PP2, uneven": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
     "DP4, distributed optimizer": (4, BUCKETS),
+    "DP4, without distributed optimizer": (4, ""),
     "HSDP 2 x 2, FSDP2": (4, "--use-torch-fsdp2 --num-distributed-optimizer-instances 2"),
     "TP2 x DP2 without distributed optimizer": (4, "--tensor-model-parallel-size 2"),
 }
-STEPS = 2
+STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Saved:
 
 
 def _resave(flags: list[str], load: str | None, save: str) -> list[float]:
-    """Load, or take two steps; save; and go on for a few steps more, whose losses are returned."""
+    """Load, or take two steps; save; and go on for ten steps more, whose losses are returned."""
     from megatron_ext import device
     from megatron_ext.checkpoint.load import load_checkpoint
     from megatron_ext.checkpoint.save import save_checkpoint
