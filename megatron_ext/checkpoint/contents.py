@@ -23,6 +23,7 @@ from megatron.core.utils import unwrap_model
 from megatron_ext.checkpoint import optimizer_state
 from megatron_ext.checkpoint.rows import joined, pieces
 from megatron_ext.checkpoint.saveable import Saveable
+from megatron_ext.optim.offload import reload_model_params
 from megatron_ext.parallel.rows import RowShard, row_shard
 
 # What megatron-core's readers want to know of the tensors' names and cuts.
@@ -115,7 +116,7 @@ def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, A
     if parts.optimizer:
         _restore_optimizer(run, contents, loaded)
     else:
-        run.optimizer.reload_model_params()  # into the fp32 copies of 16-bit weights
+        reload_model_params(run.optimizer)  # into the fp32 copies of 16-bit weights
     if parts.progress:
         for name, value in loaded["train_state"].items():
             setattr(run.state, name, value)

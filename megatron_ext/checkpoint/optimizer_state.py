@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.distributed import ProcessGroup
 
 from megatron_ext.checkpoint.rows import Pieces, joined, pieces
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.fsdp2 import RowShardOptimizer
+from megatron_ext.optim.offload import main_parameters, master_of, refresh, rules_of, updated_by
 from megatron_ext.parallel.rows import row_shard
 
 Contents = dict[str, dict[str, ShardedBase | Pieces]]
@@ -86,6 +86,7 @@ def restore(
                         own = part._get_model_param_range_map(parameter)["param"]
                         whole = whole.view(-1)[own.start : own.end]
                     tensor.copy_(whole)
+            refresh(part)
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -93,23 +94,28 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
 
 
+def _rules(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """torch's optimizers in those of megatron-core."""
+    return [rule for part in parts(optimizer) for rule in rules_of(part)]
+
+
 def step_count(optimizer: MegatronOptimizer) -> int:
     """Updates that Adam has made (its bias correction depends on them); the same for all parameters."""
     counts = {0}
-    for part in parts(optimizer):
-        counts |= {int(state["step"]) for state in part.optimizer.state.values() if "step" in state}
-        counts |= {int(group["step"]) for group in part.optimizer.param_groups if "step" in group}
+    for rule in _rules(optimizer):
+        counts |= {int(state["step"]) for state in rule.state.values() if "step" in state}
+        counts |= {int(group["step"]) for group in rule.param_groups if "step" in group}
     assert len(counts - {0}) <= 1, f"parameters differ in their number of updates: {counts}"
     return max(counts)
 
 
 def set_step_count(optimizer: MegatronOptimizer, count: int) -> None:
     """Every parameter gets a tensor of its own: a shared one would be advanced once for each parameter."""
-    for part in parts(optimizer):
-        for group in part.optimizer.param_groups:
-            if isinstance(part.optimizer, torch.optim.Adam):
+    for rule in _rules(optimizer):
+        for group in rule.param_groups:
+            if isinstance(rule, torch.optim.Adam):
                 for main in group["params"]:
-                    state = part.optimizer.state[main]
+                    state = rule.state[main]
                     state["step"] = torch.full_like(state["step"], float(count))
             elif count:
                 group["step"] = count  # apex's and Transformer Engine's Adam count per group; SGD does not count
@@ -117,13 +123,13 @@ def set_step_count(optimizer: MegatronOptimizer, count: int) -> None:
 
 def initialize_state(part: MegatronOptimizer, config: OptimizerConfig) -> None:
     """Give parameters that were never updated the state that the first update begins from: zeros."""
-    for group in part.optimizer.param_groups:
-        for main in group["params"]:
-            state = part.optimizer.state[main]
+    for rule in rules_of(part):
+        for group, main in ((group, main) for group in rule.param_groups for main in group["params"]):
+            state = rule.state[main]
             for name in _moments(config):
                 if state.get(name) is None:
                     state[name] = torch.zeros_like(main, memory_format=torch.preserve_format)
-            if isinstance(part.optimizer, torch.optim.Adam) and "step" not in state:
+            if isinstance(rule, torch.optim.Adam) and "step" not in state:
                 # Where torch itself puts it (_init_group of torch/optim/adam.py).
                 on_device = group["fused"] or group["capturable"]
                 state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
@@ -139,28 +145,12 @@ def _own_state(
     part: MegatronOptimizer, config: OptimizerConfig
 ) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
     """For every weight of this rank, the tensors of its state; with the distributed optimizer, this rank's shards."""
-    for parameter, main in _main_parameters(part):
-        tensors = {name: part.optimizer.state[main][name] for name in _moments(config)}
+    for parameter, main in main_parameters(part):
+        rule, updated = updated_by(part, main)
+        tensors = {name: rule.state[updated][name] for name in _moments(config)}
         if getattr(part, "compute_dtype", parameter.dtype) != torch.float32:
-            tensors[_MASTER] = main
+            tensors[_MASTER] = master_of(part, main)
         yield parameter, tensors
-
-
-def _main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """(weight of the model, what the optimizer updates: itself, its fp32 copy, or a flat shard of either)."""
-    if isinstance(part, RowShardOptimizer):
-        yield from part.weights
-    elif isinstance(part, DistributedOptimizer):
-        for parameter, (group, index) in part.model_param_group_index_map.items():
-            yield parameter, part.optimizer.param_groups[group]["params"][index]
-    elif isinstance(part, FP32Optimizer):
-        for group in part.optimizer.param_groups:
-            yield from zip(group["params"], group["params"], strict=True)
-    else:
-        for weights, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            yield from zip(weights, copies, strict=True)
-        for weights in part.fp32_from_fp32_groups:
-            yield from zip(weights, weights, strict=True)
 
 
 def _gather(

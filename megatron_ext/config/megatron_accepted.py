@@ -58,7 +58,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         "memory and garbage collection are left to torch and Python",
         """
         --manual-gc, --manual-gc-interval N, --no-manual-gc-eval, --disable-manual-gc-eval,
-        --empty-unused-memory-level N, --train-sync-interval N, --no-pin-cpu-grads, --no-pin-cpu-params
+        --empty-unused-memory-level N, --train-sync-interval N
         """,
     ),
     (

@@ -262,10 +262,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "optimizer precision and offloading are not in this version; use --use-distributed-optimizer to save memory",
+        "optimizer state is in fp32; use --use-distributed-optimizer or --optimizer-cpu-offload to save memory",
         """
-        --optimizer-cpu-offload, --optimizer-offload-fraction N =1.0, --use-torch-optimizer-for-cpu-offload,
-        --overlap-cpu-optimizer-d2h-h2d, --use-precision-aware-optimizer, --main-grads-dtype N =fp32,
+        --use-precision-aware-optimizer, --main-grads-dtype N =fp32,
         --main-params-dtype N =fp32, --exp-avg-dtype N =fp32, --exp-avg-sq-dtype N =fp32
         """,
     ),

@@ -34,6 +34,10 @@ def _formula(config: Config) -> list[str]:
         ("distributed optimizer", config.layout.use_distributed_optimizer),
         ("overlapped gradient reduction", config.layout.overlap_grad_reduce),
         ("overlapped parameter gathering", config.layout.overlap_param_gather),
+        (
+            f"{config.optimizer.optimizer_offload_fraction:.0%} of the optimizer state in host memory",
+            config.optimizer.optimizer_cpu_offload,
+        ),
     ]
     lines = [f"world size {config.layout.world_size} = TP {sizes.tp} x PP {sizes.pp} x CP {sizes.cp} x DP {sizes.dp}"]
     if config.model.num_experts is not None:

@@ -1,6 +1,6 @@
 """Bytes of weights, gradients and optimizer state that a rank keeps between steps, for each of its parameters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.schema import Config
 
@@ -24,11 +24,14 @@ class StateBytes:
 
     shares: tuple[int, int, int] = (1, 1, 1)
 
+    on_device: float = 1.0
+    """Share of the optimizer's bytes that are not in host memory (--optimizer-cpu-offload); host bytes do not count."""
+
     @property
     def sizes(self) -> tuple[float, float, float]:
         """Bytes a parameter that one rank keeps of weights, gradients and optimizer state."""
         weights, gradients, optimizer = self.shares
-        return self.weights / weights, self.gradients / gradients, self.optimizer / optimizer
+        return self.weights / weights, self.gradients / gradients, self.optimizer * self.on_device / optimizer
 
     @property
     def total(self) -> float:
@@ -37,7 +40,7 @@ class StateBytes:
     @property
     def formula(self) -> str:
         """`2 + 4 + 12/8`."""
-        whole = (self.weights, self.gradients, self.optimizer)
+        whole = (self.weights, self.gradients, f"{self.optimizer * self.on_device:g}")
         return " + ".join(
             f"{size}/{share}" if share > 1 else str(size) for size, share in zip(whole, self.shares, strict=True)
         )
@@ -66,7 +69,9 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     gradients = 4 if not mixed or training.accumulate_allreduce_grads_in_fp32 else 2
     moments = 8 if config.optimizer.optimizer == "adam" else 4
     ranks = sharing_ranks(config, expert=expert)
-    return divided(2 if mixed else 4, gradients, moments + (4 if mixed else 0), kind, ranks)
+    found = divided(2 if mixed else 4, gradients, moments + (4 if mixed else 0), kind, ranks)
+    optimizer = config.optimizer
+    return replace(found, on_device=1 - optimizer.optimizer_offload_fraction) if optimizer.optimizer_cpu_offload else found
 
 
 def sharing_ranks(config: Config, *, expert: bool = False) -> int:

@@ -43,6 +43,9 @@ class _NullStream:
     def record_event(self) -> "_NullStream":
         return self
 
+    def wait(self, _stream: object) -> None:
+        """As an event."""
+
 
 def _returns(value: Any) -> Callable[[Any], Any]:
     return lambda _original: lambda *_args, **_kwargs: value

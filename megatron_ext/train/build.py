@@ -20,6 +20,7 @@ from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.initialize import initialize
 from megatron_ext.optim.build import build_optimizer, shard_with_fsdp2, wrap_data_parallel
+from megatron_ext.optim.offload import offload
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
@@ -52,6 +53,8 @@ def build_run(config: Config, device: Device) -> Run:
         initialize(chunks, config, groups)
         wrapped = wrap_data_parallel(list(chunks), config, core, groups)
     optimizer = build_optimizer(wrapped, config, groups)
+    if config.optimizer.optimizer_cpu_offload:
+        offload(optimizer, config.optimizer, pin=device.kind == "cuda")
     timers = Timers(config.logging.timing_log_level, device.synchronize)
     if config.logging.timing_log_level > 0:
         # The engine times its own parts; without timers it skips even the calls.

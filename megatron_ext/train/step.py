@@ -16,6 +16,7 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.errors import NumericError
 from megatron_ext.model.loss import token_loss
 from megatron_ext.model.moe import take_auxiliary_losses
+from megatron_ext.optim.offload import finish_update
 from megatron_ext.train.run import Run
 
 
@@ -87,6 +88,7 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
             clip_grad_by_total_norm_fp32([*optimizer.get_parameters()], clip, grad_norm)
     num_zeros = run.optimizer.count_zeros() if run.config.logging.log_num_zeros_in_grad else None
     run.optimizer.step_with_ready_grads()
+    finish_update(run.optimizer)
     return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary)
 
 

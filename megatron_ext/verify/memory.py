@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_ext.optim.offload import host_rules_of, rules_of
 from megatron_ext.parallel.rows import local_part, row_shard
 from megatron_ext.train.run import Run
 
@@ -28,15 +29,19 @@ class Bytes:
     optimizer: int
     """Moments and, for 16-bit weights, the fp32 master copy; not what is already counted as weights."""
 
+    host: int = 0
+    """Of --optimizer-cpu-offload: weights, gradients and moments that are updated in host memory."""
+
     @property
     def total(self) -> int:
+        """On the device."""
         return self.weights + self.gradients + self.optimizer
 
 
 def bytes_per_rank(run: Run) -> Bytes:
     """What this rank holds now. Call it after a step: before the first, the optimizer has no moments."""
     seen: set[int] = set()
-    return Bytes(*(_count(tensors, seen) for tensors in (_weights(run), _gradients(run), _optimizer(run))))
+    return Bytes(*(_count(tensors, seen) for tensors in (_weights(run), _gradients(run), _optimizer(run), _host(run))))
 
 
 def _weights(run: Run) -> Iterator[torch.Tensor | None]:
@@ -61,8 +66,23 @@ def _optimizer(run: Run) -> Iterator[torch.Tensor | None]:
     for part in run.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             yield from group["params"]
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        for rule in rules_of(part):
+            if rule not in host_rules_of(part):
+                yield from _state(rule)
+
+
+def _host(run: Run) -> Iterator[torch.Tensor | None]:
+    for part in run.optimizer.chained_optimizers:
+        for rule in host_rules_of(part):
+            for group in rule.param_groups:
+                yield from group["params"]
+                yield from (parameter.grad for parameter in group["params"])
+            yield from _state(rule)
+
+
+def _state(rule: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in rule.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _buffers(chunk: torch.nn.Module) -> list[Any]:

@@ -124,6 +124,10 @@ _SHARDED = {
     "HSDP 2 x 2, FSDP2": (4, f"{_FSDP2} {_TWO_COPIES}"),
     "HSDP 2 x 2, distributed optimizer": (4, f"--use-distributed-optimizer {_TWO_COPIES}"),
     "HSDP 2 x 2, distributed optimizer, overlap": (4, f"{_OVERLAP} {_TWO_COPIES}"),
+    "DP2 distributed optimizer, half of it in host memory": (
+        2,
+        "--use-distributed-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+    ),
 }
 _CONTEXT = {
     "CP2 p2p, tied": (2, f"{_CP2} p2p"),

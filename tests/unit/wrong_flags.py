@@ -169,6 +169,12 @@ EXAMPLES = {
     "FSDP2 with buckets": Example(
         "--world-size 2 --use-torch-fsdp2 --overlap-grad-reduce", "--overlap-grad-reduce=false"
     ),
+    "A share of the optimizer's state that stays where it is": Example(
+        "--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload"
+    ),
+    "Offloading nothing of the optimizer's state": Example(
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0", "--optimizer-offload-fraction 0.5"
+    ),
     "FSDP2 with a loss scale": Example("--world-size 2 --use-torch-fsdp2 --fp16", "--fp16=false --bf16"),
     "FSDP2 on modules that allocate at once": Example(
         "--world-size 2 --use-torch-fsdp2 --transformer-impl transformer_engine", "--transformer-impl local"

@@ -57,7 +57,7 @@ TABLE: Table = {
     ),
     "zero_optimization.offload_optimizer.pin_memory": Cases(
         {"true": Default("host memory is pinned on a GPU machine")},
-        NoCounterpart("host memory is pinned on a GPU machine; it cannot be turned off"),
+        NoCounterpart("host memory is pinned on a GPU machine, unless --no-pin-cpu-grads --no-pin-cpu-params"),
     ),
     "zero_optimization.offload_optimizer.ratio": Flags("--optimizer-offload-fraction {}"),
     "zero_optimization.offload_optimizer.buffer_count": _OFFLOAD_BUFFERS,

@@ -264,6 +264,27 @@ def _at_once_text(config: Config, rounds: int = 1) -> str:
     return f"--micro-batch-size {micro} x data-parallel size {at_once // micro}{group} = {at_once * rounds}"
 
 
+def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]:
+    optimizer = config.optimizer
+    fraction = optimizer.optimizer_offload_fraction
+    if optimizer.optimizer_cpu_offload:
+        if not 0 < fraction <= 1:
+            yield (
+                f"--optimizer-offload-fraction {fraction:g} is no share of the optimizer state; use a number above 0 "
+                "and at most 1, or leave --optimizer-cpu-offload out"
+            )
+        return
+    for flag, given in (
+        (f"--optimizer-offload-fraction {fraction:g}", fraction != 1),
+        ("--use-torch-optimizer-for-cpu-offload", optimizer.use_torch_optimizer_for_cpu_offload),
+        ("--overlap-cpu-optimizer-d2h-h2d", optimizer.overlap_cpu_optimizer_d2h_h2d),
+        ("--no-pin-cpu-grads", optimizer.no_pin_cpu_grads),
+        ("--no-pin-cpu-params", optimizer.no_pin_cpu_params),
+    ):
+        if given:
+            yield f"{flag} belongs to --optimizer-cpu-offload; add that, or leave it out"
+
+
 RULES = (
     one_length,
     global_batch_divides,
@@ -278,4 +299,5 @@ RULES = (
     warmup_fits_the_decay,
     wsd_has_its_last_phase,
     weight_decay_has_both_ends,
+    offloading_offloads_something,
 )

@@ -50,3 +50,15 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.")
     adam_eps: float = option(1e-8, "Adam's epsilon.")
     sgd_momentum: float = option(0.9, "Momentum of SGD.")
+    optimizer_cpu_offload: bool = option(False, "Keep optimizer state in host memory, and update there.")
+    optimizer_offload_fraction: float = option(
+        1.0, "With --optimizer-cpu-offload, the share of the state (0 to 1) that is in host memory."
+    )
+    use_torch_optimizer_for_cpu_offload: bool = option(
+        False, "With --optimizer-cpu-offload, torch's optimizer for what stays on the device, too."
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = option(
+        False, "With --optimizer-cpu-offload, copy the gradients and weights of one tensor while another is updated."
+    )
+    no_pin_cpu_grads: bool = option(False, "With --optimizer-cpu-offload, pageable host memory for gradients.")
+    no_pin_cpu_params: bool = option(False, "With --optimizer-cpu-offload, pageable host memory for weights.")

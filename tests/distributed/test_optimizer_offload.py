@@ -1,0 +1,189 @@
+"""`--optimizer-cpu-offload`: the same losses to the bit, the state where the flags say, and checkpoints for all."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.verify.memory import Bytes
+from megatron_ext.verify.ranks import run_ranks
+
+BASE = shlex.split("""
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --seq-length 16
+    --max-position-embeddings 16 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1
+    --global-batch-size 4 --train-iters 8 --lr 1e-2 --attention-dropout 0.1 --hidden-dropout 0.1 --eval-interval 0
+    --device cpu
+""")
+HOST = "--optimizer-cpu-offload"
+HALF = f"{HOST} --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
+# The scale is too large at first: an update is skipped.
+FP16 = "--fp16 --initial-loss-scale 7500 --hysteresis 1"
+LAYOUTS = {
+    "fp32": "",
+    "bf16": "--bf16",
+    "fp32, distributed optimizer": SHARDED,
+    "bf16, distributed optimizer": f"{SHARDED} --bf16",
+    "fp16, distributed optimizer": f"{SHARDED} {FP16}",
+    "fp32, FSDP2": "--use-torch-fsdp2",
+    "bf16, FSDP2": "--use-torch-fsdp2 --bf16",
+    "bf16, experts": "--bf16 --num-experts 4 --disable-bias-linear --expert-model-parallel-size 2",
+    "fp32, SGD": "--optimizer sgd",
+}
+STATE = {"fp32": 8, "bf16": 12, "fp16": 12}
+"""Bytes of optimizer state for each element."""
+OFFLOADS = {"none": "", "all": HOST, "half": HALF}
+SAVED_AT = 3
+
+
+@dataclass(frozen=True)
+class Trace:
+    losses: list[str]
+    bytes: Bytes
+    moved: list[tuple[int, int, int]]
+    """For every optimizer of the engine: elements in host memory, in all, and of the largest tensor."""
+    scale: float
+    """Of the loss, at the end."""
+
+
+def _run(flags: str, load: str | None = None, save: str | None = None, steps: int = 5) -> tuple[Any, list[str]]:
+    """Train, or load and train, save after three steps; the run and the losses of all steps."""
+    from megatron.core import parallel_state
+
+    from megatron_ext import device
+    from megatron_ext.checkpoint.load import load_checkpoint
+    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+
+    parallel_state.destroy_model_parallel()
+    run = build_run(configure([*BASE, *flags.split()]).config, device.current())
+    trainer = Trainer(run, [])
+    if load is not None:
+        load_checkpoint(run, load)
+    losses = []
+    while run.state.iteration < steps:
+        losses.append(trainer.step().loss.hex())
+        if run.state.iteration == SAVED_AT and save is not None:
+            save_checkpoint(run, save)
+    run.loaders.close()
+    return run, losses
+
+
+def _traces(cases: dict[str, str]) -> dict[str, Trace]:
+    from megatron_ext import device
+
+    device.install("cpu")
+    from megatron_ext.verify.memory import bytes_per_rank
+
+    found = {}
+    for name, flags in cases.items():
+        run, losses = _run(flags)
+        moved = []
+        for part in run.optimizer.chained_optimizers:
+            sizes = [main.numel() for group in part.optimizer.param_groups for main in group["params"]]
+            on_host = [copy.numel() for copy in getattr(part.optimizer, "gpu_params_map_cpu_copy", {}).values()]
+            moved.append((sum(on_host), sum(sizes), max(sizes)))
+        found[name] = Trace(losses, bytes_per_rank(run), moved, float(run.optimizer.get_loss_scale()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[dict[str, Trace]]:
+    """Of two ranks."""
+    cases = {f"{layout}; {what}": f"{LAYOUTS[layout]} {OFFLOADS[what]}" for layout in LAYOUTS for what in OFFLOADS}
+    return run_ranks(2, _traces, cases)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("what", ["all", "half"])
+def test_losses_are_the_same_to_the_bit(layout: str, what: str, traces: list[dict[str, Trace]]) -> None:
+    for rank in traces:
+        assert len(set(rank[f"{layout}; none"].losses)) == 5
+        assert rank[f"{layout}; {what}"].losses == rank[f"{layout}; none"].losses
+        assert rank[f"{layout}; {what}"].scale == rank[f"{layout}; none"].scale
+    assert ("fp16" in layout) == (1 < traces[0][f"{layout}; {what}"].scale < 7500)  # updates were skipped
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "SGD" not in name])
+def test_the_state_is_where_the_flags_say(layout: str, traces: list[dict[str, Trace]]) -> None:
+    """Each element that is updated in host memory has its value, gradient and two moments there: 16 bytes. On the
+    device it leaves the weight and the gradient; under FSDP2 the weight is the fp32 one."""
+    dtype = "fp32" if "FSDP2" in layout else layout.split(",")[0]
+    for rank in traces:
+        none, everything, half = (rank[f"{layout}; {what}"] for what in OFFLOADS)
+        assert none.bytes.host == 0
+        for trace, fraction in ((everything, 1.0), (half, 0.5)):
+            for on_host, total, largest in trace.moved:
+                assert fraction * total <= on_host < fraction * total + largest
+            moved = sum(on_host for on_host, _, _ in trace.moved)
+            assert (trace.bytes.weights, trace.bytes.gradients) == (none.bytes.weights, none.bytes.gradients)
+            # Adam's counts of steps, one a tensor, are left out.
+            assert trace.bytes.host == pytest.approx(16 * moved, rel=0.02)
+            assert none.bytes.optimizer - trace.bytes.optimizer == pytest.approx(STATE[dtype] * moved, rel=0.02)
+
+
+RESUMED = ("bf16", "fp32, distributed optimizer", "bf16, distributed optimizer", "bf16, FSDP2")
+
+
+def _resume(folder: str) -> dict[str, tuple[list[str], list[str], list[str], list[str]]]:
+    """By layout: losses after a save, resumed as before, without offload, and from there with half of it."""
+    from megatron_ext import device
+
+    device.install("cpu")
+    found = {}
+    for layout in RESUMED:
+        flags = LAYOUTS[layout]
+        first, second, third = (f"{folder}/{layout}/{number}" for number in range(3))
+        _, losses = _run(f"{flags} {HOST}", save=first)
+        _, again = _run(f"{flags} {HOST}", load=first, save=second)
+        _, without = _run(flags, load=first)
+        # Saved anew at once, so that the state that was loaded, and not one that was updated, is passed on.
+        _saved_anew(flags, first, third)
+        _, back = _run(f"{flags} {HALF}", load=third)
+        found[layout] = (losses[SAVED_AT:], again, without, back)
+    return found
+
+
+def _saved_anew(flags: str, load: str, save: str) -> None:
+    from megatron_ext.checkpoint.save import save_checkpoint
+
+    run, losses = _run(flags, load=load, steps=SAVED_AT)
+    assert not losses
+    save_checkpoint(run, save)
+
+
+def test_checkpoints_are_the_same_with_and_without(tmp_path: Path) -> None:
+    for by_layout in run_ranks(2, _resume, str(tmp_path)):
+        for layout, (after, again, without, back) in by_layout.items():
+            assert len(after) == 2, layout
+            assert again == without == back == after, layout
+
+
+def _reload() -> list[bool]:
+    """Whether the masters of a run that was given other weights are those weights."""
+    from megatron_ext import device
+
+    device.install("cpu")
+    from megatron_ext.optim.offload import main_parameters, master_of, reload_model_params
+
+    found = []
+    for flags in (f"--bf16 {HOST}", f"--bf16 {SHARDED} {HALF}", HOST):
+        run, _ = _run(flags, steps=1)
+        for chunk in run.chunks:
+            for weight in chunk.parameters():
+                weight.data.fill_(0.75)
+        reload_model_params(run.optimizer)
+        [part] = run.optimizer.chained_optimizers
+        found += [bool((master_of(part, main) == 0.75).all()) for _, main in main_parameters(part)]
+        found += [bool((copy == 0.75).all()) for copy in part.optimizer.gpu_params_map_cpu_copy.values()]
+    return found
+
+
+def test_new_weights_reach_the_host() -> None:
+    for found in run_ranks(2, _reload):
+        assert len(found) > 50
+        assert all(found)
