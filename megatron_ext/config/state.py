@@ -71,7 +71,9 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     ranks = sharing_ranks(config, expert=expert)
     found = divided(2 if mixed else 4, gradients, moments + (4 if mixed else 0), kind, ranks)
     optimizer = config.optimizer
-    return replace(found, on_device=1 - optimizer.optimizer_offload_fraction) if optimizer.optimizer_cpu_offload else found
+    return (
+        replace(found, on_device=1 - optimizer.optimizer_offload_fraction) if optimizer.optimizer_cpu_offload else found
+    )
 
 
 def sharing_ranks(config: Config, *, expert: bool = False) -> int:
