@@ -124,15 +124,25 @@ def set_step_count(optimizer: MegatronOptimizer, count: int) -> None:
 def initialize_state(part: MegatronOptimizer, config: OptimizerConfig) -> None:
     """Give parameters that were never updated the state that the first update begins from: zeros."""
     for rule in rules_of(part):
-        for group, main in ((group, main) for group in rule.param_groups for main in group["params"]):
-            state = rule.state[main]
-            for name in _moments(config):
-                if state.get(name) is None:
-                    state[name] = torch.zeros_like(main, memory_format=torch.preserve_format)
-            if isinstance(rule, torch.optim.Adam) and "step" not in state:
-                # Where torch itself puts it (_init_group of torch/optim/adam.py).
-                on_device = group["fused"] or group["capturable"]
-                state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
+        for group in rule.param_groups:
+            for main in group["params"]:
+                _begin(rule.state[main], main, group, rule, config)
+
+
+def _begin(
+    state: dict[str, Any],
+    main: torch.Tensor,
+    group: dict[str, Any],
+    rule: torch.optim.Optimizer,
+    config: OptimizerConfig,
+) -> None:
+    for name in _moments(config):
+        if state.get(name) is None:
+            state[name] = torch.zeros_like(main, memory_format=torch.preserve_format)
+    if isinstance(rule, torch.optim.Adam) and "step" not in state:
+        # Where torch itself puts it (_init_group of torch/optim/adam.py).
+        on_device = group["fused"] or group["capturable"]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
 
 
 def _moments(config: OptimizerConfig) -> tuple[str, ...]:

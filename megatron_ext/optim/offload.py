@@ -188,7 +188,7 @@ def main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tenso
             yield from zip(weights, weights, strict=True)
 
 
-def _shard(part: Any, weight: torch.Tensor) -> torch.Tensor:
+def _shard(part: Any, weight: torch.nn.Parameter) -> torch.Tensor:
     """What `part` updates of `weight`, in the model's own memory."""
     if not isinstance(part, DistributedOptimizer):
         return weight
