@@ -1,0 +1,1 @@
+"""What breaks a launch, looked for before it starts: tools/doctor.py."""

@@ -1,0 +1,242 @@
+"""tools/doctor.py against planted mistakes: real ports, interfaces, folders and packages."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.device.survey import Gpu, Survey, driver_version, links
+from megatron_ext.train.configure import configure
+from megatron_ext.verify.doctor import gpus, machine, network, software, variables
+from megatron_ext.verify.doctor.examine import examine, exit_code
+from megatron_ext.verify.doctor.finding import Finding, Launch
+from tests.unit.wrong_flags import BASE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wrong(findings: Iterator[Finding] | list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level != "ok"]
+
+
+def only(findings: Iterator[Finding]) -> Finding:
+    [finding] = wrong(findings)
+    assert finding.what
+    assert finding.why
+    assert finding.fix
+    return finding
+
+
+def test_a_plain_launch_on_this_machine_has_no_error():
+    assert [finding.text() for finding in examine(Launch({}, ranks=1)) if finding.level == "error"] == []
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def test_a_port_in_use(listening: int):
+    found = only(network.port_is_free(Launch({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening)})))
+    assert found.what == f"MASTER_PORT {listening} is in use on this machine"
+    free = found.fix.partition("MASTER_PORT=")[2].partition(" ")[0]
+    assert not wrong(network.port_is_free(Launch({"MASTER_PORT": free}))), "the fix works"
+    under_torchrun = {"MASTER_PORT": str(listening), "TORCHELASTIC_RUN_ID": "none"}
+    assert not wrong(network.port_is_free(Launch(under_torchrun))), "torchrun itself listens there"
+    assert "is no port" in only(network.port_is_free(Launch({"MASTER_PORT": "http"}))).what
+
+
+def test_an_address_that_does_not_resolve_or_is_this_machine_alone():
+    assert "does not resolve" in only(network.address_resolves(Launch({"MASTER_ADDR": "no-such-host.invalid"}))).what
+    local = {"MASTER_ADDR": "localhost"}
+    assert not wrong(network.address_resolves(Launch(local)))
+    assert "loopback" in only(network.address_resolves(Launch(local, nodes=2))).what
+    assert "MASTER_ADDR is not set" in only(network.address_resolves(Launch({}, nodes=2))).what
+
+
+@pytest.mark.parametrize("variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
+def test_an_interface_that_does_not_exist(variable: str):
+    there = socket.if_nameindex()[0][1]
+    assert not wrong(network.interfaces_exist(Launch({variable: there})))
+    found = only(network.interfaces_exist(Launch({variable: "ib_nowhere0"})))
+    assert f"{variable}=ib_nowhere0" in found.what
+    assert there in found.what
+    fixed = found.fix.removeprefix("export ").partition(",")[0].partition("=")[2]
+    assert not wrong(network.interfaces_exist(Launch({variable: fixed}))), "the fix works"
+
+
+def test_nccl_takes_prefixes_and_gloo_does_not():
+    there = next(name for _, name in socket.if_nameindex() if len(name) > 2)
+    part = there[:-1]
+    if part not in dict(map(reversed, socket.if_nameindex())):
+        assert not wrong(network.interfaces_exist(Launch({"NCCL_SOCKET_IFNAME": part})))
+        assert wrong(network.interfaces_exist(Launch({"NCCL_SOCKET_IFNAME": f"={part}"})))
+        assert wrong(network.interfaces_exist(Launch({"GLOO_SOCKET_IFNAME": part})))
+    assert not wrong(network.interfaces_exist(Launch({"NCCL_SOCKET_IFNAME": "^docker0"})))
+
+
+def test_ranks_set_by_hand():
+    by_hand = {"RANK": "0", "WORLD_SIZE": "8"}
+    assert "RANK=0 and WORLD_SIZE=8" in only(network.ranks_come_from_a_launcher(Launch(by_hand))).what
+    for launcher in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
+        assert not wrong(network.ranks_come_from_a_launcher(Launch({**by_hand, launcher: "1"})))
+
+
+@pytest.mark.parametrize("mistake", variables.MISTAKES, ids=lambda mistake: mistake.name)
+def test_variables_that_do_not_do_what_is_hoped(mistake: variables.Mistake):
+    value = mistake.values[0] if mistake.values else "600"
+    found = only(variables.known_mistakes(Launch({mistake.name: value})))
+    assert found.what == f"{mistake.name}={value}"
+    assert not mistake.values or not wrong(variables.known_mistakes(Launch({mistake.name: "none of them"})))
+
+
+def test_more_threads_than_cores():
+    cores = len(os.sched_getaffinity(0))
+    assert "is not set" in only(variables.threads_fit_the_cores(Launch({}, ranks=2))).what
+    found = only(variables.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": str(cores)}, ranks=2)))
+    fixed = found.fix.removeprefix("export OMP_NUM_THREADS=")
+    assert not wrong(variables.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": fixed}, ranks=2)))
+    assert not wrong(variables.threads_fit_the_cores(Launch({}, ranks=1)))
+
+
+def test_limits_of_the_machine(tmp_path: Path):
+    assert "ranks on" in only(machine.ranks_have_cores(Launch({}, ranks=10_000))).what
+    assert "files may be open" in only(machine.enough_files_may_be_open(Launch({}, ranks=8, nodes=10**6))).what
+    assert not wrong(machine.enough_files_may_be_open(Launch({}, ranks=1)))
+
+
+def launch_with(flags: str) -> Launch:
+    return Launch({}, config=configure(f"{BASE} {flags}".split()).config)
+
+
+def test_no_room_and_no_permission_for_checkpoints(tmp_path: Path):
+    assert not wrong(machine.checkpoints_have_room(launch_with(f"--save {tmp_path}/new/run")))
+    a_file = tmp_path / "file"
+    a_file.touch()
+    found = only(machine.checkpoints_have_room(launch_with(f"--save {a_file}/run")))
+    assert "cannot be written" in found.what
+    assert exit_code([found]) == 74
+    huge = "--num-layers 4000 --hidden-size 131072 --num-attention-heads 1024"
+    found = only(machine.checkpoints_have_room(launch_with(f"--save {tmp_path} {huge}")))
+    assert (found.why, exit_code([found])) == ("not one fits", 74)
+
+
+def test_the_size_of_a_checkpoint():
+    """8 layers of width 128: weights alone, with both moments, and with fp32 weights beside 16-bit ones."""
+    count = machine.checkpoint_bytes(launch_with("--no-save-optim").config) // 4  # pyright: ignore[reportArgumentType]
+    sizes = [machine.checkpoint_bytes(launch_with(flags).config) for flags in ("", "--bf16")]  # pyright: ignore[reportArgumentType]
+    assert sizes == [12 * count, 14 * count]
+
+
+def test_strangers_named_as_known_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not wrong(software.one_megatron(Launch({})))
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("# of PyPI")
+    assert "is not NVIDIA's" in only(software.apex_is_nvidias(Launch({}))).what
+    (tmp_path / "apex" / "optimizers").mkdir()
+    assert not wrong(software.apex_is_nvidias(Launch({})))
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+    found = only(software.one_megatron(Launch({})))
+    assert found.fix == f"take {tmp_path} out of PYTHONPATH"
+
+
+def test_versions_that_are_missing_or_wrong(tmp_path: Path):
+    """In a process whose path holds another torch, and no package else."""
+    for name, version in (("torch", "1.13.0"), ("packaging", "1")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    packaging = Path(__import__("packaging").__file__).parent
+    (tmp_path / "packaging").symlink_to(packaging)
+    program = (
+        "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + sys.argv[1:]\n"
+        "from megatron_ext.verify.doctor.software import packages_are_the_tested_ones as check\n"
+        "from megatron_ext.verify.doctor.finding import Launch\n"
+        "print(*(finding.what for finding in check(Launch({}))), sep='\\n')"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "torch 1.13.0, but torch>=2.11 is needed" in said
+    assert "megatron-core is not installed" in said
+
+
+H100 = Gpu(0, "NVIDIA H100 80GB HBM3", (9, 0), int(80e9), int(80e9))
+TOPOLOGY = """
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPXB\t0-47\t0
+GPU1\tNV18\t X \tSYS\tNODE\t0-47\t0
+GPU2\tSYS\tSYS\t X \tSYS\t48-95\t1
+NIC0\tPXB\tNODE\tSYS\t X
+Legend:
+"""
+
+
+def survey(*cards: Gpu, **other: object) -> Survey:
+    values: dict = {"driver": "570.86", "torch": "2.15.0", "cuda": "13.0", "nccl": "2.28.9", "gpus": cards, **other}
+    return Survey(**values)
+
+
+def test_the_driver_and_the_connections_are_read():
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.3.0"
+    assert driver_version(text) == "570.86.15"
+    assert links(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "SYS"}
+    assert links("") == {}
+
+
+@pytest.mark.parametrize(
+    ("launch", "found", "words"),
+    [
+        (Launch({}), survey(H100, cuda=None), "built without CUDA"),
+        (Launch({"CUDA_VISIBLE_DEVICES": ""}), survey(), "sees no GPU"),
+        (Launch({}, ranks=2), survey(H100), "2 ranks on this machine, but 1 GPUs"),
+        (Launch({}, ranks=2), survey(H100, H100, nccl=None), "without NCCL"),
+        (Launch({}), survey(H100, Gpu(1, "NVIDIA L4", (8, 9), 24, 24)), "different kinds"),
+        (Launch({}), survey(Gpu(0, "H100", (9, 0), 10, 80)), "GPU 0: only"),
+        (Launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}), survey(H100), "CUDA_DEVICE_MAX_CONNECTIONS=8"),
+        (Launch({"NCCL_P2P_LEVEL": "NVL"}), survey(H100, links=links(TOPOLOGY)), "2 of 3 pairs of GPUs have no NVLink"),
+        (
+            launch_with("--world-size 4 --tensor-model-parallel-size 4"),
+            survey(H100, links=links(TOPOLOGY)),
+            "tensor-parallel ranks on GPUs 0 and 2",
+        ),
+    ],
+)
+def test_gpus(launch: Launch, found: Survey, words: str):
+    assert words in only(gpus.judge(launch, found)).what
+
+
+def test_settings_of_gpus_that_are_right():
+    blackwell = Gpu(0, "NVIDIA B200", (10, 0), 180, 180)
+    assert not wrong(gpus.judge(Launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}), survey(blackwell)))
+    assert not wrong(gpus.judge(Launch({"NCCL_P2P_LEVEL": "NVL"}), survey(H100, links={(0, 1): "NV18"})))
+
+
+def test_the_program(tmp_path: Path, listening: int):
+    command = [sys.executable, "tools/doctor.py", "--nproc-per-node", "2", "--", *BASE.split()]
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+
+    def doctor(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = clean | {"MASTER_PORT": "0"} | variables
+        return subprocess.run(
+            [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        free = str(probe.getsockname()[1])
+    well = doctor(MASTER_PORT=free, OMP_NUM_THREADS="1")
+    assert well.returncode == 0, well.stdout + well.stderr
+    assert well.stdout.splitlines()[-1].startswith("0 errors, ")
+    ill = doctor("--save", f"{tmp_path}/x", "--tensor-model-parallel-size", "3", MASTER_PORT=str(listening))
+    assert ill.returncode == 64
+    assert "error    world size 2 is not a multiple of --tensor-model-parallel-size 3" in ill.stdout
+    assert f"error    MASTER_PORT {listening} is in use" in ill.stdout
