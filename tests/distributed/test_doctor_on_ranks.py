@@ -43,7 +43,7 @@ def exercise_until_stopped(seconds: float, folder: str) -> None:
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-def _stop(_exercise: collectives._Exercise) -> None:
+def _stop(self: collectives._Exercise) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
 

@@ -8,13 +8,14 @@
 The store is torch's own, at MASTER_ADDR:MASTER_PORT, which works before any collective does, and when none does.
 """
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.errors import ConfigurationError, PeerLostError
 
@@ -109,8 +110,9 @@ class Attendance:
 
     def close(self) -> None:
         """Sign off, so that nobody takes this rank for dead."""
-        self._signatures.set(f"gone/{self.rank}", "")
         self._stop.set()
+        with contextlib.suppress(RuntimeError):  # the store went with rank 0
+            self._signatures.set(f"gone/{self.rank}", "")
 
     def _beat(self) -> None:
         while not self._stop.wait(_HEARTBEAT):

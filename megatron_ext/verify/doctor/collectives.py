@@ -50,6 +50,10 @@ def check_collectives(kind: str, seconds: float, megabytes: float) -> list[Findi
         exercise = _Exercise(attendance, device.install(kind), int(megabytes * 1e6))
         exercise.watch()
         return exercise.findings
+    except RuntimeError as error:  # of the store: what the stages raise is kept, and judged
+        raise PeerLostError(
+            f"rank {attendance.rank}: the store of rank 0 no longer answers; look at rank 0's output, and its machine"
+        ) from error
     finally:
         attendance.close()
 
