@@ -45,6 +45,7 @@ def survey() -> Survey | None:
     if not _DRIVER.exists():
         return None
     import torch
+    from torch.cuda import nccl
 
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -56,7 +57,7 @@ def survey() -> Survey | None:
         driver=driver_version(_DRIVER.read_text()),
         torch=torch.__version__,
         cuda=torch.version.cuda,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        nccl=".".join(map(str, nccl.version())) if has_nccl else None,
         gpus=tuple(gpus),
         links=links(_topology()),
     )
