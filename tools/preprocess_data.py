@@ -8,6 +8,7 @@ data/corpus_manifest.json, which says what they were made from. A run that was k
 Exit codes: 0 done, 64 the flags cannot work, 65 a document cannot be read (file:line), 74 reading or writing failed.
 """
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -89,6 +90,7 @@ def _time_left(begun: Progress, progress: Progress, elapsed: float) -> str:
 
 
 def main(argv: list[str]) -> int:
+    gc.freeze()  # what is imported by now stays: nothing to look through again and again, and workers share it
     parser = make_parser()
     options = parser.parse_args(argv)
     if options.log_interval < 1:

@@ -10,12 +10,12 @@ import numpy as np
 from megatron_ext.data.documents import Block, Place
 from megatron_ext.data.indexed import token_dtype
 from megatron_ext.errors import DataError
-from megatron_ext.tokenizer.batch import BatchEncoder
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer
 from megatron_ext.tokenizer.text import Text, beginning
 
 OnError = Literal["fail", "skip", "log"]
-_SAMPLE_CHARACTERS = 4096
+_SAMPLE_CHARACTERS = 1024
+_LONG_DOCUMENT = 256  # tokens from which on copying documents one by one is the faster way
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,12 @@ class BlockEncoder:
         self._on_error = on_error
 
     def __call__(self, block: Block) -> EncodedBlock:
-        names, rows, problems = self._parse(block)
+        positions, rows, problems = self._parse(block)
         try:
             columns = self._encode_rows(rows)
         except _REFUSALS:
-            rows = [texts for name, texts in zip(names, rows, strict=True) if self._accepts(*name, texts, problems)]
+            named = zip(positions, rows, strict=True)
+            rows = [texts for position, texts in named if self._accepts(block.file, position, texts, problems)]
             columns = self._encode_rows(rows)
         problems.sort(key=lambda problem: problem[0])
         if problems and self._on_error == "fail":
@@ -80,18 +81,18 @@ class BlockEncoder:
             sample=self._sample(block, rows, columns),
         )
 
-    def _parse(self, block: Block) -> tuple[list[tuple[int, str]], list[list[Text]], list[tuple[int, DataError]]]:
-        """For each document that can be read its name (position and file:line) and texts; and the others' errors."""
-        names: list[tuple[int, str]] = []  # not the records, which would keep their bytes in memory
+    def _parse(self, block: Block) -> tuple[list[int], list[list[Text]], list[tuple[int, DataError]]]:
+        """For each document that can be read its position and texts; and the others' errors."""
+        positions: list[int] = []
         rows: list[list[Text]] = []
         problems: list[tuple[int, DataError]] = []
         for record in block.records():
             try:
                 rows.append(record.texts(self._keys))
-                names.append((record.position, record.where))
+                positions.append(record.position)
             except DataError as error:
                 problems.append((record.position, error))
-        return names, rows, problems
+        return positions, rows, problems
 
     def _encode_rows(self, rows: list[list[Text]]) -> list[tuple[np.ndarray, np.ndarray]]:
         return [self._encode([row[column] for row in rows]) for column in range(len(self._keys))]
@@ -102,14 +103,14 @@ class BlockEncoder:
             raise _OutOfRange(f"token ids from {low} to {high} do not fit a vocabulary of {self._vocab_size}")
         return ids, lengths
 
-    def _accepts(self, position: int, where: str, texts: list[Text], problems: list[tuple[int, DataError]]) -> bool:
+    def _accepts(self, file: str, position: int, texts: list[Text], problems: list[tuple[int, DataError]]) -> bool:
         try:
             self._encode_rows([texts])
         except _OutOfRange as error:
-            problems.append((position, DataError(f"{where}: {error}")))
+            problems.append((position, DataError(f"{file}:{position}: {error}")))
         except _REFUSALS as error:  # a lone surrogate, or for NullTokenizer a word that is no number
             reason = _surrogate(texts) or error
-            problems.append((position, DataError(f"{where}: the text cannot be encoded: {reason}")))
+            problems.append((position, DataError(f"{file}:{position}: the text cannot be encoded: {reason}")))
         else:
             return True
         return False
@@ -119,11 +120,18 @@ class BlockEncoder:
             return ids.astype(self._dtype), lengths
         # As Megatron's tool: an empty document gets no end of document either.
         not_empty = lengths > 0
-        if len(lengths) == 1 and len(ids):  # it can be long: one copy less
-            ended = np.empty(len(ids) + 1, self._dtype)
-            ended[:-1], ended[-1] = ids, self._eod
-            return ended, lengths + 1
-        return np.insert(ids.astype(self._dtype), np.cumsum(lengths)[not_empty], self._eod), lengths + not_empty
+        ended_lengths = lengths + not_empty
+        ends = np.cumsum(lengths)[not_empty]
+        if len(ids) < _LONG_DOCUMENT * len(ends):
+            return np.insert(ids.astype(self._dtype), ends, self._eod), ended_lengths
+        # The same, but without a pass over the ids for the dtype, a pass for the places, and two copies.
+        ended = np.empty(len(ids) + len(ends), self._dtype)
+        ended[ends + np.arange(len(ends))] = self._eod
+        begin = 0
+        for number, end in enumerate(ends.tolist()):
+            ended[begin + number : end + number] = ids[begin:end]
+            begin = end
+        return ended, ended_lengths
 
     def _sample(
         self, block: Block, rows: list[list[Text]], columns: list[tuple[np.ndarray, np.ndarray]]

@@ -34,7 +34,7 @@ def check_utf8(text: bytes) -> None:
             raise
 
 
-def split_strings(line: bytes) -> dict[str, Any] | None:
+def split_strings(line: bytes | memoryview) -> dict[str, Any] | None:
     """The object of a line of JSON, with its long strings as UTF-8; None if the usual way has to judge the line."""
     skeleton: list[bytes] = []
     long_strings: list[bytes] = []
@@ -44,12 +44,13 @@ def split_strings(line: bytes) -> dict[str, Any] | None:
             first, behind = match.span()
             if behind - first <= LONG:
                 continue
-            skeleton += [line[end:first], json.dumps(f"{_MARK}{len(long_strings)}").encode()]
+            skeleton += [bytes(line[end:first]), json.dumps(f"{_MARK}{len(long_strings)}").encode()]
             long_strings.append(_unescape(line, first + 1, behind - 1))
             end = behind
-        if not long_strings or any(b"\\udc00" in part.lower() for part in (*skeleton[::2], line[end:])):
+        skeleton.append(bytes(line[end:]))
+        if not long_strings or any(b"\\udc00" in part.lower() for part in skeleton[::2]):
             return None
-        fields = json.loads(b"".join([*skeleton, line[end:]]))
+        fields = json.loads(b"".join(skeleton))
     except (ValueError, RecursionError):  # UnicodeEncodeError, of a lone surrogate, is a ValueError
         return None
     if not isinstance(fields, dict):
@@ -58,12 +59,12 @@ def split_strings(line: bytes) -> dict[str, Any] | None:
     return {key: marked.get(value, value) if isinstance(value, str) else value for key, value in fields.items()}
 
 
-def _unescape(line: bytes, first: int, behind: int) -> bytes:
+def _unescape(line: bytes | memoryview, first: int, behind: int) -> bytes:
     """The UTF-8 text of the inside of a JSON string. Raises ValueError if it is not valid."""
     return b"".join(json.loads(b'"%s"' % line[begin:end]).encode() for begin, end in _pieces(line, first, behind))
 
 
-def _pieces(line: bytes, first: int, behind: int) -> Iterator[tuple[int, int]]:
+def _pieces(line: bytes | memoryview, first: int, behind: int) -> Iterator[tuple[int, int]]:
     while behind - first > 2 * _PIECE:
         cut = _CUT.search(line, first + _PIECE, behind)
         if cut is None:

@@ -19,14 +19,13 @@ from megatron_ext.data.encode import BlockEncoder, EncodedBlock, OnError, Sample
 from megatron_ext.data.indexed import IndexedWriter, Written, token_dtype
 from megatron_ext.data.inputs import InputFile, find_files
 from megatron_ext.data.journal import Journal, Progress, write_manifest
-from megatron_ext.data.workers import encode_in_processes
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer.batch import BatchEncoder, fast_encoder, first_difference, plain_encoder, probe_texts
+from megatron_ext.tokenizer.batch import fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import tokenizer_from_flags
-from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer
 from megatron_ext.tokenizer.text import beginning
 
-_FIRST_SAMPLE_CHARACTERS = 1 << 17
+_FIRST_SAMPLE_CHARACTERS = 1 << 16
 _SECOND_SAMPLE_TEXTS = 64
 
 
@@ -174,6 +173,8 @@ class _Run:
         if job.workers == 1:
             encoded_blocks = map(encoder, blocks)
         else:
+            from megatron_ext.data.workers import encode_in_processes  # multiprocessing takes a while to import
+
             locked = [descriptor for writer in self._writers for descriptor in writer.descriptors()]
             start = partial(_start_worker, job, self._is_fast)
             encoded_blocks = encode_in_processes(job.workers, encoder, start, locked, blocks)

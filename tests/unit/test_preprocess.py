@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_ext.data import encode
 from megatron_ext.data.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
 
@@ -214,3 +216,14 @@ def test_manifest(tmp_path: Path):
     size = (tmp_path / "a_text_document.bin").stat().st_size
     assert manifest["tokens"] == size // 2
     assert manifest["outputs"][str(tmp_path / "a_text_document")]["token_bytes"] == size
+
+
+@pytest.mark.parametrize("long_from", [0, 10**9])
+def test_ends_of_long_and_of_short_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_from: int):
+    monkeypatch.setattr(encode, "_LONG_DOCUMENT", long_from)
+    chooser = random.Random(3)
+    texts = ["x" * chooser.choice((0, 0, 1, 2, 700)) for _ in range(300)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    encode_files(EncodeJob((str(tmp_path / "in.jsonl"),), str(tmp_path / "out"), "ByteTokenizer", append_eod=True))
+    expected = [token for text in texts if text for token in (*text.encode(), 256)]
+    assert np.fromfile(tmp_path / "out_text_document.bin", np.uint16).tolist() == expected
