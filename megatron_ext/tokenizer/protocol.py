@@ -1,15 +1,16 @@
 """What every tokenizer offers."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+if TYPE_CHECKING:  # --help and --dry-run do without numpy
+    import numpy as np
 
-from megatron_ext.tokenizer.text import Text
+    from megatron_ext.tokenizer.text import Text
 
 # Texts -> the ids of all, one after another, and the number of ids of each.
 # Raises ValueError or TypeError for a text that cannot be encoded.
-BatchEncoder = Callable[[Sequence[Text]], tuple[np.ndarray, np.ndarray]]
+type BatchEncoder = Callable[[Sequence[Text]], tuple[np.ndarray, np.ndarray]]
 
 
 class Tokenizer(Protocol):
