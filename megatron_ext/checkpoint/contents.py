@@ -18,11 +18,11 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
-from megatron.core.utils import unwrap_model
 
 from megatron_ext.checkpoint import optimizer_state
 from megatron_ext.checkpoint.rows import joined, pieces
 from megatron_ext.checkpoint.saveable import Saveable
+from megatron_ext.model.names import unwrapped
 from megatron_ext.optim.offload import reload_model_params
 from megatron_ext.parallel.rows import RowShard, row_shard
 
@@ -129,6 +129,8 @@ def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, A
 
 def _restore_optimizer(run: Saveable, contents: Contents, loaded: dict[str, Any]) -> None:
     optimizer_state.restore(run.optimizer, run.config.optimizer, contents.names, loaded.get("optimizer", {}))
+    if contents.rows:
+        run.optimizer.reload_model_params()  # from rows to weights
     optimizer_state.set_step_count(run.optimizer, loaded["optimizer_step"])
     if loaded["grad_scaler"]:
         for part in _scaled_parts(run):
@@ -154,7 +156,7 @@ def _tracker() -> Any:
 
 def _chunks(run: Saveable) -> dict[str, Any]:
     """The model chunks without their wrappers, under Megatron-LM's names."""
-    chunks: Any = unwrap_model(list(run.chunks))
+    chunks = unwrapped(run.chunks)
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
 
 
@@ -173,6 +175,9 @@ def _models(run: Saveable) -> Contents:
     for name, shard in rows.items():
         key, _, inner = name.partition(".")
         weight = weights[name]
+        if not shard.local.numel():
+            del state_dict[key][inner]  # an empty entry would be saved, as one of all ranks
+            continue
         state_dict[key][inner] = pieces(weight, shard, shard.local.to(_dtype(run)), weight.key)
     return Contents(state_dict, weights, names, rows)
 

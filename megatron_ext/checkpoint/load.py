@@ -3,6 +3,7 @@
 import pickle
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
     if found is None:
         return None
     try:
-        with no_code_from_files():
+        # Megatron-FSDP's shards stand where the weights are, until a forward pass or this.
+        weights = run.gathered_parameters() if run.config.layout.use_megatron_fsdp else nullcontext()
+        with no_code_from_files(), weights:
             _read(run, found)
     except _UNREADABLE as error:
         raise DataError(

@@ -9,7 +9,7 @@ before the first update, knows only Adam, and gives each class of optimizer keys
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.checkpoint.rows import Pieces, joined, pieces
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.offload import main_parameters, master_of, refresh, rules_of, updated_by
+from megatron_ext.optim.row_shards import RowShards
 from megatron_ext.parallel.rows import row_shard
 
 Contents = dict[str, dict[str, ShardedBase | Pieces]]
@@ -37,7 +38,7 @@ def state_to_save(optimizer: MegatronOptimizer, config: OptimizerConfig, weights
     values, writers = {}, {}
     for part in parts(optimizer):
         initialize_state(part, config)
-        if isinstance(part, DistributedOptimizer):
+        if _is_flat(part):
             gathered = dict(_gather(part, config))
             writers |= {id(parameter): part.data_parallel_group.rank() for parameter in gathered}
         else:
@@ -57,7 +58,7 @@ def state_to_load(optimizer: MegatronOptimizer, config: OptimizerConfig, weights
     for part in parts(optimizer):
         initialize_state(part, config)
         for parameter, tensors in _own_state(part, config):
-            if isinstance(part, DistributedOptimizer):
+            if _is_flat(part):
                 # A shard is a flat range of the weight, which no rectangular cut of the saved tensor gives.
                 tensors = {name: torch.empty(parameter.shape, dtype=torch.float32) for name in tensors}
             values[id(parameter)] = tensors
@@ -82,7 +83,7 @@ def restore(
                             tensor.copy_(joined(shard, loaded[state][names[id(parameter)]]))
                         continue
                     whole = loaded[state][names[id(parameter)]]
-                    if isinstance(part, DistributedOptimizer):
+                    if _is_flat(part):
                         own = part._get_model_param_range_map(parameter)["param"]
                         whole = whole.view(-1)[own.start : own.end]
                     tensor.copy_(whole)
@@ -97,6 +98,11 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 def _rules(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """torch's optimizers in those of megatron-core."""
     return [rule for part in parts(optimizer) for rule in rules_of(part)]
+
+
+def _is_flat(part: MegatronOptimizer) -> TypeGuard[DistributedOptimizer]:
+    """Whether a rank's shard is a flat range of all weights one after another, rather than rows of each."""
+    return isinstance(part, DistributedOptimizer) and not isinstance(part, RowShards)
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
@@ -244,6 +250,8 @@ def _like_weights(values: Mapping[int, Mapping[str, torch.Tensor]], weights: Map
             key = f"optimizer.state.{state}.{weight.key}"
             shard = row_shard(weight.data)
             if shard is not None:
+                if not shard.local.numel():
+                    continue
                 contents.setdefault(state, {})[name] = pieces(weight, shard, tensor, key)
                 continue
             changes: dict[str, Any] = {"key": key, "data": tensor}

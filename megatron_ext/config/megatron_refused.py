@@ -106,9 +106,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "FSDP is not in this version; use --use-distributed-optimizer",
+        "only the plain form of FSDP is supported; use --use-megatron-fsdp or --use-torch-fsdp2 alone",
         """
-        --use-megatron-fsdp, --data-parallel-sharding-strategy N =optim_grads_params,
         --outer-dp-sharding-strategy N =no_shard, --fsdp-manual-registration, --fsdp-double-buffer,
         --fsdp-db-use-persist-buf-on-alloc-fail,
         --megatron-fsdp-main-params-dtype N =fp32, --megatron-fsdp-main-grads-dtype N =auto,

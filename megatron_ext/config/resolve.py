@@ -90,6 +90,8 @@ def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
     if "cp_comm_type" in values:
         kinds = values["cp_comm_type"]
         values["cp_comm_type"] = tuple("all_gather" if kind == "allgather" else kind for kind in kinds)
+    if values.get("use_megatron_fsdp"):
+        _fill(values, "data_parallel_sharding_strategy", "optim_grads_params")
     _resolve_virtual_stages(values)
 
 

@@ -28,6 +28,8 @@ class GPT(GPTModel):
     true_vocab_size: int
     restarts_positions: bool
     """Positions are those of `position_ids`, which begin anew with each document."""
+    reads_output_weight: bool
+    """Whether the output layer's weight is there outside of its own forward pass; under ZeRO-3 it is not."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -77,7 +79,7 @@ class GPT(GPTModel):
         labels: torch.Tensor,
         **_: object,
     ) -> torch.Tensor:
-        if self.pg_collection.tp.size() > 1:
+        if self.pg_collection.tp.size() > 1 or not self.reads_output_weight:
             logits, _ = output_layer(hidden_states, weight=output_weight)
             return self.compute_language_model_loss(labels, logits)
         # With the whole vocabulary at hand, padding is left out rather than masked.
@@ -135,6 +137,7 @@ def _build_chunk(
         rotary = RotaryTable if model.transformer_impl == "local" else ScaledRotaryEmbedding
         gpt.rotary_pos_emb = rotary(model, transformer_config, pg_collection)
     gpt.restarts_positions = config.data.reset_position_ids
+    gpt.reads_output_weight = not config.layout.use_megatron_fsdp
     gpt.true_vocab_size = config.data.vocab_size or model.padded_vocab_size
     if gpt.post_process:
         _mask_vocabulary_padding(gpt, config, pg_collection.tp)

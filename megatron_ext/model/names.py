@@ -5,6 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
+from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.config.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
@@ -33,9 +37,15 @@ def global_named_parameters(
         is the only parameter whose name another stage also yields. A parameter that stacks a matrix of several
         experts has their range in its name, `mlp.experts.4:8.linear_fc1.weight`; see `by_expert`.
     """
-    for chunk in unwrap_model(list(model_chunks)):
+    for chunk in unwrapped(model_chunks):
         for name, parameter in chunk.named_parameters():
             yield _global_name(chunk, name), parameter
+
+
+def unwrapped(model_chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """The chunks without what data parallelism and 16-bit training put around them."""
+    wrappers = (DistributedDataParallel, TorchFullyShardedDataParallel, FullyShardedDataParallel, MegatronFSDP)
+    return unwrap_model(list(model_chunks), (*wrappers, Float16Module))  # pyright: ignore[reportReturnType]
 
 
 def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,7 +13,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.config.schema import Config
-from megatron_ext.optim.fsdp2 import RowShardOptimizer, TorchFSDP
+from megatron_ext.optim.fsdp2 import TorchFSDP
+from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk, MegatronFSDPOptimizer
+from megatron_ext.optim.row_shards import RowShardOptimizer
 
 
 def ddp_config(config: Config) -> DistributedDataParallelConfig:
@@ -21,12 +23,29 @@ def ddp_config(config: Config) -> DistributedDataParallelConfig:
     training, layout = config.training, config.layout
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=training.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
-        use_distributed_optimizer=layout.use_distributed_optimizer,
+        use_distributed_optimizer=layout.use_distributed_optimizer or layout.use_megatron_fsdp,
         num_distributed_optimizer_instances=layout.num_distributed_optimizer_instances,
         bucket_size=layout.ddp_bucket_size,
+        # Without it, megatron-core's FSDP reduces the gradients of no_shard and optim twice.
+        overlap_grad_reduce=layout.overlap_grad_reduce or layout.use_megatron_fsdp,
+        **_megatron_fsdp_settings(config),
     )
+
+
+def _megatron_fsdp_settings(config: Config) -> dict[str, Any]:
+    layout = config.layout
+    if not layout.use_megatron_fsdp:
+        return {}
+    return {
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": layout.data_parallel_sharding_strategy,
+        # fp32 weights are their own masters.
+        "megatron_fsdp_main_params_dtype": None if config.training.params_dtype == "float32" else torch.float32,
+        "megatron_fsdp_main_grads_dtype": torch.float32,
+        # Or the first layers would be gathered, and kept, as soon as a step ends.
+        "fsdp_all_gather_in_start_param_sync": False,
+    }
 
 
 def optimizer_config(config: Config) -> CoreOptimizerConfig:
@@ -49,7 +68,7 @@ def optimizer_config(config: Config) -> CoreOptimizerConfig:
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
         sgd_momentum=optimizer.sgd_momentum,
-        use_distributed_optimizer=config.layout.use_distributed_optimizer,
+        use_distributed_optimizer=config.layout.use_distributed_optimizer or config.layout.use_megatron_fsdp,
         overlap_param_gather=config.layout.overlap_param_gather,
         clip_grad=optimizer.clip_grad,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
@@ -99,6 +118,21 @@ def shard_with_fsdp2(
     return [TorchFSDP(config, transformer_config, settings, chunk, groups, device) for chunk in chunks]
 
 
+def shard_with_megatron_fsdp(
+    chunks: Sequence[torch.nn.Module],
+    config: Config,
+    transformer_config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+) -> list[MegatronFSDPChunk]:
+    """Every model chunk, initialized, in megatron-core's FSDP, and wired into the schedule, or accumulation drifts."""
+    settings = ddp_config(config)
+    wrapped = [MegatronFSDPChunk(transformer_config, settings, chunk, groups, device) for chunk in chunks]
+    transformer_config.no_sync_func = _for_chunks([chunk.no_sync for chunk in wrapped])
+    transformer_config.grad_sync_func = _for_chunks([chunk.start_grad_sync for chunk in wrapped])
+    return wrapped
+
+
 def _for_chunks(functions: list) -> Any:
     """megatron-core wants a function for one model chunk and a list for several."""
     return functions[0] if len(functions) == 1 else functions
@@ -115,11 +149,13 @@ def build_optimizer(
     if config.layout.use_torch_fsdp2:
         settings.bf16 = False  # the shards are fp32, whatever is computed with
     optimizer = get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
+    dtype = getattr(torch, config.training.params_dtype)
+    if config.layout.use_megatron_fsdp:
+        optimizer = ChainedOptimizer([MegatronFSDPOptimizer(optimizer, chunks, dtype, groups)])  # pyright: ignore
     assert isinstance(optimizer, ChainedOptimizer)
     if config.layout.use_torch_fsdp2:
-        dtype = getattr(torch, config.training.params_dtype)
         optimizer = ChainedOptimizer(
-            [RowShardOptimizer(inner, dtype, groups) for inner in optimizer.chained_optimizers]
+            [RowShardOptimizer(inner, dtype, groups) for inner in optimizer.chained_optimizers]  # pyright: ignore
         )
     for inner in optimizer.chained_optimizers:
         if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):

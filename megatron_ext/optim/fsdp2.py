@@ -17,7 +17,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -26,7 +25,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.config.schema import Config
-from megatron_ext.parallel.rows import RowShard, mark, row_shard
+from megatron_ext.optim.row_shards import local_gradient
+from megatron_ext.parallel.rows import RowShard, mark
 
 # Nothing writes into the losses that the model returns, whether they are a view or not.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
@@ -91,12 +91,6 @@ class TorchFSDP(TorchFullyShardedDataParallel):
                 local_gradient(parameter).mul_(scaling_factor)
 
 
-def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's rows of the summed gradient."""
-    assert isinstance(parameter.grad, DTensor)
-    return parameter.grad._local_tensor
-
-
 def _units(module: torch.nn.Module, *, tied: bool) -> list[torch.nn.Module]:
     """What is gathered at a time, inner modules first.
 
@@ -126,44 +120,6 @@ def _rows(parameter: DTensor, groups: ProcessGroupCollection) -> RowShard:
     first = min(group.rank() * -(-rows // group.size()), rows)
     replica = groups.dp_cp.rank() // group.size()
     return RowShard(parameter._local_tensor, first, tuple(parameter.shape), group, replica)
-
-
-class RowShardOptimizer(FP32Optimizer):
-    """megatron-core's fp32 optimizer over the rows of this rank, as plain tensors: torch's optimizers, norms and
-    clipping then do not know of shards.
-
-    Args:
-        optimizer: as megatron-core builds it, over the weights; not yet used.
-        groups: the norm is summed over those ranks that hold one copy of the model together.
-    """
-
-    def __init__(self, optimizer: FP32Optimizer, compute_dtype: torch.dtype, groups: ProcessGroupCollection):
-        super().__init__(optimizer.optimizer, optimizer.config, optimizer.init_state_fn)
-        self.weights: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        self.compute_dtype = compute_dtype
-        self.grad_stats_parallel_group = groups.intra_dist_opt
-        self.tp_group = self.expert_tp_group = groups.tp
-        for group in self.optimizer.param_groups:
-            pairs = [(weight, _optimized(weight)) for weight in group["params"]]
-            group["params"] = [rows for _, rows in pairs]
-            self.weights += pairs
-
-    @torch.no_grad()
-    def prepare_grads(self) -> bool:
-        for weight, rows in self.weights:
-            rows.grad = None if weight.grad is None else local_gradient(weight)
-        return False
-
-
-def _optimized(weight: torch.nn.Parameter) -> torch.Tensor:
-    """The rows of the weight, with the marks by which megatron-core tells copies from parts."""
-    shard = row_shard(weight)
-    assert shard is not None
-    rows: Any = shard.local.detach()
-    for name in ("tensor_model_parallel", "allreduce", "shared"):
-        if hasattr(weight, name):
-            setattr(rows, name, getattr(weight, name))
-    return rows
 
 
 def unsharded_parameters(unit: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -24,7 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MegatronOptimizer
 
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.fsdp2 import RowShardOptimizer
+from megatron_ext.optim.row_shards import RowShards
 
 Group = dict[str, Any]
 """A parameter group of torch."""
@@ -173,7 +173,7 @@ def master_of(part: MegatronOptimizer, main: torch.Tensor) -> torch.Tensor:
 
 def main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """(weight of the model, what the optimizer updates: itself, its fp32 copy, or a flat shard of either)."""
-    if isinstance(part, RowShardOptimizer):
+    if isinstance(part, RowShards):
         yield from part.weights
     elif isinstance(part, DistributedOptimizer):
         for parameter, (group, index) in part.model_param_group_index_map.items():

@@ -23,8 +23,8 @@ class RowShard:
     shape: tuple[int, ...]
     """Of the weight that the ranks hold together: one tensor-parallel rank's shard, as without FSDP."""
 
-    group: torch.distributed.ProcessGroup
-    """The ranks that hold it together."""
+    group: torch.distributed.ProcessGroup | None
+    """The ranks that hold it together; None where this one holds all rows."""
 
     replica: int = 0
     """Which of several equal shards this is, where groups of ranks hold copies of the weight (HSDP)."""
@@ -40,6 +40,8 @@ class RowShard:
         It is a sum with zeros, which is exact, and as good for uneven shards as for even ones. (-0 becomes 0.)
         """
         local = self.local if local is None else local
+        if self.group is None:
+            return local.detach().clone()
         whole = torch.zeros(self.shape, dtype=local.dtype, device=local.device)
         whole[self.first : self.stop] = local.detach()
         torch.distributed.all_reduce(whole, group=self.group)

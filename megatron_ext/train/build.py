@@ -19,7 +19,12 @@ from megatron_ext.device.protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.initialize import initialize
-from megatron_ext.optim.build import build_optimizer, shard_with_fsdp2, wrap_data_parallel
+from megatron_ext.optim.build import (
+    build_optimizer,
+    shard_with_fsdp2,
+    shard_with_megatron_fsdp,
+    wrap_data_parallel,
+)
 from megatron_ext.optim.offload import offload
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.telemetry.timers import Timers
@@ -51,7 +56,10 @@ def build_run(config: Config, device: Device) -> Run:
         if config.training.bf16 or config.training.fp16:
             chunks = [Float16Module(core, chunk) for chunk in chunks]
         initialize(chunks, config, groups)
-        wrapped = wrap_data_parallel(list(chunks), config, core, groups)
+        if config.layout.use_megatron_fsdp:
+            wrapped = shard_with_megatron_fsdp(chunks, config, core, groups, device.torch_device)
+        else:
+            wrapped = wrap_data_parallel(list(chunks), config, core, groups)
     optimizer = build_optimizer(wrapped, config, groups)
     if config.optimizer.optimizer_cpu_offload:
         offload(optimizer, config.optimizer, pin=device.kind == "cuda")

@@ -15,18 +15,23 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.optim.fsdp2 import TorchFSDP, unsharded_parameters
+from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk
 from megatron_ext.resilience.numeric import first_bad
 
 
 class GradientWatch:
     def __init__(self, chunks: Sequence[_BaseDataParallel]):
-        self._names = {id(parameter): name for name, parameter in global_named_parameters(chunks)}
+        self._names: dict[int, str] = {id(parameter): name for name, parameter in global_named_parameters(chunks)}
         self._sums: list[tuple[Any, torch.Tensor]] = []
         self._sums_by_name: dict[str, torch.Tensor] = {}
         self.loss_is_finite = True
         for chunk in chunks:
             if isinstance(chunk, TorchFSDP):
                 self._watch_shards(chunk)
+            elif isinstance(chunk, MegatronFSDPChunk):
+                with chunk.raw_parameters():
+                    for name, weight in global_named_parameters([chunk]):
+                        self._watch(name, weight)
             elif isinstance(chunk, DistributedDataParallel):
                 for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                     bucket_group.start_grad_sync = self._watching(bucket_group, bucket_group.start_grad_sync)
@@ -73,13 +78,12 @@ class GradientWatch:
             )
 
     def _watch(self, name: str, weight: torch.Tensor) -> None:
-        def add(weight: torch.Tensor) -> None:
-            assert weight.grad is not None
-            total = weight.grad.sum(dtype=torch.float32)
+        def add(gradient: torch.Tensor) -> None:
+            total = gradient.sum(dtype=torch.float32)
             known = self._sums_by_name.get(name)
             self._sums_by_name[name] = total if known is None else known + total
 
-        weight.register_post_accumulate_grad_hook(add)
+        _before_other_uses(weight, add)
 
     def _watching(self, bucket_group: Any, start: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(start)
@@ -98,3 +102,19 @@ def _at_first_forward(module: torch.nn.Module, action: Callable[[torch.nn.Module
         action(module)
 
     handle = module.register_forward_pre_hook(run)
+
+
+def _before_other_uses(weight: torch.Tensor, action: Callable[[torch.Tensor], None]) -> None:
+    """Call `action` with every gradient of `weight`, once it is complete and before a wrapper takes it away."""
+
+    def run(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        action(weight.grad)
+
+    others: Any = weight._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    taken = list(others.items()) if others else []
+    if others:
+        others.clear()
+    weight.register_post_accumulate_grad_hook(run)
+    if taken:
+        weight._post_accumulate_grad_hooks.update(taken)  # pyright: ignore[reportAttributeAccessIssue]

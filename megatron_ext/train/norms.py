@@ -18,7 +18,10 @@ def parameters_norm(run: Run) -> float:
             if not is_tied_copy and (run.groups.tp.rank() == 0 or name not in replicated):
                 totals[int(is_of_an_expert(name))] += local_part(parameter).float().square().sum(dtype=torch.float64)
     # The ranks that hold one copy of the model together. Routed experts are divided over others than the rest.
-    sharded = run.config.layout.use_torch_fsdp2
+    layout = run.config.layout
+    sharded = layout.use_torch_fsdp2 or (
+        layout.use_megatron_fsdp and layout.data_parallel_sharding_strategy != "no_shard"
+    )
     torch.distributed.all_reduce(totals[0], group=run.groups.intra_dist_opt if sharded else run.groups.mp)
     torch.distributed.all_reduce(totals[1], group=run.groups.tp_ep_pp)
     return float(totals.sum().sqrt())

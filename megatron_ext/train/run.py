@@ -1,7 +1,7 @@
 """The parts of one run, wired once by `build` and handed to whoever needs them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import Samples
 from megatron_ext.device.protocol import Device
+from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.state import TrainState
@@ -104,6 +105,13 @@ class Run:
         With --overlap-param-gather the optimizer's result is gathered during the next forward pass; whoever
         reads the weights in between (evaluation, saving) would see old ones.
         """
+        if self.config.layout.use_megatron_fsdp:
+            with ExitStack() as stack:
+                for chunk in self.chunks:
+                    if isinstance(chunk, MegatronFSDPChunk):
+                        stack.enter_context(chunk.raw_parameters())
+                yield
+            return
         if not self.config.layout.overlap_param_gather:
             yield
             return

@@ -16,7 +16,9 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import by_expert, global_named_parameters, is_of_an_expert
-from megatron_ext.optim.fsdp2 import TorchFSDP, local_gradient
+from megatron_ext.optim.fsdp2 import TorchFSDP
+from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk
+from megatron_ext.optim.row_shards import local_gradient
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
 from megatron_ext.train.run import Run
@@ -66,7 +68,7 @@ def _shard(run: Run, name: str, tensor: torch.Tensor) -> Shard:
 
 def _reduced_gradients(chunk: _BaseDataParallel) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """With the distributed optimizer each rank's buffer is reduced only in its own shard: fetch the others'."""
-    if isinstance(chunk, TorchFSDP):
+    if isinstance(chunk, TorchFSDP | MegatronFSDPChunk):
         for parameter in chunk.parameters():
             shard = row_shard(parameter)
             assert shard is not None

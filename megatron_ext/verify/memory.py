@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk
 from megatron_ext.optim.offload import host_rules_of, rules_of
 from megatron_ext.parallel.rows import local_part, row_shard
 from megatron_ext.train.run import Run
@@ -46,6 +47,9 @@ def bytes_per_rank(run: Run) -> Bytes:
 
 def _weights(run: Run) -> Iterator[torch.Tensor | None]:
     for chunk in run.chunks:
+        if isinstance(chunk, MegatronFSDPChunk):
+            yield from chunk.held_weights()
+            continue
         yield from (local_part(parameter) for parameter in chunk.parameters())
         for buffer in _buffers(chunk):
             yield buffer.param_data
@@ -53,6 +57,9 @@ def _weights(run: Run) -> Iterator[torch.Tensor | None]:
 
 def _gradients(run: Run) -> Iterator[torch.Tensor | None]:
     for chunk in run.chunks:
+        if isinstance(chunk, MegatronFSDPChunk):
+            yield from chunk.held_gradients()
+            continue
         for parameter in chunk.parameters():
             yield None if row_shard(parameter) is not None else parameter.grad
         for buffer in _buffers(chunk):

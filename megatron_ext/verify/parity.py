@@ -112,6 +112,7 @@ _UNEVEN = {
     ),
 }
 _FSDP2 = "--use-torch-fsdp2"
+_MEGATRON_FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _TWO_COPIES = "--num-distributed-optimizer-instances 2"
 # What data-parallel ranks divide among themselves.
 _SHARDED = {
@@ -121,6 +122,12 @@ _SHARDED = {
     "FSDP2, activations checkpointed": (2, f"{_FSDP2} {_RECOMPUTE} 1 --recompute-method uniform"),
     "TP2 FSDP2": (4, f"--tensor-model-parallel-size 2 {_FSDP2}"),
     "TP2 SP FSDP2": (4, f"{_TP2_SP} {_FSDP2}"),
+    "Megatron-FSDP no_shard": (2, f"{_MEGATRON_FSDP} no_shard"),
+    "Megatron-FSDP optim": (2, f"{_MEGATRON_FSDP} optim"),
+    "Megatron-FSDP optim_grads": (2, f"{_MEGATRON_FSDP} optim_grads"),
+    "Megatron-FSDP optim_grads_params": (2, f"{_MEGATRON_FSDP} optim_grads_params"),
+    "Megatron-FSDP optim_grads_params on 4": (4, f"{_MEGATRON_FSDP} optim_grads_params"),
+    "TP2 SP Megatron-FSDP optim_grads_params": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
     "HSDP 2 x 2, FSDP2": (4, f"{_FSDP2} {_TWO_COPIES}"),
     "HSDP 2 x 2, distributed optimizer": (4, f"--use-distributed-optimizer {_TWO_COPIES}"),
     "HSDP 2 x 2, distributed optimizer, overlap": (4, f"{_OVERLAP} {_TWO_COPIES}"),
@@ -172,6 +179,8 @@ _QUICK = {
     "CP2 DP2 all_gather distributed optimizer, untied",
     "TP2 SP CP2 PP2 all_gather, packed",
     "TP2 SP FSDP2, tied",
+    "Megatron-FSDP optim, untied",
+    "TP2 SP Megatron-FSDP optim_grads_params, tied",
     "HSDP 2 x 2, FSDP2, untied",
     "HSDP 2 x 2, distributed optimizer, untied",
     "PP2, 1 and 3 layers, untied",

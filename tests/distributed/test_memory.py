@@ -42,6 +42,7 @@ def _bytes(runs: list[str]) -> list[tuple[int, Bytes]]:
     return found
 
 
+_MEGATRON_FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 RUNS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     "": (FP32, (1, 1, 1)),
     "--bf16": (BF16, (1, 1, 1)),
@@ -52,6 +53,11 @@ RUNS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     # The shards are the masters.
     "--use-torch-fsdp2 --bf16": (FP32, (4, 4, 4)),
     "--use-torch-fsdp2 --bf16 --num-distributed-optimizer-instances 2": (FP32, (2, 2, 2)),
+    f"{_MEGATRON_FSDP} no_shard --bf16": (BF16, (1, 1, 1)),
+    f"{_MEGATRON_FSDP} optim --bf16": (BF16, (1, 1, 4)),
+    f"{_MEGATRON_FSDP} optim_grads --bf16": (BF16, (1, 4, 4)),
+    f"{_MEGATRON_FSDP} optim_grads_params --bf16": (BF16, (4, 4, 4)),
+    f"{_MEGATRON_FSDP} optim_grads_params --bf16 --untie-embeddings-and-output-weights": (BF16, (4, 4, 4)),
 }
 """By flags: bytes per parameter, and by what 4 ranks divide them."""
 

@@ -19,6 +19,7 @@ LAYOUTS = {
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000",
     ),
     "FSDP2": (2, "--use-torch-fsdp2"),
+    "Megatron-FSDP": (2, "--use-megatron-fsdp"),
     "tensor parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "3D": (
         8,
@@ -61,15 +62,15 @@ def _train(flags: str, bad_rank: int, what: str) -> tuple[str, str, str, int]:
 
 
 def _poison(run: Any, what: str) -> None:
-    from megatron_ext.model.names import global_named_parameters
+    from megatron_ext.model.names import global_named_parameters, unwrapped
 
     if what == "loss":
         run.chunks[-1].module.register_forward_hook(lambda module, inputs, output: output * float("nan"))
         return
     name, parameter = next(named for named in global_named_parameters(run.chunks) if named[0].endswith(what))
-    if run.config.layout.use_torch_fsdp2:
+    if run.config.layout.use_torch_fsdp2 or run.config.layout.use_megatron_fsdp:
         # The gradient goes to the gathered weight, which the module has inside of its forward pass.
-        module = run.chunks[0].module.get_submodule(name.removesuffix(".weight"))
+        module = unwrapped(run.chunks)[0].get_submodule(name.removesuffix(".weight"))
 
         def poison(module: Any, _inputs: Any) -> None:
             module.weight.register_hook(lambda gradient: gradient * float("inf"))

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "bf16, distributed optimizer": (2, [*GPT2, *BF16, *DP2_OVERLAPPED]),
     "fp16, distributed optimizer": (2, [*LLAMA, *FP16, *DP2_OVERLAPPED]),
     "bf16, FSDP2 in two copies": (4, [*LLAMA, *BF16, "--use-torch-fsdp2", *TWO_COPIES]),
+    "fp32, Megatron-FSDP, weights sharded": (2, [*LLAMA, "--use-megatron-fsdp"]),
     "bf16, distributed optimizer in two copies": (4, [*GPT2, *BF16, "--use-distributed-optimizer", *TWO_COPIES]),
     "fp32, TP2 PP2 VPP2 DP2": (8, [*LLAMA, *TP2_PP2_VPP2_DP2]),
     "bf16, TP2 PP2 VPP2 DP2, tied": (8, [*GPT2, *BF16, *TP2_PP2_VPP2_DP2]),

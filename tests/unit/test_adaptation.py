@@ -18,6 +18,7 @@ RUNS = (
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --position-embedding-type rope",
     "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "--use-distributed-optimizer --overlap-grad-reduce --num-distributed-optimizer-instances 2",
+    "--use-megatron-fsdp --bf16",
 )
 
 

@@ -32,6 +32,7 @@ OUR_OWN = {
 OTHER_DEFAULTS: dict[str, tuple[Any, Any, str]] = {
     "--num-query-groups": (None, 1, "resolved: 1 with --group-query-attention as Megatron has it, else the heads"),
     "--transformer-impl": ("local", "transformer_engine", "runs without a build"),
+    "--data-parallel-sharding-strategy": (None, "optim_grads_params", "resolved, where --use-megatron-fsdp reads it"),
     "--distributed-backend": (None, "nccl", "resolved: gloo on CPU processes"),
     "--eval-interval": (1000, None, "Megatron evaluates never or by the interval; here 0 says never"),
     "--moe-router-load-balancing-type": (None, "aux_loss", "the same, read as one of a list"),

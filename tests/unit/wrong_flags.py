@@ -182,6 +182,38 @@ EXAMPLES = {
     "A setting of FSDP2 without FSDP2": Example(
         "--world-size 2 --torch-fsdp2-no-reshard-after-forward", "--use-torch-fsdp2"
     ),
+    "A sharding strategy without Megatron-FSDP": Example(
+        "--world-size 2 --data-parallel-sharding-strategy optim", "--use-megatron-fsdp"
+    ),
+    "Megatron-FSDP with FSDP2": Example(
+        "--world-size 2 --use-megatron-fsdp --use-torch-fsdp2", "--use-torch-fsdp2=false"
+    ),
+    "Megatron-FSDP with the distributed optimizer": Example(
+        "--world-size 2 --use-megatron-fsdp --use-distributed-optimizer", "--use-distributed-optimizer=false"
+    ),
+    "Megatron-FSDP with buckets": Example(
+        "--world-size 2 --use-megatron-fsdp --overlap-grad-reduce", "--overlap-grad-reduce=false"
+    ),
+    "Megatron-FSDP with pipeline stages": Example(
+        "--world-size 4 --use-megatron-fsdp --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"
+    ),
+    "Megatron-FSDP with another optimizer": Example(
+        "--world-size 2 --use-megatron-fsdp --optimizer sgd", "--optimizer adam"
+    ),
+    "Megatron-FSDP with the optimizer on the host": Example(
+        "--world-size 2 --use-megatron-fsdp --optimizer-cpu-offload", "--use-megatron-fsdp=false --use-torch-fsdp2"
+    ),
+    "Megatron-FSDP on Transformer Engine's modules": Example(
+        "--world-size 2 --use-megatron-fsdp --transformer-impl transformer_engine", "--transformer-impl local"
+    ),
+    "Megatron-FSDP that shards nothing, with experts": Example(
+        f"--world-size 2 {_EXPERTS} --num-experts 8 --use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
+        "--data-parallel-sharding-strategy optim",
+    ),
+    "Replicas compared under Megatron-FSDP": Example(
+        "--world-size 2 --use-megatron-fsdp --check-weight-hash-across-dp-replicas-interval 5",
+        "--use-megatron-fsdp=false",
+    ),
     "Optimizer instances that do not divide the data-parallel size": Example(
         "--world-size 6 --use-distributed-optimizer --num-distributed-optimizer-instances 4",
         "--num-distributed-optimizer-instances 3",

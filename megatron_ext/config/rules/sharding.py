@@ -54,10 +54,77 @@ def fsdp2_runs_whole_models_in_bf16_or_fp32(config: Config, facts: Facts) -> Ite
 
 def sharded_weights_have_no_replicas(config: Config, facts: Facts) -> Iterator[str]:
     interval = config.training.check_weight_hash_across_dp_replicas_interval
-    if config.layout.use_torch_fsdp2 and interval is not None:
+    if interval is None:
+        return
+    for flag, given in (
+        ("--use-torch-fsdp2", config.layout.use_torch_fsdp2),
+        ("--use-megatron-fsdp", config.layout.use_megatron_fsdp),
+    ):
+        if given:
+            yield (
+                f"--check-weight-hash-across-dp-replicas-interval {interval} compares whole replicas, and {flag} "
+                "divides every weight; leave --check-weight-hash-across-dp-replicas-interval out"
+            )
+
+
+def megatron_fsdp_is_the_only_sharding(config: Config, facts: Facts) -> Iterator[str]:
+    layout = config.layout
+    if not layout.use_megatron_fsdp:
+        if layout.data_parallel_sharding_strategy is not None:
+            yield (
+                f"--data-parallel-sharding-strategy {layout.data_parallel_sharding_strategy} belongs to "
+                "--use-megatron-fsdp; add that, or leave it out"
+            )
+        return
+    for flag, given in (
+        ("--use-torch-fsdp2", layout.use_torch_fsdp2),
+        ("--use-distributed-optimizer", layout.use_distributed_optimizer),
+    ):
+        if given:
+            yield (
+                "--use-megatron-fsdp divides what --data-parallel-sharding-strategy says, and "
+                f"{flag} would divide it again; keep one of them"
+            )
+    for flag, given in (
+        ("--overlap-grad-reduce", layout.overlap_grad_reduce),
+        ("--overlap-param-gather", layout.overlap_param_gather),
+        ("--ddp-bucket-size", layout.ddp_bucket_size is not None),
+    ):
+        if given:
+            yield f"--use-megatron-fsdp overlaps and divides its traffic by itself, layer by layer; leave {flag} out"
+
+
+def megatron_fsdp_runs_one_stage_with_adam(config: Config, facts: Facts) -> Iterator[str]:
+    layout = config.layout
+    if not layout.use_megatron_fsdp:
+        return
+    stages = layout.pipeline_model_parallel_size
+    if stages > 1:
         yield (
-            f"--check-weight-hash-across-dp-replicas-interval {interval} compares whole replicas, and "
-            "--use-torch-fsdp2 divides every weight; leave --check-weight-hash-across-dp-replicas-interval out"
+            f"--use-megatron-fsdp with --pipeline-model-parallel-size {stages}: megatron-core's FSDP takes all ranks "
+            "for data- and tensor-parallel ones, and knows no stages; use --pipeline-model-parallel-size 1, or "
+            "--use-distributed-optimizer instead of --use-megatron-fsdp"
+        )
+    if config.optimizer.optimizer != "adam":
+        yield (
+            f"--use-megatron-fsdp with --optimizer {config.optimizer.optimizer}: megatron-core's sharded optimizer "
+            "knows Adam alone; use --optimizer adam, or --use-torch-fsdp2 instead of --use-megatron-fsdp"
+        )
+    if config.optimizer.optimizer_cpu_offload:
+        yield (
+            "--use-megatron-fsdp with --optimizer-cpu-offload: the fp32 masters lie in one buffer, of which no part "
+            "can leave the device by itself; use --use-torch-fsdp2 instead of --use-megatron-fsdp"
+        )
+    if config.model.transformer_impl != "local":
+        yield (
+            f"--use-megatron-fsdp with --transformer-impl {config.model.transformer_impl} has not been proved; use "
+            "--transformer-impl local"
+        )
+    if config.model.num_experts is not None and layout.data_parallel_sharding_strategy == "no_shard":
+        yield (
+            f"--data-parallel-sharding-strategy no_shard with --num-experts {config.model.num_experts}: the gradients "
+            "of experts are no replicas where those of the rest are, and there is one norm for both; use "
+            "--data-parallel-sharding-strategy optim, or leave --use-megatron-fsdp out"
         )
 
 
@@ -74,10 +141,10 @@ def optimizer_instances_divide_the_ranks(config: Config, facts: Facts) -> Iterat
             f"--num-distributed-optimizer-instances {instances} with --num-experts {config.model.num_experts} has not "
             "been proved; use --num-distributed-optimizer-instances 1"
         )
-    if not (layout.use_distributed_optimizer or layout.use_torch_fsdp2):
+    if not (layout.use_distributed_optimizer or layout.use_torch_fsdp2 or layout.use_megatron_fsdp):
         yield (
             f"--num-distributed-optimizer-instances {instances} copies sharded state, and nothing is sharded; add "
-            "--use-distributed-optimizer or --use-torch-fsdp2"
+            "--use-distributed-optimizer, --use-torch-fsdp2 or --use-megatron-fsdp"
         )
     if not positive(layout.world_size, layout.model_parallel_size) or layout.world_size % layout.model_parallel_size:
         return  # another rule names that
@@ -93,5 +160,7 @@ RULES = (
     fsdp2_is_the_only_sharding,
     fsdp2_runs_whole_models_in_bf16_or_fp32,
     sharded_weights_have_no_replicas,
+    megatron_fsdp_is_the_only_sharding,
+    megatron_fsdp_runs_one_stage_with_adam,
     optimizer_instances_divide_the_ranks,
 )

@@ -80,6 +80,15 @@ class LayoutConfig:
     torch_fsdp2_no_reshard_after_forward: bool = option(
         False, "With FSDP2, keep a layer's gathered weights until its backward pass: fewer gathers, more memory."
     )
+    use_megatron_fsdp: bool = option(
+        False, "Shard over the data-parallel ranks with megatron-core's FSDP, by --data-parallel-sharding-strategy."
+    )
+    data_parallel_sharding_strategy: str | None = option(
+        None,
+        "With --use-megatron-fsdp: nothing (DDP), optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too "
+        "(ZeRO-3); default optim_grads_params.",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    )
     num_distributed_optimizer_instances: int = option(
         1, "Copies of the sharded state: shard within groups of data-parallel ranks, replicate across them (HSDP)."
     )

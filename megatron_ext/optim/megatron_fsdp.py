@@ -1,0 +1,176 @@
+"""`--use-megatron-fsdp`: megatron-core's own FSDP, by strategy: no_shard (DDP), optim (ZeRO-1), optim_grads (ZeRO-2),
+optim_grads_params (ZeRO-3).
+
+Weights are 16-bit (or fp32) in its buffers, gradients fp32, masters fp32. ZeRO-2 and ZeRO-3 reduce gradients after
+every microbatch. Gradients must be fp32: of others it makes a copy before sequence-parallel norms are summed, and
+throws that sum away when it scales them.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_ext.optim.row_shards import RowShards
+from megatron_ext.parallel.rows import RowShard, mark
+
+
+class MegatronFSDPChunk(FullyShardedDataParallel):
+    """A model chunk, initialized, in megatron-core's FSDP."""
+
+    param_and_grad_buffer: Any
+
+    def __init__(
+        self,
+        transformer_config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: torch.nn.Module,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+    ):
+        self.strategy = ddp_config.data_parallel_sharding_strategy
+        units = _units(module) if self.strategy == "optim_grads_params" else []
+        super().__init__(transformer_config, ddp_config, module, units, device=device, pg_collection=groups)
+        self.finish_grad_sync = self._finish_grad_sync  # megatron-core sets it on the instance, too
+        for sharded in self.sharded_parameters():
+            if hasattr(weight_of(sharded), "allreduce"):
+                sharded.allreduce = weight_of(sharded).allreduce  # megatron-core's mark of an expert
+            mark(sharded, self._rows(sharded, groups))
+            mark(weight_of(sharded), self._rows(sharded, groups))
+
+    def sync_rng_states_across_tp_group(self) -> None:
+        """Not what its name says for us: tensor-parallel ranks would draw the same dropout for different units."""
+
+    def sharded_parameters(self) -> list[Any]:
+        """What the optimizer updates: fp32 masters, or fp32 weights themselves, as DTensors."""
+        return [parameter for _, parameter in self.param_and_grad_buffer.optimizer_named_parameters]
+
+    @contextmanager
+    def raw_parameters(self) -> Iterator[None]:
+        """Inside, the model's parameters are its weights and not their shards; under ZeRO-3 they have no values."""
+        fsdp: Any = self.module
+        fsdp._replace_param_with_raw_if_needed()
+        fsdp.is_param_fsdp_distributed = True  # or asking for a state dict would put the shards back
+        try:
+            yield
+        finally:
+            fsdp.is_param_fsdp_distributed = True  # whatever happened inside, also for the shards put back
+            fsdp._replace_param_with_raw_if_needed()
+
+    def _finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Wait for the reductions; under ZeRO-3 keep nothing that was gathered.
+
+        megatron-core keeps what is in no unit, for other modules might read it. Nobody does between steps, and the next
+        forward pass gathers it anew in any case.
+        """
+        fsdp: Any = self.module
+        fsdp.finish_grad_sync(force_all_reduce)
+        self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        if self.strategy == "optim_grads_params":
+            fsdp: Any = self.module
+            fsdp.all_gather_pipeline.reset(preserve_non_fsdp_units=False)
+
+    def install_rows(self) -> None:
+        """Compute with what has been written into the rows."""
+        fsdp: Any = self.module
+        fsdp.install_optimized_model_weights()
+        self._free_gathered()
+        if self.strategy in ("optim", "optim_grads"):
+            fsdp.start_param_sync(force_sync=True)
+
+    def held_weights(self) -> Iterator[torch.Tensor | None]:
+        """What lies in memory of the weights: the buffers, what is gathered and not yet freed, the modules' own."""
+        for group in self.param_and_grad_buffer.parameter_groups:
+            yield from (weight.data for weight in group.params)
+            yield from _held(group.model_weight_buffer)
+
+    def held_gradients(self) -> Iterator[torch.Tensor | None]:
+        for group in self.param_and_grad_buffer.parameter_groups:
+            yield from _held(group.main_grad_buffer)
+
+    def _rows(self, sharded: Any, groups: ProcessGroupCollection) -> RowShard:
+        weight, local = weight_of(sharded), sharded._local_tensor
+        if self.strategy == "no_shard":
+            return RowShard(local, 0, tuple(weight.shape), None, groups.dp_cp.rank())
+        buffers = self.param_and_grad_buffer
+        group: Any = buffers.parameter_groups[buffers.param_to_param_group[weight]]
+        buffer = group.main_weight_buffer or group.model_weight_buffer
+        shards, copies = (
+            (groups.intra_expt_dp, groups.expt_dp) if group.is_expert_param else (groups.intra_dp_cp, groups.dp_cp)
+        )
+        start, stop = buffer._get_item_slice_in_shard(buffer.param_idx[weight])
+        row = math.prod(weight.shape[1:])
+        assert start % row == 0, "rows are not cut"
+        assert stop - start == local.numel()
+        return RowShard(local, start // row, tuple(weight.shape), shards, copies.rank() // shards.size())
+
+
+def _units(module: torch.nn.Module) -> list[type[torch.nn.Module]]:
+    """Classes of what is gathered at a time, of which those inside another are part of that.
+
+    Tied word embeddings are read at both ends of the forward pass, and are in no unit.
+    """
+    kinds: list[type[torch.nn.Module]] = [TransformerLayer]
+    for part in module.modules():
+        output_layer: Any = getattr(part, "output_layer", None)
+        if output_layer is not None and output_layer.weight is not None:
+            kinds += [LanguageModelEmbedding, type(output_layer)]
+    return kinds
+
+
+def weight_of(sharded: Any) -> torch.nn.Parameter:
+    """The model's weight that a sharded parameter stands for."""
+    return sharded.orig_param
+
+
+def _held(buffer: Any) -> Iterator[torch.Tensor | None]:
+    if buffer is not None:
+        yield buffer.data
+        yield from (bucket.data for bucket in getattr(buffer.temporary_bucket_allocator, "buckets", {}).values())
+
+
+class MegatronFSDPOptimizer(RowShards, DistributedOptimizer):
+    """megatron-core's distributed optimizer, which has a second life for its FSDP, over rows."""
+
+    def __init__(
+        self,
+        optimizer: DistributedOptimizer,
+        chunks: Sequence[MegatronFSDPChunk],
+        compute_dtype: torch.dtype,
+        groups: ProcessGroupCollection,
+    ):
+        super().__init__(
+            optimizer.optimizer,
+            optimizer.config,
+            optimizer.grad_scaler,  # pyright: ignore[reportArgumentType]
+            optimizer.init_state_fn,
+            list(chunks),
+            per_model_buffers={},
+            data_parallel_group=groups.dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=0,
+            distributed_optimizer_instance_id=0,
+        )
+        self.grad_stats_parallel_group = groups.mp if chunks[0].strategy == "no_shard" else groups.intra_dist_opt
+        self.tp_group = self.expert_tp_group = groups.tp
+        self.take_rows(compute_dtype, weight_of)
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        self.attach_gradients()
+
+    def reload_model_params(self, state_dict: None = None) -> None:
+        """The rows are the masters; the weights follow them."""
+        for chunk in self.model_chunks:
+            assert isinstance(chunk, MegatronFSDPChunk)
+            chunk.install_rows()
