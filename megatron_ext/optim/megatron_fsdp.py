@@ -38,7 +38,7 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
         device: torch.device,
     ):
         self.strategy = ddp_config.data_parallel_sharding_strategy
-        units = _units(module) if self.strategy == "optim_grads_params" else []
+        units: Any = _units(module) if self.strategy == "optim_grads_params" else []
         super().__init__(transformer_config, ddp_config, module, units, device=device, pg_collection=groups)
         self.finish_grad_sync = self._finish_grad_sync  # megatron-core sets it on the instance, too
         for sharded in self.sharded_parameters():
@@ -129,7 +129,7 @@ def _units(module: torch.nn.Module) -> list[type[torch.nn.Module]]:
     return kinds
 
 
-def weight_of(sharded: Any) -> torch.nn.Parameter:
+def weight_of(sharded: Any) -> Any:
     """The model's weight that a sharded parameter stands for."""
     return sharded.orig_param
 
