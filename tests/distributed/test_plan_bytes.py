@@ -1,0 +1,102 @@
+"""What ranks really hold and send in a step, against the planner's formulas: layouts, schedules and recomputation.
+
+Held is what autograd holds, at its most, with all microbatches of the schedule in flight. The formulas do not have what is
+of the size of a token and not of its activations: masks and sums of the loss, token ids.
+"""
+
+import pytest
+
+from megatron_ext.verify.ranks import run_ranks
+
+BASE = (
+    "--device cpu --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+    "--global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data --vocab-size 500 --eval-interval 0 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 "
+)
+_TP, _CP, _PP = "--tensor-model-parallel-size 2", "--context-parallel-size 2", "--pipeline-model-parallel-size 2"
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_EXPERTS = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type"
+RUNS = {
+    _TP: 0.02,
+    f"{_TP} --sequence-parallel": 0.02,
+    f"{_TP} --sequence-parallel {_FULL}": 0.02,
+    f"{_CP} --cp-comm-type p2p": 0.02,
+    f"{_CP} --cp-comm-type p2p {_FULL}": 0.02,
+    f"{_CP} --cp-comm-type all_gather": 0.02,
+    f"{_CP} --cp-comm-type a2a": 0.02,
+    _PP: 0.02,
+    f"{_PP} --num-virtual-stages-per-pipeline-rank 2": 0.02,
+    f"{_PP} --recompute-granularity selective --recompute-modules mlp": 0.02,
+    f"{_EXPERTS} alltoall": 0.02,
+    f"{_EXPERTS} allgather": 0.02,
+}
+"""By flags: how far what is held may be from its formula."""
+
+
+def _measured(runs: list[str]) -> list[dict[str, float]]:
+    from megatron_ext import device
+
+    here = device.install("cpu")
+    from megatron.core import parallel_state
+
+    from megatron_ext.plan.activations import Activations
+    from megatron_ext.plan.schedule import most_held, order
+    from megatron_ext.plan.shapes import Shapes
+    from megatron_ext.plan.traffic import sent
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+    from megatron_ext.verify.saved_bytes import HeldForBackward
+    from megatron_ext.verify.traffic import Traffic
+
+    found = []
+    for flags in runs:
+        config = configure((BASE + flags).split()).config
+        run = build_run(config, here)
+        trainer = Trainer(run, [])
+        trainer.step()
+        with HeldForBackward(parameter for chunk in run.chunks for parameter in chunk.parameters()) as held:
+            trainer.step()
+        with Traffic(run.groups) as traffic:
+            trainer.step()
+        stage, shapes, formulas = run.groups.pp.rank(), Shapes(config), Activations(config, fused=False)
+        chunks = [
+            formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=shapes.is_last(stage, chunk))
+            for chunk, layers in enumerate(shapes.counts[stage])
+        ]
+        layout = config.layout
+        works = order(
+            stage,
+            layout.pipeline_model_parallel_size,
+            len(chunks),
+            config.training.global_batch_size // config.training.micro_batch_size // layout.data_parallel_size,
+            layout.microbatch_group_size,
+        )
+        most, _ = most_held(works, [chunk.held for chunk in chunks], [chunk.recomputed for chunk in chunks])
+        found.append(
+            {
+                "held": held.most,
+                "held by formula": most,
+                "left": held.now,
+                "sent": traffic.total,
+                "sent by formula": sum(term.bytes for term in sent(config, stage)),
+            }
+        )
+        run.loaders.close()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[dict[str, float]]]:
+    ranks = run_ranks(2, _measured, list(RUNS))
+    return {flags: [rank[index] for rank in ranks] for index, flags in enumerate(RUNS)}
+
+
+@pytest.mark.parametrize("flags", RUNS)
+def test_ranks_hold_and_send_what_the_formulas_say(flags: str, measured: dict[str, list[dict[str, float]]]) -> None:
+    for found in measured[flags]:
+        assert found["held"] == pytest.approx(found["held by formula"], rel=RUNS[flags])
+        assert found["sent"] == pytest.approx(found["sent by formula"], rel=0.02)
+        assert found["left"] == 0
