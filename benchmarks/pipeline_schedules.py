@@ -26,7 +26,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -50,8 +50,11 @@ class Outcome:
     first_stage_live_formula: float
 
 
-def run_order(order: str, microbatches: int, chunks: int, forward_seconds: float, repeats: int) -> tuple[float, float]:
-    """One rank: the fastest of some steps in seconds, and the most live activations, in whole stages."""
+def run_order(
+    order: str, microbatches: int, chunks: int, forward_seconds: float, repeats: int
+) -> tuple[float, float, list[tuple[bool, int]]]:
+    """One rank: the fastest of some steps in seconds, the most live activations, in whole stages, and the order of the
+    last step's passes: whether each was a forward pass, and of which chunk."""
     import torch
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -66,19 +69,23 @@ def run_order(order: str, microbatches: int, chunks: int, forward_seconds: float
         """The work of one chunk, and a count of the microbatches that it has in flight."""
 
         live = most = 0
+        worked: ClassVar[list[tuple[bool, int]]] = []
 
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.Tensor:  # pyright: ignore
+            ctx.chunk = chunk
+            Sleep.worked.append((True, chunk))
             Sleep.live += 1
             Sleep.most = max(Sleep.most, Sleep.live)
             time.sleep(forward_seconds / chunks)
             return x + weight
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # pyright: ignore
+            Sleep.worked.append((False, ctx.chunk))
             Sleep.live -= 1
             time.sleep(2 * forward_seconds / chunks)
-            return gradient, gradient.sum()
+            return gradient, gradient.sum(), None
 
     class Chunk(torch.nn.Module):
         def __init__(self, config: TransformerConfig, chunk: int | None):
@@ -92,7 +99,7 @@ def run_order(order: str, microbatches: int, chunks: int, forward_seconds: float
 
         def forward(self) -> torch.Tensor:
             x = torch.zeros(1, 1, 8, requires_grad=True) if self.input is None else self.input
-            return Sleep.apply(x, self.weight)  # pyright: ignore[reportReturnType]
+            return Sleep.apply(x, self.weight, self.vp_stage or 0)  # pyright: ignore[reportReturnType]
 
     class AllForwardFirst(P2PCommunicator):
         """megatron-core runs as many forward passes ahead as there are stages to come: here there are many."""
@@ -143,6 +150,7 @@ def run_order(order: str, microbatches: int, chunks: int, forward_seconds: float
     fastest = float("inf")
     for _ in range(repeats):
         torch.distributed.barrier()
+        Sleep.worked.clear()
         start = time.perf_counter()
         if order == "naive":
             for _ in range(microbatches):
@@ -151,7 +159,7 @@ def run_order(order: str, microbatches: int, chunks: int, forward_seconds: float
             step(microbatches)
         torch.distributed.barrier()
         fastest = min(fastest, time.perf_counter() - start)
-    return fastest, Sleep.most / chunks
+    return fastest, Sleep.most / chunks, Sleep.worked
 
 
 def measure(order: str, stages: int, microbatches: int, chunks: int, forward_ms: float, repeats: int) -> Outcome:

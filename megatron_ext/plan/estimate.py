@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.schema import Config
-from megatron_ext.config.state import state_bytes
+from megatron_ext.config.state import sharding, state_bytes
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.flops import forward_flops
 from megatron_ext.plan.hardware import Hardware
@@ -198,7 +198,7 @@ def _data_parallel(
     layout = config.layout
     gathers = sum(time for term, time in stage.data if term.collective == "all-gather")
     sums = sum(time for _, time in stage.data) - gathers
-    if layout.use_torch_fsdp2:
+    if sharding(config) not in ("ddp", "optim"):
         # Layer by layer, beside the layers before and after.
         hidden = min(gathers + sums, microbatches * (forward + backward))
     else:

@@ -66,23 +66,22 @@ def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory
     stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
     microbatches = num_microbatches(config, config.training.global_batch_size)
     few = few_microbatches(stages, len(counts), microbatches, group)
-    in_work = _gradients_of_a_layer(config, formulas, shapes)
-    # The logits are gone before the gradients of the first layer are there.
-    for_a_while = [max(chunk.logits, chunk.recomputed + in_work) for chunk in chunks]
-    most, flight = most_held(
-        order(stage, stages, len(counts), few, group), [chunk.held for chunk in chunks], for_a_while
-    )
-    held = sum(number * (chunk.layers + chunk.rest) for number, chunk in zip(flight, chunks, strict=True))
-    loss = sum(number * chunk.loss for number, chunk in zip(flight, chunks, strict=True))
-    now = most - held - loss
-    logits = chunks[-1].logits if now == chunks[-1].logits else 0.0
+    gradients_of_a_layer = _gradients_of_a_layer(config, formulas, shapes)
+    # Before the gradients of the first layer are there, the logits are gone, and all that the loss held.
+    in_layers = [chunk.recomputed + gradients_of_a_layer - chunk.loss for chunk in chunks]
+    for_a_while = [max(chunk.logits, later) for chunk, later in zip(chunks, in_layers, strict=True)]
+    most = most_held(order(stage, stages, len(counts), few, group), [chunk.held for chunk in chunks], for_a_while)
+    activations = sum(number * (chunk.layers + chunk.rest) for number, chunk in zip(most.flight, chunks, strict=True))
+    loss = sum(number * chunk.loss for number, chunk in zip(most.flight, chunks, strict=True))
+    running = chunks[most.chunk]
+    loss += running.logits if in_layers[most.chunk] < running.logits else -running.loss
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=held,
-        loss=loss + logits,
-        work=now - logits + _gathered(config, formulas, shapes, stage),
+        activations=activations,
+        loss=loss,
+        work=most.bytes - activations - loss + _gathered(config, formulas, shapes, stage),
     )
 
 

@@ -51,25 +51,36 @@ def _table(chunks: int, microbatches: int, group: int) -> list[tuple[int, int]]:
     ]
 
 
-def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequence[float]) -> tuple[float, list[int]]:
-    """The most that a stage holds at any time, and how many microbatches of each chunk it then has in flight.
+class Most(NamedTuple):
+    """The moment at which a stage holds most."""
+
+    bytes: float
+    chunk: int
+    """Whose pass runs."""
+
+    flight: list[int]
+    """Microbatches of each chunk between their forward and their backward pass."""
+
+
+def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequence[float]) -> Most:
+    """The most that a stage holds at any time.
 
     Args:
         held: bytes of one microbatch in each chunk, between its forward and its backward pass.
         for_a_while: further bytes while a chunk's pass runs.
     """
     flight = [0] * len(held)
-    now, most, then = 0.0, -1.0, list(flight)
+    now, most = 0.0, Most(-1.0, 0, flight)
     for work in works:
         if work.forward:
             flight[work.chunk] += 1
             now += held[work.chunk]
-        if now + for_a_while[work.chunk] > most:
-            most, then = now + for_a_while[work.chunk], list(flight)
+        if now + for_a_while[work.chunk] > most.bytes:
+            most = Most(now + for_a_while[work.chunk], work.chunk, list(flight))
         if not work.forward:
             flight[work.chunk] -= 1
             now -= held[work.chunk]
-    return most, then
+    return most
 
 
 def few_microbatches(stages: int, chunks: int, microbatches: int, group: int) -> int:

@@ -145,9 +145,11 @@ class _Stage:
         passes = 2 * self.layers + self.again["mlp"]  # forward and backward
         times = _layers(passes, self.layers)
         if layout.moe_token_dispatcher_type == "allgather":
-            each = passes * (ep * etp - 1) * own
-            yield Term("ep", "all-gather", each, f"m {times} (E e - 1) T")
-            yield Term("ep", "reduce-scatter", each, f"m {times} (E e - 1) T")
+            others = ep * etp - 1
+            # Beside the tokens: which experts each has, forward in bytes, and with which weights, in fp32.
+            weights = 4 * self.microbatches * self.layers * self.tokens / self.tensor * model.num_experts
+            yield Term("ep", "all-gather", others * (passes * own + 1.25 * weights), f"m {times} (E e - 1) T")
+            yield Term("ep", "reduce-scatter", others * (passes * own + weights), f"m {times} (E e - 1) T")
             return
         k = model.moe_router_topk
         yield Term("ep", "all-to-all", 2 * passes * k * (ep - 1) / ep * own, f"2 m {times} k (E-1)/E T")

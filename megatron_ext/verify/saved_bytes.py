@@ -30,8 +30,8 @@ def bytes_held_for_backward(forward: Callable[[], torch.Tensor], without: Iterab
 
 
 class HeldForBackward:
-    """Counts, within its `with` block, the bytes that autograd holds between forward and backward passes: the most at any
-    time, of whole steps, with all microbatches in flight.
+    """Counts, within its `with` block, the bytes that autograd holds between forward and backward passes: the most at
+    any time of whole steps, with all microbatches in flight.
 
     Args:
         without: tensors whose storages do not count: parameters.

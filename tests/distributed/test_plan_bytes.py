@@ -1,7 +1,7 @@
 """What ranks really hold and send in a step, against the planner's formulas: layouts, schedules and recomputation.
 
-Held is what autograd holds, at its most, with all microbatches of the schedule in flight. The formulas do not have what is
-of the size of a token and not of its activations: masks and sums of the loss, token ids.
+Held is what autograd holds, at its most, with all microbatches of the schedule in flight. The formulas leave out a few
+numbers per token (masks and sums of the loss, token ids), and have a rotary table for every microbatch.
 """
 
 import pytest
@@ -18,18 +18,18 @@ _TP, _CP, _PP = "--tensor-model-parallel-size 2", "--context-parallel-size 2", "
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type"
 RUNS = {
-    _TP: 0.02,
-    f"{_TP} --sequence-parallel": 0.02,
-    f"{_TP} --sequence-parallel {_FULL}": 0.02,
-    f"{_CP} --cp-comm-type p2p": 0.02,
-    f"{_CP} --cp-comm-type p2p {_FULL}": 0.02,
-    f"{_CP} --cp-comm-type all_gather": 0.02,
-    f"{_CP} --cp-comm-type a2a": 0.02,
-    _PP: 0.02,
-    f"{_PP} --num-virtual-stages-per-pipeline-rank 2": 0.02,
-    f"{_PP} --recompute-granularity selective --recompute-modules mlp": 0.02,
-    f"{_EXPERTS} alltoall": 0.02,
-    f"{_EXPERTS} allgather": 0.02,
+    _TP: 0.005,
+    f"{_TP} --sequence-parallel": 0.005,
+    f"{_TP} --sequence-parallel {_FULL}": 0.005,
+    f"{_CP} --cp-comm-type p2p": 0.005,
+    f"{_CP} --cp-comm-type p2p {_FULL}": 0.005,
+    f"{_CP} --cp-comm-type all_gather": 0.005,
+    f"{_CP} --cp-comm-type a2a": 0.005,
+    _PP: 0.005,
+    f"{_PP} --num-virtual-stages-per-pipeline-rank 2": 0.005,
+    f"{_PP} --recompute-granularity selective --recompute-modules mlp": 0.005,
+    f"{_EXPERTS} alltoall": 0.05,  # no microbatch loads its experts evenly
+    f"{_EXPERTS} allgather": 0.05,
 }
 """By flags: how far what is held may be from its formula."""
 
@@ -73,7 +73,8 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
             config.training.global_batch_size // config.training.micro_batch_size // layout.data_parallel_size,
             layout.microbatch_group_size,
         )
-        most, _ = most_held(works, [chunk.held for chunk in chunks], [chunk.recomputed for chunk in chunks])
+        again = [max(chunk.recomputed - chunk.loss, 0.0) for chunk in chunks]
+        most = most_held(works, [chunk.held for chunk in chunks], again).bytes
         found.append(
             {
                 "held": held.most,
@@ -98,5 +99,5 @@ def measured() -> dict[str, list[dict[str, float]]]:
 def test_ranks_hold_and_send_what_the_formulas_say(flags: str, measured: dict[str, list[dict[str, float]]]) -> None:
     for found in measured[flags]:
         assert found["held"] == pytest.approx(found["held by formula"], rel=RUNS[flags])
-        assert found["sent"] == pytest.approx(found["sent by formula"], rel=0.02)
+        assert found["sent"] == pytest.approx(found["sent by formula"], rel=0.005)
         assert found["left"] == 0

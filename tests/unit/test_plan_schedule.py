@@ -44,7 +44,7 @@ def test_a_long_step_is_its_beginning_repeated(stages: int, chunks: int, group: 
 def test_in_flight_is_that_of_the_formula(stages: int, microbatches: int, chunks: int) -> None:
     for stage in range(stages):
         works = order(stage, stages, chunks, microbatches, stages)
-        most, flight = most_held(works, [1.0 / chunks] * chunks, [0.0] * chunks)
+        most, _, flight = most_held(works, [1.0 / chunks] * chunks, [0.0] * chunks)
         ahead = stages - stage if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
         assert most == pytest.approx(min(ahead, chunks * microbatches) / chunks)
         assert sum(flight) == min(ahead, chunks * microbatches)
@@ -64,7 +64,9 @@ def test_the_measured_orders() -> None:
             # A busy machine adds some milliseconds to each of a hundred sleeps, and takes none away.
             assert 0.0 <= found["bubble"] - times.bubble < 0.05
             live = [
-                most_held(order(stage, stages, chunks, microbatches, stages), [1 / chunks] * chunks, [0.0] * chunks)[0]
+                most_held(
+                    order(stage, stages, chunks, microbatches, stages), [1 / chunks] * chunks, [0.0] * chunks
+                ).bytes
                 for stage in range(stages)
             ]
             assert live == pytest.approx(found["most_live"])
