@@ -19,16 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext import device
 from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.verify.cases import CASES, MODELS, RECIPE, Case
 from megatron_ext.verify.parity import (
     BF16_FACTOR,
-    CASES,
     CURVE_TOLERANCE,
     FIRST_LOSS_TOLERANCE,
     GRADIENT_TOLERANCE,
-    MODELS,
-    RECIPE,
     STEPS,
-    Case,
     Experiment,
     bf16_distance,
     compare,

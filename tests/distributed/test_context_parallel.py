@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_ext.data.packing import documents_of
+from megatron_ext.verify.cases import MODELS, RECIPE
 from megatron_ext.verify.corpus import write_corpus
-from megatron_ext.verify.parity import MODELS, RECIPE
 from megatron_ext.verify.ranks import run_ranks
 from tests.distributed.test_checkpoint_layouts import FLAGS, _resave, _tensors
 from tests.distributed.test_dropout import DROPOUT, _equal, _masks_of_first_step

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_ext.verify.cases import MODELS, RECIPE, RECOMPUTE
 from megatron_ext.verify.corpus import SEQ_LENGTH, write_corpus
-from megatron_ext.verify.parity import MODELS, RECIPE, RECOMPUTE
 from megatron_ext.verify.ranks import run_ranks
 from megatron_ext.verify.record import Record, record
 

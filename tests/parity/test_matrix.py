@@ -7,8 +7,9 @@ import dataclasses
 
 import pytest
 
+from megatron_ext.verify.cases import CASES, RECIPE, Case
 from megatron_ext.verify.corpus import VALIDATION_SAMPLES
-from megatron_ext.verify.parity import BF16_FACTOR, CASES, RECIPE, STEPS, Case, Experiment, bf16_distance, compare
+from megatron_ext.verify.parity import BF16_FACTOR, STEPS, Experiment, bf16_distance, compare
 from tools.parity_table import fp32_row, row_or_failure
 
 RECOMPUTED = [name for name in CASES if "recompute" in name]

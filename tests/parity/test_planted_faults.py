@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_ext.verify.parity import (
-    CASES,
-    FIRST_LOSS_TOLERANCE,
-    GRADIENT_TOLERANCE,
-    Differences,
-    Experiment,
-    compare,
-)
+from megatron_ext.verify.cases import CASES
+from megatron_ext.verify.parity import FIRST_LOSS_TOLERANCE, GRADIENT_TOLERANCE, Differences, Experiment, compare
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
