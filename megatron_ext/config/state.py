@@ -60,13 +60,15 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
 
     Mixed precision with Adam: 2 (weight) + 4 (fp32 gradient) + 12 (fp32 master and two moments) = 18, and 6 + 12/d
     with the distributed optimizer over d data- times context-parallel ranks (Megatron-LM's documentation of its
-    distributed optimizer). fp16 without --accumulate-allreduce-grads-in-fp32 has 2-byte gradients. fp32 has no master:
-    8 + 8, or 8 + 8/d. SGD keeps one moment, not two. FSDP2's weights are its fp32 masters: (4 + 4 + 8)/d. For a routed
-    expert, d is the expert-data-parallel size. With copies of the sharded state, d is divided by their number.
+    distributed optimizer). fp16 without --accumulate-allreduce-grads-in-fp32 has 2-byte gradients (Megatron-FSDP 4).
+    fp32 has no master: 8 + 8, or 8 + 8/d. SGD keeps one moment, not two. FSDP2's weights are its fp32 masters: (4 + 4
+    + 8)/d. For a routed expert, d is the expert-data-parallel size. With copies of the sharded state, d is divided by
+    their number.
     """
     training, kind = config.training, sharding(config)
     mixed = (training.bf16 or training.fp16) and kind != "fsdp2"
-    gradients = 4 if not mixed or training.accumulate_allreduce_grads_in_fp32 else 2
+    in_fp32 = training.accumulate_allreduce_grads_in_fp32 or config.layout.use_megatron_fsdp
+    gradients = 4 if not mixed or in_fp32 else 2
     moments = 8 if config.optimizer.optimizer == "adam" else 4
     ranks = sharing_ranks(config, expert=expert)
     found = divided(2 if mixed else 4, gradients, moments + (4 if mixed else 0), kind, ranks)
@@ -88,7 +90,7 @@ def sharding(config: Config) -> str:
     layout = config.layout
     if layout.use_torch_fsdp2:
         return "fsdp2"
-    if getattr(layout, "use_megatron_fsdp", False):
-        found = layout.data_parallel_sharding_strategy  # pyright: ignore[reportAttributeAccessIssue]
-        return "ddp" if found == "no_shard" else found
+    strategy = layout.data_parallel_sharding_strategy
+    if layout.use_megatron_fsdp and strategy is not None:
+        return "ddp" if strategy == "no_shard" else strategy
     return "optim" if layout.use_distributed_optimizer else "ddp"

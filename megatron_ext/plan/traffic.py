@@ -82,8 +82,13 @@ class _Stage:
         gathered = {"optim": 1, "optim_grads": 1}.get(self.kind, self.microbatches * self._gathers())
         yield Term(axis, "all-gather", gathered * share * weights, f"{_times(gathered)}(n-1)/n {self.weight}{name}")
         if r > 1:
-            between = reduced * 2 * (r - 1) / r * gradients / n
-            yield Term("between", "all-reduce", between, f"{_times(2 * reduced)}(r-1)/r {gradient}{name}/n")
+            # Megatron-FSDP sums across the copies once a step; under `optim` all of the gradients, not the shard alone.
+            megatron = self.config.layout.use_megatron_fsdp
+            times, whole = 2 if megatron else 2 * reduced, megatron and self.kind == "optim"
+            between = times * (r - 1) / r * gradients / (1 if whole else n)
+            yield Term(
+                "between", "all-reduce", between, f"{_times(times)}(r-1)/r {gradient}{name}{'' if whole else '/n'}"
+            )
 
     def _gathers(self) -> int:
         return 1 if self.config.layout.torch_fsdp2_no_reshard_after_forward else 2

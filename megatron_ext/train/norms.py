@@ -16,12 +16,19 @@ def parameters_norm(run: Run) -> float:
         for name, parameter in global_named_parameters(run.chunks):
             is_tied_copy = getattr(parameter, "shared", False)
             if not is_tied_copy and (run.groups.tp.rank() == 0 or name not in replicated):
-                totals[int(is_of_an_expert(name))] += local_part(parameter).float().square().sum(dtype=torch.float64)
+                totals[int(is_of_an_expert(name))] += (
+                    _computed_with(run, parameter).float().square().sum(dtype=torch.float64)
+                )
     # The ranks that hold one copy of the model together. Routed experts are divided over others than the rest.
     layout = run.config.layout
     sharded = layout.use_torch_fsdp2 or (
         layout.use_megatron_fsdp and layout.data_parallel_sharding_strategy != "no_shard"
     )
     torch.distributed.all_reduce(totals[0], group=run.groups.intra_dist_opt if sharded else run.groups.mp)
-    torch.distributed.all_reduce(totals[1], group=run.groups.tp_ep_pp)
+    torch.distributed.all_reduce(totals[1], group=run.groups.intra_dist_opt if sharded else run.groups.tp_ep_pp)
     return float(totals.sum().sqrt())
+
+
+def _computed_with(run: Run, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's part as the forward pass uses it: rows are kept in fp32, whatever is computed with."""
+    return local_part(parameter).to(run.transformer_config.params_dtype)

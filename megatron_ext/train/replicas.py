@@ -8,10 +8,10 @@ their own. Rounding is no excuse for a difference: every copy began equal and wa
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from megatron_ext.errors import NumericError
 from megatron_ext.model.names import global_named_parameters
+from megatron_ext.parallel.rows import local_part
 from megatron_ext.resilience.weight_hash import weight_hash
 from megatron_ext.train.run import Run
 
@@ -57,7 +57,7 @@ def _differences(named: NamedParameters, group: torch.distributed.ProcessGroup, 
     """What differs between the ranks of `group`, in words: one text per parameter."""
     if group.size() == 1 or not named:
         return []
-    own = torch.stack([weight_hash(_local(parameter)) for _, parameter in named])
+    own = torch.stack([weight_hash(local_part(parameter)) for _, parameter in named])
     gathered = own.new_empty(group.size() * len(own))
     torch.distributed.all_gather_into_tensor(gathered, own, group=group)
     of_ranks = gathered.view(group.size(), len(own))
@@ -69,11 +69,6 @@ def _differences(named: NamedParameters, group: torch.distributed.ProcessGroup, 
         f"{_who_is_wrong(ranks, of_ranks[:, index].tolist())} {named[index][0]} ({what})"
         for index in differs.nonzero().flatten().tolist()
     ]
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank keeps: under FSDP2 its rows, which tensor-parallel ranks have alike."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _who_is_wrong(ranks: Sequence[int], hashes: Sequence[int]) -> str:

@@ -145,22 +145,3 @@ def test_what_shards_saved_goes_to_one_process_and_back_to_others(tmp_path: Path
     _assert_same_tensors(whole, saved)
     other = "--use-torch-fsdp2 --tensor-model-parallel-size 2 --sequence-parallel"
     _assert_same_tensors(_saved((4, other), flags, whole.folder, tmp_path / "other"), saved)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "optim_grads_params",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("no_shard", "optim", "optim_grads")),
-    ],
-)
-def test_what_megatron_fsdp_saved_goes_to_one_process_and_back(strategy: str, tmp_path: Path) -> None:
-    """Rows are divided otherwise than FSDP2's; in the layout that saved them the next losses are equal to the bit."""
-    flags = [*FLAGS, "--bf16", "--global-batch-size", "6"]
-    layout = (3, f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}")
-    saved = _saved(layout, flags, None, tmp_path / "shards")
-    whole = _saved((1, ""), flags, saved.folder, tmp_path / "whole")
-    _assert_same_tensors(whole, saved)
-    back = _saved(layout, flags, whole.folder, tmp_path / "back")
-    _assert_same_tensors(back, saved)
-    assert back.losses == saved.losses

@@ -58,6 +58,15 @@ def test_load_hf_into_stages_that_differ(models: dict[str, Any]) -> None:
     assert _difference(2, flags(uneven, 1, 2), expected) < TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["--use-torch-fsdp2", "--use-megatron-fsdp"])
+@pytest.mark.parametrize("name", ["Llama 3.1", "Qwen2", "GPT-2"])
+def test_load_hf_into_shards(name: str, sharding: str, models: dict[str, Any]) -> None:
+    folder, expected = models[name]
+    for logits in run_ranks(2, our_logits, flags(["--load-hf", str(folder), sharding])):  # all have the same tokens
+        assert (whole_vocabulary([logits]) - expected).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize(("heads", "tp"), [(2, 2), (6, 2), (3, 1), (3, 3)])
 def test_query_groups(heads: int, tp: int, tmp_path: Path) -> None:
     expected = reference_logits(write_model(tmp_path, "Qwen2", num_key_value_heads=heads, intermediate_size=96))

@@ -19,7 +19,11 @@ LAYOUTS = {
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000",
     ),
     "FSDP2": (2, "--use-torch-fsdp2"),
-    "Megatron-FSDP": (2, "--use-megatron-fsdp"),
+    "ZeRO-3": (2, "--use-megatron-fsdp"),
+    "ZeRO-2, several microbatches": (
+        2,
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --bf16",
+    ),
     "tensor parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "3D": (
         8,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_ext.verify.ranks import run_ranks
@@ -47,13 +48,13 @@ def _train(flags: str, good_steps: int, damage: Callable[[Any], None]) -> tuple[
 def _flip(run: Any, wanted: str, index: int = -1) -> None:
     """Flip the lowest bit of one element: the weight stays finite and next to what it was."""
     from megatron_ext.model.names import global_named_parameters
-    from megatron_ext.train.replicas import _local
+    from megatron_ext.parallel.rows import local_part
 
     for name, parameter in global_named_parameters(run.chunks):
         if name == wanted:
             integers = {2: torch.int16, 4: torch.int32}[parameter.element_size()]
             # .data, and not .detach(): behind the back of autograd, as a broken memory cell does it.
-            _local(parameter).data.view(-1)[index : index + 1 or None].view(integers).bitwise_xor_(1)
+            local_part(parameter).data.view(-1)[index : index + 1 or None].view(integers).bitwise_xor_(1)
 
 
 def _flip_on_rank_1(run: Any) -> None:
@@ -129,8 +130,9 @@ def test_experts_are_compared_with_the_replicas_of_experts() -> None:
     assert (exit_code, iteration) == (70, 3)
 
 
-def test_drift_is_found_under_fsdp2_in_the_rows_that_a_rank_keeps() -> None:
-    flags = f"--tensor-model-parallel-size 2 --sequence-parallel --use-torch-fsdp2 {TP} 1"
+@pytest.mark.parametrize("sharding", ["--use-torch-fsdp2", pytest.param("--use-megatron-fsdp", marks=pytest.mark.slow)])
+def test_drift_is_found_in_the_rows_that_a_rank_keeps(sharding: str) -> None:
+    flags = f"--tensor-model-parallel-size 2 --sequence-parallel {sharding} {TP} 1"
     results = run_ranks(4, _train, flags, 3, _drift_on_tensor_parallel_rank_1)
     assert len(set(results)) == 1
     error, exit_code, iteration = results[0]

@@ -41,7 +41,6 @@ TP2_PP2_VPP2_DP2 = shlex.split("""
     --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
     --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer
 """)
-TWO_COPIES = ["--num-distributed-optimizer-instances", "2"]
 
 CASES: dict[str, tuple[int, list[str]]] = {
     "fp32": (1, [*GPT2]),
@@ -53,9 +52,6 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "fp32, distributed optimizer": (2, [*LLAMA, *DP2_OVERLAPPED]),
     "bf16, distributed optimizer": (2, [*GPT2, *BF16, *DP2_OVERLAPPED]),
     "fp16, distributed optimizer": (2, [*LLAMA, *FP16, *DP2_OVERLAPPED]),
-    "bf16, FSDP2 in two copies": (4, [*LLAMA, *BF16, "--use-torch-fsdp2", *TWO_COPIES]),
-    "fp32, Megatron-FSDP, weights sharded": (2, [*LLAMA, "--use-megatron-fsdp"]),
-    "bf16, distributed optimizer in two copies": (4, [*GPT2, *BF16, "--use-distributed-optimizer", *TWO_COPIES]),
     "fp32, TP2 PP2 VPP2 DP2": (8, [*LLAMA, *TP2_PP2_VPP2_DP2]),
     "bf16, TP2 PP2 VPP2 DP2, tied": (8, [*GPT2, *BF16, *TP2_PP2_VPP2_DP2]),
 }
@@ -123,10 +119,7 @@ def _tensors(run: Any) -> Iterator[torch.Tensor]:
                     yield torch.as_tensor(value).reshape(1) if torch.as_tensor(value).ndim == 0 else value
 
 
-SLOW = ("bf16, distributed optimizer in two copies",)
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     world_size, flags = CASES[case]
     flags = [*MODEL, *SCHEDULE, *flags]

@@ -1,0 +1,193 @@
+"""Whatever data-parallel ranks divide: what is saved (in the background too) resumes to the bit, loads in one process,
+and exports to Hugging Face as one process's checkpoint does."""
+
+import filecmp
+import hashlib
+import runpy
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.checkpoint.tensors import Tensors, differences
+from megatron_ext.verify.ranks import run_ranks
+from tests.hf_models import quiet_transformers
+
+quiet_transformers()
+
+convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
+# Three ranks would not divide it evenly; of SwiGLU's first matrix two ranks hold gate and up, four hold halves.
+FLAGS = shlex.split("""
+    --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
+    --seq-length 16 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1
+    --global-batch-size 8 --train-iters 10 --lr 1e-2 --attention-dropout 0.1 --hidden-dropout 0.1 --eval-interval 0
+    --log-num-zeros-in-grad --device cpu
+""")
+UNTIED, BF16, FP16 = ("--untie-embeddings-and-output-weights", "--bf16", "--fp16 --initial-loss-scale 1024")
+EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=48"
+_MEGATRON = "--use-megatron-fsdp --data-parallel-sharding-strategy"
+_COPIES = "--num-distributed-optimizer-instances 2"
+FAST: dict[str, tuple[int, str]] = {
+    "ZeRO-1": (2, f"--use-distributed-optimizer {UNTIED} {BF16}"),
+    "ZeRO-2": (2, f"{_MEGATRON} optim_grads {UNTIED} {BF16}"),
+    "ZeRO-3": (3, f"{_MEGATRON} optim_grads_params {BF16} --global-batch-size 6"),
+    "FSDP2": (3, f"--use-torch-fsdp2 {BF16} --global-batch-size 6"),
+    "HSDP 2 x 2, ZeRO-1": (4, f"--use-distributed-optimizer {_COPIES} {UNTIED} {BF16}"),
+    "HSDP 2 x 2, FSDP2": (4, f"--use-torch-fsdp2 {_COPIES} {UNTIED} {BF16}"),
+}
+SLOW = {
+    "HSDP 2 x 2, ZeRO-3": (4, f"{_MEGATRON} optim_grads_params {_COPIES} {UNTIED} {BF16}"),
+    "HSDP 2 x 2, ZeRO-2": (4, f"{_MEGATRON} optim_grads {_COPIES} {BF16}"),
+    "HSDP 2 x 2, Megatron-FSDP optim": (4, f"{_MEGATRON} optim {_COPIES} {BF16}"),
+    "HSDP 2 x 2, Megatron-FSDP no_shard": (4, f"{_MEGATRON} no_shard {_COPIES} {BF16}"),
+    "Megatron-FSDP no_shard": (2, f"{_MEGATRON} no_shard {UNTIED} {BF16}"),
+    "Megatron-FSDP optim": (2, f"{_MEGATRON} optim {UNTIED} {BF16}"),
+    "ZeRO-2, fp32": (2, f"{_MEGATRON} optim_grads"),
+    "ZeRO-3, fp32": (2, f"{_MEGATRON} optim_grads_params {UNTIED}"),
+    "ZeRO-1, fp16": (2, f"--use-distributed-optimizer {UNTIED} {FP16}"),
+    "ZeRO-2, fp16": (2, f"{_MEGATRON} optim_grads {UNTIED} {FP16}"),
+    "ZeRO-3, fp16": (2, f"{_MEGATRON} optim_grads_params {FP16}"),
+    "ZeRO-3, EP2, expert DP2": (
+        4,
+        f"{_MEGATRON} optim_grads_params --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        f"{EXPERTS} {UNTIED} {BF16}",
+    ),
+    "ZeRO-3, CP2": (4, f"{_MEGATRON} optim_grads_params --context-parallel-size 2 --attention-dropout 0 {UNTIED}"),
+    "ZeRO-3, TP2 SP": (
+        4,
+        f"{_MEGATRON} optim_grads_params --tensor-model-parallel-size 2 --sequence-parallel {UNTIED} {BF16}",
+    ),
+    "FSDP2, CP2": (4, f"--use-torch-fsdp2 --context-parallel-size 2 --attention-dropout 0 {UNTIED} {BF16}"),
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank computed."""
+
+    losses: list[str]
+    grad_norms: list[str]
+    hashes: list[str]
+    """Of this rank's weights and optimizer state: where it was saved or loaded, and at the end."""
+    weights_norm: float
+    """Of all weights, where it was saved or loaded."""
+
+
+def _save_go_on_and_resume(flags: list[str], folder: str) -> tuple[Trace, Trace]:
+    """One rank: the run that goes on after its save, and the one that is resumed from it."""
+    from megatron.core import parallel_state
+
+    from megatron_ext.checkpoint.load import load_checkpoint
+    from megatron_ext.checkpoint.save import Save, save_checkpoint
+    from megatron_ext.train.trainer import Trainer
+
+    run = _build(flags)
+    trainer = Trainer(run, [])
+    _check_the_count_of_zeros(run, trainer)
+    trainer.step()
+    save_checkpoint(run, f"{folder}/now")
+    pending = Save(run, f"{folder}/meanwhile", background=True)
+    uninterrupted = _two_steps(run, trainer)
+    pending.finish()
+    run.loaders.close()
+    parallel_state.destroy_model_parallel()
+
+    run = _build(flags)
+    assert load_checkpoint(run, f"{folder}/meanwhile") == 2
+    return uninterrupted, _two_steps(run, Trainer(run, []))
+
+
+def _build(flags: list[str]) -> Any:
+    from megatron_ext import device
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+
+    return build_run(configure(flags).config, device.install("cpu"))
+
+
+def _check_the_count_of_zeros(run: Any, trainer: Any) -> None:
+    """In the first step: what the optimizer counts in its shards is what is in the whole gradients."""
+    from megatron_ext.verify import gather
+
+    prepare_grads, zeros = run.optimizer.prepare_grads, []
+
+    def count_then_prepare() -> bool:
+        zeros.append(sum(int((shard.values == 0).sum()) for shard in gather.gradients(run)))
+        return prepare_grads()
+
+    run.optimizer.prepare_grads = count_then_prepare
+    result = trainer.step()
+    run.optimizer.prepare_grads = prepare_grads
+    if run.groups.tp.size() == 1:
+        assert result.num_zeros == zeros[0] > 0
+
+
+def _two_steps(run: Any, trainer: Any) -> Trace:
+    from megatron_ext.train.norms import parameters_norm
+
+    hashes, norm = [_hash(run)], parameters_norm(run)
+    results = [trainer.step(), trainer.step()]
+    assert all(result.updated for result in results)
+    return Trace(
+        losses=[result.loss.hex() for result in results],
+        grad_norms=[float(result.grad_norm).hex() for result in results],
+        hashes=[*hashes, _hash(run)],
+        weights_norm=norm,
+    )
+
+
+def _hash(run: Any) -> str:
+    digest = hashlib.sha256()
+    with run.gathered_parameters():
+        for tensor in _tensors(run):
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(run: Any) -> Iterator[torch.Tensor]:
+    from megatron_ext.parallel.rows import local_part
+
+    for chunk in run.chunks:
+        yield from map(local_part, chunk.parameters())
+    for part in run.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            yield from (torch.as_tensor(value).reshape(-1) for _, value in sorted(state.items()))
+
+
+def _to_one_process(flags: list[str], folder: str) -> float:
+    """Load what the ranks saved, and save it; returns the norm of the weights."""
+    from megatron_ext.checkpoint.load import load_checkpoint
+    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.train.norms import parameters_norm
+
+    run = _build(flags)
+    assert load_checkpoint(run, f"{folder}/meanwhile") == 2
+    save_checkpoint(run, f"{folder}/whole")
+    return parameters_norm(run)
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_what_is_sharded_resumes_reshards_and_exports(name: str, tmp_path: Path) -> None:
+    ranks, words = {**FAST, **SLOW}[name]
+    flags = [*FLAGS, *words.split()]
+    for uninterrupted, resumed in run_ranks(ranks, _save_go_on_and_resume, flags, str(tmp_path)):
+        assert resumed == uninterrupted
+        assert resumed.losses[0] != resumed.losses[1]
+    model = f"{UNTIED} {EXPERTS} {BF16} {FP16}".split()
+    one_process = [*FLAGS, *(word for word in words.split() if word in model)]
+    [norm] = run_ranks(1, _to_one_process, one_process, str(tmp_path))
+    assert uninterrupted.weights_norm == pytest.approx(norm, rel=1e-6)
+
+    saved, *others = (Tensors(tmp_path / folder / "iter_0000002") for folder in ("meanwhile", "now", "whole"))
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in saved.names())
+    for other in others:
+        assert list(differences(saved, other)) == []
+    for folder in ("meanwhile", "whole"):
+        exported = str(tmp_path / f"{folder}-hf")
+        assert convert(["to-hf", "--load", str(tmp_path / folder), "--save", exported, "--no-verify"]) == 0
+    assert filecmp.cmp(*(tmp_path / f"{folder}-hf/model.safetensors" for folder in ("meanwhile", "whole")), False)
