@@ -125,6 +125,7 @@ _SHARDED = {
     "ZeRO-3, compiled": (2, f"{_MEGATRON_FSDP} optim_grads_params --torch-compile"),
     "HSDP 2 x 2, ZeRO-2": (4, f"{_MEGATRON_FSDP} optim_grads {_TWO_COPIES}"),
     "HSDP 2 x 2, ZeRO-3": (4, f"{_MEGATRON_FSDP} optim_grads_params {_TWO_COPIES}"),
+    "DP4 distributed optimizer, overlap": (4, _OVERLAP),
     "HSDP 2 x 2, FSDP2": (4, f"{_FSDP2} {_TWO_COPIES}"),
     "HSDP 2 x 2, distributed optimizer": (4, f"--use-distributed-optimizer {_TWO_COPIES}"),
     "HSDP 2 x 2, distributed optimizer, overlap": (4, f"{_OVERLAP} {_TWO_COPIES}"),
