@@ -10,6 +10,7 @@ from megatron_ext.tokenizer.text import LONG
 
 _ROWS = 256  # read at a time
 _BATCH_BYTES = 1 << 24  # of the columns that are read: fewer rows where they are long
+_MOST_BYTES = 1 << 28  # that a batch can take at worst, if the longest rows of a row group stand together
 _BLOCK_BYTES = 1 << 20  # of text in what is handed on, or one row
 
 
@@ -54,10 +55,20 @@ def read_rows(
 
 
 def _rows_at_once(group: Any, columns: Sequence[str]) -> int:
-    """Rows whose values are about _BATCH_BYTES, by the mean of the row group."""
-    parts = [group.column(number) for number in range(group.num_columns)]
-    size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema in columns)
-    return max(1, min(_ROWS, _BATCH_BYTES * group.num_rows // max(1, size)))
+    """Rows whose values are about _BATCH_BYTES by the mean of the row group, and never more than _MOST_BYTES or a row.
+
+    A row group does not say how long its rows are, only how many bytes all have together. As they are stored, no value
+    has more than that; but many rows can be a reference to one value, or to the beginning of the one before.
+    """
+    parts = [part for part in map(group.column, range(group.num_columns)) if part.path_in_schema in columns]
+    size = max(1, sum(part.total_uncompressed_size for part in parts))
+    rows = max(1, min(_ROWS, _BATCH_BYTES * group.num_rows // size))
+    if all(_STORED_AS_THEY_ARE.issuperset(part.encodings) for part in parts):
+        return rows if size <= _MOST_BYTES else 1
+    return max(1, min(rows, _MOST_BYTES // size))
+
+
+_STORED_AS_THEY_ARE = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_LENGTH_BYTE_ARRAY"}
 
 
 def _blocks(batch: Any, first: int) -> Iterator[tuple[list[dict[str, Any]], int, int]]:

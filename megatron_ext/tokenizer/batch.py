@@ -15,19 +15,30 @@ import numpy as np
 
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.library import LibraryTokenizer
+from megatron_ext.tokenizer.null import NullTokenizer
 from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer
 from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
 from megatron_ext.tokenizer.text import LONG, Text, as_string, between_words
 from megatron_ext.tokenizer.tiktoken import TikTokenizer
 from megatron_ext.tokenizer.unassigned import Guarded
 
+# Bytes of the longest text that a tokenizer gets as a whole. The library `tokenizers` takes 150 times the bytes of a
+# text, sentencepiece 35 times, a list of ids some 20 times; where 1 GB is not enough, an error is better than a kill.
+_LONGEST = {SentencePieceTokenizer: 12 << 20, ByteTokenizer: 32 << 20, NullTokenizer: 32 << 20}  # else LONG
+
 
 def plain_encoder(tokenizer: Tokenizer) -> BatchEncoder:
     """One text after another through `tokenizer.encode`: the reference, for every tokenizer."""
     can_be_cut = _can_be_cut(tokenizer)
+    longest = next((size for kind, size in _LONGEST.items() if isinstance(tokenizer, kind)), LONG)
 
     def encode_one(text: Text) -> np.ndarray:
-        # The libraries take a hundred times the bytes of a text.
+        if len(text) > longest and not can_be_cut:
+            raise ValueError(
+                f"{len(text) / 1e6:.1f} MB are too long for {tokenizer.identity()['type']}, which takes many times the "
+                f"bytes of a text (at most {longest / 1e6:.1f} MB keep it below 1 GB), and the ids could change if it "
+                "were cut here. Split the document, or leave it out with --on-error skip"
+            )
         if can_be_cut and len(text) > LONG:
             return np.concatenate([np.asarray(tokenizer.encode(piece), np.uint32) for piece in between_words(text)])
         # int64, so that an id out of any range arrives as it is.

@@ -1,13 +1,16 @@
 """Long texts: the same bytes as short ones, in bounded memory."""
 
+import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +21,14 @@ import pytest
 
 from megatron_ext.data import documents, long_texts, parquet, workers
 from megatron_ext.data.documents import Record
+from megatron_ext.data.inputs import find_files
 from megatron_ext.data.long_texts import split_strings
 from megatron_ext.data.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer import batch, text
 from megatron_ext.tokenizer.batch import plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
 from megatron_ext.tokenizer.text import beginning, between_words, in_pieces
 from megatron_ext.verify.process_tree import Measured, measure
 
@@ -170,16 +175,78 @@ def test_long_documents_have_the_bytes_of_short_ones(tmp_path: Path, kind: str, 
     assert np.fromfile(tmp_path / "out_text_document.bin", np.uint16).tolist() == expected
 
 
-def run_with_a_line(folder: Path, megabytes: int, ending: str, *flags: str) -> Measured:
+@pytest.mark.usefixtures("long_is_short")
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_can_neither_be_held_nor_cut_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, normalizing: str
+):
+    monkeypatch.setattr(batch, "_LONGEST", {SentencePieceTokenizer: 200})
+    kinds = {
+        "HuggingFaceTokenizer": (normalizing, 100),
+        "SentencePieceTokenizer": (str(GOLDEN / "spm_unigram.model"), 200),
+    }
+    for kind, (model, longest) in kinds.items():
+        texts = ["short", SENTENCE * 7, "a" * longest, "last"]
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+        job = EncodeJob(
+            (str(tmp_path / "in.jsonl"),), str(tmp_path / "out"), kind, model, fast_tokenizer=False, workers=count
+        )
+        with pytest.raises(
+            DataError, match=rf"in\.jsonl:2: the text cannot be encoded: 0\.0 MB are too long for {kind}"
+        ):
+            encode_files(job)
+        progress = encode_files(dataclasses.replace(job, on_error="skip"))
+        assert (progress.documents, progress.skipped) == (3, 1)
+
+
+@pytest.fixture
+def normalizing(tmp_path: Path) -> str:
+    """A tokenizer with a normalizer, whose texts cannot be cut."""
+    folder = tmp_path / "normalizing"
+    shutil.copytree(GOLDEN / "hf_bpe", folder)
+    model = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**model, "normalizer": {"type": "NFC"}}))
+    return str(folder)
+
+
+def test_long_rows_that_stand_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(parquet, "_MOST_BYTES", 100_000)
+    texts = ["short"] * 2000 + ["long " * 4000] * 60 + ["short"] * 2000
+    for name, options in {"equal": {}, "plain": {"use_dictionary": False}, "delta": DELTA}.items():
+        path = tmp_path / f"{name}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, **options)
+        assert pyarrow.parquet.ParquetFile(path).num_row_groups == 1
+        read = pyarrow.parquet.ParquetFile.iter_batches
+        most = 0
+
+        def measured(*arguments, read=read, **named) -> Iterator[pyarrow.RecordBatch]:
+            nonlocal most
+            for rows in read(*arguments, **named):
+                most = max(most, rows.nbytes)
+                yield rows
+
+        monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", measured)
+        (file,) = find_files([str(path)])
+        found = [row["text"] for rows, _, _ in parquet.read_rows(file, ["text"]) for row in rows]
+        monkeypatch.undo()
+        monkeypatch.setattr(parquet, "_MOST_BYTES", 100_000)
+        assert found == texts, name
+        assert 20_000 < most < 110_000, name
+
+
+DELTA = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+
+
+def run_with_a_line(folder: Path, megabytes: int, ending: str, *flags: str, exit_code: int = 0) -> Measured:
     with open(folder / "in.jsonl", "w", encoding="utf-8") as file:
         file.write('{"text": "short"}\n{"text": "')
         file.writelines(SENTENCE * 1000 for _ in range(megabytes * 1000 // len(SENTENCE)))
         file.write(ending + '"}\n')
     command = [sys.executable, str(TOOL), "--input", "in.jsonl", "--output-prefix", "out", "--append-eod", *flags]
     measured = measure(command, cwd=str(folder))
-    assert measured.exit_code == 0, measured.output
+    assert measured.exit_code == exit_code, measured.output
     (folder / "in.jsonl").unlink()
-    (folder / "out_text_document.bin").unlink()
+    (folder / "out_text_document.bin").unlink(missing_ok=exit_code != 0)
     return measured
 
 
@@ -199,6 +266,31 @@ def test_memory_with_a_line_of_10_megabytes(tmp_path: Path, flags: list[str]):
 def test_memory_with_a_line_of_100_megabytes(tmp_path: Path, workers: str, ending: str):
     for flags in (HF, ["--tokenizer-type", "ByteTokenizer"]):
         assert run_with_a_line(tmp_path, 100, ending, *flags, "--workers", workers).peak_bytes < 1e9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["1", "7"])
+def test_a_line_of_100_megabytes_that_cannot_be_cut(tmp_path: Path, workers: str, normalizing: str):
+    unigram = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(GOLDEN / "spm_unigram.model")]
+    plain = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", normalizing, "--plain-tokenizer"]
+    for flags in (unigram, plain):
+        measured = run_with_a_line(tmp_path, 100, "a", *flags, "--workers", workers, exit_code=65)
+        assert "error: in.jsonl:2: the text cannot be encoded: 100.0 MB are too long" in measured.output
+        assert measured.peak_bytes < 1e9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["equal", "plain", "delta"])
+def test_memory_with_a_cluster_of_long_rows(tmp_path: Path, kind: str):
+    texts = [f"{n} row" for n in range(20_000)] + [SENTENCE * 200_000 + str(n % 7) for n in range(120)]  # 9 MB each
+    options = {"equal": {}, "plain": {"use_dictionary": False}, "delta": DELTA}[kind]
+    schema = pyarrow.schema({"text": pyarrow.large_string()})
+    table = pyarrow.table({"text": texts}, schema)
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet", row_group_size=len(texts), **options)
+    command = [sys.executable, str(TOOL), "--input", "in.parquet", "--output-prefix", "out", *HF]
+    measured = measure(command, cwd=str(tmp_path))
+    assert measured.exit_code == 0, measured.output
+    assert measured.peak_bytes < 1e9
 
 
 @pytest.mark.slow
