@@ -10,7 +10,7 @@ from megatron_ext.tokenizer.text import LONG
 
 _ROWS = 256  # read at a time
 _BATCH_BYTES = 1 << 24  # of the columns that are read: fewer rows where they are long
-_MOST_BYTES = 1 << 28  # that a batch can take at worst, if the longest rows of a row group stand together
+_MOST_BYTES = 1 << 26  # that a batch can take at worst, if the longest rows of a row group stand together
 _BLOCK_BYTES = 1 << 20  # of text in what is handed on, or one row
 
 

@@ -20,7 +20,7 @@ from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer
 from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
 from megatron_ext.tokenizer.text import LONG, Text, as_string, between_words
 from megatron_ext.tokenizer.tiktoken import TikTokenizer
-from megatron_ext.tokenizer.unassigned import Guarded
+from megatron_ext.tokenizer.unassigned import Guarded, joined
 
 # Bytes of the longest text that a tokenizer gets as a whole. The library `tokenizers` takes 150 times the bytes of a
 # text, sentencepiece 35 times, a list of ids some 20 times; where 1 GB is not enough, an error is better than a kill.
@@ -52,14 +52,6 @@ def plain_encoder(tokenizer: Tokenizer) -> BatchEncoder:
 
 def _can_be_cut(tokenizer: Tokenizer) -> bool:
     return isinstance(tokenizer, (LibraryTokenizer, TikTokenizer)) and tokenizer.splits_between_words()
-
-
-def joined(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of texts one after another, and the number of each; nothing is copied where there is one text."""
-    lengths = np.array([len(one) for one in ids], np.int64)
-    if len(ids) == 1:
-        return ids[0], lengths
-    return np.concatenate(ids) if len(ids) else np.zeros(0, np.int64), lengths
 
 
 def fast_encoder(tokenizer: Tokenizer) -> BatchEncoder:

@@ -49,6 +49,14 @@ def _look_up(text: str) -> np.ndarray:
     return found
 
 
+def joined(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of texts one after another, and the number of each; nothing is copied where there is one text."""
+    lengths = np.array([len(one) for one in ids], np.int64)
+    if len(ids) == 1:
+        return ids[0], lengths
+    return np.concatenate(ids) if len(ids) else np.zeros(0, np.int64), lengths
+
+
 class Guarded:
     """The fast encoder, but the reference for characters that are younger than Python's Unicode tables.
 
@@ -70,8 +78,8 @@ class Guarded:
         ids, lengths = self._encoder(["" if n in guarded else text for n, text in enumerate(texts)])
         pieces = np.split(ids, np.cumsum(lengths)[:-1])
         for n in guarded:
-            pieces[n] = self._encode_guarded(texts[n])
-        return np.concatenate(pieces), np.array([len(piece) for piece in pieces], np.int64)
+            pieces[n] = self._encode_guarded(texts[n]).astype(np.uint32, copy=False)
+        return joined(pieces)
 
     def _encode_guarded(self, text: Text) -> np.ndarray:
         if not self._can_be_cut:
@@ -80,5 +88,5 @@ class Guarded:
         for long_piece in between_words(text):  # so that a long text is not a million short ones at a time
             for is_guarded, run in itertools.groupby(between_words(long_piece, _PIECE), has_unassigned):
                 encoder = self._reference if is_guarded else self._encoder
-                parts.append(encoder(["".join(run)])[0])
+                parts.append(encoder(["".join(run)])[0].astype(np.uint32, copy=False))  # int64 would be all of them
         return np.concatenate(parts)

@@ -286,7 +286,9 @@ def test_memory_with_a_cluster_of_long_rows(tmp_path: Path, kind: str):
     options = {"equal": {}, "plain": {"use_dictionary": False}, "delta": DELTA}[kind]
     schema = pyarrow.schema({"text": pyarrow.large_string()})
     table = pyarrow.table({"text": texts}, schema)
-    pyarrow.parquet.write_table(table, tmp_path / "in.parquet", row_group_size=len(texts), **options)
+    pyarrow.parquet.write_table(
+        table, tmp_path / "in.parquet", row_group_size=len(texts), write_batch_size=1, **options
+    )
     command = [sys.executable, str(TOOL), "--input", "in.parquet", "--output-prefix", "out", *HF]
     measured = measure(command, cwd=str(tmp_path))
     assert measured.exit_code == 0, measured.output
