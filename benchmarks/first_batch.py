@@ -6,8 +6,9 @@
 The corpus is synthetic: a .bin that is one large hole (2 TB that take no disk, all tokens 0) and a whole .idx. Each
 line is a process of its own. The clock starts when the imports are done and covers opening and checking the files,
 building or mapping the sample order, a validation split, and reading 8 samples. "without torch" reads the samples with
-the training's dataset; the others read them with the training's loader, as torch tensors. The result is written to
---output as JSON, with machine and date.
+the training's dataset; the others read them with the training's loader, as torch tensors. "all of a training" has
+imported what pretrain_gpt.py has, so that the difference of the two memory figures is what the data adds to a
+training's process. The result is written to --output as JSON, with machine and date.
 """
 
 import argparse
@@ -68,14 +69,18 @@ def resident(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def first_batch(prefix: str, order: str, samples: int, seq_length: int, torch_free: bool) -> dict[str, Any]:
+def first_batch(prefix: str, order: str, samples: int, seq_length: int, imports: str) -> dict[str, Any]:
     """What one process measures."""
+    torch_free = imports == "no torch"
     if not torch_free:
         from megatron_ext import device
 
         device.install("cpu")
         importlib.import_module("megatron_ext.data.loader")
         importlib.import_module("megatron_ext.data.shuffled" if order == "shuffled" else "torch")
+        if imports == "all":
+            for module in ("build", "trainer", "datasets", "callbacks.standard", "callbacks.memory_history"):
+                importlib.import_module(f"megatron_ext.train.{module}")
     imported, before = time.perf_counter(), resident("VmRSS")
     config = Config(
         model=ModelConfig(seq_length=seq_length),
@@ -105,9 +110,9 @@ def first_batch(prefix: str, order: str, samples: int, seq_length: int, torch_fr
     }
 
 
-def measure(name: str, order: str, options: argparse.Namespace, *, torch_free: bool = False) -> dict[str, Any]:
+def measure(name: str, order: str, options: argparse.Namespace, imports: str = "loader") -> dict[str, Any]:
     command = [sys.executable, __file__, options.folder, "--samples", str(options.samples), "--child", order]
-    command += ["--seq-length", str(options.seq_length)] + (["--torch-free"] if torch_free else [])
+    command += ["--seq-length", str(options.seq_length), "--imports", imports]
     started = time.perf_counter()
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     seconds = time.perf_counter() - started
@@ -115,7 +120,7 @@ def measure(name: str, order: str, options: argparse.Namespace, *, torch_free: b
         sys.exit(result.stderr)
     found = {"name": name, **json.loads(result.stdout.splitlines()[-1]), "seconds_of_the_process": seconds}
     print(
-        f"{name:24} {found['seconds_to_first_batch']:8.2f} s to the first batch (the whole process {seconds:.1f} s)  "
+        f"{name:26} {found['seconds_to_first_batch']:8.2f} s to the first batch (the whole process {seconds:.1f} s)  "
         f"peak {found['peak_resident_MB']:.0f} MB, of which {found['resident_MB_after_imports']:.0f} after imports",
         flush=True,
     )
@@ -132,13 +137,13 @@ def main() -> None:
     add("--skip-shuffled", action="store_true", help="do not measure megatron-core's order")
     add("--output", default=f"benchmarks/results/first_batch-{datetime.now():%Y-%m-%d}.json")
     add("--child", help=argparse.SUPPRESS)
-    add("--torch-free", action="store_true", help=argparse.SUPPRESS)
+    add("--imports", choices=("no torch", "loader", "all"), default="loader", help=argparse.SUPPRESS)
     options = parser.parse_args()
     prefix = Path(options.folder) / "trillion"
     if options.child:
         # The training split is 999 of 1,000 documents; the run takes as many samples as it has.
         samples = options.samples * 998 // 1000
-        print(json.dumps(first_batch(str(prefix), options.child, samples, options.seq_length, options.torch_free)))
+        print(json.dumps(first_batch(str(prefix), options.child, samples, options.seq_length, options.imports)))
         return
     prefix.parent.mkdir(parents=True, exist_ok=True)
     tokens = options.samples * options.seq_length + 1
@@ -146,8 +151,9 @@ def main() -> None:
     size = Path(f"{prefix}.idx").stat().st_size
     print(f"{tokens:,} tokens in {documents:,} documents, an index of {size / 1e6:.0f} MB")
     results = [
-        measure("formula, without torch", "formula", options, torch_free=True),
+        measure("formula, without torch", "formula", options, "no torch"),
         measure("formula", "formula", options),
+        measure("formula, all of a training", "formula", options, "all"),
     ]
     if not options.skip_shuffled:
         shutil.rmtree(prefix.parent / "cache", ignore_errors=True)

@@ -40,9 +40,14 @@ def plain_encoder(tokenizer: Tokenizer) -> BatchEncoder:
                 "were cut here. Split the document, or leave it out with --on-error skip"
             )
         if can_be_cut and len(text) > LONG:
-            return np.concatenate([np.asarray(tokenizer.encode(piece), np.uint32) for piece in between_words(text)])
+            return np.concatenate([to_array(piece).astype(np.uint32, copy=False) for piece in between_words(text)])
+        return to_array(as_string(text))
+
+    def to_array(text: str) -> np.ndarray:
+        if isinstance(tokenizer, (SentencePieceTokenizer, TikTokenizer)):
+            return tokenizer.encode_to_array(text)
         # int64, so that an id out of any range arrives as it is.
-        return np.asarray(tokenizer.encode(as_string(text)), dtype=np.int64)
+        return np.asarray(tokenizer.encode(text), dtype=np.int64)
 
     def encode(texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
         return joined([encode_one(text) for text in texts])

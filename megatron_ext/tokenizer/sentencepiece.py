@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megatron_ext.errors import ConfigurationError
 
 
@@ -36,7 +38,18 @@ class SentencePieceTokenizer:
         self._digest = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return self._processor.encode_as_ids(text)
+        try:
+            return self._processor.encode_as_ids(text)
+        except RuntimeError:
+            text.encode("utf-8")  # a lone surrogate: UnicodeEncodeError, as the protocol says
+            raise
+
+    def encode_to_array(self, text: str) -> np.ndarray:
+        """As `encode`, without a list of Python's integers, which takes as long as the encoding."""
+        try:
+            return self._processor.encode_as_numpy(text)
+        except (AttributeError, RuntimeError):  # an older sentencepiece, or a lone surrogate
+            return np.asarray(self.encode(text), np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode_ids(list(ids))

@@ -13,6 +13,8 @@ import hashlib
 import json
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.library import read_file
 
@@ -108,6 +110,13 @@ class TikTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode(text, allowed_special=self._special, disallowed_special=())
+
+    def encode_to_array(self, text: str) -> np.ndarray:
+        """As `encode`, without a list of Python's integers."""
+        try:
+            return self._encoding.encode_to_numpy(text, allowed_special=self._special, disallowed_special=())
+        except UnicodeEncodeError:  # encode() has an answer to a lone surrogate
+            return np.asarray(self.encode(text), np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(list(ids))

@@ -14,6 +14,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_ext.data import encode
 from megatron_ext.data.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.tokenizer.batch import plain_encoder, probe_texts
+from megatron_ext.tokenizer.build import build_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
 TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
@@ -227,3 +229,23 @@ def test_ends_of_long_and_of_short_documents(tmp_path: Path, monkeypatch: pytest
     encode_files(EncodeJob((str(tmp_path / "in.jsonl"),), str(tmp_path / "out"), "ByteTokenizer", append_eod=True))
     expected = [token for text in texts if text for token in (*text.encode(), 256)]
     assert np.fromfile(tmp_path / "out_text_document.bin", np.uint16).tolist() == expected
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "model"), [("SentencePieceTokenizer", "spm_unigram.model"), ("HuggingFaceTokenizer", "hf_bpe")]
+)
+def test_a_lone_surrogate_is_named_whatever_the_tokenizer(tmp_path: Path, kind: str, model: str, fast: bool):
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "good"}\n{"text": "a \\ud800 b"}\n')
+    job = EncodeJob(
+        (str(tmp_path / "in.jsonl"),), str(tmp_path / "out"), kind, str(GOLDEN / model), fast_tokenizer=fast
+    )
+    with pytest.raises(DataError, match=r"in\.jsonl:2: the text cannot be encoded: .*surrogates not allowed"):
+        encode_files(job)
+
+
+def test_arrays_of_ids_are_the_lists(tmp_path: Path):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(GOLDEN / "spm_unigram.model"))
+    encode_plainly = plain_encoder(tokenizer)
+    for text in probe_texts(tokenizer, 300, 21):
+        assert encode_plainly([text])[0].tolist() == tokenizer.encode(text)
