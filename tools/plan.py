@@ -5,8 +5,8 @@
 
 Tries every layout that pretrain_gpt.py accepts: TP inside a node with SP, CP, PP and its chunks, EP, DDP, ZeRO-1 and
 FSDP2, micro batches and recomputation. A layout flag that is given stays as it is. Memory is formula; times are
-estimates from data sheets and --efficiency, and are there to compare layouts by. Exit codes: 0 something fits, 1
-nothing does (the last lines say what would), 64 the flags cannot work.
+estimates from data sheets, --efficiency and --link-efficiency, to compare layouts by. Exit codes: 0 something fits,
+1 nothing does (the last lines say what would), 64 the flags cannot work.
 """
 
 import argparse
@@ -21,8 +21,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import report
 from megatron_ext.plan.choices import flags
-from megatron_ext.plan.estimate import Machine
-from megatron_ext.plan.hardware import TABLE, hardware
+from megatron_ext.plan.hardware import TABLE, Machine, hardware
 from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import fewest_ranks, search, simpler_layouts
 from megatron_ext.train.configure import gather_facts
@@ -51,7 +50,7 @@ def main(argv: list[str]) -> int:
         intra_node_gb_s=options.intra_node_gb_s,
         inter_node_gb_s=options.inter_node_gb_s,
     )
-    machine = Machine(devices, options.gpus_per_node, options.efficiency)
+    machine = Machine(devices, options.gpus_per_node, options.efficiency, options.link_efficiency)
     values = {name: value for name, value in typed.values.items() if name != "world_size"}
     asked = question(values, gather_facts(typed), world_size, machine, options.memory_share)
     answer = search(asked, options.number)
@@ -89,6 +88,9 @@ def _parser() -> ToolParser:
     parser.add_argument(
         "--efficiency", type=float, default=0.5, help="share of the peak that matrix products reach: yours"
     )
+    parser.add_argument(
+        "--link-efficiency", type=float, default=0.8, help="share of a link that collectives reach: yours"
+    )
     parser.add_argument("--peak-tflops", type=float, metavar="X", help="of dense matrices; default the table's")
     parser.add_argument("--memory-gb-s", type=float, metavar="X", help="memory bandwidth; default the table's")
     parser.add_argument(
@@ -106,7 +108,7 @@ def _above_zero(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         if isinstance(value, int | float) and not value > 0:
             raise ConfigurationError(f"--{name.replace('_', '-')} {value} is not above 0")
-    for name in ("efficiency", "memory_share"):
+    for name in ("efficiency", "link_efficiency", "memory_share"):
         if getattr(options, name) > 1:
             raise ConfigurationError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} is above 1, a share of the whole"

@@ -112,7 +112,8 @@ def _chunks(values: Mapping[str, Any], layers: int, stages: int) -> list[Choice]
     if stages == 1:
         return [{"num_virtual_stages_per_pipeline_rank": None}]
     counts = [chunks for chunks in divisors(max(layers // stages, 1)) if 1 < chunks <= _MOST_CHUNKS]
-    return [{"num_virtual_stages_per_pipeline_rank": chunks} for chunks in (None, *counts)]
+    ends = dict.fromkeys([*counts[:1], *counts[-1:]])
+    return [{"num_virtual_stages_per_pipeline_rank": chunks} for chunks in (None, *ends)]
 
 
 def _experts(values: Mapping[str, Any], ranks: int) -> list[Choice]:

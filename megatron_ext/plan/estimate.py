@@ -10,7 +10,8 @@
                 pass; FSDP2's has all of them
     optimizer   reading and writing its state
 
-The efficiency (the share of the peak that large matrix products reach) is an input. Latencies, kernel launches, input
+The efficiencies (the shares of the peak that large matrix products reach, and collectives of the links' bandwidth) are
+inputs. Latencies, kernel launches, input
 data, logging and the unevenness of experts are not in it: layouts are to be compared, and the best few to be measured.
 """
 
@@ -21,7 +22,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.config.state import sharding, state_bytes
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.flops import forward_flops
-from megatron_ext.plan.hardware import Hardware
+from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.links import seconds
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import by_formula, simulate
@@ -30,15 +31,6 @@ from megatron_ext.plan.traffic import Term, sent
 _IN_A_MICROBATCH = ("tp", "cp", "ep")
 _DATA = ("dp", "edp", "between")
 _BESIDE = ("hidden", "sent_bytes", "bubble_share")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The devices, and how far from their peak they are taken to be."""
-
-    devices: Hardware
-    gpus_per_node: int
-    efficiency: float
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,7 @@ def _stage(config: Config, shapes: Shapes, stage: int, machine: Machine) -> _Sta
     microbatches = num_microbatches(config, config.training.global_batch_size)
     chunks = range(len(shapes.counts[stage]))
     terms = sent(config, stage, shapes)
-    timed = [(term, seconds(term, config.layout, machine.devices, machine.gpus_per_node)) for term in terms]
+    timed = [(term, seconds(term, config.layout, machine)) for term in terms]
     links = {axis: sum(time for term, time in timed if term.axis == axis) / microbatches for axis in _IN_A_MICROBATCH}
     dense, experts = shapes.parameters_of_stage(stage)
     # Moments and master copy are read and written, gradients read, weights written.
@@ -188,7 +180,7 @@ def _send(config: Config, machine: Machine) -> float:
     if layout.pipeline_model_parallel_size == 1:
         return 0.0
     size = Activations(config, fused=True).stream
-    return seconds(Term("pp", "send", size, ""), layout, machine.devices, machine.gpus_per_node)
+    return seconds(Term("pp", "send", size, ""), layout, machine)
 
 
 def _data_parallel(

@@ -39,6 +39,19 @@ class Hardware:
         return (self.peak_tf32_tflops if training.tf32 else self.peak_fp32_tflops) * 1e12
 
 
+@dataclass(frozen=True)
+class Machine:
+    """The devices, and how far from their peak they are taken to be."""
+
+    devices: Hardware
+    gpus_per_node: int
+    efficiency: float
+    """Share of the peak that matrix products reach."""
+
+    link_efficiency: float
+    """Share of the links' bandwidth that collectives reach."""
+
+
 TABLE = {
     hardware.name: hardware
     for hardware in (

@@ -7,25 +7,26 @@ pipeline's sends have their own adapter each.
 """
 
 from megatron_ext.config.schema import LayoutConfig
-from megatron_ext.plan.hardware import Hardware
+from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.traffic import Term
 
 _GIGA = 1e9
 
 
-def seconds(term: Term, layout: LayoutConfig, devices: Hardware, gpus_per_node: int) -> float:
+def seconds(term: Term, layout: LayoutConfig, machine: Machine) -> float:
     """Time that a rank's part of a collective takes at the bandwidth alone, without latency."""
+    rate = _GIGA * machine.link_efficiency
+    inside, outside = machine.devices.intra_node_gb_s * rate, machine.devices.inter_node_gb_s * rate
     if term.axis == "pp":
-        inside = layout.world_size <= gpus_per_node
-        return term.bytes / _GIGA / (devices.intra_node_gb_s if inside else devices.inter_node_gb_s)
+        return term.bytes / (inside if layout.world_size <= machine.gpus_per_node else outside)
     stride, size = span(term.axis, layout)
-    if stride * size <= gpus_per_node:
-        return term.bytes / _GIGA / devices.intra_node_gb_s
-    in_a_node = max(gpus_per_node // stride, 1)
+    if stride * size <= machine.gpus_per_node:
+        return term.bytes / inside
+    in_a_node = max(machine.gpus_per_node // stride, 1)
     if term.collective == "all-to-all":
         leaving = (size - in_a_node) / (size - 1)
-        return term.bytes / _GIGA * leaving / devices.inter_node_gb_s
-    return term.bytes / _GIGA / min(devices.intra_node_gb_s, in_a_node * devices.inter_node_gb_s)
+        return term.bytes * leaving / outside
+    return term.bytes / min(inside, in_a_node * outside)
 
 
 def span(axis: str, layout: LayoutConfig) -> tuple[int, int]:

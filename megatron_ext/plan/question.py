@@ -8,7 +8,7 @@ from megatron_ext.config.blend import DATA_PATH_NAMES
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.choices import Choice
-from megatron_ext.plan.estimate import Machine
+from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.search import Question
 
 

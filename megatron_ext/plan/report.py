@@ -1,6 +1,7 @@
 """A plan in words: the table, why its first row, why not something simpler, and the flags."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_ext.config.batch import num_microbatches
@@ -23,13 +24,15 @@ _PARTS = {
 def head(question: Question, config_of: Candidate) -> list[str]:
     """What was asked, and what kind of numbers follow."""
     devices, config = question.machine.devices, config_of.config
+    true_size = replace(config.model, padded_vocab_size=config.data.vocab_size or config.model.padded_vocab_size)
     return [
         f"{question.world_size} x {devices.name}, {question.machine.gpus_per_node} in a node; "
-        f"{devices.memory_gb:g} GB each, of which {question.usable_bytes / _GIGA:.1f} may be filled",
-        f"model of {count(config) / _GIGA:.2f}B parameters; {config.training.global_batch_size:,} samples of "
+        f"{devices.memory_gb:g} GB each, of which {_gb(question.usable_bytes)} may be filled",
+        f"model of {count(replace(config, model=true_size)):,} parameters; {config.training.global_batch_size:,} samples of "
         f"{config.model.seq_length:,} tokens a step",
         "Memory is formula (the rest of a device is for CUDA, NCCL and fragmentation). Times are estimates from data "
-        f"sheets and an assumed efficiency of {question.machine.efficiency:.0%}, not measurements: try the best few.",
+        f"sheets, taking matrix products to reach {question.machine.efficiency:.0%} and collectives "
+        f"{question.machine.link_efficiency:.0%} of them: not measurements. Try the best few.",
     ]
 
 
@@ -44,11 +47,11 @@ def table(best: Sequence[Candidate]) -> list[str]:
             [
                 str(number),
                 name(candidate),
-                f"{memory.total / _GIGA:.1f}",
-                *(f"{memory.parts[part] / _GIGA:.1f}" for part in _PARTS),
+                _gb(memory.total),
+                *(_gb(memory.parts[part]) for part in _PARTS),
                 str(num_microbatches(candidate.config, candidate.config.training.global_batch_size)),
                 f"{time.bubble_share:.1%}",
-                f"{time.sent_bytes / _GIGA:.1f}",
+                _gb(time.sent_bytes),
                 f"{time.total:.3g}",
                 ", ".join(f"{part} {share / time.total:.0%}" for part, share in shares if share >= 0.005 * time.total)
                 + (f"; hidden {time.hidden / time.total:.0%}" if time.hidden >= 0.005 * time.total else ""),
@@ -89,8 +92,8 @@ def why(best: Sequence[Candidate], question: Question) -> str:
     assert first.time is not None
     part = first.memory.largest
     text = (
-        f"why 1: it fits into {first.memory.total / _GIGA:.1f} of {question.usable_bytes / _GIGA:.1f} GB, most of it "
-        f"{part} ({first.memory.parts[part] / _GIGA:.1f}); {first.time.compute / first.time.total:.0%} of its time is "
+        f"why 1: it fits into {_gb(first.memory.total)} of {_gb(question.usable_bytes)} GB, most of it "
+        f"{part} ({_gb(first.memory.parts[part])}); {first.time.compute / first.time.total:.0%} of its time is "
         "matrix products"
     )
     if len(best) > 1 and best[1].time is not None:
@@ -98,6 +101,8 @@ def why(best: Sequence[Candidate], question: Question) -> str:
         more = {key: seconds - first.time.parts[key] for key, seconds in second.parts.items()}
         largest = max(more, key=lambda key: more[key])
         slower = second.total / first.time.total - 1
+        if slower < 0.001:
+            return f"{text}. 2 takes as long, and is less simple"
         text += (
             f". 2 takes {slower:.1%} longer: {largest} {first.time.parts[largest]:.3g} s -> {second.parts[largest]:.3g}"
         )
@@ -112,8 +117,8 @@ def simpler(candidates: Iterable[Candidate], question: Question) -> list[str]:
         if candidate.recomputation not in ("none", "as given"):
             title += f", recompute {candidate.recomputation}"
         fits = candidate.memory.total <= question.usable_bytes
-        need = f"{candidate.memory.total / _GIGA:.1f} GB"
-        lines.append(f"    {title:<24}{'fits' if fits else 'does not fit'}, {need}: {_largest(candidate)}")
+        need = _gb(candidate.memory.total)
+        lines.append(f"    {title:<24}{'fits' if fits else 'does not fit'}, {need} GB: {_largest(candidate)}")
     return lines
 
 
@@ -125,20 +130,21 @@ def nothing_fits(answer: Answer, question: Question, ranks: int | None) -> list[
     """
     nearest = answer.nearest
     assert nearest is not None
-    need, usable = nearest.memory.total / _GIGA, question.usable_bytes / _GIGA
+    need = nearest.memory.total
     share = question.usable_bytes / (question.machine.devices.memory_gb * _GIGA)
+    usable = _gb(question.usable_bytes)
     lines = [
-        f"Nothing fits: of {answer.legal:,} legal layouts the nearest needs {need:.1f} GB of {usable:.1f}:",
+        f"Nothing fits: of {answer.legal:,} legal layouts the nearest needs {_gb(need)} GB of {usable}:",
         f"  {name(nearest)}",
         f"  {_largest(nearest)}; stage {nearest.stage}",
         "What would make it fit:",
     ]
     if ranks is not None:
         lines.append(f"  {ranks} devices instead of {question.world_size}")
-    lines.append(f"  devices of {need / share:.0f} GB")
+    lines.append(f"  devices of {_gb(need / share)} GB")
     if "optimizer_cpu_offload" in options_by_name() and nearest.sharding in ("DDP", "ZeRO-1"):
-        state = nearest.memory.optimizer / _GIGA
-        lines.append(f"  --optimizer-cpu-offload: {need - state:.1f} GB, for {state:.1f} are then on the host")
+        state = nearest.memory.optimizer
+        lines.append(f"  --optimizer-cpu-offload: {_gb(need - state)} GB, for {_gb(state)} are then on the host")
     pinned = [word for word in _PINNED if question.values.get(word) is not None]
     if pinned:
         lines.append(f"  leave to the planner: {' '.join(flags({word: question.values[word] for word in pinned}))}")
@@ -154,6 +160,7 @@ def as_json(question: Question, answer: Answer) -> dict[str, Any]:
         "device": vars(question.machine.devices),
         "gpus_per_node": question.machine.gpus_per_node,
         "efficiency": question.machine.efficiency,
+        "link_efficiency": question.machine.link_efficiency,
         "usable_bytes": question.usable_bytes,
         "times": "estimates",
         "memory": "formula",
@@ -180,7 +187,12 @@ _PINNED = (
 
 def _largest(candidate: Candidate) -> str:
     parts = sorted(candidate.memory.parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{part} {size / _GIGA:.1f}" for part, size in parts[:3])
+    return ", ".join(f"{part} {_gb(size)}" for part, size in parts[:3])
+
+
+def _gb(size: float) -> str:
+    """Bytes in GB, with two digits where there are less than 0.1."""
+    return f"{size / _GIGA:.1f}" if size == 0 or size >= 0.1 * _GIGA else f"{size / _GIGA:.2g}"
 
 
 def _row(candidate: Candidate) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.config.validate import problems
 from megatron_ext.plan.choices import Choice, layouts, micro_batches, recomputations, shardings
-from megatron_ext.plan.estimate import Machine, StepTime, step_time
+from megatron_ext.plan.estimate import StepTime, step_time
+from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import Memory, worst_stage
 from megatron_ext.plan.shapes import Shapes
 
@@ -195,7 +196,7 @@ def _way(candidate: Candidate) -> tuple[object, ...]:
 
 def _rank(candidate: Candidate) -> tuple[float, tuple[int, ...]]:
     # A thousandth more or less is no difference.
-    return float(f"{candidate.seconds:.3g}"), candidate.simplicity
+    return float(f"{candidate.seconds:.4g}"), candidate.simplicity
 
 
 def _refusals(question: Question) -> list[str]:

@@ -15,9 +15,9 @@ from megatron_ext.config.schema import Config
 from megatron_ext.config.validate import problems
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.choices import flags, layouts
-from megatron_ext.plan.estimate import Machine, step_time
+from megatron_ext.plan.estimate import step_time
 from megatron_ext.plan.flops import forward_flops
-from megatron_ext.plan.hardware import hardware
+from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import memory
 from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
@@ -58,7 +58,7 @@ MEMORY_GB = {"compiled, SGD, recomputed": 26.0}
 
 
 def asked(world_size: int, line: str, **given: float) -> Question:
-    machine = Machine(hardware("h100", **given), gpus_per_node=8, efficiency=0.5)
+    machine = Machine(hardware("h100", **given), gpus_per_node=8, efficiency=0.5, link_efficiency=0.8)
     return question(parse(line.split()).values, Facts(), world_size, machine, memory_share=0.92)
 
 
@@ -195,7 +195,7 @@ def test_more_of_anything_needs_more() -> None:
 
 def test_traffic_between_nodes_takes_longer() -> None:
     config = _config(f"{SEVEN_BILLION} --micro-batch-size 1 --tensor-model-parallel-size 8", 64)
-    inside, across = (step_time(config, Shapes(config), Machine(hardware("h100"), gpus, 0.5)) for gpus in (8, 4))
+    inside, across = (step_time(config, Shapes(config), Machine(hardware("h100"), gpus, 0.5, 0.8)) for gpus in (8, 4))
     assert across.tp == pytest.approx(inside.tp * 450 / (4 * 50))
     assert inside.compute == across.compute
 
