@@ -3,10 +3,10 @@
     python tools/plan.py --world-size 64 --device h100 --gpus-per-node 8 -- \
         --num-layers 32 --hidden-size 4096 ... --bf16 --seq-length 4096 --global-batch-size 512
 
-Tries every layout that pretrain_gpt.py accepts: TP inside a node with SP, CP, PP and its chunks, EP, DDP, ZeRO-1 and
-FSDP2, micro batches and recomputation. A layout flag that is given stays as it is. Memory is formula; times are
-estimates from data sheets, --efficiency and --link-efficiency, to compare layouts by. Exit codes: 0 something fits,
-1 nothing does (the last lines say what would), 64 the flags cannot work.
+Tries every layout that pretrain_gpt.py accepts: TP inside a node with SP, CP, PP and its chunks, EP, DDP, ZeRO-1,
+ZeRO-2, ZeRO-3 and FSDP2, micro batches and recomputation. A layout flag that is given stays as it is. Memory is
+formula; times are estimates from data sheets, --efficiency and --link-efficiency, to compare layouts by. Exit codes: 0
+something fits, 1 nothing does (the last lines say what would), 64 the flags cannot work.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from megatron_ext.plan import report
 from megatron_ext.plan.choices import flags
 from megatron_ext.plan.hardware import TABLE, Machine, hardware
 from megatron_ext.plan.question import placeholders, question
-from megatron_ext.plan.search import fewest_ranks, search, simpler_layouts
+from megatron_ext.plan.search import fewest_ranks, search, simpler_layouts, with_optimizer_offload
 from megatron_ext.train.configure import gather_facts
 
 _MOST_RANKS = 16  # times as many, in search of what would fit
@@ -63,7 +63,8 @@ def main(argv: list[str]) -> int:
     lines = report.head(asked, answer.nearest)
     if not answer.best:
         ranks = fewest_ranks(asked, _MOST_RANKS * world_size)
-        print("\n".join([*lines, "", *report.nothing_fits(answer, asked, ranks)]))
+        offloaded = with_optimizer_offload(asked, answer.nearest)
+        print("\n".join([*lines, "", *report.nothing_fits(answer, asked, ranks, offloaded)]))
         return 1
     lines += ["", f"{answer.fitting:,} of {answer.legal:,} layouts fit; the best ways to share the model:", ""]
     lines += [*report.table(answer.best), "", report.why(answer.best, asked)]

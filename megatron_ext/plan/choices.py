@@ -12,11 +12,21 @@ Choice = dict[str, Any]
 SHARDINGS: dict[str, Choice] = {
     "DDP": {"overlap_grad_reduce": True},
     "ZeRO-1": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "ZeRO-2": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
+    "ZeRO-3": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
     "FSDP2": {"use_torch_fsdp2": True},
 }
-"""What data-parallel ranks divide, the simplest first."""
+"""What data-parallel ranks divide, the simplest first. ZeRO-2 and ZeRO-3 are Megatron-FSDP's."""
 
-_DIVIDE = ("use_distributed_optimizer", "use_torch_fsdp2")
+BETTER = {"DDP": "ZeRO-1", "ZeRO-3": "FSDP2"}
+"""Where the second is legal, the first is not looked at: it needs more, and sends no less."""
+
+_DIVIDE = (
+    "use_distributed_optimizer",
+    "use_torch_fsdp2",
+    "use_megatron_fsdp",
+    "data_parallel_sharding_strategy",
+)
 
 RECOMPUTATIONS: dict[str, Choice] = {
     "none": {},
@@ -53,13 +63,14 @@ def layouts(values: Mapping[str, Any], world_size: int, gpus_per_node: int) -> I
 
 
 def shardings(values: Mapping[str, Any]) -> dict[str, Choice]:
-    """By name, those that contradict nothing that the user gave, the simplest first."""
+    """By name, those that contradict nothing that the user gave, the simplest first; what was given, if all do."""
     needed = {name: value for name, value in values.items() if name in _DIVIDE}
-    return {
+    found = {
         name: _without(choice, values)
         for name, choice in SHARDINGS.items()
         if all(choice.get(flag, False) == value for flag, value in needed.items())
     }
+    return found or {"as given": {}}
 
 
 def recomputations(values: Mapping[str, Any]) -> dict[str, Choice]:

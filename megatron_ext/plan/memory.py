@@ -2,8 +2,9 @@
 
 State is what config/state.py says and benchmarks/sharding.py counts. Activations are plan/activations.py times the
 microbatches in flight. On top come what a layer's backward pass needs for a while (the gradients of one MLP's
-activations and of one matrix) and, under FSDP2, gathered weights. Not in it: the CUDA context, NCCL's buffers,
-libraries' workspaces and what the allocator loses between blocks. A share of the memory is to be left for these.
+activations and of one matrix) and, under ZeRO-2, ZeRO-3 and FSDP2, what is whole for a while. Not in it: the CUDA
+context, NCCL's buffers, libraries' workspaces and what the allocator loses between blocks. A share of the memory is to
+be left for these.
 """
 
 from dataclasses import dataclass, fields
@@ -101,11 +102,14 @@ def _gradients_of_a_layer(config: Config, formulas: Activations, shapes: Shapes)
 
 
 def _gathered(config: Config, formulas: Activations, shapes: Shapes, stage: int) -> float:
-    """Weights that FSDP2 has whole for a while: a layer and the next one, all where they are kept, and what belongs to
-    no layer; and the whole gradient of a layer, as computed and as it is summed, in fp32."""
-    if sharding(config) not in ("fsdp2", "optim_grads_params"):
+    """What ZeRO-2 and ZeRO-3 have whole for a while: the gradient of a layer, as computed and as it is summed, in fp32;
+    and of divided weights those of a layer and the next one, all where they are kept, and what belongs to no layer."""
+    kind = sharding(config)
+    if kind in ("ddp", "optim"):
         return 0.0
-    layer, layers = shapes.layer.dense, shapes.layers_of_stage(stage)
-    dense, _ = shapes.parameters_of_stage(stage)
+    layer, layers = shapes.layer.dense + shapes.layer.experts, shapes.layers_of_stage(stage)
+    gradient = (formulas.width + 4) * layer
+    if kind == "optim_grads":
+        return gradient
     kept = layers if config.layout.torch_fsdp2_no_reshard_after_forward else min(2, layers)
-    return formulas.width * (kept * layer + dense - layers * layer) + (formulas.width + 4) * layer
+    return formulas.width * (kept * layer + sum(shapes.parameters_of_stage(stage)) - layers * layer) + gradient

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.config.batch import num_microbatches
-from megatron_ext.config.options import options_by_name
 from megatron_ext.config.parameters import count
 from megatron_ext.plan.choices import Choice, flags
 from megatron_ext.plan.search import Answer, Candidate, Question
@@ -28,8 +27,8 @@ def head(question: Question, config_of: Candidate) -> list[str]:
     return [
         f"{question.world_size} x {devices.name}, {question.machine.gpus_per_node} in a node; "
         f"{devices.memory_gb:g} GB each, of which {_gb(question.usable_bytes)} may be filled",
-        f"model of {count(replace(config, model=true_size)):,} parameters; {config.training.global_batch_size:,} samples of "
-        f"{config.model.seq_length:,} tokens a step",
+        f"model of {count(replace(config, model=true_size)):,} parameters; "
+        f"{config.training.global_batch_size:,} samples of {config.model.seq_length:,} tokens a step",
         "Memory is formula (the rest of a device is for CUDA, NCCL and fragmentation). Times are estimates from data "
         f"sheets, taking matrix products to reach {question.machine.efficiency:.0%} and collectives "
         f"{question.machine.link_efficiency:.0%} of them: not measurements. Try the best few.",
@@ -122,11 +121,12 @@ def simpler(candidates: Iterable[Candidate], question: Question) -> list[str]:
     return lines
 
 
-def nothing_fits(answer: Answer, question: Question, ranks: int | None) -> list[str]:
+def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloaded: Candidate | None) -> list[str]:
     """What comes nearest, and what would make it fit.
 
     Args:
         ranks: with so many ranks something fits; None: not with any number that was tried.
+        offloaded: the nearest with the optimizer's state in host memory, where that is possible.
     """
     nearest = answer.nearest
     assert nearest is not None
@@ -142,9 +142,9 @@ def nothing_fits(answer: Answer, question: Question, ranks: int | None) -> list[
     if ranks is not None:
         lines.append(f"  {ranks} devices instead of {question.world_size}")
     lines.append(f"  devices of {_gb(need / share)} GB")
-    if "optimizer_cpu_offload" in options_by_name() and nearest.sharding in ("DDP", "ZeRO-1"):
-        state = nearest.memory.optimizer
-        lines.append(f"  --optimizer-cpu-offload: {_gb(need - state)} GB, for {_gb(state)} are then on the host")
+    if offloaded is not None:
+        verdict = "fits" if offloaded.memory.total <= question.usable_bytes else "is not enough"
+        lines.append(f"  --optimizer-cpu-offload: {_gb(offloaded.memory.total)} GB, which {verdict}")
     pinned = [word for word in _PINNED if question.values.get(word) is not None]
     if pinned:
         lines.append(f"  leave to the planner: {' '.join(flags({word: question.values[word] for word in pinned}))}")

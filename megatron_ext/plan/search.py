@@ -7,7 +7,7 @@ from typing import Any
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.config.validate import problems
-from megatron_ext.plan.choices import Choice, layouts, micro_batches, recomputations, shardings
+from megatron_ext.plan.choices import BETTER, SHARDINGS, Choice, layouts, micro_batches, recomputations, shardings
 from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import Memory, worst_stage
@@ -54,7 +54,7 @@ class Candidate:
         return (
             layout.model_parallel_size,
             layout.virtual_pipeline_model_parallel_size,
-            layout.use_distributed_optimizer + 2 * layout.use_torch_fsdp2,
+            layout.use_distributed_optimizer + 2 * layout.use_torch_fsdp2 + 3 * layout.use_megatron_fsdp,
             self.config.training.micro_batch_size,
         )
 
@@ -118,6 +118,15 @@ def fewest_ranks(question: Question, most: int) -> int | None:
     return None
 
 
+def with_optimizer_offload(question: Question, candidate: Candidate) -> Candidate | None:
+    """The same layout with --optimizer-cpu-offload; None where that is there already, or illegal."""
+    if candidate.config.optimizer.optimizer_cpu_offload:
+        return None
+    choice = {**candidate.choice, "optimizer_cpu_offload": True}
+    found = _legal(question, choice)
+    return found and _candidate(question, choice, found, candidate.sharding, candidate.recomputation)
+
+
 _PLAIN = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline_model_parallel_size": 1}
 
 
@@ -131,17 +140,16 @@ def _candidates(question: Question) -> Iterator[Candidate]:
         if batch % data_ranks:
             continue
         alone = data_ranks * layout["context_parallel_size"] == 1
-        divided = False
-        # The distributed optimizer needs less than DDP and sends no more: where it is legal, DDP is not looked at.
+        seen = set()
         for name, sharding in reversed(shardings(values).items()):
-            if (alone and name != "DDP") or (divided and name == "DDP"):
+            if (alone and name in SHARDINGS and name != "DDP") or BETTER.get(name) in seen:
                 continue
             for micro in micro_batches(values, batch // data_ranks):
-                choice = {**layout, **sharding, "micro_batch_size": micro}
+                choice = {**layout, **({} if alone else sharding), "micro_batch_size": micro}
                 candidate = _with_least_recomputation(question, choice, name)
                 if candidate is None:
                     continue
-                divided = divided or name == "ZeRO-1"
+                seen.add(name)
                 yield candidate
                 if candidate.memory.total > question.usable_bytes:
                     break  # larger ones need more
