@@ -37,10 +37,11 @@ SEVEN_BILLION = (
 MODELS = {
     "7B on 8": (8, SEVEN_BILLION),
     "7B on 64, TP given": (64, f"{SEVEN_BILLION} --tensor-model-parallel-size 4 --micro-batch-size 1"),
-    "70B on 64": (
-        64,
+    "70B on 32": (
+        32,
         "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
-        f"--num-query-groups 8 --seq-length 8192 --vocab-size 128256 --global-batch-size 256 {_LLAMA}",
+        "--num-query-groups 8 --seq-length 8192 --vocab-size 128256 --global-batch-size 256 --micro-batch-size 1 "
+        + _LLAMA,
     ),
     "GPT-2 of 30 layers, with dropout, fp32": (
         6,
@@ -48,13 +49,13 @@ MODELS = {
         "--global-batch-size 96",
     ),
     "8 experts": (
-        8,
+        4,
         "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 7168 --num-attention-heads 16 --num-experts 8 "
         f"--seq-length 2048 --vocab-size 32000 --global-batch-size 128 {_LLAMA}",
     ),
     "compiled, SGD, recomputed": (8, f"{SEVEN_BILLION} --torch-compile --optimizer sgd --micro-batch-size 2"),
 }
-MEMORY_GB = {"compiled, SGD, recomputed": 26.0}
+MEMORY_GB = {"compiled, SGD, recomputed": 26.0, "70B on 32": 141.0}
 
 
 def asked(world_size: int, line: str, **given: float) -> Question:
