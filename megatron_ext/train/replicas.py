@@ -1,14 +1,16 @@
 """Whether the ranks that should hold the same weights do, bit for bit.
 
-Two kinds of copies: data-parallel replicas hold the same shard of the model, and tensor-parallel ranks hold the same
-norms, biases after a row-parallel layer, learned positions and routers. Experts are replicated within groups of
-their own. Rounding is no excuse for a difference: every copy began equal and was given the same updates.
+Three kinds of copies: data-parallel replicas hold the same shard of the model; tensor-parallel ranks hold the same
+norms, biases after a row-parallel layer, learned positions and routers; the first and the last pipeline stage hold the
+same tied embeddings. Experts are replicated within groups of their own. Rounding is no excuse for a difference: every
+copy began equal and was given the same updates.
 """
 
 from collections.abc import Sequence
 
 import torch
 
+from megatron_ext.config.parameters import WORD_EMBEDDINGS
 from megatron_ext.errors import NumericError
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import local_part
@@ -34,17 +36,21 @@ def check_data_parallel_replicas(run: Run, last_good: int) -> None:
     _raise_together(run, found, last_good)
 
 
-def check_tensor_parallel_copies(run: Run, last_good: int) -> None:
-    """Compare the weights that tensor-parallel ranks hold whole. Collective; arguments and errors as above."""
-    copies = [
-        (name, parameter)
-        for name, parameter in global_named_parameters(run.chunks)
-        if not getattr(parameter, "tensor_model_parallel", False)
-    ]
+def check_model_parallel_copies(run: Run, last_good: int) -> None:
+    """Compare the weights that tensor-parallel ranks hold whole, and the tied embeddings of the first and last stage.
+
+    Collective; arguments and errors as above.
+    """
+    parameters = list(global_named_parameters(run.chunks))
+    copies = [named for named in parameters if not getattr(named[1], "tensor_model_parallel", False)]
     dense = [(name, parameter) for name, parameter in copies if not _is_expert(parameter)]
     experts = [(name, parameter) for name, parameter in copies if _is_expert(parameter)]
     what = "tensor-parallel copies"
     found = _differences(dense, run.groups.tp, what) + _differences(experts, run.groups.expt_tp, what)
+    ends = run.groups.embd  # none on the stages between
+    if ends is not None and not run.config.model.untie_embeddings_and_output_weights:
+        tied = [named for named in parameters if named[0] == WORD_EMBEDDINGS]
+        found += _differences(tied, ends, "tied embeddings of the first and last stage")
     _raise_together(run, found, last_good)
 
 

@@ -17,6 +17,7 @@ DP = "--check-weight-hash-across-dp-replicas-interval"
 TP = "--check-replicated-weights-interval"
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
 EXPERTS = "decoder.layers.1.mlp.experts.2:4.linear_fc2.weight"  # those of expert-parallel rank 1
+EMBEDDINGS = "embedding.word_embeddings.weight"
 NORM = "decoder.layers.0.pre_mlp_layernorm.weight"
 
 
@@ -86,6 +87,12 @@ def _flip_an_expert_on_rank_3(run: Any) -> None:
         _flip(run, EXPERTS)
 
 
+def _drift_on_the_last_stage(run: Any) -> None:
+    """Alike on both data-parallel replicas, so that these still agree."""
+    if run.is_last_stage:
+        _flip(run, EMBEDDINGS)
+
+
 def _nothing(run: Any) -> None:
     pass
 
@@ -138,6 +145,18 @@ def test_drift_is_found_in_the_rows_that_a_rank_keeps(sharding: str) -> None:
     error, exit_code, iteration = results[0]
     assert f"in {NORM} (tensor-parallel copies)" in error
     assert (exit_code, iteration) == (70, 3)
+
+
+def test_drift_between_the_tied_embeddings_of_two_stages_is_found() -> None:
+    flags = "--pipeline-model-parallel-size 3 --num-layers 3 --use-distributed-optimizer --bf16 --micro-batch-size 1"
+    results = run_ranks(6, _train, f"{flags} {DP} 1 {TP} 1", 4, _drift_on_the_last_stage)
+    assert len(set(results)) == 1
+    error, exit_code, iteration = results[0]
+    for ranks in ("ranks 0, 4", "ranks 1, 5"):
+        text = f"{ranks} do not agree, and no majority says who is right, in {EMBEDDINGS} (tied embeddings of the first"
+        assert text in error
+    assert "replicas" not in error
+    assert (exit_code, iteration) == (70, 4)
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:

@@ -71,7 +71,7 @@ class TrainingConfig:
     check_replicated_weights_interval: int | None = option(
         None,
         "Steps between two checks that tensor-parallel ranks hold the same norms, biases, learned positions and "
-        "routers, bit for bit (else 70).",
+        "routers, and the first and last stage the same tied embeddings, bit for bit (else 70).",
     )
     torch_compile: bool = option(False, "Compile each layer with torch.compile.")
 

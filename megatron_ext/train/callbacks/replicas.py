@@ -1,6 +1,6 @@
 """Check now and then that ranks which must hold the same weights do."""
 
-from megatron_ext.train.replicas import check_data_parallel_replicas, check_tensor_parallel_copies
+from megatron_ext.train.replicas import check_data_parallel_replicas, check_model_parallel_copies
 from megatron_ext.train.trainer import Callback, Trainer
 
 
@@ -12,15 +12,15 @@ class ReplicaCheck(Callback):
 
     Args:
         data_parallel_interval: steps between two comparisons of data-parallel replicas; None for none.
-        tensor_parallel_interval: the same for what tensor-parallel ranks hold whole.
+        model_parallel_interval: the same for what tensor-parallel ranks hold whole, and for tied embeddings.
     """
 
-    def __init__(self, data_parallel_interval: int | None, tensor_parallel_interval: int | None):
+    def __init__(self, data_parallel_interval: int | None, model_parallel_interval: int | None):
         self._checks = [
             (interval, check)
             for interval, check in (
                 (data_parallel_interval, check_data_parallel_replicas),
-                (tensor_parallel_interval, check_tensor_parallel_copies),
+                (model_parallel_interval, check_model_parallel_copies),
             )
             if interval is not None
         ]
