@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.checkpoint import contents, manifest
+from megatron_ext.checkpoint import checksums, contents, manifest
 from megatron_ext.checkpoint.beside import keep_tokenizer, write_versions
 from megatron_ext.checkpoint.folder import (
     CONFIG,
@@ -65,6 +65,7 @@ class Save:
                 _check_space(run, folder, to_save)
                 live = contents.storages(to_save) if background else set()
                 self._request = _prepare(to_save.state_dict, self._partial)
+                self._checksums = checksums.watch(self._request)
                 buckets = _host_copy(self._request, live)
             if background:
                 self._thread = threading.Thread(target=self._write, args=(buckets,), name="checkpoint", daemon=True)
@@ -93,10 +94,10 @@ class Save:
         return iteration_folder(self.folder, self.iteration)
 
     def _write(self, buckets: Any) -> None:
-        """This rank's shards; then read back what was written. Failures wait for `finish`."""
+        """This rank's shards. Failures wait for `finish`."""
         try:
             write_shards(self._request, buckets)
-            self._files = manifest.describe(self._partial, self._partial.glob(f"__{self.run.rank}_*.distcp"))
+            self._files = self._checksums.files()
         except OSError as error:
             self._files = f"{error.strerror}: {error.filename}"
         except Exception as error:
@@ -136,7 +137,8 @@ def write_shards(request: AsyncRequest, buckets: Any) -> None:
     """The engine's writer, here and now."""
     if request.async_fn is not None:
         rank, _, results = request.async_fn_args
-        request.async_fn(rank, buckets, results, **request.async_fn_kwargs)
+        with checksums.without_checksums_of_torch():
+            request.async_fn(rank, buckets, results, **request.async_fn_kwargs)
 
 
 def _check_space(run: Saveable, folder: str | Path, to_save: contents.Contents) -> None:

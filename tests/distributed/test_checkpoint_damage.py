@@ -118,6 +118,31 @@ def test_200_flipped_bits(saved: Path) -> None:
     assert manifest.problems(checkpoint, files) == []
 
 
+def _bytes_read_by_a_save(folder: str) -> int:
+    """Of the second one: the first still imports modules."""
+    from megatron_ext.checkpoint.save import save_checkpoint
+    from tests.distributed.test_checkpoint import _build
+
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])  # rchar: asked for, from the disk or the page cache
+
+    run = _build([*FLAGS, "--hidden-size", "128"])
+    save_checkpoint(run, folder)
+    run.state.iteration = 1
+    before = read()
+    save_checkpoint(run, folder)
+    return read() - before
+
+
+def test_checksums_are_taken_while_writing(tmp_path: Path) -> None:
+    [read] = run_ranks(1, _bytes_read_by_a_save, str(tmp_path))
+    shards = list((tmp_path / "iter_0000001").glob("*.distcp"))
+    assert read < sum(shard.stat().st_size for shard in shards) / 10
+    files = manifest.read(tmp_path / "iter_0000001")
+    assert files is not None
+    assert files == manifest.describe(tmp_path / "iter_0000001", [tmp_path / "iter_0000001" / name for name in files])
+
+
 def test_every_byte_of_the_manifest_counts(tmp_path: Path) -> None:
     (tmp_path / "shard").write_bytes(b"content")
     manifest.write(tmp_path, manifest.describe(tmp_path, [tmp_path / "shard"]))
