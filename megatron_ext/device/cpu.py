@@ -2,6 +2,7 @@
 
 import platform
 import resource
+import time
 
 import psutil
 import torch
@@ -31,6 +32,15 @@ class CpuDevice:
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def has_passed(self, mark: float) -> bool:
+        return True
+
+    def seconds_between(self, first: float, last: float) -> float:
+        return last - first
 
     # The configuration's rules let nobody ask a CPU for these.
 

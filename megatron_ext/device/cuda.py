@@ -67,6 +67,19 @@ class CudaDevice:
     def write_memory_history(self, path: str) -> None:
         torch.cuda.memory._dump_snapshot(path)
 
+    def mark(self) -> torch.cuda.Event | None:
+        if torch.cuda.current_stream() != torch.cuda.default_stream():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def seconds_between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        return first.elapsed_time(last) / 1000.0
+
 
 def _runtime() -> Any:
     """CUDA's runtime library; torch's stubs think that it may be missing, which it is not where there is a GPU."""

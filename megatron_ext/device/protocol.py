@@ -1,7 +1,7 @@
 """What the rest of the program may ask of a device."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -62,4 +62,16 @@ class Device(Protocol):
         Raises:
             OSError: the file cannot be written.
         """
+        ...
+
+    def mark(self) -> Any:
+        """Now, in the order of what this rank computes; None on a stream beside the one that computes."""
+        ...
+
+    def has_passed(self, mark: Any) -> bool:
+        """Whether everything before a mark is done. Does not wait."""
+        ...
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        """Time from one mark to another; both have passed."""
         ...

@@ -15,6 +15,7 @@ MEASURED_FIELDS = frozenset(
         "peak_memory_bytes",
         "allocated_bytes",
         "reserved_bytes",
+        "time_shares",
     }
 )
 
@@ -46,6 +47,7 @@ class StepMetrics:
     params_norm: float | None = None  # with --log-params-norm
     load_balancing_loss: float | None = None  # of a mixture of experts, as the next: means over layers
     z_loss: float | None = None
+    time_shares: Mapping[str, float] | None = None  # compute, communication, idle; with --log-communication-share
     world_size: int = 1
     consumed_by_source: Mapping[str, Mapping[str, float]] | None = None  # samples, tokens, epochs, from the beginning
 

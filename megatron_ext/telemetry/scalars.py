@@ -48,6 +48,7 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         "mem-allocated-bytes": metrics.allocated_bytes,
         "mem-max-allocated-bytes": metrics.peak_memory_bytes,
         "mem-reserved-bytes": metrics.reserved_bytes,
+        **{f"{name}-share": share for name, share in (metrics.time_shares or {}).items()},
     }
     return {tag: value for tag, value in values.items() if value is not None}
 

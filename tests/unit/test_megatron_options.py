@@ -19,6 +19,7 @@ OUR_OWN = {
     "--keep-last-checkpoints",
     "--no-fallback",
     "--tf32",
+    "--log-communication-share",
     "--lr-scale-rule",
     "--lr-scale-base-batch-size",
     "--torch-compile",

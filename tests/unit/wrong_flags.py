@@ -221,6 +221,9 @@ EXAMPLES = {
     "Optimizer instances of an optimizer that is not sharded": Example(
         "--world-size 4 --num-distributed-optimizer-instances 2", "--use-distributed-optimizer"
     ),
+    "Communication timed where streams wait for each other": Example(
+        "--world-size 2 --use-torch-fsdp2 --log-communication-share", "--log-communication-share=false"
+    ),
     "A learning rate to scale, from no batch": Example("--lr-scale-rule linear", "--lr-scale-base-batch-size 256"),
     "A batch to scale from, and no rule": Example("--lr-scale-base-batch-size 256", "--lr-scale-rule sqrt"),
     "A data path that does not exist": Example(

@@ -1,4 +1,4 @@
-"""Rules about profiling: the range of steps, the ranks, and which profiler an option belongs to."""
+"""Rules about profiling: the range of steps, the ranks, which profiler an option belongs to, and what can be timed."""
 
 from collections.abc import Iterator
 
@@ -58,7 +58,23 @@ def recorded_memory_is_of_a_gpu(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
+    layout = config.layout
+    if not config.logging.log_communication_share:
+        return
+    by_streams = [("--use-torch-fsdp2", layout.use_torch_fsdp2)]
+    instances = layout.num_distributed_optimizer_instances
+    by_streams.append((f"--num-distributed-optimizer-instances {instances}", instances > 1))
+    given = [flag for flag, on in by_streams if on]
+    if given:
+        yield (
+            f"--log-communication-share times collectives and waits for them, but with {' and '.join(given)} one "
+            "stream of a GPU waits for another; leave it out (--profile --use-pytorch-profiler shows such waits)"
+        )
+
+
 RULES = (
+    communication_can_be_timed,
     profile_has_a_range,
     profiled_ranks_exist,
     options_are_of_the_chosen_profiler,

@@ -74,6 +74,11 @@ class LoggingConfig:
     log_throughput: bool = option(False, "Put TFLOP/s per GPU into the log line.")
     log_params_norm: bool = option(False, "Log the L2 norm of all parameters.")
     log_num_zeros_in_grad: bool = option(False, "Log how many gradient entries are exactly zero.")
+    log_communication_share: bool = option(
+        False,
+        "Log how the ranks' time divides into computing, communicating, and waiting for a pipeline neighbour, to "
+        "--metrics-file and TensorBoard.",
+    )
     timing_log_level: int = option(
         0, "0: step time only; 1: forward-backward and optimizer; 2: every part.", choices=(0, 1, 2)
     )

@@ -9,8 +9,10 @@ from megatron_ext.config.batch import training_steps
 from megatron_ext.config.flops import flops_per_token
 from megatron_ext.data.accounting import use_of_sources
 from megatron_ext.optim.curves import learning_rate, weight_decay
+from megatron_ext.telemetry.communication import CommunicationClock
 from megatron_ext.telemetry.metrics import Metrics, StepMetrics, TestMetrics, ValidationMetrics
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
+from megatron_ext.train.callbacks.communication import shares_of_all_ranks
 from megatron_ext.train.norms import parameters_norm
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -33,11 +35,19 @@ class Reporting(Callback):
             one (log line, metrics file). The sums are part of the saved state: a resumed run logs the same means.
     """
 
-    def __init__(self, step_sinks: Sequence[Sink], step_interval: int, log_sinks: Sequence[Sink], log_interval: int):
+    def __init__(
+        self,
+        step_sinks: Sequence[Sink],
+        step_interval: int,
+        log_sinks: Sequence[Sink],
+        log_interval: int,
+        communication: CommunicationClock | None = None,
+    ):
         self.step_sinks = step_sinks
         self.step_interval = step_interval
         self.log_sinks = log_sinks
         self.log_interval = log_interval
+        self._communication = communication
         self._step_started = 0.0
         self._interval_seconds = 0.0
         self._interval_tokens = 0
@@ -57,8 +67,10 @@ class Reporting(Callback):
         if not (to_steps or to_log):
             return
         norm = parameters_norm(trainer.run) if config.logging.log_params_norm else None
+        clock = self._communication
+        shares = shares_of_all_ranks(clock, trainer.run) if clock is not None else None
         if trainer.run.is_last_rank:
-            metrics = self._metrics(trainer, result, norm)
+            metrics = dataclasses.replace(self._metrics(trainer, result, norm), time_shares=shares)
             for sink in self.step_sinks if to_steps else ():
                 sink.write(dataclasses.replace(metrics, lm_loss=result.loss, elapsed_ms=1000.0 * seconds))
             for sink in self.log_sinks if to_log else ():

@@ -7,11 +7,13 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.resilience.report import RunStatus
 from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.telemetry.communication import CommunicationClock
 from megatron_ext.telemetry.console import Console
 from megatron_ext.telemetry.jsonl import MetricsFile
 from megatron_ext.telemetry.profiler import StepProfiler
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from megatron_ext.telemetry.wandb import WandbWriter
+from megatron_ext.train.callbacks.communication import Communication
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.memory_history import MemoryHistory, is_recorded
 from megatron_ext.train.callbacks.profiling import Profiling
@@ -35,11 +37,17 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
         ConfigurationError: --wandb-project without the wandb package.
     """
     config = run.config
+    clock = CommunicationClock(run.device, run.groups.pp) if config.logging.log_communication_share else None
     callbacks: list[Callback] = [
+        *([Communication(clock)] if clock is not None else []),
         Status(status),
         Profiling(StepProfiler.from_config(config, run.rank, run.device)),
         Reporting(
-            _step_sinks(run), config.logging.tensorboard_log_interval, _log_sinks(run), config.logging.log_interval
+            _step_sinks(run),
+            config.logging.tensorboard_log_interval,
+            _log_sinks(run),
+            config.logging.log_interval,
+            clock,
         ),
     ]
     if is_recorded(config, run.rank):

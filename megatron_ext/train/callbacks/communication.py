@@ -1,0 +1,38 @@
+"""--log-communication-share: the clock around each step."""
+
+import torch
+
+from megatron_ext.telemetry.communication import CommunicationClock, shares
+from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepResult
+from megatron_ext.train.trainer import Callback, Trainer
+
+
+class Communication(Callback):
+    """First in the list, so that a step ends before anything is reported."""
+
+    def __init__(self, clock: CommunicationClock):
+        self._clock = clock
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._clock.start()
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        self._clock.begin_step()
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        self._clock.end_step()
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        self._clock.stop()
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._clock.stop()
+
+
+def shares_of_all_ranks(clock: CommunicationClock, run: Run) -> dict[str, float] | None:
+    """Shares of the ranks' time together since the last call; None where no step has ended. Collective."""
+    seconds = clock.take().to(run.device.torch_device)
+    if run.world_size > 1:
+        torch.distributed.all_reduce(seconds)
+    return shares(seconds)
