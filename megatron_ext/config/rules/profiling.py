@@ -62,7 +62,7 @@ def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
     layout = config.layout
     if not config.logging.log_communication_share:
         return
-    by_streams = [("--use-torch-fsdp2", layout.use_torch_fsdp2)]
+    by_streams = [("--use-torch-fsdp2", layout.use_torch_fsdp2), ("--use-megatron-fsdp", layout.use_megatron_fsdp)]
     instances = layout.num_distributed_optimizer_instances
     by_streams.append((f"--num-distributed-optimizer-instances {instances}", instances > 1))
     given = [flag for flag, on in by_streams if on]
