@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 
+from megatron_ext.checkpoint.megatron_args import model_flags
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import padded_vocabulary
 from megatron_ext.config.saved import model_names
@@ -23,7 +24,6 @@ _OTHER_NAMES = (
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
     ("optimizer.state.param.", "optimizer.state.fp32_param."),
 )
-_ARGUMENT_NAMES = {"norm_epsilon": "layernorm_epsilon"}
 # Whole tensors by the names of the weights; the others are flat buffers that belong to one layout.
 _READABLE = "fully_reshardable"
 
@@ -36,8 +36,7 @@ def wrote(common: Mapping[str, Any]) -> bool:
 def different_flags(common: Mapping[str, Any], config: Config) -> list[str]:
     """The flags of the model that the checkpoint was trained with otherwise."""
     args = vars(common["args"])
-    was = {name: args.get(_ARGUMENT_NAMES.get(name, name)) for name in args.keys() | _ARGUMENT_NAMES.keys()}
-    was["disable_bias_linear"] = not args["add_bias_linear"] if "add_bias_linear" in args else None
+    was = model_flags(args)
     ours = vars(config.model)
     without_effect = {"vocab_size"}  # its tokenizer may have more; the padded size tells
     if not ours["group_query_attention"] and not was.get("group_query_attention"):

@@ -69,6 +69,23 @@ def read(file: IO[bytes]) -> dict[str, Tensor]:
     return found
 
 
+def read_objects(file: IO[bytes]) -> dict[str, Chunk]:
+    """Where the objects of a checkpoint lie that are no tensors. Raises as `read` does."""
+    try:
+        content = _Unpickler(file).load()
+        found = {}
+        for key, place in content.storage_data.items():
+            if key.offset is None:
+                check_name(place.relative_path)
+                offset, length = _numbers((place.offset, place.length))
+                found[key.fqn] = Chunk((), (), place.relative_path, offset, length)
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:
+        raise pickle.UnpicklingError(f".metadata is damaged: {type(error).__name__}: {error}") from error
+    return found
+
+
 def check_name(name: Any) -> None:
     """Raises pickle.UnpicklingError where the file of a chunk is not one beside the metadata."""
     if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):

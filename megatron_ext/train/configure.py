@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ext.checkpoint.beside import kept_tokenizer
 from megatron_ext.checkpoint.folder import CONFIG, find_iteration, find_latest
+from megatron_ext.checkpoint.megatron_args import read_args, saved_model
 from megatron_ext.config.arguments import Typed, parse
 from megatron_ext.config.blend import missing_paths
 from megatron_ext.config.hf_config import read_hf_config
@@ -55,8 +56,12 @@ def _saved_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
     except (DataError, OSError):
         return None  # loading says so, in full
     saved = read_saved(found.path / CONFIG) if found is not None else None
-    if found is None or saved is None:
+    if found is None:
         return None
+    if saved is None:
+        # Megatron-LM's: where its flags are not asked for, loading compares them.
+        args = read_args(found.path) if values.get("use_checkpoint_args") else None
+        return None if args is None else saved_model(args)
     gone = {
         field: path
         for field, path in kept_tokenizer(saved, found.path).items()

@@ -1,7 +1,11 @@
 """Checkpoints that Megatron-LM 0.19 itself wrote (tests/data/README.md): --load goes on from them."""
 
+import os
+import pickle
 import shlex
 import tarfile
+import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,10 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.folder import TRACKER
+from megatron_ext.checkpoint.megatron_args import read_args, saved_model
 from megatron_ext.checkpoint.tensors import Tensors
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.launched import write_corpus
 
@@ -125,6 +132,46 @@ def test_every_other_flag_is_listed(written: Path) -> None:
         "a vocabulary that is padded to 64 entries (given: --vocab-size 100",
     ):
         assert words in str(caught.value)
+
+
+REST = shlex.split("""
+    --seq-length 16 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 --train-iters 6
+    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --split 90,10,0
+    --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 16 --eval-interval 0 --num-workers 0
+    --device cpu --use-checkpoint-args
+""")
+
+
+@pytest.mark.parametrize(("name", "more"), [("fp32", UNTIED), ("bf16-tp2-dp2-reshardable", BF16)])
+def test_the_model_comes_from_the_checkpoint(name: str, more: list[str], written: Path) -> None:
+    files = ["--load", str(written / name), "--data-path", str(written / "corpus")]
+    rest = [*REST, *files, *(["--bf16", "--use-distributed-optimizer"] if more is BF16 else [])]
+    adopted, given = configure(rest).config, configure(_flags(written, name, *more)).config
+    assert adopted.model == given.model
+    with pytest.raises(ConfigurationError, match=r"--num-layers 3, but the checkpoint .* saved with 2"):
+        configure([*rest, "--num-layers", "3"])
+
+
+class _Canary:
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
+def test_reading_the_flags_runs_nothing(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    planted = _Canary(str(canary))
+    args = Namespace(num_layers=2, layernorm_epsilon=1e-6, swiglu=planted, hidden_size=[planted], none=int)
+    with zipfile.ZipFile(tmp_path / "common.pt", "w") as archive:
+        archive.writestr("common/data.pkl", pickle.dumps({"args": args, "other": planted}, protocol=2))
+    found = read_args(tmp_path)
+    assert found is not None
+    assert saved_model(found) == {"num_layers": 2, "norm_epsilon": 1e-6}
+    assert not canary.exists()
+    (tmp_path / "common.pt").write_bytes(b"PK")
+    assert read_args(tmp_path) is None
 
 
 def test_a_release_is_weights_alone(written: Path, tmp_path: Path) -> None:
