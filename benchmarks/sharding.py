@@ -70,7 +70,9 @@ SCHEMES = {
     ),
 }
 
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "ZeRO-3, Megatron-FSDP, tied": "tied embeddings are gathered once a step, not twice a microbatch",
+}
 """Why a count is not its formula, by scheme."""
 
 

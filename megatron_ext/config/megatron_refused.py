@@ -106,9 +106,15 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "the copies of HSDP are whole; use --num-distributed-optimizer-instances alone, or fewer copies",
+        """
+        --outer-dp-sharding-strategy N =no_shard
+        """,
+    ),
+    (
         "only the plain form of FSDP is supported; use --use-megatron-fsdp or --use-torch-fsdp2 alone",
         """
-        --outer-dp-sharding-strategy N =no_shard, --fsdp-manual-registration, --fsdp-double-buffer,
+        --fsdp-manual-registration, --fsdp-double-buffer,
         --fsdp-db-use-persist-buf-on-alloc-fail,
         --megatron-fsdp-main-params-dtype N =fp32, --megatron-fsdp-main-grads-dtype N =auto,
         --megatron-fsdp-grad-comm-dtype N =auto, --megatron-fsdp-enable-fine-grained-param-gather,

@@ -44,7 +44,10 @@ def fsdp2_runs_whole_models_in_bf16_or_fp32(config: Config, facts: Facts) -> Ite
             "than the rest, and FSDP2 has one division; use --use-distributed-optimizer instead of --use-torch-fsdp2"
         )
     if config.training.fp16:
-        yield "--use-torch-fsdp2 has no loss scaling, which --fp16 needs; use --bf16 instead of --fp16"
+        yield (
+            "--use-torch-fsdp2 has no loss scaling, which --fp16 needs; use --bf16 instead of --fp16, or "
+            "--use-megatron-fsdp instead of --use-torch-fsdp2"
+        )
     if config.model.transformer_impl != "local":
         yield (
             f"--use-torch-fsdp2 builds the model without memory, and --transformer-impl "
