@@ -111,7 +111,7 @@ def _gather_and_free(rounds: int) -> None:
         outputs = [shard.new_full((2 * shard.numel(),), -1.0) for shard in shards]
         pending = []
         for output, shard in zip(outputs, shards, strict=True):
-            with dist._coalescing_manager(dist.group.WORLD, async_ops=True) as works:
+            with dist._coalescing_manager(dist.group.WORLD, async_ops=True) as works:  # pyright: ignore
                 dist.all_gather_into_tensor(output, shard, async_op=True)
             pending.append(works)
         for works, output in zip(pending, outputs, strict=True):
