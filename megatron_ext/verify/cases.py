@@ -210,9 +210,6 @@ _EXPERT_LAYOUTS = {
         4,
         f"{_TP2_SP} --context-parallel-size 2 {_EP2} --use-distributed-optimizer",
     ),
-    "EP2 ZeRO-3": (2, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params"),
-    "EP2, expert DP2, ZeRO-2, alltoall": (4, f"{_EP2} {_MEGATRON_FSDP} optim_grads {_ALLTOALL}"),
-    "TP2 SP EP2, ZeRO-3": (4, f"{_TP2_SP} {_EP2} {_MEGATRON_FSDP} optim_grads_params"),
     "EP2 PP2 DP2": (4, f"{_EP2} --pipeline-model-parallel-size 2 {_ALLTOALL}"),
     "EP2 PP2 DP4, expert DP2, distributed optimizer": (
         8,

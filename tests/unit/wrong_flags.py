@@ -206,9 +206,9 @@ EXAMPLES = {
     "Megatron-FSDP on Transformer Engine's modules": Example(
         "--world-size 2 --use-megatron-fsdp --transformer-impl transformer_engine", "--transformer-impl local"
     ),
-    "Megatron-FSDP that shards nothing, with experts": Example(
-        f"--world-size 2 {_EXPERTS} --num-experts 8 --use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
-        "--data-parallel-sharding-strategy optim",
+    "Megatron-FSDP with experts": Example(
+        f"--world-size 2 {_EXPERTS} --num-experts 8 --use-megatron-fsdp",
+        "--use-megatron-fsdp=false --use-distributed-optimizer",
     ),
     "Replicas compared under Megatron-FSDP": Example(
         "--world-size 2 --use-megatron-fsdp --check-weight-hash-across-dp-replicas-interval 5",

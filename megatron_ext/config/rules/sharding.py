@@ -123,11 +123,10 @@ def megatron_fsdp_runs_one_stage_with_adam(config: Config, facts: Facts) -> Iter
             f"--use-megatron-fsdp with --transformer-impl {config.model.transformer_impl} has not been proved; use "
             "--transformer-impl local"
         )
-    if config.model.num_experts is not None and layout.data_parallel_sharding_strategy == "no_shard":
+    if config.model.num_experts is not None:
         yield (
-            f"--data-parallel-sharding-strategy no_shard with --num-experts {config.model.num_experts}: the gradients "
-            "of experts are no replicas where those of the rest are, and there is one norm for both; use "
-            "--data-parallel-sharding-strategy optim, or leave --use-megatron-fsdp out"
+            f"--use-megatron-fsdp with --num-experts {config.model.num_experts} trains, but the rows of "
+            "experts cannot be saved; use --use-distributed-optimizer instead of --use-megatron-fsdp"
         )
 
 
