@@ -1,25 +1,25 @@
 """Seconds of a save, of the stall of --async-save, and of loading, beside `cp` of the same files.
 
-    python benchmarks/checkpoint.py /dev/shm/checkpoint --json benchmarks/results/checkpoint-DATE.json
+    python benchmarks/checkpoint.py /dev/shm/checkpoint --output benchmarks/results
 
 A model of 29M parameters with Adam's state (0.35 GB in fp32), on one process and on two with the distributed
-optimizer. The fastest of --turns; a machine that is busy with other things measures itself.
+optimizer. The stall of the first background save of a run and of later ones is stated beside the pure copy of the bytes
+that a rank takes, from memory to memory that was used before: no snapshot is faster. The fastest of --turns; a machine
+that is busy with other things measures itself. --output FOLDER records the table and the machine as JSON and Markdown.
 """
 
 import argparse
-import json
-import os
-import platform
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.recording import heading, keep, sentence
 from megatron_ext.verify.ranks import run_ranks
 
 FLAGS = shlex.split("""
@@ -35,31 +35,34 @@ def measure(flags: list[str], folder: str, turns: int) -> dict[str, float]:
 
     from megatron_ext import device
     from megatron_ext.checkpoint.load import load_checkpoint
-    from megatron_ext.checkpoint.save import Save, save_checkpoint
+    from megatron_ext.checkpoint.save import Kept, Save, save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
 
     run = build_run(configure(flags).config, device.install("cpu"))
     Trainer(run, []).step()
-    found: dict[str, list[float]] = {"save": [], "stall of --async-save": [], "async save, to its end": [], "load": []}
+    found: dict[str, list[float]] = {}
 
-    def timed(name: str, started: float) -> None:
+    def timed(name: str, action: Any) -> Any:
         torch.distributed.barrier()
-        found[name].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        result = action()
+        found.setdefault(name, []).append(time.perf_counter() - started)
+        return result
 
     for _ in range(turns):
-        started = time.perf_counter()
-        save_checkpoint(run, folder)
-        timed("save", started)
-        started = time.perf_counter()
-        pending = Save(run, folder, background=True)
-        timed("stall of --async-save", started)
-        pending.finish()
-        timed("async save, to its end", started)
-        started = time.perf_counter()
-        load_checkpoint(run, folder)
-        timed("load", started)
+        timed("save", lambda: save_checkpoint(run, folder))
+        kept = Kept()
+        for stall in ("stall of the first --async-save", "stall of later ones", "stall of later ones"):
+            started = time.perf_counter()
+            pending = timed(stall, lambda kept=kept: Save(run, folder, background=True, kept=kept))
+            pending.join()
+            timed("stall when it is written, for its name", pending.finish)
+            found.setdefault("async save, to its end", []).append(time.perf_counter() - started)
+        source, target = (torch.ones(kept.memory.bytes, dtype=torch.uint8) for _ in range(2))
+        timed("pure copy of the bytes that a rank takes", lambda pair=(target, source): pair[0].copy_(pair[1]))
+        timed("load", lambda: load_checkpoint(run, folder))
     return {name: min(seconds) for name, seconds in found.items()}
 
 
@@ -74,13 +77,30 @@ def copy_seconds(source: Path, destination: Path, turns: int) -> float:
     return min(seconds)
 
 
+def report(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    lines = [
+        f"# Saving and loading, {record['date']}",
+        "",
+        f"{sentence(record)} {record['folder']}; the fastest of {record['turns']} turns, of the slowest rank.",
+        "",
+        "| ranks | GB | what | s | GB/s |",
+        "|---|---|---|---|---|",
+    ]
+    for ranks, result in record["results"].items():
+        size = result["bytes"] / 1e9
+        for name, seconds in result["seconds"].items():
+            lines.append(f"| {ranks} | {size:.2f} | {name} | {seconds:.3f} | {size / seconds:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds of saving and loading.")
     parser.add_argument("folder", type=Path, help="made, and removed at the end; 1.1 GB")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--output", type=Path, help="folder for the .json and .md of this run")
     options = parser.parse_args()
-    load, results = os.getloadavg()[0], {}
+    record: dict[str, Any] = heading() | {"folder": str(options.folder), "turns": options.turns, "results": {}}
     for ranks, more in ((1, []), (2, ["--use-distributed-optimizer"])):
         folder = options.folder / str(ranks)
         folder.mkdir(parents=True)
@@ -89,15 +109,11 @@ def main() -> None:
         [saved] = folder.glob("iter_*")
         size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
         seconds["cp"] = copy_seconds(saved, folder / "copy", options.turns)
-        results[f"{ranks} rank(s)"] = {"bytes": size, "seconds": seconds}
-        print(f"{ranks} rank(s), {size / 1e9:.2f} GB")
-        for name, value in seconds.items():
-            print(f"  {name:24} {value:6.2f} s {size / value / 1e9:6.2f} GB/s")
+        record["results"][str(ranks)] = {"bytes": size, "seconds": seconds}
     shutil.rmtree(options.folder)
-    machine = {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine(), "load_average": load}
-    content = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine, "results": results}
-    if options.json:
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    print(report(record))
+    if options.output is not None:
+        keep(options.output, "checkpoint", record, report(record))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Tensors are saved once for the whole model, by global name and place, so that no
 the random generators is saved for every rank, by its place in the grid of ranks, and can only be used in that grid.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron_ext.checkpoint import optimizer_state
 from megatron_ext.checkpoint.rows import joined, pieces
 from megatron_ext.checkpoint.saveable import Saveable
+from megatron_ext.checkpoint.snapshot import Copy
 from megatron_ext.model.names import unwrapped
 from megatron_ext.optim.offload import reload_model_params
 from megatron_ext.parallel.rows import RowShard, row_shard
@@ -45,39 +46,74 @@ class Contents:
     """Of the weights that this rank holds in part."""
 
 
-def to_save(run: Saveable) -> Contents:
-    """Everything of `run` that a resumed run needs, but for what the flags leave out. Collective."""
-    contents = _models(run)
-    contents.state_dict |= {"train_state": asdict(run.state), "iteration": run.state.iteration}
+@dataclass
+class Taken:
+    """All of a run that a checkpoint holds, at one moment: what `copy` made of its tensors, and numbers."""
+
+    models: Contents
+    """The weights themselves: the run's own."""
+    state_dict: ShardedStateDict
+    """Of the models, with what `copy` made."""
+    optimizer: list[optimizer_state.Taken]
+    others: dict[str, Any]
+
+
+def take(run: Saveable, copy: Copy, models: Contents | None = None) -> Taken:
+    """Everything of `run` that a resumed run needs, but for what the flags leave out. Not collective.
+
+    Args:
+        copy: makes a tensor that the training does not change, from a name of it and the tensor; those that other
+            ranks write are not copied.
+        models: of an earlier save of this run, which saves the time to ask the modules once more.
+    """
+    models = models_of(run) if models is None or models.rows else models
+    state_dict = {key: _copied(value, copy, (key,)) for key, value in models.state_dict.items()}
+    others: dict[str, Any] = {"train_state": asdict(run.state), "iteration": run.state.iteration}
+    taken = []
     if not run.config.checkpoint.no_save_optim:
-        contents.state_dict |= {
-            "optimizer": optimizer_state.state_to_save(run.optimizer, run.config.optimizer, contents.weights),
+        written = {
+            id(weight.data)
+            for weight in models.weights.values()
+            if is_main_replica(weight.replica_id)  # pyright: ignore[reportAttributeAccessIssue]
+        }
+        taken = optimizer_state.take(run.optimizer, run.config.optimizer, copy, written)
+        others |= {
             "optimizer_step": optimizer_state.step_count(run.optimizer),
             "grad_scaler": _grad_scaler_state(run),
         }
     if not run.config.checkpoint.no_save_rng:
-        contents.state_dict |= {"rng_grid": rng_grid(run), "rng_state": _rng_state(run)}
-    return contents
+        others |= {"rng_grid": rng_grid(run), "rng_state": _rng_state(run)}
+    return Taken(models, state_dict, taken, others)
 
 
-def size(contents: Contents) -> int:
+def to_save(taken: Taken, exchange: optimizer_state.Exchange) -> ShardedStateDict:
+    """What this rank writes. Collective over the data-parallel ranks where they have shards of the optimizer."""
+    state_dict = {**taken.state_dict, **taken.others}
+    if taken.optimizer:
+        state_dict["optimizer"] = optimizer_state.state_to_save(taken.optimizer, taken.models.weights, exchange)
+    return state_dict
+
+
+def _copied(value: Any, copy: Copy, name: tuple[Any, ...]) -> Any:
+    """The same with copies for tensors, but for those that another rank writes."""
+    if isinstance(value, dict):
+        return {key: _copied(inner, copy, (*name, key)) for key, inner in value.items()}
+    if not isinstance(value, ShardedTensor | ShardedTensorFactory):
+        return value
+    if value.data is None or not is_main_replica(value.replica_id):
+        return replace(value)
+    return replace(value, data=copy(name, value.data.detach()))
+
+
+def size(state_dict: ShardedStateDict) -> int:
     """Bytes of the tensors that this rank writes: of those that several ranks hold, one does."""
     return sum(
         value.data.numel() * value.data.element_size()
-        for value in nested_values(contents.state_dict)
+        for value in nested_values(state_dict)
         if isinstance(value, ShardedTensor | ShardedTensorFactory)
         and value.data is not None
         and is_main_replica(value.replica_id)
     )
-
-
-def storages(contents: Contents) -> set[int]:
-    """Addresses of the memory that the tensors lie in, while they are the run's own."""
-    return {
-        value.data.untyped_storage().data_ptr()
-        for value in nested_values(contents.state_dict)
-        if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None
-    }
 
 
 @dataclass(frozen=True)
@@ -92,7 +128,7 @@ class Parts:
 
 def to_load(run: Saveable, parts: Parts) -> Contents:
     """Where to read the tensors of a checkpoint into."""
-    contents = _models(run)
+    contents = models_of(run)
     if parts.optimizer:
         contents.state_dict["optimizer"] = optimizer_state.state_to_load(
             run.optimizer, run.config.optimizer, contents.weights
@@ -146,7 +182,8 @@ def rng_grid(run: Saveable) -> list[int]:
 
 def _rng_state(run: Saveable) -> ShardedObject:
     place = (run.groups.pp.rank(), run.groups.dp_cp.rank(), run.groups.tp.rank())
-    state = {"dropout": run.device.rng_state(), "tracker": dict(_tracker().get_states())}
+    tracked = {name: state.clone() for name, state in _tracker().get_states().items()}
+    state = {"dropout": run.device.rng_state(), "tracker": tracked}
     return ShardedObject("rng_state", state, tuple(rng_grid(run)), place)
 
 
@@ -160,26 +197,27 @@ def _chunks(run: Saveable) -> dict[str, Any]:
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
 
 
-def _models(run: Saveable) -> Contents:
+def models_of(run: Saveable) -> Contents:
+    """The model chunks alone, by reference."""
     metadata = {**CONTENT_METADATA, "dp_cp_group": run.groups.dp_cp}
-    state_dict, weights = {}, {}
+    state_dict, found = {}, {}
     for key, chunk in _chunks(run).items():
         state_dict[key] = chunk.sharded_state_dict(metadata=metadata)
-        weights |= {
+        found |= {
             f"{key}.{name}": value
             for name, value in state_dict[key].items()
             if isinstance(value, ShardedTensor | ShardedTensorFactory)
         }
-    names = {id(weight.data): name for name, weight in weights.items()}
-    rows = {name: shard for name, weight in weights.items() if (shard := row_shard(weight.data)) is not None}
+    names = {id(weight.data): name for name, weight in found.items()}
+    rows = {name: shard for name, weight in found.items() if (shard := row_shard(weight.data)) is not None}
     for name, shard in rows.items():
         key, _, inner = name.partition(".")
-        weight = weights[name]
+        weight = found[name]
         if not shard.local.numel():
             del state_dict[key][inner]  # an empty entry would be saved, as one of all ranks
             continue
         state_dict[key][inner] = pieces(weight, shard, shard.local.to(_dtype(run)), weight.key)
-    return Contents(state_dict, weights, names, rows)
+    return Contents(state_dict, found, names, rows)
 
 
 def _dtype(run: Saveable) -> torch.dtype:

@@ -7,8 +7,8 @@ can read what any other has written. megatron-core's own conversion is not used:
 before the first update, knows only Adam, and gives each class of optimizer keys of its own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.distributed import ProcessGroup
 
 from megatron_ext.checkpoint.rows import Pieces, joined, pieces
+from megatron_ext.checkpoint.snapshot import Copy
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.offload import main_parameters, master_of, refresh, rules_of, updated_by
 from megatron_ext.optim.row_shards import RowShards
@@ -29,21 +30,62 @@ Contents = dict[str, dict[str, ShardedBase | Pieces]]
 _MASTER = "param"
 
 
-def state_to_save(optimizer: MegatronOptimizer, config: OptimizerConfig, weights: Mapping[str, Any]) -> Contents:
+@dataclass(frozen=True)
+class Exchange:
+    """How the shards of a distributed optimizer's state move between its ranks."""
+
+    group_of: Callable[[ProcessGroup], ProcessGroup]
+    """From the optimizer's group to the one of the same ranks that moves them."""
+    device: torch.device | None
+    """Where they lie; None: where the gradients do."""
+
+
+IN_PLACE = Exchange(lambda group: group, None)
+"""By the groups of the training, which must not use them meanwhile."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The state of an optimizer on this rank at one moment."""
+
+    part: MegatronOptimizer
+    moments: tuple[str, ...]
+    own: Mapping[int, Mapping[str, torch.Tensor]]
+    """By the id() of the weight."""
+
+
+def take(optimizer: MegatronOptimizer, config: OptimizerConfig, copy: Copy, written: Collection[int]) -> list[Taken]:
+    """The state of this rank, of the weights that it writes (by their id()); of a sharded optimizer, its shards."""
+    taken = []
+    for number, part in enumerate(parts(optimizer)):
+        initialize_state(part, config)
+        everything = isinstance(part, DistributedOptimizer | RowShards)
+        own = {
+            id(parameter): {
+                name: copy(("optimizer", number, index, name), tensor.detach()) for name, tensor in tensors.items()
+            }
+            for index, (parameter, tensors) in enumerate(_own_state(part, config))
+            if everything or id(parameter) in written
+        }
+        taken.append(Taken(part, _moments(config), own))
+    return taken
+
+
+def state_to_save(taken: Sequence[Taken], weights: Mapping[str, Any], exchange: Exchange) -> Contents:
     """The state that this rank writes, whole for each weight. Collective over the data-parallel ranks.
 
     Args:
         weights: this rank's weights as sharded tensors or factories, by name.
+        exchange: how shards move between ranks.
     """
     values, writers = {}, {}
-    for part in parts(optimizer):
-        initialize_state(part, config)
-        if _is_flat(part):
-            gathered = dict(_gather(part, config))
-            writers |= {id(parameter): part.data_parallel_group.rank() for parameter in gathered}
+    for one in taken:
+        if _is_flat(one.part):
+            gathered = {id(parameter): tensors for parameter, tensors in _gather(one.part, one, exchange)}
+            writers |= dict.fromkeys(gathered, one.part.data_parallel_group.rank())
+            values |= gathered
         else:
-            gathered = dict(_own_state(part, config))
-        values |= {id(parameter): tensors for parameter, tensors in gathered.items()}
+            values |= one.own
     contents = _like_weights(values, weights)
     for tensors in contents.values():
         for name, tensor in tensors.items():
@@ -170,15 +212,14 @@ def _own_state(
 
 
 def _gather(
-    part: DistributedOptimizer, config: OptimizerConfig
+    part: DistributedOptimizer, taken: Taken, exchange: Exchange
 ) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
     """Whole state of the weights that this rank writes, from the shards of all, bucket by bucket, in host memory.
 
     A weight is written by the rank whose shard holds its beginning, so that every rank writes about as much as its
     shard, and receives no more than what the last of its weights has on the ranks after it.
     """
-    own = {id(parameter): tensors for parameter, tensors in _own_state(part, config)}
-    group = part.data_parallel_group
+    group = exchange.group_of(part.data_parallel_group)
     for buffer, ranges in zip(part.buffers, part.gbuf_ranges, strict=True):
         [bucket_ranges] = ranges.values()
         for bucket, bucket_range in zip(buffer.buckets, bucket_ranges, strict=True):
@@ -186,13 +227,13 @@ def _gather(
             places.sort(key=lambda place: place[0])
             size = bucket.grad_data.numel() // group.size()
             spans = _spans([(start, end) for start, end, _ in places], size, group.size())
-            names = [*_moments(config), *([_MASTER] if buffer.param_dtype != torch.float32 else [])]
+            names = [*taken.moments, *([_MASTER] if buffer.param_dtype != torch.float32 else [])]
             whole = {}
             for name in names:
-                shard = torch.zeros(size, dtype=torch.float32, device=bucket.grad_data.device)
+                shard = torch.zeros(size, dtype=torch.float32, device=exchange.device or bucket.grad_data.device)
                 for parameter, parameter_range in bucket_range["param_map"].items():
                     place = parameter_range["gbuf_local"]
-                    shard[place.start : place.end] = own[id(parameter)][name].detach()
+                    shard[place.start : place.end] = taken.own[id(parameter)][name]
                 whole[name] = _exchange(shard, spans, group).cpu()
             first, last = spans[group.rank()]
             for start, end, parameter in places:

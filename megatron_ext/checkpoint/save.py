@@ -6,13 +6,14 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -29,8 +30,10 @@ from megatron_ext.checkpoint.folder import (
     publish,
     saved_iterations,
 )
+from megatron_ext.checkpoint.optimizer_state import IN_PLACE, Exchange
 from megatron_ext.checkpoint.retention import remove_expired
 from megatron_ext.checkpoint.saveable import Saveable
+from megatron_ext.checkpoint.snapshot import HostGroups, HostMemory, as_it_is
 from megatron_ext.config.files import to_yaml
 from megatron_ext.errors import StorageError
 
@@ -46,32 +49,63 @@ def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
     return Save(run, folder, background=False).finish()
 
 
+class Kept:
+    """What the background saves of one run hand on, so that later ones stop the training for a copy alone."""
+
+    def __init__(self) -> None:
+        self.memory = HostMemory()
+        self.exchange = Exchange(HostGroups().of, torch.device("cpu"))
+        self.strategy = _PlannedOnce(cached_metadata=True)
+        self.models: contents.Contents | None = None
+        self.size: int | None = None
+        """Bytes of a checkpoint, once one was begun."""
+
+
+class _PlannedOnce(TorchDistSaveShardedStrategy):
+    """The engine's plan of the first save serves all of them: a run's tensors do not change their names and cuts.
+
+    (By itself, the engine takes a plan for settled after two that are equal.) It asks no other rank then.
+    """
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, async_strategy: Any) -> Any:
+        if save_state_dict_ret[1] is not None:  # on the first rank, which writes it
+            self.cached_global_metadata = save_state_dict_ret[1]
+        self.validated_cache_reuse = True
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)
+
+
 class Save:
     """A save in progress: begun here, ended by `finish`. Both are collective and raise as `save_checkpoint` does.
 
     In the background, a thread writes a copy that was taken when the save began; until `finish`, the checkpoint has
-    no name yet. (The engine would fork a process for it, which holds what the training process has open.)
+    no name yet. (The engine would fork a process for it, which holds what the training process has open.) With what
+    was `kept` of an earlier save of the run, that thread also plans, and exchanges shards, in groups of its own.
     """
 
-    def __init__(self, run: Saveable, folder: str | Path, *, background: bool):
+    def __init__(self, run: Saveable, folder: str | Path, *, background: bool, kept: Kept | None = None):
         self.run, self.folder, self.iteration = run, folder, run.state.iteration
         self._partial = partial_folder(folder, self.iteration)
+        self._kept = kept or Kept()
         self._files: manifest.Files | str = {}
+        self._request: AsyncRequest | None = None
         self._thread: threading.Thread | None = None
+        planned = background and self._kept.size is not None
         with self._failures():
-            _on_first_rank(run, folder, lambda: make_partial(folder, self.iteration))
+            _on_first_rank(run, folder, self._begin)
             with run.gathered_parameters():
-                to_save = contents.to_save(run)
-                _check_space(run, folder, to_save)
-                live = contents.storages(to_save) if background else set()
-                self._request = _prepare(to_save.state_dict, self._partial)
-                self._checksums = checksums.watch(self._request)
-                buckets = _host_copy(self._request, live)
+                copy = self._kept.memory.copy if background else as_it_is
+                taken = contents.take(run, copy, self._kept.models)
+                if background:
+                    run.device.synchronize()
+                    self._kept.models = taken.models
+                if not planned:
+                    self._prepare(taken, background)
+                if not background:
+                    self._write(None)
             if background:
-                self._thread = threading.Thread(target=self._write, args=(buckets,), name="checkpoint", daemon=True)
+                arguments = (taken if planned else None,)
+                self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
                 self._thread.start()
-            else:
-                self._write(buckets)
 
     def written(self) -> bool:
         """Whether all ranks have written their shards, so that `finish` need not wait. Collective."""
@@ -80,24 +114,55 @@ class Save:
         torch.distributed.all_reduce(waiting, op=torch.distributed.ReduceOp.MAX)
         return not waiting.item()
 
-    def finish(self) -> Path:
-        """Wait for the shards, and give the checkpoint its name."""
+    def join(self) -> None:
+        """Wait for this rank's shards. Not collective."""
         if self._thread is not None:
             self._thread.join()
+
+    def finish(self) -> Path:
+        """Wait for the shards, and give the checkpoint its name."""
+        self.join()
         torch.distributed.barrier()
         with self._failures():
+            files = _gather_files(self.folder, self._files)
+            assert self._request is not None
             for finalize in self._request.finalize_fns:
                 finalize()
-            files = _gather_files(self.folder, self._files)
             _on_first_rank(self.run, self.folder, lambda: self._publish(files))
         remove_expired(self.run, self.folder, self.iteration)
         return iteration_folder(self.folder, self.iteration)
 
-    def _write(self, buckets: Any) -> None:
-        """This rank's shards. Failures wait for `finish`."""
+    def _begin(self) -> None:
+        """Make the folder, if it is known that the disk has room."""
+        make_partial(self.folder, self.iteration)
+        if self._kept.size is not None:
+            _check_space(self.folder, self._kept.size)
+
+    def _prepare(self, taken: contents.Taken, background: bool) -> None:
+        """The engine's plan, of a first save or of one that the training waits for. Collective."""
+        state_dict = contents.to_save(taken, self._kept.exchange if background else IN_PLACE)
+        sizes: list[int] = [0] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(sizes, contents.size(state_dict))
+        _on_first_rank(self.run, self.folder, lambda: _check_space(self.folder, sum(sizes)))
+        strategy = self._kept.strategy if background else TorchDistSaveShardedStrategy()
+        self._request = _request(state_dict, self._partial, strategy, validate=True)
+        if background:
+            self._kept.size = sum(sizes)
+
+    def _write(self, taken: contents.Taken | None) -> None:
+        """This rank's shards. Failures wait for `finish`.
+
+        Args:
+            taken: what to write, where it is not planned yet.
+        """
         try:
-            write_shards(self._request, buckets)
-            self._files = self._checksums.files()
+            if taken is not None:
+                state_dict = contents.to_save(taken, self._kept.exchange)
+                self._request = _request(state_dict, self._partial, self._kept.strategy, validate=False)
+            assert self._request is not None
+            written = checksums.watch(self._request)
+            write_shards(self._request, _on_host(self._request))
+            self._files = written.files()
         except OSError as error:
             self._files = f"{error.strerror}: {error.filename}"
         except Exception as error:
@@ -141,29 +206,30 @@ def write_shards(request: AsyncRequest, buckets: Any) -> None:
             request.async_fn(rank, buckets, results, **request.async_fn_kwargs)
 
 
-def _check_space(run: Saveable, folder: str | Path, to_save: contents.Contents) -> None:
+def _check_space(folder: str | Path, size: int) -> None:
     """Better to find out before the write than in the middle of it."""
-    sizes: list[int] = [0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(sizes, contents.size(to_save))
-
-    def check() -> None:
-        free = shutil.disk_usage(folder).free
-        if sum(sizes) > free:
-            reason = f"{os.strerror(errno.ENOSPC)} ({sum(sizes):,} bytes are needed, {free:,} are free)"
-            raise OSError(errno.ENOSPC, reason, str(folder))
-
-    _on_first_rank(run, folder, check)
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        reason = f"{os.strerror(errno.ENOSPC)} ({size:,} bytes are needed, {free:,} are free)"
+        raise OSError(errno.ENOSPC, reason, str(folder))
 
 
-def _prepare(state_dict: dict, folder: Path) -> AsyncRequest:
-    """Who writes what, and how the engine ends the save."""
+def _request(
+    state_dict: ShardedStateDict, folder: Path, strategy: TorchDistSaveShardedStrategy, *, validate: bool
+) -> AsyncRequest:
+    """Who writes what, and how the engine ends the save. Collective, where it is to be validated.
+
+    Args:
+        validate: whether all ranks together have every part of every tensor once.
+    """
     # The results of a write in this process need not cross a process boundary; the engine's own queue would start a
     # process for it, which takes seconds.
     filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
     request = dist_checkpointing.save(
         state_dict,
         str(folder),
-        TorchDistSaveShardedStrategy(),
+        strategy,
+        validate_access_integrity=validate,
         content_metadata=dict(contents.CONTENT_METADATA),
         async_sharded_save=True,
         async_strategy="mcore",
@@ -172,18 +238,9 @@ def _prepare(state_dict: dict, folder: Path) -> AsyncRequest:
     return request
 
 
-def _host_copy(request: AsyncRequest, live: Collection[int]) -> Any:
-    """The engine's (file, key, (objects, tensors)) with all tensors in host memory, none in that of `live` storages."""
-    if request.preload_fn is None:  # this rank writes nothing
-        return None
-    return [
-        (file, key, (objects, [(item, t.clone() if _storage(t) in live else t) for item, t in tensors]))
-        for file, key, (objects, tensors) in request.preload_fn()
-    ]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _on_host(request: AsyncRequest) -> Any:
+    """The engine's (file, key, (objects, tensors)) with all tensors in host memory."""
+    return None if request.preload_fn is None else request.preload_fn()  # None: this rank writes nothing
 
 
 def _gather_files(folder: str | Path, own: manifest.Files | str) -> manifest.Files:

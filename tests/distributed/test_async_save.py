@@ -23,29 +23,40 @@ LAYOUTS = {
 
 
 def _save_while_training(folder: str, flags: list[str]) -> list[str]:
-    """Begin a save at step 2, hold its writer until step 5, and then finish it; returns what lay there meanwhile."""
-    from megatron_ext.checkpoint import save
+    """Begin a save at step 2 and hold its thread until step 5. Returns what lay there meanwhile.
+
+    A save at step 1 came before, so that the thread of this one plans and exchanges shards as well.
+    """
+    from megatron_ext.checkpoint import contents, save
     from megatron_ext.train.trainer import Trainer
 
     trained = threading.Event()
-    genuine = save.write_shards
+    genuine = contents.to_save
 
-    def held(request: Any, buckets: Any) -> None:
+    def held(*arguments: Any) -> Any:
+        in_the_loop.append(threading.current_thread() is threading.main_thread())
         assert trained.wait(60)
-        genuine(request, buckets)
+        return genuine(*arguments)
 
-    save.write_shards = held
-    run = _build(flags)
+    in_the_loop: list[bool] = []
+    contents.to_save = held
+    run, kept = _build(flags), save.Kept()
     trainer = Trainer(run, [])
-    for _ in range(2):
-        trainer.step()
-    pending = save.Save(run, folder, background=True)
+    trainer.step()
+    trained.set()
+    save.Save(run, folder, background=True, kept=kept).finish()
+    trained.clear()
+    trainer.step()
+    size = kept.memory.bytes
+    pending = save.Save(run, folder, background=True, kept=kept)
     for _ in range(3):
         trainer.step()
     assert not pending.written()
     there = sorted(path.name for path in Path(folder).iterdir())
     trained.set()
     assert pending.finish() == Path(folder) / "iter_0000002"
+    assert in_the_loop == [True, False]
+    assert kept.memory.bytes == size, "the second save uses the memory of the first"
     return there
 
 
@@ -54,11 +65,16 @@ def test_the_snapshot_is_exact(layout: str, tmp_path: Path) -> None:
     flags = LAYOUTS[layout]
     meanwhile, synchronous = tmp_path / "background", tmp_path / "synchronous"
     meanwhile.mkdir()
-    assert run_ranks(2, _save_while_training, str(meanwhile), flags)[0] == [".iter_0000002.partial"]
-    run_ranks(2, _save_at, str(synchronous), [2], flags)
-    one, other = (Tensors(folder / "iter_0000002") for folder in (meanwhile, synchronous))
-    assert list(differences(one, other)) == []
-    assert one.common() == other.common()
+    assert run_ranks(2, _save_while_training, str(meanwhile), flags)[0] == [
+        ".iter_0000002.partial",
+        "iter_0000001",
+        TRACKER,
+    ]
+    run_ranks(2, _save_at, str(synchronous), [1, 2], flags)
+    for step in ("iter_0000001", "iter_0000002"):
+        one, other = (Tensors(folder / step) for folder in (meanwhile, synchronous))
+        assert list(differences(one, other)) == []
+        assert one.common() == other.common()
     assert (meanwhile / TRACKER).read_text() == "2"
     assert run_ranks(2, _load, str(meanwhile), flags) == [(2, 2), (2, 2)]
 

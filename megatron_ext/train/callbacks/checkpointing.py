@@ -3,7 +3,7 @@
 import sys
 import time
 
-from megatron_ext.checkpoint.save import Save
+from megatron_ext.checkpoint.save import Kept, Save
 from megatron_ext.errors import NumericError, StorageError
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -16,6 +16,7 @@ class Checkpointing(Callback):
         self.background = background
         self.saved_at: int | None = None
         self._save: Save | None = None
+        self._kept = Kept()
         self._started = 0.0
         self._stall = 0.0
 
@@ -56,7 +57,7 @@ class Checkpointing(Callback):
     def _start(self, trainer: Trainer) -> None:
         self._finish()
         self._started = time.perf_counter()
-        self._save = Save(trainer.run, self.folder, background=self.background)
+        self._save = Save(trainer.run, self.folder, background=self.background, kept=self._kept)
         self._stall = time.perf_counter() - self._started
         self.saved_at = trainer.run.state.iteration
         if not self.background:
