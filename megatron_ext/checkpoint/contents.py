@@ -66,7 +66,8 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> Taken:
             ranks write are not copied.
         models: of an earlier save of this run, which saves the time to ask the modules once more.
     """
-    models = models_of(run) if models is None or models.rows else models
+    if models is None or models.rows or not _of_the_run(models, run):
+        models = models_of(run)
     state_dict = {key: _copied(value, copy, (key,)) for key, value in models.state_dict.items()}
     others: dict[str, Any] = {"train_state": asdict(run.state), "iteration": run.state.iteration}
     taken = []
@@ -92,6 +93,19 @@ def to_save(taken: Taken, exchange: optimizer_state.Exchange) -> ShardedStateDic
     if taken.optimizer:
         state_dict["optimizer"] = optimizer_state.state_to_save(taken.optimizer, taken.models.weights, exchange)
     return state_dict
+
+
+def _of_the_run(models: Contents, run: Saveable) -> bool:
+    """Whether all tensors lie in the memory that the run has now: a module may have made one for its state dict."""
+    chunks = [*_chunks(run).values()]
+    own = {
+        tensor.untyped_storage().data_ptr() for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())
+    }
+    return all(
+        value.data.untyped_storage().data_ptr() in own
+        for value in nested_values(models.state_dict)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None
+    )
 
 
 def _copied(value: Any, copy: Copy, name: tuple[Any, ...]) -> Any:

@@ -163,19 +163,24 @@ class Save:
             written = checksums.watch(self._request)
             write_shards(self._request, _on_host(self._request))
             self._files = written.files()
+            if self.run.rank == 0:
+                self._write_beside()
         except OSError as error:
             self._files = f"{error.strerror}: {error.filename}"
         except Exception as error:
             self._files = f"{type(error).__name__}: {error}"
 
-    def _publish(self, shards: manifest.Files) -> None:
-        """What rank 0 adds to the shards; then the checkpoint gets its name."""
+    def _write_beside(self) -> None:
+        """What rank 0 adds to the shards."""
         (self._partial / CONFIG).write_text(to_yaml(self.run.config), encoding="utf-8")
         if self.run.data_record is not None:
             (self._partial / DATA).write_text(json.dumps(self.run.data_record, indent=1) + "\n", encoding="utf-8")
         earlier = (iteration_folder(self.folder, step) for step in reversed(saved_iterations(self.folder)))
         keep_tokenizer(self.run.config.data, self._partial, earlier)
         write_versions(self._partial)
+
+    def _publish(self, shards: manifest.Files) -> None:
+        """The manifest; then the checkpoint gets its name."""
         others = [path for path in manifest.all_files(self._partial) if path.suffix != ".distcp"]
         manifest.write(self._partial, shards | manifest.describe(self._partial, others))
         publish(self.folder, self.iteration)

@@ -20,7 +20,7 @@ from typing import ClassVar
 BLOCK = 1 << 20
 """Bytes: fits a core's own cache."""
 
-_THREADS = min(4, len(os.sched_getaffinity(0)))
+_THREADS = min(4, os.cpu_count() or 1)
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power in the highest bit
 
 

@@ -19,6 +19,7 @@ from tests.distributed.test_checkpoint import FLAGS, _build, _contents, _load, _
 LAYOUTS = {
     "fp32": [*FLAGS, "--hidden-dropout", "0.1"],
     "bf16, distributed optimizer": [*FLAGS, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce"],
+    "bf16, FSDP2": [*FLAGS, "--bf16", "--use-torch-fsdp2"],
 }
 
 
