@@ -20,12 +20,14 @@ python tools/python_corpus.py --output-prefix "$run/python"
 step "2/8 tokenizer: byte-level BPE with 8,192 entries"
 python tools/train_tokenizer.py --input "$run/python_train.jsonl" --output-dir "$run/tokenizer" --vocab-size 8192
 
-step "3/8 preprocessing: text to .bin/.idx"
+step "3/8 preprocessing: text to .bin/.idx with a manifest of what they are made from; every token checked"
 tokenizer=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$run/tokenizer")
 for part in train valid; do
     python tools/preprocess_data.py --input "$run/python_$part.jsonl" --output-prefix "$run/$part" \
         "${tokenizer[@]}" --append-eod --workers 2
+    python tools/inspect_dataset.py verify "$run/${part}_text_document" --vocab-size 8192
 done
+cat "$run/train_manifest.json"
 
 # A Llama-shaped model of 7.7M parameters.
 model=(
@@ -64,6 +66,7 @@ train() {
 
 stop=$((iterations * 6 / 10))
 step "4/8 training on $ranks processes; stops after $stop of $iterations steps"
+python tools/prepare_cache.py "${model[@]}" "${training[@]}" "${data[@]}" "${layout[@]}" --world-size "$ranks"
 train --exit-interval "$stop"
 
 step "5/8 the same command again: resumes at step $stop and goes on with the same curve"
@@ -71,6 +74,11 @@ train
 
 step "6/8 the loss curve (also as a page: $run/report.html)"
 python tools/show_run.py "$run/checkpoints/metrics.jsonl" --html "$run/report.html"
+
+echo "What step $stop read, the first lines of it:"
+config=$run/checkpoints/$(printf 'iter_%07d' "$iterations")/config.yaml
+python tools/inspect_dataset.py sample --step "$stop" --config "$config" > "$run/step_$stop.txt"
+head -n 12 "$run/step_$stop.txt"
 
 step "7/8 the model for Hugging Face; its loss by transformers, beside ours"
 python tools/convert_checkpoint.py to-hf --load "$run/checkpoints" --save "$run/hf" \
