@@ -25,3 +25,8 @@ def no_groups_are_left() -> Iterator[None]:
         from megatron_ext.parallel import groups
 
         groups.destroy()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file that takes longest begins first, lest one process runs it while the other has nothing left to do."""
+    items.sort(key=lambda item: item.path.name != "test_examples.py")

@@ -65,6 +65,7 @@ def compare_logits(source: SavedModel, folder: Path, dtype: str) -> Agreement:
         ConfigurationError: transformers is not installed.
     """
     _need_transformers()
+    device.install("cpu")
     tokens = _tokens(source.config)
     with our_model(source, dtype) as model:
         ours = model(tokens)
@@ -82,6 +83,7 @@ def compare_losses(source: SavedModel, folder: Path, dtype: str, prefix: str, sa
         DataError: the corpus is damaged.
     """
     _need_transformers()
+    device.install("cpu")  # before megatron-core, which reads the corpus
     tokens = _stretches(prefix, source.config.model.seq_length or _LENGTH, samples)
     with our_model(source, dtype) as model:
         ours = mean_loss(model, tokens)

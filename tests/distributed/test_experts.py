@@ -14,7 +14,7 @@ from tests.distributed.test_checkpoint_layouts import Saved, _assert_same_tensor
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --swiglu --seq-length 16 --max-position-embeddings 16 --mock-data --vocab-size 61
-    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3
+    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 12 --lr 1e-3
     --eval-interval 0 --init-method-std 0.1 --hidden-dropout 0 --attention-dropout 0 --disable-bias-linear
     --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 32 --device cpu
 """)

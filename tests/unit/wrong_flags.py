@@ -224,6 +224,15 @@ EXAMPLES = {
     "Communication timed where streams wait for each other": Example(
         "--world-size 2 --use-torch-fsdp2 --log-communication-share", "--log-communication-share=false"
     ),
+    "A range of steps that ends before it begins": Example(
+        "--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5",
+        "--profile-step-end 7",
+    ),
+    "A profiled rank that does not exist": Example(
+        "--world-size 2 --profile --use-pytorch-profiler --profile-ranks 2", "--profile-ranks 1"
+    ),
+    "Nsight's profiler on CPU processes": Example("--profile", "--use-pytorch-profiler"),
+    "A history of GPU memory on CPU processes": Example("--record-memory-history", "--record-memory-history=false"),
     "A learning rate to scale, from no batch": Example("--lr-scale-rule linear", "--lr-scale-base-batch-size 256"),
     "A batch to scale from, and no rule": Example("--lr-scale-base-batch-size 256", "--lr-scale-rule sqrt"),
     "A data path that does not exist": Example(
