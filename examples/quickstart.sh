@@ -77,7 +77,7 @@ python tools/show_run.py "$run/checkpoints/metrics.jsonl" --html "$run/report.ht
 
 echo "What step $stop read, the first lines of it:"
 config=$run/checkpoints/$(printf 'iter_%07d' "$iterations")/config.yaml
-python tools/inspect_dataset.py sample --step "$stop" --config "$config" > "$run/step_$stop.txt"
+python tools/inspect_dataset.py sample --step "$stop" --config "$config" --world-size "$ranks" > "$run/step_$stop.txt"
 head -n 12 "$run/step_$stop.txt"
 
 step "7/8 the model for Hugging Face; its loss by transformers, beside ours"
