@@ -30,7 +30,7 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(tmp_path: Path) -
     for part in ("train", "valid"):
         assert f"{folder}/{part}_text_document: whole, every token is below 8192" in said
         assert (folder / f"{part}_manifest.json").exists()
-    assert re.search(rf"train: 160 samples of {folder}/train_text_document\n", said)  # the index, before the training
+    assert re.search(rf"train: \d+ samples of {folder}/train_text_document\n", said)  # the index, before the training
     assert (folder / "step_6.txt").read_text().count("--- sample ") == 16
     assert (folder / "report.html").stat().st_size > 1000
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
