@@ -1,14 +1,14 @@
 """Megatron's own options that are not fields of our schema: each is accepted with a warning, or refused by name.
 
 Launch scripts written for Megatron-LM name many of its roughly 850 options. None may be misread or silently dropped,
-so each is listed in `megatron_accepted.py` or `megatron_refused.py` with the number of values that it takes.
+so each is listed in `megatron_accepted.py` or `refused/` with the number of values that it takes.
 """
 
 import functools
 from dataclasses import dataclass
 
 from megatron_ext.config.megatron_accepted import ACCEPTED
-from megatron_ext.config.megatron_refused import REFUSED
+from megatron_ext.config.refused import REFUSED
 
 _MANY = 1_000_000
 

@@ -1,0 +1,82 @@
+"""Precision, optimizer, recomputation, and the batch. The notation is that of the package."""
+
+REFUSED: tuple[tuple[str, str], ...] = (
+    (
+        "low-precision training is not in this version; use --bf16",
+        """
+        --fp8-format N, --fp8-recipe N =delayed, --fp8-quantizer-factory N, --fp8-margin N =0, --fp8-interval N =1,
+        --fp8-amax-history-len N =1, --fp8-amax-compute-algo N =most_recent, --fp8-output-proj, --fp8-param-gather,
+        --no-fp8-wgrad, --disable-fp8-wgrad, --fp4-format N, --fp4-recipe N =nvfp4, --fp4-quantizer-factory N,
+        --fp4-param-gather, --first-last-layers-bf16, --num-layers-at-start-in-bf16 N =1,
+        --num-layers-at-end-in-bf16 N =1, --reuse-grad-buf-for-mxfp8-param-ag
+        """,
+    ),
+    (
+        "the loss is computed in fp32; use --bf16 or --fp16 for the rest",
+        """
+        --fp16-lm-cross-entropy
+        """,
+    ),
+    (
+        "optimizer state is in fp32; use --use-distributed-optimizer or --optimizer-cpu-offload to save memory",
+        """
+        --use-precision-aware-optimizer, --main-grads-dtype N =fp32,
+        --main-params-dtype N =fp32, --exp-avg-dtype N =fp32, --exp-avg-sq-dtype N =fp32
+        """,
+    ),
+    (
+        "use --optimizer adam or sgd",
+        """
+        --muon-momentum N =0.9, --muon-no-split-qkv, --muon-nesterov, --muon-scale-mode N =spectral,
+        --muon-fp32-matmul-prec N =medium, --muon-coefficient-type N =quintic, --muon-num-ns-steps N =5,
+        --muon-tp-mode N =blockwise, --muon-extra-scale-factor N =1.0, --muon-scalar-optimizer N =adam,
+        --lion-beta1 N =0.95, --lion-beta2 N =0.98
+        """,
+    ),
+    (
+        "weight decay leaves out norms and biases, and there is one learning rate; leave it out",
+        """
+        --apply-wd-to-qk-layernorm, --no-weight-decay-cond-type N, --decoupled-lr N, --decoupled-min-lr N,
+        --freeze-all-layers, --dump-param-to-param-group-map N
+        """,
+    ),
+    (
+        "what is kept for recomputation is kept whole on each rank; use --sequence-parallel, which divides it too",
+        """
+        --distribute-saved-activations
+        """,
+    ),
+    (
+        "activation offloading is not in this version; use --recompute-granularity to save memory",
+        """
+        --cpu-offloading-num-layers N =0, --cpu-offloading-retain-pinned-cpu-buffers,
+        --fine-grained-activation-offloading, --fine-grained-offloading-max-inflight-offloads N,
+        --offload-modules N..., --min-offloaded-tensor-size N =1048576, --delay-offload-until-cuda-graph,
+        --delta-offload-bytes-across-pp-ranks N =0, --activation-offload-fraction N =1.0
+        """,
+    ),
+    (
+        "CUDA graphs are not in this version; leave it out",
+        """
+        --enable-cuda-graph, --cuda-graph-warmup-steps N =3, --external-cuda-graph, --cuda-graph-impl N =none,
+        --inference-cuda-graph-scope N, --optimizer-cuda-graph, --rl-persist-cuda-graphs, --no-rl-persist-cuda-graphs,
+        --rl-training-cuda-graphs, --no-rl-training-cuda-graphs, --cuda-graph-scope N..., --cuda-graph-modules N...,
+        --inference-dynamic-batching-num-cuda-graphs N =16, --decode-only-cuda-graphs,
+        --inference-cuda-graph-all-prefills, --inference-cuda-graph-max-tokens N =512,
+        --inference-dynamic-batching-cuda-graph-mixed-prefill-count N =16,
+        --inference-dynamic-batching-cuda-graph-sizing-distribution N =exponential
+        """,
+    ),
+    (
+        "the batch grows only by --rampup-batch-size, and must be divisible by micro batch x data-parallel size",
+        """
+        --step-batch-size-schedule N, --decrease-batch-size-if-needed
+        """,
+    ),
+    (
+        "no step is skipped or altered; leave it out",
+        """
+        --iterations-to-skip N..., --phase-transition-iterations N
+        """,
+    ),
+)
