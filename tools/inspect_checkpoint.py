@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.checkpoint import manifest
-from megatron_ext.checkpoint.folder import find_latest, iteration_folder, saved_iterations
+from megatron_ext.checkpoint.folder import checkpoint_at, find_latest, iteration_folder, saved_iterations
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import ConfigurationError, DataError
 
@@ -98,13 +98,10 @@ def diff(first: Path, second: Path) -> int:
 
 
 def _checkpoint(path: Path) -> Path:
-    """The checkpoint itself, or the latest one of a --save folder."""
-    if (path / ".metadata").is_file():
-        return path
-    found = find_latest(path)
-    if found is None:
+    checkpoint = checkpoint_at(path)
+    if checkpoint is None:
         raise ConfigurationError(f"{path} is no checkpoint, and holds none; give iter_* or a --save folder")
-    return found.path
+    return checkpoint
 
 
 if __name__ == "__main__":

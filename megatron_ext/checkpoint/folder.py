@@ -62,6 +62,18 @@ def find_latest(folder: str | Path) -> Found | None:
     return next(iter(find_all(folder)), None)
 
 
+def checkpoint_at(path: Path) -> Path | None:
+    """The checkpoint that `path` is, or the latest one of the --save folder that it is; None where it is neither.
+
+    Raises:
+        DataError, OSError: as `find_all`.
+    """
+    if (path / ".metadata").is_file():
+        return path
+    found = find_latest(path)
+    return None if found is None else found.path
+
+
 def find_all(folder: str | Path) -> list[Found]:
     """The whole checkpoints in the order in which to try them: the one that the tracker names, then the newest first.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from megatron_ext.checkpoint import manifest, torch_dist
 from megatron_ext.checkpoint.beside import kept_tokenizer
-from megatron_ext.checkpoint.folder import CONFIG, find_latest
+from megatron_ext.checkpoint.folder import CONFIG, checkpoint_at
 from megatron_ext.checkpoint.hf_import import stack_sizes, stacked_key
 from megatron_ext.checkpoint.torch_archive import WIDTH, place_of_elements
 from megatron_ext.checkpoint.torch_dist import DTYPES, Chunk
@@ -52,7 +52,10 @@ class SavedModel:
     """
 
     def __init__(self, folder: str | Path):
-        self.path = _checkpoint(Path(folder))
+        path = checkpoint_at(Path(folder))
+        if path is None:
+            raise ConfigurationError(f"--load {folder} holds no checkpoint; name a folder that --save wrote")
+        self.path = path
         self._elements = lru_cache(64)(_elements)  # a chunk may hold several experts
         self.config = _config(self.path)
         try:
@@ -141,15 +144,6 @@ def _read(file: BinaryIO, chunk: Chunk, dtype: str) -> "npt.NDArray":
         raise RuntimeError(f"{tensor.dtype} {list(tensor.shape)} instead of {DTYPES[dtype]} {list(chunk.sizes)}")
     bits = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return bits.view(ARRAYS[dtype]).reshape(chunk.sizes)
-
-
-def _checkpoint(folder: Path) -> Path:
-    if (folder / ".metadata").exists():
-        return folder
-    found = find_latest(folder)
-    if found is None:
-        raise ConfigurationError(f"--load {folder} holds no checkpoint; name a folder that --save wrote")
-    return found.path
 
 
 def _config(path: Path) -> Config:

@@ -3,17 +3,15 @@
 With dropout, warmup and batch ramp-up under way, and the save in the middle of a logging interval.
 """
 
-import hashlib
 import shlex
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_ext.verify.ranks import run_ranks
+from tests.run_state import state_hash
 
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
@@ -81,12 +79,12 @@ def _train(flags: list[str], load: str | None, steps: int, save: str | None) -> 
     hashes = []
     if load is not None:
         assert load_checkpoint(run, load) == run.state.iteration > 0
-        hashes.append(_hash(run))
+        hashes.append(state_hash(run))
     trainer = Trainer(run, [])
     results = [trainer.step() for _ in range(steps)]
     if save is not None:
         save_checkpoint(run, save)
-    hashes.append(_hash(run))
+    hashes.append(state_hash(run))
     run.loaders.close()
     return Trace(
         losses=[result.loss.hex() for result in results],
@@ -95,28 +93,6 @@ def _train(flags: list[str], load: str | None, steps: int, save: str | None) -> 
         hashes=hashes,
         skipped=sum(not result.updated for result in results),
     )
-
-
-def _hash(run: Any) -> str:
-    digest = hashlib.sha256()
-    with run.gathered_parameters():
-        for tensor in _tensors(run):
-            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _tensors(run: Any) -> Iterator[torch.Tensor]:
-    from megatron_ext.parallel.rows import local_part
-
-    for chunk in run.chunks:
-        yield from map(local_part, chunk.parameters())
-    for part in run.optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            for main in group["params"]:
-                yield main
-                # An optimizer makes its state at its first update; a saved or loaded one has it, as zeros.
-                for _, value in sorted(part.optimizer.state[main].items()):
-                    yield torch.as_tensor(value).reshape(1) if torch.as_tensor(value).ndim == 0 else value
 
 
 @pytest.mark.parametrize("case", CASES)

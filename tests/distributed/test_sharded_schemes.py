@@ -2,20 +2,18 @@
 and exports to Hugging Face as one process's checkpoint does."""
 
 import filecmp
-import hashlib
 import runpy
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_ext.checkpoint.tensors import Tensors, differences
 from megatron_ext.verify.ranks import run_ranks
 from tests.hf_models import quiet_transformers
+from tests.run_state import state_hash
 
 quiet_transformers()
 
@@ -124,33 +122,15 @@ def _check_the_count_of_zeros(run: Any, trainer: Any) -> None:
 def _two_steps(run: Any, trainer: Any) -> Trace:
     from megatron_ext.train.norms import parameters_norm
 
-    hashes, norm = [_hash(run)], parameters_norm(run)
+    hashes, norm = [state_hash(run)], parameters_norm(run)
     results = [trainer.step(), trainer.step()]
     assert all(result.updated for result in results)
     return Trace(
         losses=[result.loss.hex() for result in results],
         grad_norms=[float(result.grad_norm).hex() for result in results],
-        hashes=[*hashes, _hash(run)],
+        hashes=[*hashes, state_hash(run)],
         weights_norm=norm,
     )
-
-
-def _hash(run: Any) -> str:
-    digest = hashlib.sha256()
-    with run.gathered_parameters():
-        for tensor in _tensors(run):
-            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _tensors(run: Any) -> Iterator[torch.Tensor]:
-    from megatron_ext.parallel.rows import local_part
-
-    for chunk in run.chunks:
-        yield from map(local_part, chunk.parameters())
-    for part in run.optimizer.chained_optimizers:
-        for state in part.optimizer.state.values():
-            yield from (torch.as_tensor(value).reshape(-1) for _, value in sorted(state.items()))
 
 
 def _to_one_process(flags: list[str], folder: str) -> float:
