@@ -55,6 +55,11 @@ SCHEMES = {
     "HSDP 2 x 2, FSDP2": (4, "--use-torch-fsdp2 --num-distributed-optimizer-instances 2"),
     "HSDP 2 x 2, ZeRO-2": (4, f"{_FSDP} optim_grads --num-distributed-optimizer-instances 2"),
     "HSDP 2 x 2, ZeRO-3": (4, f"{_FSDP} optim_grads_params --num-distributed-optimizer-instances 2"),
+    "HSDP 2 x 2, ZeRO-3, optimizer state over all": (
+        4,
+        f"{_FSDP} optim_grads_params --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+    ),
+    "HSDP 2 x 2, Megatron-FSDP optim": (4, f"{_FSDP} optim --num-distributed-optimizer-instances 2"),
     "TP": (2, _TP2),
     "TP 4": (4, "--tensor-model-parallel-size 4"),
     "TP + SP": (2, f"{_TP2} --sequence-parallel"),

@@ -1,6 +1,7 @@
 """Row shards (FSDP) in a checkpoint: every rank writes and reads its own rows of the same global tensors that all
 other layouts write, so that any layout can load what any other has saved."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
@@ -11,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron_ext.parallel.rows import RowShard
 
 Pieces = dict[str, ShardedTensor]
-"""One after another, this rank's rows; two or more where a weight is saved in parts (SwiGLU's gate and up)."""
+"""One after another, this rank's rows; two or more where a weight is saved in parts (SwiGLU's gate and up, experts)."""
 
 
 def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: torch.Tensor, key: str) -> Pieces:
@@ -27,11 +28,14 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
     start = 0
     for part in _parts(weight):
         stop = start + part.local_shape[0]
-        low, high = max(start, shard.first), min(stop, shard.stop)
+        # A row of stacked experts is one expert, a matrix of many rows, and saved by itself.
+        each = math.prod(shard.shape[1:]) // math.prod(part.local_shape[1:])
+        first = shard.first * each
+        low, high = max(start, first), min(stop, shard.stop * each)
         if low < high:
             # Layers are one tensor in the checkpoint, stacked along axes before those of the weight.
             axis = part.prepend_axis_num
-            data = rows[low - shard.first : high - shard.first]
+            data = rows.view(-1, *part.local_shape[1:])[low - first : high - first]
             data = data.view((1,) * axis + tuple(data.shape))
             offset = list(part.global_offset)
             offset[axis] += low - start
@@ -52,7 +56,8 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
 
 def joined(shard: RowShard, loaded: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """This rank's rows, from what was read into their pieces."""
-    return torch.cat([loaded[index].view(-1, *shard.shape[1:]) for index in sorted(loaded, key=int)])
+    whole = torch.cat([loaded[index].reshape(-1) for index in sorted(loaded, key=int)])
+    return whole.view(-1, *shard.shape[1:])
 
 
 def _parts(weight: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:

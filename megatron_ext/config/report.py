@@ -38,6 +38,7 @@ def _formula(config: Config) -> list[str]:
             f"{config.optimizer.optimizer_offload_fraction:.0%} of the optimizer state in host memory",
             config.optimizer.optimizer_cpu_offload,
         ),
+        ("weights, gradients and optimizer state in host memory", config.layout.torch_fsdp2_cpu_offload),
     ]
     lines = [f"world size {config.layout.world_size} = TP {sizes.tp} x PP {sizes.pp} x CP {sizes.cp} x DP {sizes.dp}"]
     if config.model.num_experts is not None:

@@ -24,14 +24,14 @@ class StateBytes:
 
     shares: tuple[int, int, int] = (1, 1, 1)
 
-    on_device: float = 1.0
-    """Share of the optimizer's bytes that are not in host memory (--optimizer-cpu-offload); host bytes do not count."""
+    on_device: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """Of each, the share that is not in host memory, which does not count."""
 
     @property
     def sizes(self) -> tuple[float, float, float]:
         """Bytes a parameter that one rank keeps of weights, gradients and optimizer state."""
-        weights, gradients, optimizer = self.shares
-        return self.weights / weights, self.gradients / gradients, self.optimizer * self.on_device / optimizer
+        weights, gradients, optimizer = (size / share for size, share in zip(self._whole, self.shares, strict=True))
+        return weights, gradients, optimizer
 
     @property
     def total(self) -> float:
@@ -40,10 +40,16 @@ class StateBytes:
     @property
     def formula(self) -> str:
         """`2 + 4 + 12/8`."""
-        whole = (self.weights, self.gradients, f"{self.optimizer * self.on_device:g}")
         return " + ".join(
-            f"{size}/{share}" if share > 1 else str(size) for size, share in zip(whole, self.shares, strict=True)
+            f"{size:g}/{share}" if share > 1 else f"{size:g}"
+            for size, share in zip(self._whole, self.shares, strict=True)
         )
+
+    @property
+    def _whole(self) -> list[float]:
+        """What the device would keep of each if it were not divided."""
+        sizes = (self.weights, self.gradients, self.optimizer)
+        return [size * share for size, share in zip(sizes, self.on_device, strict=True)]
 
 
 def divided(weights: int, gradients: int, optimizer: int, kind: str, ranks: int) -> StateBytes:
@@ -63,7 +69,7 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     distributed optimizer). fp16 without --accumulate-allreduce-grads-in-fp32 has 2-byte gradients (Megatron-FSDP 4).
     fp32 has no master: 8 + 8, or 8 + 8/d. SGD keeps one moment, not two. FSDP2's weights are its fp32 masters: (4 + 4
     + 8)/d. For a routed expert, d is the expert-data-parallel size. With copies of the sharded state, d is divided by
-    their number.
+    their number, but for the optimizer's state where the copies divide that (--outer-dp-sharding-strategy optim).
     """
     training, kind = config.training, sharding(config)
     mixed = (training.bf16 or training.fp16) and kind != "fsdp2"
@@ -72,10 +78,17 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     moments = 8 if config.optimizer.optimizer == "adam" else 4
     ranks = sharing_ranks(config, expert=expert)
     found = divided(2 if mixed else 4, gradients, moments + (4 if mixed else 0), kind, ranks)
-    optimizer = config.optimizer
-    return (
-        replace(found, on_device=1 - optimizer.optimizer_offload_fraction) if optimizer.optimizer_cpu_offload else found
-    )
+    if config.layout.outer_dp_sharding_strategy == "optim":
+        found = replace(found, shares=(ranks, ranks, ranks * config.layout.num_distributed_optimizer_instances))
+    return replace(found, on_device=_on_device(config))
+
+
+def _on_device(config: Config) -> tuple[float, float, float]:
+    """Shares of weights, gradients and optimizer state that are in the memory of the device."""
+    if config.layout.torch_fsdp2_cpu_offload:
+        return (0.0, 0.0, 0.0)
+    moved = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
+    return (1.0, 1.0, 1.0 - moved)
 
 
 def sharing_ranks(config: Config, *, expert: bool = False) -> int:

@@ -12,7 +12,7 @@ from megatron_ext.device.protocol import Memory
 
 class CpuDevice:
     kind = "cpu"
-    backend = "gloo"
+    backend = backend_with_host = "gloo"
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

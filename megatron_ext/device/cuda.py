@@ -13,6 +13,7 @@ _MOST_ALLOCATIONS = 100_000  # as Megatron-LM keeps
 class CudaDevice:
     kind = "cuda"
     backend = "nccl"
+    backend_with_host = "cpu:gloo,cuda:nccl"
 
     def __init__(self, local_rank: int) -> None:
         # One hardware queue keeps communication kernels behind the computation that was launched before them, which

@@ -25,6 +25,9 @@ class Device(Protocol):
     backend: str
     """The torch.distributed backend that moves tensors of this device."""
 
+    backend_with_host: str
+    """One that moves those in host memory, too."""
+
     model_name: str
     """The hardware's own name, for the table of peak FLOP rates."""
 

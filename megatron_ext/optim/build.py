@@ -1,6 +1,7 @@
 """Data-parallel wrapping and the optimizer, as megatron-core builds them, from our configuration."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_ext.config.schema import Config
 from megatron_ext.optim.fsdp2 import TorchFSDP
 from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk, MegatronFSDPOptimizer
-from megatron_ext.optim.row_shards import RowShardOptimizer
+from megatron_ext.optim.offload import torch_rule
+from megatron_ext.optim.row_shards import HostRowOptimizer, RowShardOptimizer
 
 
 def ddp_config(config: Config) -> DistributedDataParallelConfig:
@@ -40,6 +42,7 @@ def _megatron_fsdp_settings(config: Config) -> dict[str, Any]:
     return {
         "use_megatron_fsdp": True,
         "data_parallel_sharding_strategy": layout.data_parallel_sharding_strategy,
+        "outer_dp_sharding_strategy": layout.outer_dp_sharding_strategy,
         # fp32 weights are their own masters.
         "megatron_fsdp_main_params_dtype": None if config.training.params_dtype == "float32" else torch.float32,
         "megatron_fsdp_main_grads_dtype": torch.float32,
@@ -139,7 +142,7 @@ def _for_chunks(functions: list) -> Any:
 
 
 def build_optimizer(
-    chunks: Sequence[MegatronModule], config: Config, groups: ProcessGroupCollection
+    chunks: Sequence[MegatronModule], config: Config, groups: ProcessGroupCollection, device: torch.device
 ) -> ChainedOptimizer:
     """megatron-core's optimizer over wrapped chunks whose weights are already initialized.
 
@@ -154,9 +157,11 @@ def build_optimizer(
         optimizer = ChainedOptimizer([MegatronFSDPOptimizer(optimizer, chunks, dtype, groups)])  # pyright: ignore
     assert isinstance(optimizer, ChainedOptimizer)
     if config.layout.use_torch_fsdp2:
-        optimizer = ChainedOptimizer(
-            [RowShardOptimizer(inner, dtype, groups) for inner in optimizer.chained_optimizers]  # pyright: ignore
-        )
+        over_rows = partial(RowShardOptimizer, compute_dtype=dtype, groups=groups)
+        if config.layout.torch_fsdp2_cpu_offload:
+            rule = torch_rule(config.optimizer)
+            over_rows = partial(HostRowOptimizer, compute_dtype=dtype, groups=groups, device=device, rule=rule)
+        optimizer = ChainedOptimizer([over_rows(inner) for inner in optimizer.chained_optimizers])  # pyright: ignore
     for inner in optimizer.chained_optimizers:
         if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
             for group in inner.optimizer.param_groups:

@@ -5,6 +5,9 @@ for the forward and backward pass of a layer, and freed after it. Gradients are 
 ranks after the backward pass of every microbatch, so that they are never whole either, and divided once, by the
 tokens of the global batch. The optimizer updates the rows as plain tensors.
 
+With `--torch-fsdp2-cpu-offload` the rows, their gradients and the optimizer's state are in host memory: rows are copied
+to the device before they are gathered, reduced gradients to the host, which updates.
+
 megatron-core's own wrapper is for CUDA alone and averages gradients over the ranks, whatever
 `calculate_per_token_loss` says; what is around it (the schedule, the gradients of sequence-parallel norms) is used.
 """
@@ -21,7 +24,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.config.schema import Config
@@ -37,7 +46,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
 
     Args:
         module: on the meta device, so that no rank ever holds a whole weight.
-        device: where the shards live.
+        device: what computes, and where the shards live unless they are offloaded.
     """
 
     def __init__(
@@ -56,6 +65,8 @@ class TorchFSDP(TorchFullyShardedDataParallel):
         module.float()
         self.units = _units(module, tied=not config.model.untie_embeddings_and_output_weights)
         mesh = _mesh(groups, device.type)
+        offloaded = config.layout.torch_fsdp2_cpu_offload
+        pinned = device.type == "cuda" and not config.optimizer.no_pin_cpu_params
         previous = None
         for unit in self.units:
             fully_shard(
@@ -65,6 +76,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
                 mp_policy=MixedPrecisionPolicy(
                     param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
                 ),
+                offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offloaded else OffloadPolicy(),
             )
             assert isinstance(unit, FSDPModule)
             # The sum over the ranks; `scale_gradients` divides by the tokens of the global batch.
@@ -74,21 +86,38 @@ class TorchFSDP(TorchFullyShardedDataParallel):
                 # torch learns the order of the backward pass from the forward pass, which recomputation repeats.
                 unit.set_modules_to_backward_prefetch([previous] if previous is not None else [])
                 previous = unit
-        module.to_empty(device=device)
+        module.to_empty(device="cpu" if offloaded else device)
+        self._device = device
+        self._added_over_tensor_ranks: list[torch.nn.Parameter] = []
         for name, parameter in module.named_parameters():
             assert isinstance(parameter, DTensor)
             for attribute, value in attributes[name].items():
                 setattr(parameter, attribute, value)
             mark(parameter, _rows(parameter, groups))
+            if offloaded and groups.tp.size() > 1 and not getattr(parameter, "tensor_model_parallel", False):
+                self._added_over_tensor_ranks.append(parameter)
 
     def zero_grad_buffer(self) -> None:
         for parameter in self.parameters():
             parameter.grad = None
 
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Gradients that megatron-core is to add up over tensor-parallel ranks wait on the device until
+        `scale_gradients`: it puts what it has added up there."""
+        for parameter in self._added_over_tensor_ranks:
+            if parameter.grad is not None:
+                waiting: Any = parameter
+                waiting.main_grad = parameter.grad.to(self._device)
+
     def scale_gradients(self, scaling_factor: Any) -> None:
         for parameter in self.parameters():
             if parameter.grad is not None:
-                local_gradient(parameter).mul_(scaling_factor)
+                rows = local_gradient(parameter)
+                waiting: Any = parameter
+                if hasattr(parameter, "main_grad"):
+                    rows.copy_(waiting.main_grad._local_tensor)
+                    del waiting.main_grad
+                rows.mul_(scaling_factor.to(rows.device))
 
 
 def _units(module: torch.nn.Module, *, tied: bool) -> list[torch.nn.Module]:

@@ -38,6 +38,7 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
         device: torch.device,
     ):
         self.strategy = ddp_config.data_parallel_sharding_strategy
+        self.divides_copies = ddp_config.outer_dp_sharding_strategy != "no_shard"
         units: Any = _units(module) if self.strategy == "optim_grads_params" else []
         super().__init__(transformer_config, ddp_config, module, units, device=device, pg_collection=groups)
         self.finish_grad_sync = self._finish_grad_sync  # megatron-core sets it on the instance, too
@@ -93,11 +94,14 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
         """What lies in memory of the weights: the buffers, what is gathered and not yet freed, the modules' own."""
         for group in self.param_and_grad_buffer.parameter_groups:
             yield from (weight.data for weight in group.params)
+            # Where copies are divided, a rank's weights are in the second, of which its own rows are a part.
             yield from _held(group.model_weight_buffer)
+            yield from _held(group.hfsdp_helper_wbuf)
 
     def held_gradients(self) -> Iterator[torch.Tensor | None]:
         for group in self.param_and_grad_buffer.parameter_groups:
             yield from _held(group.main_grad_buffer)
+            yield from _held(group.hfsdp_helper_gbuf)
 
     def _rows(self, sharded: Any, groups: ProcessGroupCollection) -> RowShard:
         weight, local = weight_of(sharded), sharded._local_tensor
@@ -109,6 +113,8 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
         shards, copies = (
             (groups.intra_expt_dp, groups.expt_dp) if group.is_expert_param else (groups.intra_dp_cp, groups.dp_cp)
         )
+        if self.divides_copies:
+            shards = copies
         start, stop = buffer._get_item_slice_in_shard(buffer.param_idx[weight])
         row = math.prod(weight.shape[1:])
         assert start % row == 0, "rows are not cut"
@@ -140,6 +146,13 @@ def _held(buffer: Any) -> Iterator[torch.Tensor | None]:
         yield from (bucket.data for bucket in getattr(buffer.temporary_bucket_allocator, "buckets", {}).values())
 
 
+def _holders_of_one_copy(chunk: MegatronFSDPChunk, groups: ProcessGroupCollection) -> Any:
+    """The ranks over which the norm of the gradients is summed."""
+    if chunk.divides_copies:
+        return torch.distributed.group.WORLD
+    return groups.mp if chunk.strategy == "no_shard" else groups.intra_dist_opt
+
+
 class MegatronFSDPOptimizer(RowShards, DistributedOptimizer):
     """megatron-core's distributed optimizer, which has a second life for its FSDP, over rows."""
 
@@ -162,7 +175,7 @@ class MegatronFSDPOptimizer(RowShards, DistributedOptimizer):
             data_parallel_group_idx=0,
             distributed_optimizer_instance_id=0,
         )
-        self.grad_stats_parallel_group = groups.mp if chunks[0].strategy == "no_shard" else groups.intra_dist_opt
+        self.grad_stats_parallel_group = _holders_of_one_copy(chunks[0], groups)
         self.tp_group = self.expert_tp_group = groups.tp
         self.take_rows(compute_dtype, weight_of)
 

@@ -44,7 +44,7 @@ class HostOptimizer(HybridDeviceOptimizer):
         super().__init__(
             part.optimizer.param_groups,
             offload_fraction=config.optimizer_offload_fraction,
-            cpu_optimizer_cls=_host_rule(config),
+            cpu_optimizer_cls=torch_rule(config),
             gpu_optimizer_cls=partial(_device_rule, part.optimizer, config),
             pin_cpu_grads=pin and not config.no_pin_cpu_grads,
             pin_cpu_params=self._pin_masters,
@@ -200,13 +200,14 @@ def _host_copy(main: torch.Tensor, *, pin: bool) -> torch.Tensor:
     return torch.empty(main.shape, dtype=main.dtype, device="cpu", pin_memory=pin).copy_(main.detach())
 
 
-def _host_rule(config: OptimizerConfig) -> Any:
+def torch_rule(config: OptimizerConfig) -> Any:
+    """What makes torch's own optimizer of parameters or groups of them."""
     return partial(torch.optim.AdamW, fused=True) if config.optimizer == "adam" else torch.optim.SGD
 
 
 def _device_rule(built: torch.optim.Optimizer, config: OptimizerConfig, groups: list[Group]) -> torch.optim.Optimizer:
     """The engine's own (torch's, Transformer Engine's or apex's), or torch's where that is asked for, over `groups`."""
     if config.use_torch_optimizer_for_cpu_offload and not isinstance(built, torch.optim.AdamW | torch.optim.SGD):
-        built = _host_rule(config)([{**group, "params": [torch.empty(0)]} for group in groups])
+        built = torch_rule(config)([{**group, "params": [torch.empty(0)]} for group in groups])
     built.param_groups = groups
     return built

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.parallel.rows import row_shard
@@ -56,6 +57,44 @@ class RowShardOptimizer(RowShards, FP32Optimizer):
     def prepare_grads(self) -> bool:
         self.attach_gradients()
         return False
+
+
+class HostRowOptimizer(RowShardOptimizer):
+    """The same over rows in host memory, which torch updates there.
+
+    Args:
+        device: what computes, and adds up norms.
+        rule: makes an optimizer of torch for parameter groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: FP32Optimizer,
+        compute_dtype: torch.dtype,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+        rule: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    ):
+        super().__init__(optimizer, compute_dtype, groups)
+        self._device = device
+        if not isinstance(self.optimizer, torch.optim.AdamW | torch.optim.SGD):  # apex's are for GPUs alone
+            self.optimizer = rule(self.optimizer.param_groups)
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        """One element on the device, whose norm is that of this rank's gradients."""
+        norms = [torch.norm(gradient) for gradient in super().get_grads_for_grad_norm(grad_norm_group)]
+        return [torch.norm(torch.stack(norms)).view(1).to(self._device)] if norms else []
+
+
+def clip_gradients(part: MegatronOptimizer, most: float, norm: float) -> None:
+    """Scale the gradients of `part` down to a norm of `most` where their `norm`, over all ranks, is more."""
+    if not isinstance(part, HostRowOptimizer):
+        clip_grad_by_total_norm_fp32([*part.get_parameters()], most, norm)
+        return
+    share = most / (norm + 1e-6)  # as torch and megatron-core
+    if share < 1.0:
+        gradients = [rows.grad for rows in part.get_parameters() if rows.grad is not None]
+        torch._foreach_mul_(gradients, share)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

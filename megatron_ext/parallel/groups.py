@@ -24,8 +24,9 @@ def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
         if "RANK" not in os.environ:
             store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             alone = {"store": store, "rank": 0, "world_size": 1}
+        backend = layout.distributed_backend or device.backend
         torch.distributed.init_process_group(
-            backend=layout.distributed_backend or device.backend,
+            backend=device.backend_with_host if layout.torch_fsdp2_cpu_offload else backend,
             timeout=timedelta(minutes=layout.distributed_timeout_minutes),
             device_id=device.torch_device if device.kind == "cuda" else None,
             **alone,

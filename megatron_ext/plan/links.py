@@ -41,5 +41,5 @@ def span(axis: str, layout: LayoutConfig) -> tuple[int, int]:
         "dp": (tensor, sharers // copies),
         "between": (tensor * sharers // copies, copies),
         "ep": (1, experts),
-        "edp": (experts, layout.expert_data_parallel_size),
+        "edp": (experts, layout.expert_data_parallel_size // copies),
     }[axis]

@@ -66,7 +66,7 @@ class _Stage:
         dense, experts = self.shapes.parameters_of_stage(self.stage)
         copies = self.config.layout.num_distributed_optimizer_instances
         yield from self._shared("dp", dense, sharing_ranks(self.config), copies, "P")
-        yield from self._shared("edp", experts, sharing_ranks(self.config, expert=True), 1, "P of experts")
+        yield from self._shared("edp", experts, sharing_ranks(self.config, expert=True), copies, "P of experts")
 
     def _shared(self, axis: str, parameters: int, n: int, r: int, name: str) -> Iterator[Term]:
         """What is sent for parameters of which n ranks share one copy and r groups have one each."""
@@ -81,7 +81,12 @@ class _Stage:
         yield Term(axis, "reduce-scatter", reduced * share * gradients, f"{_times(reduced)}(n-1)/n {gradient}{name}")
         gathered = {"optim": 1, "optim_grads": 1}.get(self.kind, self.microbatches * self._gathers())
         yield Term(axis, "all-gather", gathered * share * weights, f"{_times(gathered)}(n-1)/n {self.weight}{name}")
-        if r > 1:
+        if r > 1 and self.config.layout.outer_dp_sharding_strategy == "optim":
+            share = (r - 1) / r
+            yield Term("between", "reduce-scatter", share * gradients / n, f"(r-1)/r {gradient}{name}/n")
+            # In both passes of the first microbatch.
+            yield Term("between", "all-gather", 2 * share * weights / n, f"2 (r-1)/r {self.weight}{name}/n")
+        elif r > 1:
             # Megatron-FSDP sums across the copies once a step; under `optim` all of the gradients, not the shard alone.
             megatron = self.config.layout.use_megatron_fsdp
             times, whole = 2 if megatron else 2 * reduced, megatron and self.kind == "optim"

@@ -38,6 +38,7 @@ class TorchTrace:
         self._callstack = callstack
         self._chakra = chakra
         self._trace: profile | None = None
+        self._observer: ExecutionTraceObserver | None = None
 
     def start(self) -> None:
         """Begin recording.
@@ -49,10 +50,11 @@ class TorchTrace:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._cannot_write(error) from error
-        observer = None
         if self._chakra:
-            observer = ExecutionTraceObserver().register_callback(str(self.path.with_suffix(".chakra.json")))
-        self._trace = profile(record_shapes=self._shapes, with_stack=self._callstack, execution_trace_observer=observer)
+            self._observer = ExecutionTraceObserver().register_callback(str(self.path.with_suffix(".chakra.json")))
+        self._trace = profile(
+            record_shapes=self._shapes, with_stack=self._callstack, execution_trace_observer=self._observer
+        )
         self._trace.start()
 
     def stop(self) -> None:
@@ -64,6 +66,8 @@ class TorchTrace:
         trace, self._trace = self._trace, None
         assert trace is not None, "the trace was not started"
         trace.stop()
+        if self._observer is not None:
+            self._observer.unregister_callback()  # which writes the end of its file
         try:
             trace.export_chrome_trace(str(self.path))
         except OSError as error:

@@ -60,7 +60,7 @@ def build_run(config: Config, device: Device) -> Run:
             wrapped = shard_with_megatron_fsdp(chunks, config, core, groups, device.torch_device)
         else:
             wrapped = wrap_data_parallel(list(chunks), config, core, groups)
-    optimizer = build_optimizer(wrapped, config, groups)
+    optimizer = build_optimizer(wrapped, config, groups, device.torch_device)
     if config.optimizer.optimizer_cpu_offload:
         offload(optimizer, config.optimizer, pin=device.kind == "cuda")
     timers = Timers(config.logging.timing_log_level, device.synchronize)

@@ -1,6 +1,7 @@
 """Norms over the whole model, whatever the layout."""
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_ext.config.parameters import parameters
 from megatron_ext.model.names import global_named_parameters, is_of_an_expert
@@ -19,14 +20,19 @@ def parameters_norm(run: Run) -> float:
                 totals[int(is_of_an_expert(name))] += (
                     _computed_with(run, parameter).float().square().sum(dtype=torch.float64)
                 )
-    # The ranks that hold one copy of the model together. Routed experts are divided over others than the rest.
-    layout = run.config.layout
-    sharded = layout.use_torch_fsdp2 or (
-        layout.use_megatron_fsdp and layout.data_parallel_sharding_strategy != "no_shard"
-    )
-    torch.distributed.all_reduce(totals[0], group=run.groups.intra_dist_opt if sharded else run.groups.mp)
-    torch.distributed.all_reduce(totals[1], group=run.groups.intra_dist_opt if sharded else run.groups.tp_ep_pp)
+    for total, group in zip(totals, _holders_of_one_copy(run), strict=True):
+        torch.distributed.all_reduce(total, group=group)
     return float(totals.sum().sqrt())
+
+
+def _holders_of_one_copy(run: Run) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """The ranks that hold one copy of the model together; routed experts are divided over others than the rest."""
+    layout, groups = run.config.layout, run.groups
+    if layout.outer_dp_sharding_strategy == "optim":
+        return None, None  # all
+    if layout.use_torch_fsdp2 or (layout.use_megatron_fsdp and layout.data_parallel_sharding_strategy != "no_shard"):
+        return groups.intra_dist_opt, groups.intra_dist_opt
+    return groups.mp, groups.tp_ep_pp
 
 
 def _computed_with(run: Run, parameter: torch.nn.Parameter) -> torch.Tensor:

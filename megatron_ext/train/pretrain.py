@@ -28,8 +28,12 @@ def pretrain(config: Config, status: RunStatus) -> None:
 
     memory_history.begin(config, status.rank, here)
     run = build_run(config, here)
-    if config.optimizer.optimizer_cpu_offload and here.kind == "cpu" and run.rank == 0:
-        print("warning: --optimizer-cpu-offload saves nothing with --device cpu: it is the same memory", flush=True)
+    for flag, given in (
+        ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
+        ("--torch-fsdp2-cpu-offload", config.layout.torch_fsdp2_cpu_offload),
+    ):
+        if given and here.kind == "cpu" and run.rank == 0:
+            print(f"warning: {flag} saves nothing with --device cpu: it is the same memory", flush=True)
     iteration = None
     if config.checkpoint.load is not None:
         from megatron_ext.checkpoint.load import load_checkpoint

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.config.batch import num_microbatches
@@ -17,6 +16,7 @@ from megatron_ext.errors import NumericError
 from megatron_ext.model.loss import token_loss
 from megatron_ext.model.moe import take_auxiliary_losses
 from megatron_ext.optim.offload import finish_update
+from megatron_ext.optim.row_shards import clip_gradients
 from megatron_ext.train.run import Run
 
 
@@ -85,7 +85,7 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
     clip = run.config.optimizer.clip_grad
     if clip > 0.0:
         for optimizer in run.optimizer.chained_optimizers:
-            clip_grad_by_total_norm_fp32([*optimizer.get_parameters()], clip, grad_norm)
+            clip_gradients(optimizer, clip, grad_norm)
     num_zeros = run.optimizer.count_zeros() if run.config.logging.log_num_zeros_in_grad else None
     run.optimizer.step_with_ready_grads()
     finish_update(run.optimizer)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.utils import unwrap_model
 
 from megatron_ext.config.schema import Config
+from megatron_ext.model.names import unwrapped
 from megatron_ext.train.run import Run
 
 LOSS = "loss of every token"
@@ -75,7 +75,7 @@ class Taps:
 
 def named_modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
     """(global name, module) of the modules of this rank whose outputs are compared."""
-    for chunk in unwrap_model(list(chunks)):
+    for chunk in unwrapped(chunks):
         modules = dict(chunk.named_modules())
         for name in (*_BEFORE, *_AFTER):
             if modules.get(name) is not None:

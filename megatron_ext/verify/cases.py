@@ -103,6 +103,8 @@ _SHARDED = {
     "CP2 FSDP2": (2, f"{_CP2} p2p {_FSDP2}"),
     "CP2 DP2 FSDP2": (4, f"{_CP2} all_gather {_FSDP2}"),
     "FSDP2, compiled": (2, f"{_FSDP2} --torch-compile"),
+    "FSDP2 in host memory": (2, f"{_FSDP2} --torch-fsdp2-cpu-offload"),
+    "TP2 SP FSDP2 in host memory": (4, f"{_TP2_SP} {_FSDP2} --torch-fsdp2-cpu-offload"),
     "Megatron-FSDP, nothing sharded": (2, f"{_MEGATRON_FSDP} no_shard"),
     "Megatron-FSDP, ZeRO-1": (2, f"{_MEGATRON_FSDP} optim"),
     "ZeRO-2": (2, f"{_MEGATRON_FSDP} optim_grads"),
@@ -125,6 +127,10 @@ _SHARDED = {
     "ZeRO-3, compiled": (2, f"{_MEGATRON_FSDP} optim_grads_params --torch-compile"),
     "HSDP 2 x 2, ZeRO-2": (4, f"{_MEGATRON_FSDP} optim_grads {_TWO_COPIES}"),
     "HSDP 2 x 2, ZeRO-3": (4, f"{_MEGATRON_FSDP} optim_grads_params {_TWO_COPIES}"),
+    "HSDP 2 x 2, ZeRO-3, optimizer state divided over all": (
+        4,
+        f"{_MEGATRON_FSDP} optim_grads_params {_TWO_COPIES} --outer-dp-sharding-strategy optim",
+    ),
     "DP4 distributed optimizer, overlap": (4, _OVERLAP),
     "HSDP 2 x 2, FSDP2": (4, f"{_FSDP2} {_TWO_COPIES}"),
     "HSDP 2 x 2, distributed optimizer": (4, f"--use-distributed-optimizer {_TWO_COPIES}"),
@@ -209,6 +215,14 @@ _EXPERT_LAYOUTS = {
     "TP2 SP CP2 EP2, distributed optimizer": (
         4,
         f"{_TP2_SP} --context-parallel-size 2 {_EP2} --use-distributed-optimizer",
+    ),
+    "EP2 ZeRO-3": (2, f"{_EP2} {_MEGATRON_FSDP} optim_grads_params"),
+    "EP2, expert DP2, ZeRO-2, alltoall": (4, f"{_EP2} {_MEGATRON_FSDP} optim_grads {_ALLTOALL}"),
+    "TP2 SP EP2, ZeRO-3": (4, f"{_TP2_SP} {_EP2} {_MEGATRON_FSDP} optim_grads_params"),
+    "EP2, HSDP 2 x 2, distributed optimizer, overlap": (4, f"{_EP2} {_OVERLAP} {_TWO_COPIES}"),
+    "EP2, HSDP 2 x 2, ZeRO-3, alltoall": (
+        4,
+        f"{_EP2} {_MEGATRON_FSDP} optim_grads_params {_TWO_COPIES} {_ALLTOALL}",
     ),
     "EP2 PP2 DP2": (4, f"{_EP2} --pipeline-model-parallel-size 2 {_ALLTOALL}"),
     "EP2 PP2 DP4, expert DP2, distributed optimizer": (

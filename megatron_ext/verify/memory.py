@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk
 from megatron_ext.optim.offload import host_rules_of, rules_of
+from megatron_ext.optim.row_shards import HostRowOptimizer
 from megatron_ext.parallel.rows import local_part, row_shard
 from megatron_ext.train.run import Run
 
@@ -31,7 +32,8 @@ class Bytes:
     """Moments and, for 16-bit weights, the fp32 master copy; not what is already counted as weights."""
 
     host: int = 0
-    """Of --optimizer-cpu-offload: weights, gradients and moments that are updated in host memory."""
+    """Of --optimizer-cpu-offload and --torch-fsdp2-cpu-offload: weights, gradients and moments that are updated in
+    host memory."""
 
     @property
     def total(self) -> int:
@@ -42,7 +44,10 @@ class Bytes:
 def bytes_per_rank(run: Run) -> Bytes:
     """What this rank holds now. Call it after a step: before the first, the optimizer has no moments."""
     seen: set[int] = set()
-    return Bytes(*(_count(tensors, seen) for tensors in (_weights(run), _gradients(run), _optimizer(run), _host(run))))
+    held = [_count(tensors, seen) for tensors in (_weights(run), _gradients(run), _optimizer(run), _host(run))]
+    if any(isinstance(part, HostRowOptimizer) for part in run.optimizer.chained_optimizers):
+        return Bytes(0, 0, 0, host=sum(held))
+    return Bytes(*held)
 
 
 def _weights(run: Run) -> Iterator[torch.Tensor | None]:

@@ -26,6 +26,7 @@ FLAGS = shlex.split("""
     --global-batch-size 8 --train-iters 10 --lr 1e-2 --attention-dropout 0.1 --hidden-dropout 0.1 --eval-interval 0
     --log-num-zeros-in-grad --device cpu
 """)
+EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=48"
 UNTIED, BF16, FP16 = ("--untie-embeddings-and-output-weights", "--bf16", "--fp16 --initial-loss-scale 1024")
 _MEGATRON = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _COPIES = "--num-distributed-optimizer-instances 2"
@@ -49,6 +50,27 @@ SLOW = {
     "ZeRO-1, fp16": (2, f"--use-distributed-optimizer {UNTIED} {FP16}"),
     "ZeRO-2, fp16": (2, f"{_MEGATRON} optim_grads {UNTIED} {FP16}"),
     "ZeRO-3, fp16": (2, f"{_MEGATRON} optim_grads_params {FP16}"),
+    "ZeRO-2, experts": (3, f"{_MEGATRON} optim_grads {EXPERTS} {UNTIED} {BF16} --global-batch-size 6"),
+    "ZeRO-3, EP2, expert DP2": (
+        4,
+        f"{_MEGATRON} optim_grads_params --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        f"{EXPERTS} {UNTIED} {BF16}",
+    ),
+    "HSDP 2 x 2, ZeRO-1, EP2": (
+        4,
+        f"--use-distributed-optimizer {_COPIES} --expert-model-parallel-size 2 {EXPERTS} {UNTIED} {BF16}",
+    ),
+    "HSDP 2 x 2, ZeRO-3, optimizer state divided over all, EP2": (
+        4,
+        f"{_MEGATRON} optim_grads_params {_COPIES} --outer-dp-sharding-strategy optim --expert-model-parallel-size 2 "
+        f"{EXPERTS} {UNTIED} {BF16}",
+    ),
+    "HSDP 2 x 2, ZeRO-3, optimizer state divided over all": (
+        4,
+        f"{_MEGATRON} optim_grads_params {_COPIES} --outer-dp-sharding-strategy optim {UNTIED} {BF16}",
+    ),
+    "FSDP2 in host memory": (2, f"--use-torch-fsdp2 --torch-fsdp2-cpu-offload {UNTIED} {BF16}"),
+    "HSDP 2 x 2, FSDP2 in host memory": (4, f"--use-torch-fsdp2 --torch-fsdp2-cpu-offload {_COPIES}"),
     "ZeRO-3, CP2": (4, f"{_MEGATRON} optim_grads_params --context-parallel-size 2 --attention-dropout 0 {UNTIED}"),
     "ZeRO-3, TP2 SP": (
         4,
@@ -115,7 +137,7 @@ def _check_the_count_of_zeros(run: Any, trainer: Any) -> None:
     run.optimizer.prepare_grads = count_then_prepare
     result = trainer.step()
     run.optimizer.prepare_grads = prepare_grads
-    if run.groups.tp.size() == 1:  # else other ranks count what this one does not hold
+    if run.groups.tp.size() == run.groups.ep.size() == 1:  # else other ranks count what this one does not hold
         assert result.num_zeros == zeros[0] > 0
 
 
@@ -153,7 +175,7 @@ def test_what_is_sharded_resumes_reshards_and_exports(name: str, tmp_path: Path)
     for uninterrupted, resumed in traces:
         assert resumed == uninterrupted
         assert resumed.losses[0] != resumed.losses[1]
-    model = f"{UNTIED} {BF16} {FP16}".split()
+    model = f"{UNTIED} {EXPERTS} {BF16} {FP16}".split()
     one_process = [*FLAGS, *(word for word in words.split() if word in model)]
     [norm] = run_ranks(1, _to_one_process, one_process, str(tmp_path))
     assert traces[0][0].weights_norm == pytest.approx(norm, rel=1e-6)

@@ -166,6 +166,14 @@ def test_agreement_of_a_layout_that_divides_everything(proof_of: Callable[..., P
     assert max(proof.outputs.values()) > 0.0  # two computations, not one compared with itself
 
 
+@pytest.mark.parametrize("layout", ["--use-megatron-fsdp", "--use-torch-fsdp2"])
+def test_outputs_are_found_inside_of_every_wrapper(layout: str, proof_of: Callable[..., Proof]) -> None:
+    proof = proof_of("untied", layout)
+    assert proof.parting() is None
+    assert len(proof.outputs) == 4 * 9 + 3
+    assert len(proof.gradients) == len(proof.weights) == 27
+
+
 def test_the_program_prints_a_verdict_and_exits_with_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,13 @@ def test_zero_and_sharding_strategies_are_fsdp2() -> None:
     assert "--use-distributed-optimizer" in translated("deepspeed/megatron_3d.json").command
 
 
+def test_weights_in_host_memory_take_the_optimizer_along() -> None:
+    for result in (translated("deepspeed/zero3_offload.json"), translated("axolotl/offload_option.yaml")):
+        assert result.command["--torch-fsdp2-cpu-offload"] == ""
+        assert "--use-torch-fsdp2" in result.command
+        assert "--optimizer-cpu-offload" not in result.command
+
+
 def test_the_trainers_order_of_precedence() -> None:
     result = translated("axolotl/nan_fragment.yaml")
     assert result.command["--lr-warmup-iters"] == "100"

@@ -203,6 +203,12 @@ def test_experts_are_shared_by_ranks_of_their_own():
         ("--bf16 --use-torch-fsdp2", 16 / 4),  # the shards are the fp32 masters
         ("--bf16 --use-torch-fsdp2 --num-distributed-optimizer-instances 2", 16 / 2),
         ("--bf16 --use-distributed-optimizer --num-distributed-optimizer-instances 2", 6 + 12 / 2),
+        ("--bf16 --use-megatron-fsdp --num-distributed-optimizer-instances 2", 18 / 2),
+        (
+            "--bf16 --use-megatron-fsdp --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+            6 / 2 + 12 / 4,
+        ),
+        ("--bf16 --use-torch-fsdp2 --torch-fsdp2-cpu-offload", 0),
     ],
 )
 def test_bytes_per_parameter(line: str, expected: float):

@@ -23,6 +23,7 @@ OUR_OWN = {
     "--lr-scale-rule",
     "--lr-scale-base-batch-size",
     "--torch-compile",
+    "--torch-fsdp2-cpu-offload",
     "--check-replicated-weights-interval",
     # megatron-core hard-codes these three for Llama 3.1.
     "--rope-scaling-low-freq-factor",

@@ -161,8 +161,8 @@ EXAMPLES = {
         f"--world-size 2 {_EXPERTS} --num-experts 8 --use-torch-fsdp2",
         "--use-torch-fsdp2=false --use-distributed-optimizer",
     ),
-    "Optimizer instances with experts": Example(
-        f"--world-size 4 {_EXPERTS} --num-experts 8 --use-distributed-optimizer "
+    "Optimizer instances that do not divide the ranks of an expert": Example(
+        f"--world-size 4 {_EXPERTS} --num-experts 8 --expert-model-parallel-size 4 --use-distributed-optimizer "
         "--num-distributed-optimizer-instances 2",
         "--num-distributed-optimizer-instances 1",
     ),
@@ -181,6 +181,11 @@ EXAMPLES = {
     ),
     "A setting of FSDP2 without FSDP2": Example(
         "--world-size 2 --torch-fsdp2-no-reshard-after-forward", "--use-torch-fsdp2"
+    ),
+    "Host memory for FSDP2 without FSDP2": Example("--world-size 2 --torch-fsdp2-cpu-offload", "--use-torch-fsdp2"),
+    "FSDP2 and the optimizer offloaded": Example(
+        "--world-size 2 --use-torch-fsdp2 --torch-fsdp2-cpu-offload --optimizer-cpu-offload",
+        "--optimizer-cpu-offload=false",
     ),
     "A sharding strategy without Megatron-FSDP": Example(
         "--world-size 2 --data-parallel-sharding-strategy optim", "--use-megatron-fsdp"
@@ -206,9 +211,22 @@ EXAMPLES = {
     "Megatron-FSDP on Transformer Engine's modules": Example(
         "--world-size 2 --use-megatron-fsdp --transformer-impl transformer_engine", "--transformer-impl local"
     ),
-    "Megatron-FSDP with experts": Example(
-        f"--world-size 2 {_EXPERTS} --num-experts 8 --use-megatron-fsdp",
-        "--use-megatron-fsdp=false --use-distributed-optimizer",
+    "Megatron-FSDP that shards nothing, with experts": Example(
+        f"--world-size 2 {_EXPERTS} --num-experts 8 --use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
+        "--data-parallel-sharding-strategy optim",
+    ),
+    "Copies divided without Megatron-FSDP": Example(
+        "--world-size 4 --use-torch-fsdp2 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+        "--use-torch-fsdp2=false --use-megatron-fsdp",
+    ),
+    "Copies divided of what is not wholly divided": Example(
+        "--world-size 4 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads "
+        "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+        "--data-parallel-sharding-strategy optim_grads_params",
+    ),
+    "Copies divided where there is one": Example(
+        "--world-size 4 --use-megatron-fsdp --outer-dp-sharding-strategy optim",
+        "--num-distributed-optimizer-instances 2",
     ),
     "Replicas compared under Megatron-FSDP": Example(
         "--world-size 2 --use-megatron-fsdp --check-weight-hash-across-dp-replicas-interval 5",

@@ -67,7 +67,9 @@ TABLE: Table = {
     "deepspeed_config.offload_optimizer_device": Cases(
         {"none": OFF, "cpu": Flags("--optimizer-cpu-offload")}, NoCounterpart("offloading to disk is not supported")
     ),
-    "deepspeed_config.offload_param_device": only_off("weights stay on the GPUs"),
+    "deepspeed_config.offload_param_device": Cases(
+        {"none": OFF, "cpu": Flags("--torch-fsdp2-cpu-offload")}, NoCounterpart("offloading to disk is not supported")
+    ),
     "deepspeed_config.gradient_accumulation_steps": Fact("accumulation"),
     "deepspeed_config.gradient_clipping": Flags("--clip-grad {}"),
     "deepspeed_config.zero3_init_flag": Default("no rank ever holds more than its own slices"),

@@ -63,10 +63,13 @@ TABLE: Table = {
     "zero_optimization.offload_optimizer.buffer_count": _OFFLOAD_BUFFERS,
     "zero_optimization.offload_optimizer.fast_init": Default("the optimizer's state is made where it stays"),
     "zero_optimization.offload_param.device": Cases(
-        {"none": OFF, "null": OFF},
-        NoCounterpart("weights stay on the GPUs; --tensor-model-parallel-size and pipeline stages cut them further"),
+        {"none": OFF, "null": OFF, "cpu": Flags("--torch-fsdp2-cpu-offload")},
+        NoCounterpart("offloading to disk is not supported; --torch-fsdp2-cpu-offload keeps weights in memory"),
     ),
-    "zero_optimization.offload_param.pin_memory": NoCounterpart("weights stay on the GPUs"),
+    "zero_optimization.offload_param.pin_memory": Cases(
+        {"true": Default("host memory is pinned on a GPU machine"), "false": Flags("--no-pin-cpu-params")},
+        NoCounterpart("neither true nor false"),
+    ),
     "zero_optimization.allgather_partitions": Default("weights are gathered by all-gather collectives"),
     "zero_optimization.allgather_bucket_size": _BUCKET,
     "zero_optimization.reduce_scatter": Default("sharded gradients are reduced by reduce-scatter collectives"),

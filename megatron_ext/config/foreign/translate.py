@@ -48,6 +48,14 @@ KINDS = {
 }
 
 
+_WITH_THE_WEIGHTS = "the optimizer's state is in host memory where the weights are"
+_CONTAINED = {
+    ("--overlap-grad-reduce", "--use-torch-fsdp2"): "FSDP2 reduces while the backward pass still runs",
+    ("--optimizer-cpu-offload", "--torch-fsdp2-cpu-offload"): _WITH_THE_WEIGHTS,
+    ("--optimizer-offload-fraction", "--torch-fsdp2-cpu-offload"): _WITH_THE_WEIGHTS,
+}
+"""What a flag does already beside another, and why."""
+
 _SHARDING = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--use-distributed-optimizer"}
 
 
@@ -101,8 +109,9 @@ def translate(source: str, content: Mapping[str, Any], world_size: int | None = 
     sizes = {flag: value for flag, value in layout.flags().items() if _refusal(f"{flag} {value}") is None}
     missing = [f"{flag} {value}" for flag, value in layout.flags().items() if flag not in sizes]
     found += [Key(flags, "", "none", reason=_refusal(flags) or "") for flags in missing]
-    if "--use-torch-fsdp2" in command and command.pop("--overlap-grad-reduce", None) is not None:
-        found = [_overlapped(key) for key in found]
+    for (flag, beside), reason in _CONTAINED.items():
+        if beside in command and command.pop(flag, None) is not None:
+            found = [_contained(key, flag, reason) for key in found]
     if "shard" in facts and not _SHARDING & command.keys():
         found = [_unsharded(key) for key in found]
     return Translation(tuple(found), layout, sizes | command)
@@ -188,10 +197,8 @@ def _shadow(key: Key, shadowed: Mapping[str, str], present: set[str]) -> Key:
     return Key(key.name, key.value, "none", reason=f"{winner} takes its place in that program too")
 
 
-def _overlapped(key: Key) -> Key:
-    if key.flags != "--overlap-grad-reduce":
-        return key
-    return Key(key.name, key.value, "default", reason="FSDP2 reduces while the backward pass still runs")
+def _contained(key: Key, flag: str, reason: str) -> Key:
+    return Key(key.name, key.value, "default", reason=reason) if key.flags.split()[:1] == [flag] else key
 
 
 def _unsharded(key: Key) -> Key:

@@ -45,12 +45,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "the copies of HSDP are whole; use --num-distributed-optimizer-instances alone, or fewer copies",
-        """
-        --outer-dp-sharding-strategy N =no_shard
-        """,
-    ),
-    (
         "only the plain form of FSDP is supported; use --use-megatron-fsdp or --use-torch-fsdp2 alone",
         """
         --fsdp-manual-registration, --fsdp-double-buffer,

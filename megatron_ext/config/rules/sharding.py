@@ -1,5 +1,6 @@
 """Rules about what the data-parallel ranks divide among themselves."""
 
+import math
 from collections.abc import Iterator
 
 from megatron_ext.config.resolve import Facts, positive
@@ -10,9 +11,18 @@ from megatron_ext.config.schema import Config
 def fsdp2_is_the_only_sharding(config: Config, facts: Facts) -> Iterator[str]:
     layout = config.layout
     if not layout.use_torch_fsdp2:
-        if layout.torch_fsdp2_no_reshard_after_forward:
-            yield ("--torch-fsdp2-no-reshard-after-forward belongs to --use-torch-fsdp2; add that, or leave it out")
+        for flag, given in (
+            ("--torch-fsdp2-no-reshard-after-forward", layout.torch_fsdp2_no_reshard_after_forward),
+            ("--torch-fsdp2-cpu-offload", layout.torch_fsdp2_cpu_offload),
+        ):
+            if given:
+                yield f"{flag} belongs to --use-torch-fsdp2; add that, or leave it out"
         return
+    if layout.torch_fsdp2_cpu_offload and config.optimizer.optimizer_cpu_offload:
+        yield (
+            "--torch-fsdp2-cpu-offload keeps the optimizer's state where the weights are, in host memory, and "
+            "--optimizer-cpu-offload would copy it there; leave --optimizer-cpu-offload out"
+        )
     if layout.use_distributed_optimizer:
         yield (
             "--use-torch-fsdp2 shards the optimizer's state already, and --use-distributed-optimizer would shard it "
@@ -123,10 +133,33 @@ def megatron_fsdp_runs_one_stage_with_adam(config: Config, facts: Facts) -> Iter
             f"--use-megatron-fsdp with --transformer-impl {config.model.transformer_impl} has not been proved; use "
             "--transformer-impl local"
         )
-    if config.model.num_experts is not None:
+    if config.model.num_experts is not None and layout.data_parallel_sharding_strategy == "no_shard":
         yield (
-            f"--use-megatron-fsdp with --num-experts {config.model.num_experts} trains, but the rows of "
-            "experts cannot be saved; use --use-distributed-optimizer instead of --use-megatron-fsdp"
+            f"--data-parallel-sharding-strategy no_shard with --num-experts {config.model.num_experts}: the gradients "
+            "of experts are no replicas where those of the rest are, and there is one norm for both; use "
+            "--data-parallel-sharding-strategy optim, or leave --use-megatron-fsdp out"
+        )
+
+
+def copies_are_divided_by_megatron_fsdp(config: Config, facts: Facts) -> Iterator[str]:
+    layout = config.layout
+    strategy = layout.outer_dp_sharding_strategy
+    if strategy == "no_shard":
+        return
+    given = f"--outer-dp-sharding-strategy {strategy}"
+    if not layout.use_megatron_fsdp:
+        yield f"{given} belongs to --use-megatron-fsdp; add that, or leave it out"
+        return
+    if layout.data_parallel_sharding_strategy != "optim_grads_params":
+        yield (
+            f"{given} with --data-parallel-sharding-strategy {layout.data_parallel_sharding_strategy}: megatron-core "
+            "divides the copies of what is wholly divided inside of each; use --data-parallel-sharding-strategy "
+            "optim_grads_params"
+        )
+    if layout.num_distributed_optimizer_instances == 1:
+        yield (
+            f"{given} divides the optimizer's state over copies, and --num-distributed-optimizer-instances is 1; use "
+            "--num-distributed-optimizer-instances 2 or more, or --outer-dp-sharding-strategy no_shard"
         )
 
 
@@ -138,11 +171,6 @@ def optimizer_instances_divide_the_ranks(config: Config, facts: Facts) -> Iterat
     if instances < 1:
         yield f"--num-distributed-optimizer-instances {instances} is not above 0; use 1"
         return
-    if config.model.num_experts is not None:
-        yield (
-            f"--num-distributed-optimizer-instances {instances} with --num-experts {config.model.num_experts} has not "
-            "been proved; use --num-distributed-optimizer-instances 1"
-        )
     if not (layout.use_distributed_optimizer or layout.use_torch_fsdp2 or layout.use_megatron_fsdp):
         yield (
             f"--num-distributed-optimizer-instances {instances} copies sharded state, and nothing is sharded; add "
@@ -156,6 +184,13 @@ def optimizer_instances_divide_the_ranks(config: Config, facts: Facts) -> Iterat
             f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel size {ranks}; "
             f"use {listed(divisors(ranks))}"
         )
+    elif config.model.num_experts is not None and layout.expert_data_parallel_size % instances:
+        experts = layout.expert_data_parallel_size
+        yield (
+            f"--num-distributed-optimizer-instances {instances} does not divide the {experts} ranks that hold the same "
+            f"experts (--expert-model-parallel-size {layout.expert_model_parallel_size}); use "
+            f"{listed(divisors(math.gcd(ranks, experts)))}"
+        )
 
 
 RULES = (
@@ -164,5 +199,6 @@ RULES = (
     sharded_weights_have_no_replicas,
     megatron_fsdp_is_the_only_sharding,
     megatron_fsdp_runs_one_stage_with_adam,
+    copies_are_divided_by_megatron_fsdp,
     optimizer_instances_divide_the_ranks,
 )

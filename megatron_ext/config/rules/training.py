@@ -267,6 +267,15 @@ def _at_once_text(config: Config, rounds: int = 1) -> str:
 def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]:
     optimizer = config.optimizer
     fraction = optimizer.optimizer_offload_fraction
+    if (
+        not config.layout.torch_fsdp2_cpu_offload
+        and not optimizer.optimizer_cpu_offload
+        and optimizer.no_pin_cpu_params
+    ):
+        yield (
+            "--no-pin-cpu-params belongs to --optimizer-cpu-offload or --torch-fsdp2-cpu-offload; add one of them, or "
+            "leave it out"
+        )
     if optimizer.optimizer_cpu_offload:
         if not 0 < fraction <= 1:
             yield (
@@ -279,7 +288,6 @@ def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]
         ("--use-torch-optimizer-for-cpu-offload", optimizer.use_torch_optimizer_for_cpu_offload),
         ("--overlap-cpu-optimizer-d2h-h2d", optimizer.overlap_cpu_optimizer_d2h_h2d),
         ("--no-pin-cpu-grads", optimizer.no_pin_cpu_grads),
-        ("--no-pin-cpu-params", optimizer.no_pin_cpu_params),
     ):
         if given:
             yield f"{flag} belongs to --optimizer-cpu-offload; add that, or leave it out"

@@ -80,6 +80,9 @@ class LayoutConfig:
     torch_fsdp2_no_reshard_after_forward: bool = option(
         False, "With FSDP2, keep a layer's gathered weights until its backward pass: fewer gathers, more memory."
     )
+    torch_fsdp2_cpu_offload: bool = option(
+        False, "With FSDP2, keep weights, gradients and optimizer state in host memory, and update there."
+    )
     use_megatron_fsdp: bool = option(
         False, "Shard over the data-parallel ranks with megatron-core's FSDP, by --data-parallel-sharding-strategy."
     )
@@ -88,6 +91,12 @@ class LayoutConfig:
         "With --use-megatron-fsdp: nothing (DDP), optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too "
         "(ZeRO-3); default optim_grads_params.",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    )
+    outer_dp_sharding_strategy: str = option(
+        "no_shard",
+        "With --use-megatron-fsdp and several optimizer instances, across the copies: replicate the optimizer state, "
+        "or divide it once more.",
+        choices=("no_shard", "optim"),
     )
     num_distributed_optimizer_instances: int = option(
         1, "Copies of the sharded state: shard within groups of data-parallel ranks, replicate across them (HSDP)."

@@ -61,4 +61,6 @@ class OptimizerConfig:
         False, "With --optimizer-cpu-offload, copy the gradients and weights of one tensor while another is updated."
     )
     no_pin_cpu_grads: bool = option(False, "With --optimizer-cpu-offload, pageable host memory for gradients.")
-    no_pin_cpu_params: bool = option(False, "With --optimizer-cpu-offload, pageable host memory for weights.")
+    no_pin_cpu_params: bool = option(
+        False, "With --optimizer-cpu-offload or --torch-fsdp2-cpu-offload, pageable host memory for weights."
+    )

@@ -1,0 +1,93 @@
+"""`--torch-fsdp2-cpu-offload`: weights, gradients and optimizer state in host memory; the same losses to the bit."""
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from megatron_ext.verify.memory import Bytes
+from megatron_ext.verify.ranks import run_ranks
+
+BASE = shlex.split("""
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --seq-length 16
+    --max-position-embeddings 16 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1
+    --global-batch-size 4 --train-iters 8 --lr 1e-2 --clip-grad 0.1 --attention-dropout 0.1 --hidden-dropout 0.1
+    --eval-interval 0 --log-num-zeros-in-grad --use-torch-fsdp2 --device cpu
+""")
+LAYOUTS = {
+    "fp32": (2, ""),
+    "bf16": (2, "--bf16"),
+    "SGD": (2, "--optimizer sgd"),
+    "TP2 SP, query and key norm": (4, "--tensor-model-parallel-size 2 --sequence-parallel --qk-layernorm --bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    steps: list[tuple[str, str, float]]
+    """Loss, norm of the gradients and zeros in them."""
+    bytes: Bytes
+    elements: int
+    """That this rank holds."""
+    norm_from: list[int]
+    """Elements of what the norm is taken from."""
+    policies: set[str]
+    """torch's, of what is gathered at a time."""
+
+
+def _trace(words: str) -> tuple[Trace, Trace]:
+    """Without and with the flag."""
+    from megatron_ext import device
+
+    device.install("cpu")
+    return _train(words), _train(f"{words} --torch-fsdp2-cpu-offload")
+
+
+def _train(words: str) -> Trace:
+    from megatron.core import parallel_state
+    from torch.distributed.fsdp import FSDPModule
+
+    from megatron_ext import device
+    from megatron_ext.parallel.rows import local_part
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+    from megatron_ext.verify.memory import bytes_per_rank
+
+    parallel_state.destroy_model_parallel()
+    run = build_run(configure([*BASE, *words.split()]).config, device.current())
+    trainer = Trainer(run, [])
+    results: list[Any] = [trainer.step() for _ in range(4)]
+    run.loaders.close()
+    [chunk] = run.chunks
+    policies: set[str] = set()
+    for unit in chunk.modules():
+        if isinstance(unit, FSDPModule):
+            state: Any = unit._get_fsdp_state()
+            policies.add(type(state._fsdp_param_group.offload_policy).__name__)
+    return Trace(
+        steps=[(result.loss.hex(), float(result.grad_norm).hex(), result.num_zeros) for result in results],
+        bytes=bytes_per_rank(run),
+        elements=sum(local_part(parameter).numel() for parameter in chunk.parameters()),
+        norm_from=[
+            gradient.numel() for part in run.optimizer.chained_optimizers for gradient in part.get_grads_for_grad_norm()
+        ],
+        policies=policies,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_host_memory_holds_all_and_changes_nothing(layout: str) -> None:
+    ranks, words = LAYOUTS[layout]
+    for without, offloaded in run_ranks(ranks, _trace, words):
+        assert offloaded.steps == without.steps
+        assert len({loss for loss, _, _ in without.steps}) == 4
+        assert all(float.fromhex(norm) > 0.1 for _, norm, _ in without.steps)  # so that gradients are clipped
+        assert (without.policies, offloaded.policies) == ({"OffloadPolicy"}, {"CPUOffloadPolicy"})
+        assert offloaded.norm_from == [1] != without.norm_from  # one number goes to the device
+        assert without.bytes.host == offloaded.bytes.total == 0
+        assert offloaded.bytes.host <= without.bytes.total
+        # fp32 weight and gradient, and two moments or, for SGD, one; Adam counts steps, once a tensor.
+        each = 12 if layout == "SGD" else 16
+        assert offloaded.bytes.host == pytest.approx(each * offloaded.elements, rel=0.02)
