@@ -23,7 +23,7 @@ from megatron_ext.plan import report
 from megatron_ext.plan.choices import flags
 from megatron_ext.plan.hardware import TABLE, Machine, hardware
 from megatron_ext.plan.question import placeholders, question
-from megatron_ext.plan.search import fewest_ranks, search, simpler_layouts, with_optimizer_offload
+from megatron_ext.plan.search import fewest_ranks, search, simpler_layouts, with_offloads
 from megatron_ext.train.configure import gather_facts
 
 _MOST_RANKS = 16  # times as many, in search of what would fit
@@ -63,8 +63,8 @@ def main(argv: list[str]) -> int:
     lines = report.head(asked, answer.nearest)
     if not answer.best:
         ranks = fewest_ranks(asked, _MOST_RANKS * world_size)
-        offloaded = with_optimizer_offload(asked, answer.nearest)
-        print("\n".join([*lines, "", *report.nothing_fits(answer, asked, ranks, offloaded)]))
+        offloads = with_offloads(asked, answer.nearest)
+        print("\n".join([*lines, "", *report.nothing_fits(answer, asked, ranks, offloads)]))
         return 1
     lines += ["", f"{answer.fitting:,} of {answer.legal:,} layouts fit; the best ways to share the model:", ""]
     lines += [*report.table(answer.best), "", report.why(answer.best, asked)]

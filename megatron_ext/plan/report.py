@@ -1,6 +1,6 @@
 """A plan in words: the table, why its first row, why not something simpler, and the flags."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -121,12 +121,12 @@ def simpler(candidates: Iterable[Candidate], question: Question) -> list[str]:
     return lines
 
 
-def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloaded: Candidate | None) -> list[str]:
+def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloads: Mapping[str, Candidate]) -> list[str]:
     """What comes nearest, and what would make it fit.
 
     Args:
         ranks: with so many ranks something fits; None: not with any number that was tried.
-        offloaded: the nearest with the optimizer's state in host memory, where that is possible.
+        offloads: the nearest with more of it in host memory, by flag.
     """
     nearest = answer.nearest
     assert nearest is not None
@@ -142,9 +142,9 @@ def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloade
     if ranks is not None:
         lines.append(f"  {ranks} devices instead of {question.world_size}")
     lines.append(f"  devices of {_gb(need / share)} GB")
-    if offloaded is not None:
+    for flag, offloaded in offloads.items():
         verdict = "fits" if offloaded.memory.total <= question.usable_bytes else "is not enough"
-        lines.append(f"  --optimizer-cpu-offload: {_gb(offloaded.memory.total)} GB, which {verdict}")
+        lines.append(f"  {flag}: {_gb(offloaded.memory.total)} GB, which {verdict}")
     pinned = [word for word in _PINNED if question.values.get(word) is not None]
     if pinned:
         lines.append(f"  leave to the planner: {' '.join(flags({word: question.values[word] for word in pinned}))}")

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.config.validate import problems
@@ -118,13 +119,22 @@ def fewest_ranks(question: Question, most: int) -> int | None:
     return None
 
 
-def with_optimizer_offload(question: Question, candidate: Candidate) -> Candidate | None:
-    """The same layout with --optimizer-cpu-offload; None where that is there already, or illegal."""
-    if candidate.config.optimizer.optimizer_cpu_offload:
-        return None
-    choice = {**candidate.choice, "optimizer_cpu_offload": True}
-    found = _legal(question, choice)
-    return found and _candidate(question, choice, found, candidate.sharding, candidate.recomputation)
+def with_offloads(question: Question, candidate: Candidate) -> dict[str, Candidate]:
+    """By flag: the same layout with the optimizer's state, or all that FSDP2 divides, in host memory, where legal.
+
+    None where the candidate has one of them already.
+    """
+    config = candidate.config
+    if config.optimizer.optimizer_cpu_offload or config.layout.torch_fsdp2_cpu_offload:
+        return {}
+    others = {}
+    for name in ("optimizer_cpu_offload", "torch_fsdp2_cpu_offload"):
+        choice = {**candidate.choice, name: True}
+        found = _legal(question, choice)
+        if found is not None:
+            other = _candidate(question, choice, found, candidate.sharding, candidate.recomputation)
+            others[flag_of(name)] = other
+    return others
 
 
 _PLAIN = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline_model_parallel_size": 1}

@@ -5,6 +5,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.parameters import parameters
 from megatron_ext.model.names import global_named_parameters, is_of_an_expert
+from megatron_ext.optim.row_shards import RowShards
 from megatron_ext.parallel.rows import local_part
 from megatron_ext.train.run import Run
 
@@ -25,14 +26,13 @@ def parameters_norm(run: Run) -> float:
     return float(totals.sum().sqrt())
 
 
-def _holders_of_one_copy(run: Run) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """The ranks that hold one copy of the model together; routed experts are divided over others than the rest."""
-    layout, groups = run.config.layout, run.groups
-    if layout.outer_dp_sharding_strategy == "optim":
-        return None, None  # all
-    if layout.use_torch_fsdp2 or (layout.use_megatron_fsdp and layout.data_parallel_sharding_strategy != "no_shard"):
-        return groups.intra_dist_opt, groups.intra_dist_opt
-    return groups.mp, groups.tp_ep_pp
+def _holders_of_one_copy(run: Run) -> tuple[ProcessGroup, ProcessGroup]:
+    """The ranks that hold one copy of the model together; whole experts are divided over others than the rest."""
+    for part in run.optimizer.chained_optimizers:
+        if isinstance(part, RowShards):
+            holders = part.get_grad_stats_parallel_group()
+            return holders, holders
+    return run.groups.mp, run.groups.tp_ep_pp
 
 
 def _computed_with(run: Run, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The planner: what it proposes is what the program accepts, and its sums are those of the rest of the repository."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,14 @@ def test_nothing_fits_says_what_would(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "Nothing fits" in printed
     assert "16 devices instead of 8" in printed
+    # The nearest is FSDP2: its optimizer's 8 bytes a parameter, or all 16, and what one layer needs is left.
+    offloads = re.findall(r"  (--\S+-cpu-offload): ([\d.]+) GB, which", printed)
+    needs = {flag: float(gigabytes) for flag, gigabytes in offloads}
+    assert set(needs) == {"--optimizer-cpu-offload", "--torch-fsdp2-cpu-offload"}
+    parameters = 6_738_415_616
+    assert needs["--optimizer-cpu-offload"] - needs["--torch-fsdp2-cpu-offload"] == pytest.approx(
+        8 * parameters / 8 / 1e9, abs=0.2
+    )
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["best"] == []
     assert found["nearest"]["bytes"]["total"] > found["usable_bytes"]
