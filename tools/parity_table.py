@@ -104,7 +104,9 @@ def _number(distance: float) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows))
+    lines = (columns, ["---"] * len(columns), *rows)
+    # A layout string has bars, which would end its cell.
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def page(fp32: Sequence[Sequence[str]], bf16: Sequence[Sequence[str]]) -> str:
