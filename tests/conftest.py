@@ -27,6 +27,10 @@ def no_groups_are_left() -> Iterator[None]:
         groups.destroy()
 
 
+LONG = ("test_examples.py", "test_two_agents.py", "test_kill_and_resume.py", "test_stopping.py", "test_compile.py")
+"""Files of few tests that take a minute or more."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The file that takes longest begins first, lest one process runs it while the other has nothing left to do."""
-    items.sort(key=lambda item: item.path.name != "test_examples.py")
+    """Long files begin first, lest one process runs the last of them while the other has nothing left to do."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))

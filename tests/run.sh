@@ -11,5 +11,5 @@ python -m ruff format --check .
 echo "== pyright"
 python -m pyright --pythonpath "$(command -v python)"
 echo "== pytest"
-# Two files at a time; a file's tests stay together, for they share what they trained.
-python -m pytest --numprocesses 2 --dist loadfile "$@"
+# Two files at a time, in the order of tests/conftest.py; a file's tests stay together, for they share what they trained.
+python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
