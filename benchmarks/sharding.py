@@ -42,6 +42,7 @@ MODEL = (
 _FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _TP2 = "--tensor-model-parallel-size 2"
 _CP2 = "--context-parallel-size 2 --cp-comm-type"
+_EXPERTS = "--num-experts 2 --moe-ffn-hidden-size 256"
 SCHEMES = {
     "DDP": (4, ""),
     "ZeRO-1": (4, "--use-distributed-optimizer"),
@@ -60,6 +61,8 @@ SCHEMES = {
         f"{_FSDP} optim_grads_params --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
     ),
     "HSDP 2 x 2, Megatron-FSDP optim": (4, f"{_FSDP} optim --num-distributed-optimizer-instances 2"),
+    "Experts, ZeRO-1": (4, f"{_EXPERTS} --use-distributed-optimizer"),
+    "Experts, ZeRO-3, Megatron-FSDP": (4, f"{_EXPERTS} {_FSDP} optim_grads_params"),
     "TP": (2, _TP2),
     "TP 4": (4, "--tensor-model-parallel-size 4"),
     "TP + SP": (2, f"{_TP2} --sequence-parallel"),
@@ -77,6 +80,7 @@ SCHEMES = {
 
 REASONS: dict[str, str] = {
     "ZeRO-3, Megatron-FSDP, tied": "tied embeddings are gathered once a step, not twice a microbatch",
+    "Experts, ZeRO-3, Megatron-FSDP": "two experts on four ranks: whole matrices are divided, and padded",
 }
 """Why a count is not its formula, by scheme."""
 
@@ -135,16 +139,18 @@ def count_on_this_rank(flags: list[str], sabotage: Any = None) -> Count:
     trainer.step()
     with Traffic(run.groups) as traffic:
         trainer.step()
-    stage, kept, held = run.groups.pp.rank(), bytes_per_rank(run), state_bytes(config)
-    parameters, _ = Shapes(config).parameters_of_stage(stage)
+    stage, kept = run.groups.pp.rank(), bytes_per_rank(run)
+    held, of_expert = state_bytes(config), state_bytes(config, expert=True)
+    dense, experts = Shapes(config).parameters_of_stage(stage)
     names = ("weights", "gradients", "optimizer")
+    sizes = zip(names, held.sizes, of_expert.sizes, strict=True)
     return Count(
         kept={name: getattr(kept, name) for name in names},
-        kept_formula={name: parameters * size for name, size in zip(names, held.sizes, strict=True)},
-        kept_in_words=held.formula,
+        kept_formula={name: dense * size + experts * other for name, size, other in sizes},
+        kept_in_words=held.formula if held == of_expert else f"{held.formula}, of experts {of_expert.formula}",
         sent={f"{kind} {axis}": counted.bytes for (kind, axis), counted in traffic.sent.items()},
         terms=[(term.collective, term.bytes, term.formula) for term in sent(config, stage)],
-        parameters=parameters,
+        parameters=dense + experts,
     )
 
 

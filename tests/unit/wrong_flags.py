@@ -172,6 +172,7 @@ EXAMPLES = {
     "A share of the optimizer's state that stays where it is": Example(
         "--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload"
     ),
+    "Pageable memory for weights that stay on the device": Example("--no-pin-cpu-params", "--optimizer-cpu-offload"),
     "Offloading nothing of the optimizer's state": Example(
         "--optimizer-cpu-offload --optimizer-offload-fraction 0", "--optimizer-offload-fraction 0.5"
     ),
