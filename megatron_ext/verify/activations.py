@@ -17,6 +17,7 @@ import torch
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import unwrapped
 from megatron_ext.train.run import Run
+from megatron_ext.verify.gather import copied
 
 LOSS = "loss of every token"
 
@@ -68,7 +69,7 @@ class Taps:
             call = self._calls[name] = self._calls.get(name, -1) + 1
             tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
             tensor = tensor.t().unsqueeze(2) if name == LOSS else tensor.flatten(2)
-            self.parts.append(Part(name, call, self._place, tensor.detach().float().cpu().numpy().copy()))
+            self.parts.append(Part(name, call, self._place, copied(tensor)))
 
         return hook
 

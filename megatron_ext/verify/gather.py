@@ -63,7 +63,13 @@ def _whole(run: Run, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def _shard(run: Run, name: str, tensor: torch.Tensor) -> Shard:
     group = tensor_group(run.groups, expert=is_of_an_expert(name))
-    return Shard(name, group.rank(), tensor.detach().float().cpu().numpy().copy())
+    return Shard(name, group.rank(), copied(tensor))
+
+
+def copied(tensor: torch.Tensor) -> np.ndarray:
+    """In fp32. numpy never sees the tensor's own memory: that could not be freed by resizing it afterwards, as
+    recomputation does."""
+    return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
 
 
 def _reduced_gradients(chunk: _BaseDataParallel) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:

@@ -166,8 +166,17 @@ def test_agreement_of_a_layout_that_divides_everything(proof_of: Callable[..., P
     assert max(proof.outputs.values()) > 0.0  # two computations, not one compared with itself
 
 
-@pytest.mark.parametrize("layout", ["--use-megatron-fsdp", "--use-torch-fsdp2"])
-def test_outputs_are_found_inside_of_every_wrapper(layout: str, proof_of: Callable[..., Proof]) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--use-megatron-fsdp",
+        "--use-torch-fsdp2",
+        "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+    ],
+)
+def test_outputs_are_found_inside_of_wrappers_and_before_they_are_dropped(
+    layout: str, proof_of: Callable[..., Proof]
+) -> None:
     proof = proof_of("untied", layout)
     assert proof.parting() is None
     assert len(proof.outputs) == 4 * 9 + 3
