@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron_ext.config.lr_scale import scaling_text
+from megatron_ext.resilience import launch
+from megatron_ext.resilience.launcher_watch import watch_launcher
 from megatron_ext.resilience.report import RunStatus, end_process, run_guarded
 from megatron_ext.train.configure import configure
 
@@ -23,6 +25,8 @@ def main(argv: Sequence[str], status: RunStatus) -> int:
 
         print(describe(config), *([scaled] if scaled else []), sep="\n\n")
         return 0
+    if launch.stopped_before():
+        return 0
     if scaled:
         print(scaled, flush=True)
     from megatron_ext.train.pretrain import pretrain
@@ -33,4 +37,5 @@ def main(argv: Sequence[str], status: RunStatus) -> int:
 
 if __name__ == "__main__":
     run_status = RunStatus(rank=int(os.environ.get("RANK", "0")))
+    watch_launcher(run_status)
     end_process(run_guarded(lambda: main(sys.argv[1:], run_status), run_status))

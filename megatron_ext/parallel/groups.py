@@ -2,14 +2,15 @@
 
 import os
 from datetime import timedelta
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device.protocol import Device
+from megatron_ext.parallel import meeting
 
 
 def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
@@ -19,17 +20,16 @@ def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
     megatron-core's global state has one reader.
     """
     if not torch.distributed.is_initialized():
-        # Without a launcher the program is a group of one, which needs no address to meet at.
-        alone: dict[str, Any] = {}
-        if "RANK" not in os.environ:
-            store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-            alone = {"store": store, "rank": 0, "world_size": 1}
+        timeout = timedelta(minutes=layout.distributed_timeout_minutes)
+        store, rank, world_size = meeting.meet(timeout) if "RANK" in os.environ else _alone()
         backend = layout.distributed_backend or device.backend
         torch.distributed.init_process_group(
             backend=device.backend_with_host if layout.torch_fsdp2_cpu_offload else backend,
-            timeout=timedelta(minutes=layout.distributed_timeout_minutes),
+            timeout=timeout,
             device_id=device.torch_device if device.kind == "cuda" else None,
-            **alone,
+            store=store,
+            rank=rank,
+            world_size=world_size,
         )
     interleaved = layout.virtual_pipeline_model_parallel_size > 1
     parallel_state.initialize_model_parallel(
@@ -44,6 +44,11 @@ def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
         create_gloo_process_groups=False,
     )
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _alone() -> tuple[Store, int, int]:
+    """Without a launcher the program is a group of one, which needs no address to meet at."""
+    return HashStore(), 0, 1
 
 
 def tensor_group(groups: ProcessGroupCollection, *, expert: bool) -> torch.distributed.ProcessGroup:

@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
+
 from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record
 
@@ -32,6 +34,9 @@ _LOST_PEER_TEXTS = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
+    "connection timed out",
+    "connection was likely closed",
+    "connect timeout",
     "broken pipe",
     "socket closed",
     "application timeout caused pair closure",
@@ -86,6 +91,20 @@ def end_process(code: int) -> None:
     timer.start()
     multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
     os._exit(code)
+
+
+def end_from_thread(text: str, code: int, status: RunStatus) -> None:
+    """Report `text` as this rank's last line and end the process with its helpers, whatever the main thread does."""
+    timer = threading.Timer(_SECONDS_TO_CLEAN_UP, os._exit, (code,))  # a full pipe holds up a writer
+    timer.daemon = True
+    timer.start()
+    try:
+        message = f"rank {status.rank}: {text}"
+        exit_record.write(status.save, code=code, rank=status.rank, message=message, iteration=status.iteration)
+        _end_descendants()
+        _say(message)
+    finally:
+        os._exit(code)
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -165,6 +184,14 @@ def _say(text: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def _end_descendants() -> None:
+    """Kill data loaders, checkpoint writers and their own helpers."""
+    with contextlib.suppress(psutil.Error):
+        for helper in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                helper.kill()
 
 
 def _kill_children_and_exit(code: int) -> None:

@@ -20,11 +20,12 @@ class SignalWatcher:
     Args:
         stop_file: `touch` it to stop the run; removed when seen, so that the next start is not stopped by it.
             Give it on one rank only, which tells the others.
+        reason: who has asked already; None where nobody has.
     """
 
-    def __init__(self, stop_file: Path | None = None):
+    def __init__(self, stop_file: Path | None = None, reason: str | None = None):
         self._stop_file = stop_file
-        self._reason: str | None = None
+        self._reason = reason
         self._interrupted = False
         self._before: dict[signal.Signals, signal._HANDLER] = {}
         self._process = os.getpid()

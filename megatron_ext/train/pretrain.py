@@ -3,8 +3,8 @@
 from megatron_ext import device
 from megatron_ext.checkpoint.lock import hold_until_exit
 from megatron_ext.config.schema import Config
-from megatron_ext.errors import ConfigurationError, TrainingError
-from megatron_ext.resilience import exit_record
+from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
+from megatron_ext.resilience import exit_record, launch
 from megatron_ext.resilience.report import RunStatus
 from megatron_ext.resilience.signals import SignalWatcher
 
@@ -57,8 +57,15 @@ def pretrain(config: Config, status: RunStatus) -> None:
         if run.rank == 0:
             print(f"checkpoint: beginning with the weights of {config.checkpoint.load_hf}", flush=True)
     # One rank watches the stop file and tells the others at the end of a step.
-    with SignalWatcher(stop_file(config) if status.rank == 0 else None) as signals:
-        Trainer(run, standard_callbacks(run, signals, status)).fit()
+    with SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before()) as signals:
+        trainer = Trainer(run, standard_callbacks(run, signals, status))
+        try:
+            trainer.fit()
+        except StoppedBySignal as stop:
+            launch.remember_stop(stop.exit_code, str(stop))
+            raise
+        if trainer.stop_reason is not None:
+            launch.remember_stop(0, trainer.stop_reason)
     run.loaders.close()
     groups.destroy()
 

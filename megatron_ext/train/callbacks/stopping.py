@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from megatron_ext.resilience import launch
 from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -31,7 +32,9 @@ class Stopping(Callback):
             torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
         signalled, overdue = seen.tolist()
         if signalled:
-            trainer.stop(self.signals.reason or "another rank was asked to stop", by_signal=True)
+            reason = self.signals.reason or "another rank was asked to stop"
+            launch.remember_request(reason)
+            trainer.stop(reason, by_signal=True)
         elif overdue:
             trainer.stop("--exit-duration-in-mins is over")
         elif self.exit_interval and trainer.run.state.iteration % self.exit_interval == 0:

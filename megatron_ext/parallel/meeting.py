@@ -1,0 +1,106 @@
+"""Where the ranks of one attempt meet, apart from those of earlier attempts.
+
+torchrun starts all ranks again after a failure, and lends every attempt the same store: that of its own process. The
+gloo and NCCL addresses that an earlier attempt left there belong to dead processes, and who takes them for a peer's
+fails with "connection refused" or "Connect timeout", until the restarts are used up. No variable tells attempts apart
+on several machines: a torchrun that restarts because another one did raises no count. So the ranks agree:
+
+1. Rank 0 offers a random token. It replaces the token of an earlier attempt.
+2. Every other rank joins the offered token with a random name of its own, and does so again if the token changes.
+3. When all have joined, rank 0 publishes their names.
+
+A rank that finds its own name among those published knows that rank 0 lives, belongs to its attempt, and has seen all
+others. The token then is the prefix of all keys.
+"""
+
+import json
+import os
+import time
+import uuid
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from megatron_ext.errors import PeerLostError
+
+_TOKEN = "token"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between two looks at the store
+
+
+def meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return the launcher's store with keys of this attempt's own, this rank, and the number of ranks.
+
+    Raises:
+        PeerLostError: not all ranks came within `timeout`.
+    """
+    store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store, rank, world_size  # rank 0 has just made it
+    return PrefixStore(f"attempt/{agree(store, rank, world_size, timeout)}", store), rank, world_size
+
+
+def agree(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return a token that this attempt's ranks share with each other and with nobody before them. Collective.
+
+    Raises:
+        PeerLostError: not all ranks came within `timeout`.
+    """
+    meeting = PrefixStore("meeting", store)
+    deadline = time.monotonic() + timeout.total_seconds()
+    return _offer(meeting, world_size, deadline) if rank == 0 else _join(meeting, rank, deadline)
+
+
+def _offer(store: Store, world_size: int, deadline: float) -> str:
+    token = uuid.uuid4().hex
+    store.set(_TOKEN, token)
+    keys = [_name_key(token, rank) for rank in range(1, world_size)]
+    pause = _FIRST_PAUSE
+    while keys and not store.check(keys):
+        if time.monotonic() > deadline:
+            absent = [str(rank) for rank, key in enumerate(keys, 1) if not store.check([key])]
+            raise PeerLostError(f"{_ranks(absent)} did not come to the start of the run. {_ADVICE}")
+        pause = _wait(pause)
+    store.set(_members_key(token), json.dumps([name.decode() for name in store.multi_get(keys)] if keys else []))
+    return token
+
+
+def _join(store: Store, rank: int, deadline: float) -> str:
+    name = uuid.uuid4().hex
+    joined = None
+    pause = _FIRST_PAUSE
+    while time.monotonic() <= deadline:
+        if store.check([_TOKEN]):
+            token = store.get(_TOKEN).decode()
+            if token != joined:
+                store.set(_name_key(token, rank), name)
+                joined = token
+            if store.check([_members_key(token)]) and name in json.loads(store.get(_members_key(token))):
+                return token
+        pause = _wait(pause)
+    missed = "rank 0 did not come to the start of the run" if joined is None else "not all ranks came to the start"
+    raise PeerLostError(f"{missed}. {_ADVICE}")
+
+
+_ADVICE = (
+    "tools/doctor.py --collectives finds ranks that do not answer; a slow start needs a larger "
+    "--distributed-timeout-minutes."
+)
+
+
+def _ranks(numbers: list[str]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
+
+
+def _name_key(token: str, rank: int) -> str:
+    return f"{token}/{rank}"
+
+
+def _members_key(token: str) -> str:
+    return f"{token}/members"
+
+
+def _wait(pause: float) -> float:
+    """Sleep for `pause` seconds and return the next pause, which is longer: a thousand ranks ask one store."""
+    time.sleep(pause)
+    return min(_LONGEST_PAUSE, 1.5 * pause)

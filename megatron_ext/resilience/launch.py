@@ -1,0 +1,85 @@
+"""What earlier attempts of this launch left for a later one: a stop stays a stop, whatever --max-restarts. No torch here.
+
+A launch is one torchrun process per machine, from its start to its end; an attempt is one start of its ranks. torchrun
+takes the exit code 75 of a stopped run for a failure and starts the ranks again. These find here that the run was
+stopped, and end as it did, at once.
+
+The place is the folder that torchrun makes for a launch, with a random name, for its ranks' error files
+(TORCHELASTIC_ERROR_FILE is `LAUNCH/attempt_N/LOCAL_RANK/error.json`). A new launch has a new folder and trains on.
+Where there is no such folder (another launcher, or torchrun's `--log-dir /dev/null`) nothing is remembered.
+"""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import StoppedBySignal
+
+_ASKED, _STOPPED = "stop_asked.json", "stopped.json"
+
+
+def remember_request(reason: str) -> None:
+    """Note that the ranks agreed to stop. Should this attempt fail before it has saved, the next one stops for it."""
+    _write(_ASKED, {"reason": reason})
+
+
+def requested_before() -> str | None:
+    """Return why an earlier attempt of this launch was to stop; None where none was."""
+    found = _read(_ASKED)
+    return None if found is None else str(found.get("reason"))
+
+
+def remember_stop(code: int, message: str) -> None:
+    """Note that this attempt stopped before the planned end, with the exit code `code` (0 or 75)."""
+    _write(_STOPPED, {"code": code, "message": message})
+
+
+def stopped_before() -> bool:
+    """Return whether an earlier attempt of this launch stopped with exit code 0, as after --exit-interval.
+
+    Raises:
+        StoppedBySignal: it stopped on request, with exit code 75.
+    """
+    found = _read(_STOPPED)
+    if found is None:
+        return False
+    if found.get("code") == StoppedBySignal.exit_code:
+        raise StoppedBySignal(f"{found.get('message')} (restart {_attempt()} of this launch: nothing was started)")
+    return True
+
+
+def _write(name: str, content: dict[str, Any]) -> None:
+    folder = _folder()
+    if folder is None:
+        return
+    with contextlib.suppress(OSError):
+        temporary = folder / f"{name}.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps({**content, "attempt": _attempt()}), encoding="utf-8")
+        temporary.replace(folder / name)
+
+
+def _read(name: str) -> dict[str, Any] | None:
+    """Return what an earlier attempt wrote.
+
+    torchrun's count of restarts is not raised where it stops the ranks with SIGTERM because machines come or go: that
+    is no stop, and the next attempt goes on from what was saved.
+    """
+    folder = _folder()
+    if folder is None:
+        return None
+    try:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        return content if int(content["attempt"]) < _attempt() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _attempt() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0")
+
+
+def _folder() -> Path | None:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parents[2] if error_file and len(Path(error_file).parents) > 2 else None
