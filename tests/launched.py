@@ -1,5 +1,6 @@
 """The real program in real processes, as a user starts it."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.telemetry.jsonl import read_rows
@@ -51,6 +53,16 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
     except ProcessLookupError:
         return
     process.wait()
+
+
+def rank_processes(process: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
+    """torchrun's workers by their rank; while it starts them, some may be missing."""
+    ranks = {}
+    for worker in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.Error):
+            ranks[int(worker.environ().get("RANK", "-1"))] = worker
+    ranks.pop(-1, None)
+    return ranks
 
 
 def reproducible_rows(path: Path) -> list[dict[str, Any]]:

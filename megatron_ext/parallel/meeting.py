@@ -19,8 +19,7 @@ import time
 import uuid
 from datetime import timedelta
 
-import torch
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.errors import PeerLostError
 
@@ -34,7 +33,7 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
     Raises:
         PeerLostError: not all ranks came within `timeout`.
     """
-    store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store, rank, world_size  # rank 0 has just made it
     return PrefixStore(f"attempt/{agree(store, rank, world_size, timeout)}", store), rank, world_size

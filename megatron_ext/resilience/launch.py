@@ -1,5 +1,6 @@
-"""What earlier attempts of this launch left for a later one: a stop stays a stop, whatever --max-restarts. No torch here.
+"""What earlier attempts of this launch left for a later one: a stop stays a stop, whatever --max-restarts.
 
+No torch here.
 A launch is one torchrun process per machine, from its start to its end; an attempt is one start of its ranks. torchrun
 takes the exit code 75 of a stopped run for a failure and starts the ranks again. These find here that the run was
 stopped, and end as it did, at once.

@@ -35,7 +35,7 @@ def watch_launcher(status: RunStatus) -> None:
 def _watch(agent: psutil.Process | None, status: RunStatus) -> None:
     while agent is not None and _lives(agent):
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    who = "" if agent is None else f", process {agent.pid},"
+    who = "" if agent is None else f", process {agent.pid}"
     where = f"at iteration {status.iteration}" if status.iteration is not None else "before the first step"
     end_from_thread(
         f"the launcher (torchrun{who}) is gone {where}, killed without a word to its ranks; nothing was saved. Look "

@@ -52,6 +52,8 @@ def guarded(error: BaseException, status: RunStatus) -> int:
         (StoppedBySignal("a"), 75),
         (PeerLostError("a"), 76),
         (RuntimeError("[pair.cc:545] Read error [::1]:1: Connection reset by peer."), 76),
+        (RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] Connect timeout [127.0.0.1]:20891"), 76),
+        (RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server crash?"), 76),
         (RuntimeError("a"), 1),
         (KeyboardInterrupt(), 1),
         (type("CheckpointException", (BaseException,), {})("a"), 1),

@@ -1,0 +1,93 @@
+"""Under torchrun --max-restarts: a killed rank comes back, a stopped run does not. No rank outlives its launcher."""
+
+import json
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from megatron_ext.telemetry.jsonl import read_rows
+from tests.launched import end_all, rank_processes, start
+
+FLAGS = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+    "--eval-interval 0 --log-interval 1 --save-interval 5 --train-iters 100000"
+)
+TORCHRUN = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+
+
+def test_a_killed_rank_comes_back_a_stop_stays_and_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    flags = [*FLAGS, "--save", str(save), "--load", str(save)]
+    first, second = tmp_path / "first.log", tmp_path / "second.log"
+
+    process = start(flags, first, TORCHRUN)
+    try:
+        wait_until(lambda: last_iteration(save) >= 6, process)
+        rank_processes(process)[0].kill()
+        wait_until(lambda: "resuming at iteration" in first.read_text(), process)
+        wait_until(lambda: last_iteration(save) >= 12, process)
+        rank_processes(process)[1].send_signal(signal.SIGTERM)
+        assert process.wait(300) == 1
+    finally:
+        end_all(process)
+    stopped_at = last_iteration(save)
+    record = json.loads((save / "exit.json").read_text())
+    assert (record["code"], record["iteration"]) == (75, stopped_at), "what came after the stop is in the way"
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == str(stopped_at)
+    said = first.read_text()
+    assert said.count("resuming at iteration") == 1, "the restarts after the stop must train no further"
+    for restart in (2, 3):
+        (line,) = [
+            line for line in said.splitlines() if f"(restart {restart} of this launch" in line and line[0] == "r"
+        ]
+        assert line.startswith(f"rank 0: stopped at iteration {stopped_at}: ")
+
+    process = start(flags, second, TORCHRUN)
+    ranks = {}
+    try:
+        wait_until(lambda: last_iteration(save) >= stopped_at + 2, process)
+        ranks = rank_processes(process)
+        ranks[1].suspend()
+        time.sleep(0.5)  # rank 0 waits for it in a collective
+        process.kill()
+        process.wait()
+        psutil.wait_procs([ranks[0]], timeout=10)
+        assert has_ended(ranks[0]), "a rank that hangs outlives its launcher"
+        ranks[1].resume()
+        psutil.wait_procs([ranks[1]], timeout=10)
+        assert has_ended(ranks[1])
+    finally:
+        end_all(process)
+        for rank in ranks.values():
+            if not has_ended(rank):
+                rank.kill()
+    said = second.read_text()
+    assert f"resuming at iteration {stopped_at} of" in said, "a new launch goes on"
+    assert f"rank 0: the launcher (torchrun, process {process.pid}) is gone at iteration" in said
+    assert json.loads((save / "exit.json").read_text())["code"] == 76
+
+
+def last_iteration(save: Path) -> int:
+    file = save / "metrics.jsonl"
+    return max((row["iteration"] for row in read_rows(file)), default=0) if file.exists() else 0
+
+
+def wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 300
+    while not reached():
+        assert process.poll() is None, "the run ended early"
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.02)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

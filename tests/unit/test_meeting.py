@@ -1,0 +1,56 @@
+"""The ranks of an attempt agree on a token of their own, whatever an earlier attempt left in the launcher's store."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from megatron_ext.errors import PeerLostError
+from megatron_ext.parallel.meeting import agree
+
+LONG = timedelta(seconds=60)
+
+
+def arrive(pool: ThreadPoolExecutor, store: Store, ranks: Sequence[int], world_size: int) -> list[Future[str]]:
+    return [pool.submit(agree, store, rank, world_size, LONG) for rank in ranks]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_all_ranks_of_an_attempt_agree_and_attempts_differ(world_size: int):
+    store = HashStore()
+    tokens = []
+    with ThreadPoolExecutor(world_size) as pool:
+        for _ in range(3):
+            (token,) = {answer.result() for answer in arrive(pool, store, range(world_size), world_size)}
+            tokens.append(token)
+    assert len(set(tokens)) == 3
+
+
+def test_ranks_that_come_before_rank_0_do_not_take_the_token_of_an_earlier_attempt():
+    store = HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        (old,) = {answer.result() for answer in arrive(pool, store, range(3), 3)}
+        early = arrive(pool, store, [1, 2], 3)
+        time.sleep(0.5)
+        assert not any(answer.done() for answer in early), "rank 0 of this attempt is not there"
+        new = agree(store, 0, 3, LONG)
+        assert [answer.result() for answer in early] == [new, new]
+    assert new != old
+
+
+def test_an_attempt_that_broke_off_in_its_meeting_does_not_mislead_the_next():
+    store = HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        with pytest.raises(PeerLostError, match=r"ranks 1, 2 did not come to the start of the run\. tools/doctor"):
+            agree(store, 0, 3, timedelta(seconds=0.1))
+        with pytest.raises(PeerLostError, match="not all ranks came to the start"):
+            agree(store, 1, 3, timedelta(seconds=0.1))
+        assert len({answer.result() for answer in arrive(pool, store, range(3), 3)}) == 1
+
+
+def test_who_waits_for_rank_0_in_vain_says_so():
+    with pytest.raises(PeerLostError, match="rank 0 did not come to the start of the run"):
+        agree(HashStore(), 1, 2, timedelta(seconds=0.1))
