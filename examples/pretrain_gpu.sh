@@ -3,13 +3,14 @@
 #   TRAIN=/data/train_text_document VALID=/data/valid_text_document TOKENIZER=/data/tokenizer SAVE=/ckpt/run1 \
 #       bash examples/pretrain_gpu.sh [further flags]
 # On several machines start it on each, with NODES, NODE_RANK and MASTER_ADDR (the first machine's address) set.
+# A rank that dies is started again with all others, from the last checkpoint, up to RESTARTS times (default 3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${TRAIN:?prefix of the training .bin/.idx}" "${VALID:?prefix of the validation .bin/.idx}"
 : "${TOKENIZER:?folder with tokenizer.json}" "${SAVE:?folder for checkpoints}"
 
 torchrun --nproc-per-node "${GPUS:-8}" --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" \
-    --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
+    --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" --max-restarts "${RESTARTS:-3}" \
     pretrain_gpt.py --bf16 \
     --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --swiglu --ffn-hidden-size 5504 \
     --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights \

@@ -1,20 +1,19 @@
-"""A run that is killed and started again leaves the metrics file of a run that nothing happened to, float for float.
+"""A killed run, started again by hand or by torchrun, leaves the metrics file of an untouched one, float for float.
 
 With dropout, and at the kill: inside warmup and batch ramp-up, off a logging interval, an epoch of the data ahead.
 """
 
 import shlex
-import signal
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megatron_ext.checkpoint.folder import saved_iterations
 from megatron_ext.telemetry.jsonl import read_rows
-from tests.launched import end_all, finish, free_port, reproducible_rows, start, write_corpus
+from tests.launched import end_all, finish, free_port, rank_processes, reproducible_rows, start, write_corpus
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -24,6 +23,7 @@ FLAGS = shlex.split("""
     --lr-warmup-samples 50 --eval-interval 7 --eval-iters 1 --log-interval 3 --save-interval 5
 """)
 SAVED_AT, KILLED_AFTER = 10, 12
+Run = Callable[..., subprocess.Popen[bytes]]
 CASES: dict[str, tuple[int, list[str]]] = {
     "fp32": (2, shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")),
     "bf16": (1, shlex.split("--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope")),
@@ -39,27 +39,23 @@ def test_killed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) -> 
     write_corpus(corpus, tokens=1200)  # 30 training samples in an epoch
     flags = [*FLAGS, "--data-path", str(corpus), *flags]
 
-    def run(folder: Path) -> subprocess.Popen[bytes]:
-        torchrun = ["--nproc-per-node", str(ranks), "--master-port", str(free_port())] if ranks > 1 else []
+    def run(folder: Path, log: Path, torchrun: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         paths = ["--save", str(folder), "--load", str(folder), "--data-cache-path", str(folder / "cache")]
-        return start([*flags, *paths], tmp_path / f"{folder.name}.log", torchrun)
+        return start([*flags, *paths], log, torchrun)
 
     a, b = tmp_path / "a", tmp_path / "b"
-    killed, whole = run(b), run(a)
+    whole = run(a, tmp_path / "a.log", ["--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else [])
     try:
-        _kill_after(killed, b / "metrics.jsonl", KILLED_AFTER, tmp_path / "b.log")
-        left = [row["iteration"] for row in read_rows(b / "metrics.jsonl")]
-        assert SAVED_AT in saved_iterations(b)
+        kill_and_go_on = _start_again_by_hand if ranks == 1 else _let_two_agents_restart
+        left = kill_and_go_on(lambda log, torchrun=(): run(b, log, torchrun), b, tmp_path)
         finish(whole, tmp_path / "a.log")
-        finish(run(b), tmp_path / "b.log")
     finally:
-        end_all(killed)
         end_all(whole)
 
     expected = reproducible_rows(a / "metrics.jsonl")
     assert reproducible_rows(b / "metrics.jsonl") == expected
     steps = [row for row in expected if "lm_loss" in row]
-    assert KILLED_AFTER <= max(left) < steps[-1]["iteration"], "it must be killed before its end"
+    assert KILLED_AFTER <= left < steps[-1]["iteration"], "it must be killed before its end"
     resumed, last = next(row for row in steps if row["iteration"] > SAVED_AT), steps[-1]
     assert resumed["global_batch_size"] < last["global_batch_size"], "the save must be inside the batch ramp-up"
     assert resumed["consumed_samples"] < 50 < last["consumed_samples"], "the save must be inside the warmup"
@@ -70,14 +66,55 @@ def test_killed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) -> 
         assert not skipped
 
 
-def _kill_after(process: subprocess.Popen[bytes], metrics: Path, iteration: int, log: Path) -> None:
-    """SIGKILL the last rank as soon as `iteration` is on record, and wait for the launcher to give up."""
+def _start_again_by_hand(run: Run, save: Path, logs: Path) -> int:
+    """Kill the process, start it again, and return the last iteration on record at the kill."""
+    log = logs / "b.log"
+    process = run(log)
+    try:
+        _wait_for(KILLED_AFTER, save, [process], log)
+        process.kill()
+        assert process.wait(60) != 0
+    finally:
+        end_all(process)
+    left = _last_iteration(save)
+    assert SAVED_AT in saved_iterations(save)
+    finish(run(log), log)
+    return left
+
+
+def _let_two_agents_restart(run: Run, save: Path, logs: Path) -> int:
+    """Kill rank 1 and later rank 0, of two torchruns as on two machines, which restart them by themselves."""
+    port = str(free_port())
+    node = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    files = [logs / "agent0.log", logs / "agent1.log"]
+    agents = [run(log, [*node, "--node-rank", str(n), "--max-restarts", "4"]) for n, log in enumerate(files)]
+    try:
+        _wait_for(KILLED_AFTER, save, agents, files[0])
+        rank_processes(agents[1])[1].kill()
+        left = _last_iteration(save)
+        _wait_for(KILLED_AFTER + 5, save, agents, files[0])
+        rank_processes(agents[0])[0].kill()
+        for agent, log in zip(agents, files, strict=True):
+            finish(agent, log)
+    finally:
+        for agent in agents:
+            end_all(agent)
+    assert files[0].read_text().count("checkpoint: resuming at iteration") >= 2
+    return left
+
+
+def _wait_for(iteration: int, save: Path, processes: Sequence[subprocess.Popen[bytes]], log: Path) -> None:
     deadline = time.monotonic() + 300.0
-    while not metrics.exists() or all(row["iteration"] < iteration for row in read_rows(metrics)):
-        assert process.poll() is None, f"it ended early:\n{log.read_text(errors='replace')[-5000:]}"
-        assert time.monotonic() < deadline, f"no iteration {iteration}:\n{log.read_text(errors='replace')[-5000:]}"
+    while _last_iteration(save) < iteration:
+        assert all(process.poll() is None for process in processes), f"it ended early:\n{_end_of(log)}"
+        assert time.monotonic() < deadline, f"no iteration {iteration}:\n{_end_of(log)}"
         time.sleep(0.01)
-    workers = psutil.Process(process.pid).children()
-    victim = max(workers, key=lambda worker: int(worker.environ().get("RANK", "-1"))) if workers else process
-    victim.send_signal(signal.SIGKILL)
-    assert process.wait(60) != 0
+
+
+def _last_iteration(save: Path) -> int:
+    file = save / "metrics.jsonl"
+    return max((row["iteration"] for row in read_rows(file)), default=0) if file.exists() else 0
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-5000:]

@@ -70,7 +70,8 @@ def test_what_each_machine_starts(environment: dict[str, str], tmp_path: Path):
     assert doctor == "tools/doctor.py --nproc-per-node 2 --nnodes 2"
     assert threads == "OMP 2"
     assert launch.startswith(
-        "--nproc-per-node 2 --nnodes 2 --node-rank 1 --master-addr localhost --master-port 22345 pretrain_gpt.py "
+        "--nproc-per-node 2 --nnodes 2 --node-rank 1 --master-addr localhost --master-port 22345 --max-restarts 3 "
+        "pretrain_gpt.py "
     )
     assert f"--save {environment['SAVE']} --load {environment['SAVE']}" in launch
     assert launch.endswith(" --lr 1e-4")

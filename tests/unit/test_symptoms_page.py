@@ -9,7 +9,8 @@ from megatron_ext.config.options import options_by_flag
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/symptoms.md").read_text()
-OF_OTHERS = {"--nproc-per-node", "--master-port", "--shutdown-timeout", "--shm-size"}  # torchrun's and docker's
+# torchrun's and docker's
+OF_OTHERS = {"--nproc-per-node", "--master-port", "--max-restarts", "--shutdown-timeout", "--shm-size"}
 OF_THE_PROGRAM = {"--config", "--dry-run"}
 
 
