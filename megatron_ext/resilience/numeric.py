@@ -16,6 +16,16 @@ class BadTensor(NamedTuple):
     inf: int
 
 
+def largest_magnitude(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The largest magnitude in any of the tensors, a scalar on `device`; NaN where one holds a NaN, 0 without elements.
+
+    It does not wait for a device that holds the tensors, unless `device` is another one.
+    """
+    # Unlike a sum or a square, it cannot overflow.
+    largest = get_total_norm([tensor for tensor in tensors if tensor.numel()], norm_type=math.inf)
+    return largest.to(device, torch.float64)
+
+
 def first_bad(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> BadTensor | None:
     """The first of the tensors that holds a NaN or an infinity; None if all are finite.
 
@@ -25,8 +35,7 @@ def first_bad(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> BadTensor | 
         named_tensors: any shapes and devices.
     """
     candidates = [(name, tensor) for name, tensor in named_tensors if tensor.is_floating_point() and tensor.numel()]
-    # The largest magnitude carries NaN and infinity along and, unlike a sum, cannot overflow.
-    largest = get_total_norm([tensor for _, tensor in candidates], norm_type=math.inf)
+    largest = largest_magnitude((tensor for _, tensor in candidates), torch.device("cpu"))
     if math.isfinite(largest.item()):
         return None
     return next(bad for name, tensor in candidates if (bad := _count(name, tensor)) is not None)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.train.run import HeldOut, HeldOutPart, Run
-from megatron_ext.train.step import run_schedule
+from megatron_ext.train.step import held_out_loss
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def _sum(run: Run, data: HeldOut, part: HeldOutPart) -> tuple[float, int]:
     loss_sum, total_tokens = 0.0, 0
     for start in range(part.positions.start, part.positions.stop, batch):
         microbatches = data.loader.global_batch(start, num_microbatches(run.config, batch), end=part.positions.stop)
-        loss, tokens = run_schedule(run, microbatches, forward_only=True)
+        loss, tokens = held_out_loss(run, microbatches)
         if tokens:
             loss_sum += loss * tokens
             total_tokens += tokens

@@ -1,62 +1,97 @@
 """Remembers whether this rank's own gradients were finite before they were mixed with those of other ranks.
 
-After the reduction every data-parallel rank holds the same NaN and nobody can say whose it was. So each bucket's
-gradients are summed just before their reduction (one pass, no synchronization with the host); only when the
-global norm turns out bad are those sums read, and the parameter looked for.
+After the reduction every data-parallel rank holds the same NaN and nobody can say whose it was. So each gradient's norm
+is taken just before its reduction (one pass, no synchronization with the host); only when the gradients that the update
+would use turn out bad are those norms read.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
-from megatron_ext.model.names import global_named_parameters
+from megatron_ext.model.names import AFTER_ALL, forward_place, global_named_parameters
 from megatron_ext.optim.fsdp2 import TorchFSDP, unsharded_parameters
 from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk
-from megatron_ext.resilience.numeric import first_bad
+from megatron_ext.resilience.numeric import BadTensor, first_bad
+
+
+class Finding(NamedTuple):
+    """What a rank found wrong."""
+
+    place: tuple[int, int]
+    """In the order of a forward pass. NaN spreads backward, so that of all findings the last one is the cause."""
+
+    text: str
 
 
 class GradientWatch:
     def __init__(self, chunks: Sequence[_BaseDataParallel]):
-        self._names: dict[int, str] = {id(parameter): name for name, parameter in global_named_parameters(chunks)}
-        self._sums: list[tuple[Any, torch.Tensor]] = []
+        self._names: dict[int, str] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._norms: list[tuple[Sequence[Any], Sequence[torch.Tensor]]] = []
         self._sums_by_name: dict[str, torch.Tensor] = {}
-        self.loss_is_finite = True
+        self._loss: torch.Tensor | None = None
         for chunk in chunks:
+            if isinstance(chunk, MegatronFSDPChunk):
+                with chunk.raw_parameters():
+                    for name, weight in self._register(chunk):
+                        self._watch(name, weight)
+                continue
+            self._register(chunk)
             if isinstance(chunk, TorchFSDP):
                 self._watch_shards(chunk)
-            elif isinstance(chunk, MegatronFSDPChunk):
-                with chunk.raw_parameters():
-                    for name, weight in global_named_parameters([chunk]):
-                        self._watch(name, weight)
             elif isinstance(chunk, DistributedDataParallel):
                 for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                     bucket_group.start_grad_sync = self._watching(bucket_group, bucket_group.start_grad_sync)
 
-    def reset(self) -> None:
-        """Forget the last step."""
-        self._sums.clear()
-        self._sums_by_name.clear()
-        self.loss_is_finite = True
+    def reset(self, loss: torch.Tensor) -> None:
+        """Forget the last step.
 
-    def diagnose(self) -> str | None:
-        """What was wrong on this rank in this step: "NaN in the loss", "NaN in the gradient of ...", or None."""
-        if not self.loss_is_finite:
-            return "NaN or infinity in the loss"
-        for bucket, total in self._sums:
-            if bool(torch.isfinite(total)):
-                continue
-            bad = first_bad((self._names[id(p)], p.main_grad) for p in bucket.params_list)
-            if bad is not None:
-                name, nans, infinities = bad
-                return f"{nans} NaN and {infinities} infinite values in the gradient of {name}"
-        for name, total in self._sums_by_name.items():  # in the order of the backward pass
+        Args:
+            loss: this rank's part of the loss of the step that begins, a scalar on the device to be written later.
+        """
+        self._norms.clear()
+        self._sums_by_name.clear()
+        self._loss = loss
+
+    def diagnose(self) -> Finding | None:
+        """The cause, as far as this rank can tell from its own loss and its gradients before any reduction."""
+        if self._loss is not None and not bool(torch.isfinite(self._loss)):
+            return Finding(AFTER_ALL, "NaN or infinity in the loss")
+        return max((*self._bad_in_buckets(), *self._bad_by_name()), default=None)
+
+    def in_reduced_gradients(self, gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Finding | None:
+        """The last bad one of the gradients that an update would use, each with its parameter of the model."""
+        named = [(self._names[id(parameter)], gradient) for parameter, gradient in gradients]
+        bad = first_bad(sorted(named, key=lambda pair: self._places[pair[0]], reverse=True))
+        return bad and Finding(self._places[bad.name], f"{_counted(bad)} the reduced gradient of {bad.name}")
+
+    def _register(self, chunk: _BaseDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+        parameters = list(global_named_parameters([chunk]))
+        for name, parameter in parameters:
+            self._names[id(parameter)] = name
+            self._places[name] = forward_place(name, parameter)
+        return parameters
+
+    def _bad_in_buckets(self) -> Iterator[Finding]:
+        for parameters, norms in self._norms:
+            finite: list[bool] = torch.stack([*norms]).isfinite().tolist()
+            for parameter, is_finite in zip(parameters, finite, strict=True):
+                if is_finite:
+                    continue
+                name, gradient = self._names[id(parameter)], parameter.main_grad
+                bad = first_bad([(name, gradient)])  # None for a norm that overflowed, or where a shard was reduced
+                where = _counted(bad) if bad is not None else "NaN or infinite values in"
+                yield Finding(self._places[name], f"{where} the gradient of {name}")
+
+    def _bad_by_name(self) -> Iterator[Finding]:
+        for name, total in self._sums_by_name.items():
             if not bool(torch.isfinite(total)):
-                return f"NaN or infinite values in the gradient of {name}"
-        return None
+                yield Finding(self._places[name], f"NaN or infinite values in the gradient of {name}")
 
     def _watch_shards(self, chunk: TorchFSDP) -> None:
         """A whole gradient lives only until its layer's reduction, so that each is summed as it is made."""
@@ -90,10 +125,20 @@ class GradientWatch:
         def start_grad_sync(*args: Any, **kwargs: Any) -> None:
             already_started = bucket_group.grad_reduce_handle is not None
             if not already_started:
-                self._sums.extend((bucket, bucket.grad_data.sum()) for bucket in bucket_group.buckets)
+                self._norms.extend(_norms(bucket.params_list) for bucket in bucket_group.buckets)
             start(*args, **kwargs)
 
         return start_grad_sync
+
+
+def _norms(parameters: Sequence[Any]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+    gradients = [parameter.main_grad for parameter in parameters]
+    # In fp32, whatever they are: a norm that fp16 cannot hold is no infinity in a gradient.
+    return parameters, torch._foreach_norm(gradients, 2, dtype=torch.float32)  # pyright: ignore
+
+
+def _counted(bad: BadTensor) -> str:
+    return f"{bad.nan} NaN and {bad.inf} infinite values in"
 
 
 def _at_first_forward(module: torch.nn.Module, action: Callable[[torch.nn.Module], object]) -> None:

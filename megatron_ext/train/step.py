@@ -1,7 +1,7 @@
 """One optimizer step: microbatches -> pipeline schedule -> gradients -> update."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -15,8 +15,13 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.errors import NumericError
 from megatron_ext.model.loss import token_loss
 from megatron_ext.model.moe import take_auxiliary_losses
+from megatron_ext.model.names import global_named_parameters
+from megatron_ext.optim.checked import gradients_of_update, outside_norm
 from megatron_ext.optim.offload import finish_update
 from megatron_ext.optim.row_shards import clip_gradients
+from megatron_ext.parallel.rows import local_part
+from megatron_ext.resilience.numeric import first_bad
+from megatron_ext.train.gradient_watch import Finding
 from megatron_ext.train.run import Run
 
 
@@ -65,23 +70,26 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
-    run.gradient_watch.reset()
     microbatches = run.loaders.train.global_batch(
         run.state.consumed_samples, num_microbatches(run.config, global_batch)
     )
-    loss, tokens = run_schedule(run, microbatches, forward_only=False)
+    share = _Share(run)
+    run.gradient_watch.reset(share.loss)
+    share.add_loss(run_schedule(run, microbatches, forward_only=False))
     auxiliary = _auxiliary_losses(run, len(microbatches)) if run.config.model.num_experts is not None else None
     before_update()
-    checked = not run.config.training.no_check_for_nan_in_loss_and_grad
     overflow = run.optimizer.prepare_grads()
+    grad_norm = float(run.optimizer.get_grad_norm())  # also of an overflow: collective, and another rank may have none
+    share.add_gradients(overflow, grad_norm)
+    loss, tokens, bad_ranks, overflowed_ranks = share.summed()
     loss_scale = float(run.optimizer.get_loss_scale().item())
-    if checked and not math.isfinite(loss):
-        raise _numeric_error(run, "loss")
+    if not run.config.training.no_check_for_nan_in_loss_and_grad:
+        if not math.isfinite(loss):
+            raise _numeric_error(run, "loss")
+        if bad_ranks or 0 < overflowed_ranks < run.world_size:
+            raise _numeric_error(run, "gradient")
     if overflow:
         return StepResult(loss, tokens, global_batch, False, None, loss_scale, None, auxiliary)
-    grad_norm = float(run.optimizer.get_grad_norm())
-    if checked and not math.isfinite(grad_norm):
-        raise _numeric_error(run, "gradient")
     clip = run.config.optimizer.clip_grad
     if clip > 0.0:
         for optimizer in run.optimizer.chained_optimizers:
@@ -92,12 +100,41 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
     return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary)
 
 
-def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> tuple[float, int]:
+class _Share:
+    """What this rank contributes to the one vector that every step sums over all ranks."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._vector = torch.zeros(4, dtype=torch.float64, device=run.device.torch_device)
+        self.loss = self._vector[0].clone()
+
+    def add_loss(self, share: torch.Tensor) -> None:
+        self._vector[:2] = share
+        self.loss.copy_(share[0])
+
+    def add_gradients(self, overflow: bool, grad_norm: float) -> None:
+        """Whether a gradient is NaN or infinite here, in the norm or not; an overflow of the loss scale is not bad."""
+        if overflow:
+            self._vector[3] = 1.0
+        elif math.isfinite(grad_norm):
+            self._vector[2] = ~outside_norm(self._run.optimizer, self._vector.device).isfinite()
+        else:
+            self._vector[2] = 1.0
+
+    def summed(self) -> tuple[float, int, int, int]:
+        """Mean loss, tokens, number of ranks with a bad gradient, number of ranks with an overflow. Collective."""
+        if self._run.world_size > 1:
+            torch.distributed.all_reduce(self._vector)
+        loss_sum, tokens, bad, overflowed = self._vector.tolist()
+        return _mean(loss_sum, tokens), int(tokens), int(bad), int(overflowed)
+
+
+def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> torch.Tensor:
     """Run megatron-core's schedule over `microbatches` on every stage.
 
     Returns:
-        The mean loss per token over the microbatches of all ranks (NaN where no token counts), and the number of
-        those tokens.
+        [2], fp64: the sum of the losses of this rank's tokens that count, and their number. Zero but on one rank of
+        those that hold the same loss, so that the sum over all ranks is that over the global batch.
     """
     config = run.config
     reports = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))(
@@ -111,15 +148,29 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
         pg_collection=run.groups,
         p2p_communicator=run.p2p,
     )
-    # One vector carries the loss from the last stage to every rank; tensor-parallel ranks hold the same loss.
-    total = torch.zeros(2, dtype=torch.float64, device=run.device.torch_device)
+    # Only the last stage has the loss, and tensor-parallel ranks hold the same.
+    share = torch.zeros(2, dtype=torch.float64, device=run.device.torch_device)
     if run.is_last_stage and run.groups.tp.rank() == 0:
-        total += torch.stack([report["lm loss"] for report in reports]).sum(dim=0, dtype=torch.float64)
-    run.gradient_watch.loss_is_finite = bool(torch.isfinite(total[0]))
+        share += torch.stack([report["lm loss"] for report in reports]).sum(dim=0, dtype=torch.float64)
+    return share
+
+
+def held_out_loss(run: Run, microbatches: list[Batch]) -> tuple[float, int]:
+    """Only the forward pass.
+
+    Returns:
+        The mean loss per token over the microbatches of all ranks (NaN where no token counts), and the number of
+        those tokens.
+    """
+    total = run_schedule(run, microbatches, forward_only=True)
     if run.world_size > 1:
         torch.distributed.all_reduce(total)
     loss_sum, tokens = total.tolist()
-    return (loss_sum / tokens if tokens else math.nan), int(tokens)
+    return _mean(loss_sum, tokens), int(tokens)
+
+
+def _mean(loss_sum: float, tokens: float) -> float:
+    return loss_sum / tokens if tokens else math.nan
 
 
 def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
@@ -149,15 +200,41 @@ def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
 
 
 def _numeric_error(run: Run, what: str) -> NumericError:
-    """Ask every rank what it saw, and name the first that was wrong. Called by all ranks."""
-    findings: list[str | None] = [None] * run.world_size
-    torch.distributed.all_gather_object(findings, run.gradient_watch.diagnose())
-    where = next(
-        (f"rank {rank}: {finding}" for rank, finding in enumerate(findings) if finding),
-        f"the {what} became bad between the ranks: every rank's own part is finite",
-    )
+    """Ask every rank what it saw, and name the cause. Called by all ranks."""
+    seen: list[tuple[Finding | None, ...]] = [()] * run.world_size
+    torch.distributed.all_gather_object(seen, (_bad_weight(run), run.gradient_watch.diagnose(), _bad_reduced(run)))
+    weight, gradient, reduced = (_cause(findings) for findings in zip(*seen, strict=True))
+    when = f"iteration {run.state.iteration + 1} (samples from {run.state.consumed_samples})"
+    unchecked = "--no-check-for-nan-in-loss-and-grad goes on regardless."
+    if weight is not None:
+        return NumericError(
+            f"{weight}, at the start of {when}: an earlier update, or the memory of that rank, made it so. Next: "
+            f"resume from a checkpoint that was saved before it (--ckpt-step); if it happens again at the same step, "
+            f"lower --lr; if not, suspect the hardware. {unchecked}"
+        )
+    where = f"the {what} became bad between the ranks: every rank's own part is finite"
     return NumericError(
-        f"{where}, iteration {run.state.iteration + 1} (samples from {run.state.consumed_samples}). No weight was "
-        "changed. Next: resume from the last checkpoint; if it happens again at the same step, lower --lr or look at "
-        "those samples; if not, suspect the hardware. --no-check-for-nan-in-loss-and-grad goes on regardless."
+        f"{gradient or reduced or where}, {when}. This iteration changed no weight. Next: resume from the last "
+        "checkpoint; if it happens again at the same step, lower --lr or look at those samples; if not, suspect the "
+        f"hardware. {unchecked}"
     )
+
+
+def _cause(findings: Sequence[Finding | None]) -> str | None:
+    """Of what the ranks found, the cause of the rest: what a backward pass comes to first, on the lowest rank."""
+    found = [(finding.place, -rank, finding.text) for rank, finding in enumerate(findings) if finding is not None]
+    if not found:
+        return None
+    _, negative_rank, text = max(found)
+    return f"rank {-negative_rank}: {text}"
+
+
+def _bad_weight(run: Run) -> Finding | None:
+    """The first weight of this rank, in the order of a forward pass, that was bad before this step. Collective."""
+    with run.gathered_parameters():
+        bad = first_bad((name, local_part(weight).detach()) for name, weight in global_named_parameters(run.chunks))
+    return bad and Finding((0, 0), f"{bad.nan} NaN and {bad.inf} infinite values in the weight {bad.name}")
+
+
+def _bad_reduced(run: Run) -> Finding | None:
+    return run.gradient_watch.in_reduced_gradients(gradients_of_update(run.optimizer))
