@@ -16,11 +16,11 @@ from megatron_ext.errors import NumericError
 from megatron_ext.model.loss import token_loss
 from megatron_ext.model.moe import take_auxiliary_losses
 from megatron_ext.model.names import global_named_parameters
-from megatron_ext.optim.checked import gradients_of_update, outside_norm
+from megatron_ext.optim.gradients import gradients_of_update, outside_norm
 from megatron_ext.optim.offload import finish_update
 from megatron_ext.optim.row_shards import clip_gradients
 from megatron_ext.parallel.rows import local_part
-from megatron_ext.resilience.numeric import first_bad
+from megatron_ext.resilience.numeric import first_bad, largest_magnitude
 from megatron_ext.train.gradient_watch import Finding
 from megatron_ext.train.run import Run
 
@@ -117,7 +117,9 @@ class _Share:
         if overflow:
             self._vector[3] = 1.0
         elif math.isfinite(grad_norm):
-            self._vector[2] = ~outside_norm(self._run.optimizer, self._vector.device).isfinite()
+            # NaN and infinity in any other gradient show in the norm. It does not wait for the device.
+            left_out = largest_magnitude(outside_norm(self._run.optimizer), self._vector.device)
+            self._vector[2] = ~left_out.isfinite()
         else:
             self._vector[2] = 1.0
 

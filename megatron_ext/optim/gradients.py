@@ -1,0 +1,32 @@
+"""The gradients that an update would use, on this rank. All of it after `prepare_grads`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from megatron_ext.optim.offload import main_parameters
+
+
+def outside_norm(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
+    """Yield this rank's gradients that are not in the global norm.
+
+    The norm leaves out what it would count twice: all but the first tensor-parallel rank's gradient of a replicated
+    parameter, and the last stage's of tied embeddings. They update copies of the weight all the same.
+    """
+    for part in optimizer.chained_optimizers:
+        # Not by the part's own method, which may return the norm of what it stands for.
+        counted = {id(gradient) for gradient in MegatronOptimizer.get_grads_for_grad_norm(part)}
+        for main in part.get_parameters():
+            if main.grad is not None and id(main.grad) not in counted:
+                yield main.grad
+
+
+def gradients_of_update(optimizer: ChainedOptimizer) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each parameter of the model that has a gradient, with this rank's part of it."""
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:
+            for parameter, main in main_parameters(part):
+                if main.grad is not None:
+                    yield parameter, main.grad
