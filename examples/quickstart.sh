@@ -2,15 +2,29 @@
 # From nothing to a trained GPT in Hugging Face's format, with a stop and a resume on the way, in about five minutes on
 # two cores.
 #   bash examples/quickstart.sh [FOLDER [ITERATIONS]]      default: runs/quickstart, 100
+# Begins by emptying FOLDER, if an earlier quickstart made it; refuses any other folder that holds something.
 # Trains over the machine's GPUs, or else on 8 CPU processes: the same program, the same flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source tools/environment.sh requirements.txt
 
 run=${1:-runs/quickstart}
 iterations=${2:-100}
-rm -rf "$run"
-mkdir -p "$run"
+while [[ $run == ?*/ ]]; do run=${run%/}; done # "link/" is what the link points to
+marker=.made_by_quickstart
+refuse() {
+    echo "error: $run $1; name a folder that does not exist, that is empty, or that an earlier quickstart made (it holds $marker)" >&2
+    exit 64
+}
+if [[ -L $run ]]; then refuse "is a symbolic link"; fi
+if [[ -e $run && ! -d $run ]]; then refuse "is not a folder"; fi
+if [[ -d $run && ! -f $run/$marker && -n $(ls -A -- "$run") ]]; then
+    refuse "holds files that the quickstart did not make, and it begins by emptying its folder"
+fi
+
+source tools/environment.sh requirements.txt
+mkdir -p -- "$run"
+touch -- "$run/$marker" # first in, and never removed: a quickstart that was killed can begin again
+find "$run" -mindepth 1 -maxdepth 1 ! -name "$marker" -exec rm -rf -- {} +
 started=$SECONDS
 step() { printf '\n== [%3d s] %s\n' "$((SECONDS - started))" "$*"; }
 

@@ -5,6 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from megatron_ext.telemetry.jsonl import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +21,12 @@ def run(*command: str) -> str:
 
 def test_the_quickstart_in_short_and_what_it_tells_to_try_next(tmp_path: Path) -> None:
     folder = tmp_path / "run"
+    for stale in ("checkpoints", "hf"):  # of an earlier quickstart
+        (folder / stale).mkdir(parents=True)
+        (folder / stale / "stale").touch()
+    (folder / ".made_by_quickstart").touch()
     said = run("bash", "examples/quickstart.sh", str(folder), "10")
+    assert not list(folder.rglob("stale"))
     rows = list(read_rows(folder / "checkpoints/metrics.jsonl"))
     losses = {row["iteration"]: row["lm_loss"] for row in rows if "lm_loss" in row}
     validation = {row["iteration"]: row["validation_loss"] for row in rows if "validation_loss" in row}
@@ -39,3 +46,24 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(tmp_path: Path) -
     assert "\ndef " in said.partition("8/8 a sample")[2]
     said = run("bash", "examples/pretrain_cpu.sh", str(folder), "--train-iters", "2", "--lr-warmup-iters", "1")
     assert " validation loss at iteration 2 |" in said
+
+
+@pytest.mark.parametrize("named", ["folder", "folder/", "link", "link//", "folder/work.txt", "folder/sub/.."])
+def test_the_quickstart_removes_no_folder_that_it_did_not_make(named: str, tmp_path: Path) -> None:
+    (tmp_path / "folder/sub").mkdir(parents=True)
+    (tmp_path / "folder/work.txt").write_text("a year's work")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/.made_by_quickstart").touch()
+    (tmp_path / "made/kept.txt").touch()
+    (tmp_path / "link").symlink_to("made")  # one that it made: yet what it is to empty has another name
+    command = ["bash", str(ROOT / "examples/quickstart.sh"), f"{tmp_path}/{named}", "1"]
+    # A python that does nothing: a quickstart that does not refuse gets past its beginning, and not much further.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to("/bin/true")
+    environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "VIRTUAL_ENV": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (tmp_path / "folder/work.txt").read_text() == "a year's work"
+    assert (tmp_path / "made/kept.txt").exists()
+    assert ended.returncode == 64, ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert ".made_by_quickstart" in ended.stderr
