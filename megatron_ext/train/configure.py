@@ -43,7 +43,17 @@ def configure(argv: Sequence[str]) -> Configured:
     found = problems(config, facts) or _other_curves(config, facts)
     if found:
         raise ConfigurationError(found)
-    return Configured(config, typed)
+    return Configured(config, replace(typed, warnings=(*typed.warnings, *_without_effect(config))))
+
+
+def _without_effect(config: Config) -> list[str]:
+    """A warning for each flag that changes nothing together with the others."""
+    if not config.model.no_position_embedding:
+        return []
+    return [
+        "--no-position-embedding changes nothing with --position-embedding-type rope: the rotary positions stay, and "
+        "there is no learned table in any case"
+    ]
 
 
 def _saved_values(values: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,18 +1,23 @@
 """Every rule speaks where it should, names flags and values, and proposes a setting that works."""
 
+import ast
 import shlex
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.blend import Blend, read_blend
+from megatron_ext.config.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.validate import RULES, problems
+from megatron_ext.train.configure import configure
 from tests.unit.errors_page import answers, errors_page
 from tests.unit.wrong_flags import BASE, EXAMPLES, SEVERAL
 
@@ -62,6 +67,8 @@ WRONG = [
     ("--position-embedding-type rope --kv-channels 15", "they turn in pairs; use --kv-channels 16"),
     ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0 is not above 0 and at most 1"),
     ("--use-rope-scaling", "use --position-embedding-type rope"),
+    ("--no-position-embedding", "--position-embedding-type learned_absolute is refused, as by Megatron"),
+    ("--no-position-embedding --position-embedding-type none", "leave it out and use --position-embedding-type none"),
     ("--world-size 2 --tensor-model-parallel-size 2 --ffn-hidden-size 511", "use --ffn-hidden-size 510 or 512"),
     ("--cp-comm-type ring", "--cp-comm-type ring is not one of p2p, all_gather, a2a"),
     ("--cp-comm-type p2p a2a", "names 2 exchanges, but it takes one for all layers or one for each of --num-layers 8"),
@@ -305,3 +312,30 @@ def test_a_wrong_command_line_ends_the_process_with_64_in_two_seconds(line: str)
     assert result.returncode == 64
     assert seconds < 2.0
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("switch", ["--no-position-embedding", "--no-position-embedding=true"])
+def test_no_position_embedding_changes_nothing_with_rope(switch: str, tmp_path: Path):
+    """As in Megatron, whose Mixtral script has the pair; the type may also come from a file."""
+    (tmp_path / "run.yaml").write_text("position_embedding_type: rope\n")
+    plain = configure(shlex.split(f"{BASE} --position-embedding-type rope"))
+    assert plain.typed.warnings == ()
+    for kind in ("--position-embedding-type rope", f"--config {tmp_path}/run.yaml"):
+        both = configure(shlex.split(f"{BASE} {kind} {switch}"))
+        assert replace(both.config.model, no_position_embedding=False) == plain.config.model
+        [warning] = both.typed.warnings
+        assert warning.startswith("--no-position-embedding changes nothing with --position-embedding-type rope")
+
+
+def test_no_position_embedding_is_judged_as_by_megatrons_own_source():
+    """The wheel's condition, read and evaluated for each type that we have."""
+    source = (Path(find_spec("megatron.core").origin).parents[1] / "training/arguments.py").read_text()  # pyright: ignore
+    [condition] = [
+        ast.unparse(node.test)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.If) and "--no-position-embedding is deprecated" in ast.unparse(node.body[0])
+    ]
+    for kind in options_by_name()["position_embedding_type"].choices or ():
+        args = SimpleNamespace(add_position_embedding=False, position_embedding_type=kind)
+        refused = eval(condition, {"args": args})
+        assert bool(found(f"--no-position-embedding --position-embedding-type {kind}")) == refused, kind

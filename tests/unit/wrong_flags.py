@@ -42,6 +42,9 @@ EXAMPLES = {
         "--global-batch-size 4",
         "--num-virtual-stages-per-pipeline-rank 2",
     ),
+    "An old spelling that Megatron takes with rotary positions alone": Example(
+        "--no-position-embedding", "--position-embedding-type rope"
+    ),
     "Names for validation sets that are evaluated together": Example(
         "--validation-set-names wiki",
         "--multiple-validation-sets --mock-data=false --tokenizer-type ByteTokenizer --train-data-path EXISTING "

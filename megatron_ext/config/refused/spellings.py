@@ -32,12 +32,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "it is an old spelling; use --position-embedding-type none",
-        """
-        --no-position-embedding
-        """,
-    ),
-    (
         "a GPT is a decoder only; use --num-layers and --seq-length",
         """
         --encoder-num-layers N, --decoder-num-layers N, --encoder-seq-length N, --decoder-seq-length N

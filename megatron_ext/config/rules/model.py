@@ -117,6 +117,16 @@ def rope_scaling_has_rope(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def no_position_embedding_has_rope(config: Config, facts: Facts) -> Iterator[str]:
+    kind = config.model.position_embedding_type
+    if config.model.no_position_embedding and kind != "rope":
+        yield (
+            f"--no-position-embedding with --position-embedding-type {kind} is refused, as by Megatron, which takes it "
+            "with rope alone; for rotary positions use --position-embedding-type rope, to train without any leave it "
+            "out and use --position-embedding-type none"
+        )
+
+
 def vocabulary_fits_its_padding(config: Config, facts: Facts) -> Iterator[str]:
     model, size = config.model, config.layout.tensor_model_parallel_size
     vocabulary = config.data.vocab_size or 0
@@ -147,6 +157,7 @@ RULES = (
     one_activation,
     positions_cover_the_sequence,
     rope_scaling_has_rope,
+    no_position_embedding_has_rope,
     vocabulary_fits_its_padding,
     transformer_engine_is_installed,
 )

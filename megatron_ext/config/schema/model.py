@@ -29,6 +29,9 @@ class ModelConfig:
     position_embedding_type: str = option(
         "learned_absolute", "How positions enter the model.", choices=("learned_absolute", "rope", "none")
     )
+    no_position_embedding: bool = option(
+        False, "An old spelling, taken as Megatron takes it: nothing with --position-embedding-type rope, else refused."
+    )
     rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).")
     rotary_percent: float = option(1.0, "Share of each head's channels that is rotated.")
     use_rope_scaling: bool = option(False, "Stretch the rotary frequencies as Llama 3.1 does.")
