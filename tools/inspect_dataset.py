@@ -20,9 +20,11 @@ from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.config.schema.data import DataConfig
 from megatron_ext.data.inspect import document_tokens, summarize
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids
+from megatron_ext.data.manifest import judge, made_with
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
+from megatron_ext.tokenizer.record import describe_tokenizer
 from megatron_ext.train.configure import configure
 
 
@@ -39,6 +41,9 @@ def make_parser() -> ToolParser:
 def show(prefix: str) -> None:
     summary = summarize(prefix)
     print(f"{prefix}: {summary.tokens} tokens of type {summary.dtype}")
+    made = made_with(prefix)
+    if made is not None:
+        print(f"tokenizer {describe_tokenizer(made.tokenizer)}")
     print(f"documents {summary.documents}, {summary.empty_documents} of them empty; sequences {summary.sequences}")
     print(
         f"tokens in a sequence: {summary.shortest} to {summary.longest}, mean {summary.tokens / summary.sequences:.1f}"
@@ -99,8 +104,12 @@ def main(argv: list[str]) -> int:
         if options.tokenizer_type is None:
             print(*ids)
         else:
-            flags = DataConfig(**tokenizer_values(options))
-            print(tokenizer_from_flags(flags).decode(ids))
+            tokenizer = tokenizer_from_flags(DataConfig(**tokenizer_values(options)))
+            made = made_with(options.prefix)
+            judged = judge(options.prefix, made, tokenizer) if made is not None else None
+            if judged is not None:
+                print(f"warning: {judged.text}", file=sys.stderr)
+            print(tokenizer.decode(ids))
     return 0
 
 

@@ -66,12 +66,66 @@ def checkpoint_at(path: Path) -> Path | None:
     """The checkpoint that `path` is, or the latest one of the --save folder that it is; None where it is neither.
 
     Raises:
-        DataError, OSError: as `find_all`.
+        DataError, OSError: as `find_to_load`.
     """
     if (path / ".metadata").is_file():
         return path
-    found = find_latest(path)
-    return None if found is None else found.path
+    found = find_to_load(path)
+    return found[0].path if found else None
+
+
+def find_to_load(load: str | Path, step: int | None = None) -> list[Found]:
+    """The checkpoints that --load and --ckpt-step ask for, in the order in which to try them.
+
+    Args:
+        load: a --save folder, or one checkpoint in it, which is then the only one to try.
+        step: the iteration of --ckpt-step.
+
+    Returns:
+        An empty list where `load` is a folder without a checkpoint, from which a run starts afresh.
+    Raises:
+        DataError: the checkpoint that is named is missing or not whole; otherwise as `find_all`.
+        OSError: the folder cannot be read.
+    """
+    named = _named_checkpoint(load)
+    if named is None:
+        return find_all(load) if step is None else [find_iteration(load, step)]
+    if named.name != RELEASE:
+        return [find_iteration(named.parent, int(named.name.removeprefix("iter_")))]
+    if not _is_whole(named):
+        raise DataError(f"{named} is not whole, or in Megatron-LM's legacy format: a free pickle, which is not read.")
+    return [Found(named, 0)]
+
+
+def loaded_folder(load: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of `iteration` lies that `find_to_load` has found."""
+    return _named_checkpoint(load) or iteration_folder(load, iteration)
+
+
+def load_problem(load: str, step: int | None) -> str | None:
+    """Why --load cannot be what the user means, whatever is in it; None where it can."""
+    path, named = Path(load), _named_checkpoint(load)
+    if path.exists() and not path.is_dir():
+        return f"--load {load} is a file, not a folder of checkpoints; use --load {path.parent}"
+    if named is None and (path / ".metadata").is_file():
+        return (
+            f"--load {load} is one checkpoint, but its name does not say of which iteration; rename it to iter_ and "
+            "the iteration in seven digits, or name the folder that --save wrote"
+        )
+    if named is not None and step is not None and named.name != iteration_folder("", step).name:
+        return f"--load {load} names one checkpoint and --ckpt-step {step} another; leave --ckpt-step out"
+    return None
+
+
+def _named_checkpoint(load: str | Path) -> Path | None:
+    """The one checkpoint that `load` names, which may be missing; None for a folder of checkpoints."""
+    for path in (Path(load), Path(load).resolve()):  # the latter for a link, and for "."
+        if _ITERATION.fullmatch(path.name) and not (path / TRACKER).exists() and not saved_iterations(path):
+            return path
+        # Other folders may have this name too, even one that the run is to begin.
+        if path.name == RELEASE and ((path / ".metadata").is_file() or any(path.glob("mp_rank_*"))):
+            return path
+    return None
 
 
 def find_all(folder: str | Path) -> list[Found]:

@@ -32,6 +32,7 @@ class Facts:
         saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
         missing_paths: files that the flags name and that do not exist (`config.blend.missing_paths`).
         missing_checkpoint: what --exit-on-missing-checkpoint finds amiss in the --load folder.
+        load_problem: why --load cannot be what the user means (`checkpoint.folder.load_problem`), or None.
     """
 
     world_size: int | None = None
@@ -40,6 +41,7 @@ class Facts:
     tokenizer_error: str | None = None
     missing_paths: tuple[str, ...] = ()
     missing_checkpoint: str | None = None
+    load_problem: str | None = None
     huggingface: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     huggingface_problems: tuple[str, ...] = ()
     saved: Mapping[str, Any] | None = None

@@ -3,14 +3,17 @@
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megatron_ext.data.indexed import HEADER, MAGIC, VERSION, sync_folder
 from megatron_ext.data.integrity import IndexArrays, check_indexed_files, open_index
+from megatron_ext.data.journal import write_manifest
+from megatron_ext.data.manifest import MadeWith, made_with, read_manifest
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.tokenizer.record import describe_tokenizer, same_tokenizer
 
 _BLOCK = 1 << 20  # entries copied at a time
 
@@ -42,12 +45,15 @@ def find_prefixes(folder: str) -> list[str]:
     return [str(Path(folder) / name) for name in prefixes]
 
 
-def merge_indexed_files(prefixes: Sequence[str], output: str) -> Merged:
+def merge_indexed_files(prefixes: Sequence[str], output: str, *, accept_other_tokenizer: bool = False) -> Merged:
     """Write the documents of all pairs, in this order, as one pair. Memory does not grow with the data.
+
+    Where the manifests of all inputs name the same tokenizer, `<output>_manifest.json` names it too.
 
     Raises:
         ConfigurationError: a file is missing, or the output is one of the inputs.
-        DataError: a pair is damaged, or the tokens of two have different types.
+        DataError: a pair is damaged, the tokens of two have different types, or (unless that is accepted) the
+            manifests of two name different tokenizers.
     """
     for prefix in prefixes:
         if Path(prefix).resolve() == Path(output).resolve():
@@ -60,6 +66,9 @@ def merge_indexed_files(prefixes: Sequence[str], output: str) -> Merged:
                 f"{prefix} holds {part.dtype} tokens, {prefixes[0]} {parts[0].dtype}: they were made with different "
                 "vocabularies; preprocess both with one tokenizer"
             )
+    makers = [made_with(prefix) for prefix in prefixes]
+    if not accept_other_tokenizer:
+        _check_one_tokenizer(prefixes, makers)
     sequences = sum(len(part.lengths) for part in parts)
     documents = sum(len(part.document_indices) - 1 for part in parts)
     bin_partial, idx_partial = Path(f"{output}.bin.partial"), Path(f"{output}.idx.partial")
@@ -84,8 +93,34 @@ def merge_indexed_files(prefixes: Sequence[str], output: str) -> Merged:
         bin_partial.unlink(missing_ok=True)
         idx_partial.unlink(missing_ok=True)
         raise
+    merged = Merged(documents, sequences, token_bytes)
+    _write_manifest(prefixes, makers, output, merged)
     sync_folder(Path(output).parent)
-    return Merged(documents, sequences, token_bytes)
+    return merged
+
+
+def _check_one_tokenizer(prefixes: Sequence[str], makers: Sequence[MadeWith | None]) -> None:
+    known = [(prefix, made.tokenizer) for prefix, made in zip(prefixes, makers, strict=True) if made is not None]
+    for prefix, tokenizer in known:
+        first, other = known[0]
+        if not same_tokenizer(tokenizer, other):
+            raise DataError(
+                f"{prefix} was made with {describe_tokenizer(tokenizer)}, {first} with {describe_tokenizer(other)}: "
+                "the same ids are other text; preprocess both with one tokenizer, or add --accept-other-tokenizer"
+            )
+
+
+def _write_manifest(prefixes: Sequence[str], makers: Sequence[MadeWith | None], output: str, merged: Merged) -> None:
+    """Say which tokenizer made the merged pair, if one made all of it."""
+    path = Path(f"{output}_manifest.json")
+    there = read_manifest(path)
+    if there is not None and "merged" not in there:
+        return  # of preprocess_data.py, for a pair of a longer name
+    known = [made.tokenizer for made in makers if made is not None]
+    if len(known) < len(makers) or not all(same_tokenizer(made, known[0]) for made in known):
+        path.unlink(missing_ok=True)
+        return
+    write_manifest(path, {"merged": list(prefixes), "tokenizer": dict(known[0]), "outputs": {output: asdict(merged)}})
 
 
 def _index_blocks(parts: Sequence[IndexArrays]) -> Iterator[np.ndarray]:

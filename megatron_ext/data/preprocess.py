@@ -23,6 +23,7 @@ from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.batch import fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer
+from megatron_ext.tokenizer.record import tokenizer_record
 from megatron_ext.tokenizer.text import beginning
 
 _FIRST_SAMPLE_CHARACTERS = 1 << 16
@@ -246,11 +247,7 @@ class _Run:
                     {"path": file.path, "bytes": found[number][1], "sha256": found[number][0]}
                     for number, file in enumerate(self._files)
                 ],
-                "tokenizer": {
-                    **self._tokenizer.identity(),
-                    "vocab_size": self._tokenizer.vocab_size,
-                    "eod": self._tokenizer.eod,
-                },
+                "tokenizer": tokenizer_record(self._tokenizer),
                 "append_eod": self._job.append_eod,
                 "split_on": self._job.split_on,
                 "documents": progress.documents,

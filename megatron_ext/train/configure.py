@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.beside import kept_tokenizer
-from megatron_ext.checkpoint.folder import CONFIG, find_iteration, find_latest
+from megatron_ext.checkpoint.folder import CONFIG, find_to_load, load_problem
 from megatron_ext.checkpoint.megatron_args import read_args, saved_model
 from megatron_ext.config.arguments import Typed, parse
 from megatron_ext.config.blend import missing_paths
@@ -62,7 +62,7 @@ def _saved_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
     if folder is None:
         return None
     try:
-        found = find_latest(folder) if step is None else find_iteration(folder, step)
+        found = next(iter(find_to_load(folder, step)), None)
     except (DataError, OSError):
         return None  # loading says so, in full
     saved = read_saved(found.path / CONFIG) if found is not None else None
@@ -83,15 +83,15 @@ def _saved_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
 def _missing_checkpoint(values: Mapping[str, Any]) -> str | None:
     """Why --load has nothing to load, by the rules of loading itself, where that may not be."""
     folder, step = values.get("load"), values.get("ckpt_step")
-    if folder is None or not values.get("exit_on_missing_checkpoint"):
+    if folder is None or not values.get("exit_on_missing_checkpoint") or load_problem(folder, step):
         return None
     try:
-        found = find_latest(folder) if step is None else find_iteration(folder, step)
+        found = find_to_load(folder, step)
     except DataError as error:
         return str(error).rstrip(".")
     except OSError as error:
         return error.strerror
-    return "it holds no checkpoint" if found is None else None
+    return None if found else "it holds no checkpoint"
 
 
 def _other_curves(config: Config, facts: Facts) -> list[str]:
@@ -135,6 +135,7 @@ def gather_facts(typed: Typed) -> Facts:
         tokenizer_error=tokenizer_error,
         missing_paths=missing_paths(typed.values),
         missing_checkpoint=_missing_checkpoint(typed.values),
+        load_problem=load_problem(load, typed.values.get("ckpt_step")) if (load := typed.values.get("load")) else None,
         huggingface=huggingface,
         huggingface_problems=huggingface_problems,
     )

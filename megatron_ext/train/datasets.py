@@ -1,15 +1,18 @@
 """The datasets of a run, and whether they are those of the checkpoint that it goes on from."""
 
 import os
+import sys
 
 import torch
 
-from megatron_ext.checkpoint.folder import DATA, find_iteration, find_latest, iteration_folder
+from megatron_ext.checkpoint.folder import DATA, find_to_load, loaded_folder
 from megatron_ext.config.batch import global_batch_size, samples_at_iteration, training_steps
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.data.manifest import Judged, judge, made_with
 from megatron_ext.data.record import data_record, differences, read_record
 from megatron_ext.data.samples import Samples
+from megatron_ext.data.splits import SPLITS, split_files
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.null import NullTokenizer
@@ -51,10 +54,10 @@ def samples_of_order(config: Config) -> int:
     if flags.load is None or flags.finetune or config.data.data_order != "shuffled":
         return needed
     try:
-        found = find_latest(flags.load) if flags.ckpt_step is None else find_iteration(flags.load, flags.ckpt_step)
+        found = find_to_load(flags.load, flags.ckpt_step)
     except (DataError, OSError):
         return needed  # loading says so, in full
-    record = read_record(found.path / DATA) if found is not None else None
+    record = read_record(found[0].path / DATA) if found else None
     return max(needed, record["num_samples"]) if record else needed
 
 
@@ -65,9 +68,43 @@ def tokenizer_of_run(config: Config) -> Tokenizer:
 
 
 def datasets_of_run(config: Config, tokenizer: Tokenizer) -> Splits[Samples | None]:
-    """Training data, and where it is evaluated, validation and test data. Collective; raises as `build_datasets`."""
+    """Training data, and where it is evaluated, validation and test data. Collective.
+
+    Raises:
+        DataError: another tokenizer than the run's made the data.
+        TrainingError: as `build_datasets`.
+    """
+    _check_tokenizer_made_the_data(config, tokenizer)
     wanted = samples_of_run(config)
     return build_datasets(config, tokenizer, Splits(samples_of_order(config), wanted.valid, wanted.test), lambda: True)
+
+
+def _check_tokenizer_made_the_data(config: Config, tokenizer: Tokenizer) -> None:
+    """Compare the run's tokenizer with the manifests next to the data. Collective where there is a process group."""
+    found = _judged_tokenizers(config, tokenizer)
+    ranks = [found]
+    if torch.distributed.is_initialized():  # not in the tools
+        ranks = [found] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, found)
+    found = max(ranks, key=lambda judged: (any(one.is_wrong for one in judged), len(judged)))
+    wrong = [one.text for one in found if one.is_wrong]
+    if wrong and not config.data.accept_other_tokenizer:
+        raise DataError(
+            f"{'; '.join(wrong)}. Give the tokenizer that made the data, preprocess it with the run's, or add "
+            "--accept-other-tokenizer to train on these ids as they are"
+        )
+    for one in found if os.environ.get("RANK", "0") == "0" else ():
+        print(f"warning: {one.text}", file=sys.stderr)
+
+
+def _judged_tokenizers(config: Config, tokenizer: Tokenizer) -> list[Judged]:
+    """What there is to say of the tokenizers of the data, once for each file."""
+    if config.data.mock_data:
+        return []
+    splits = [files for split in SPLITS if (files := split_files(config, split)) is not None]
+    named = {prefix: f"{files.flag} {prefix}" for files in splits for prefix in files.blend.prefixes}
+    known = [(what, made) for prefix, what in named.items() if (made := made_with(prefix)) is not None]
+    return [judged for what, made in known if (judged := judge(what, made, tokenizer)) is not None]
 
 
 def check_data_is_that_of_the_checkpoint(run: Run, folder: str, iteration: int) -> None:
@@ -76,14 +113,15 @@ def check_data_is_that_of_the_checkpoint(run: Run, folder: str, iteration: int) 
     Raises:
         DataError: it differs, on some node; every rank names it. --accept-changed-data makes it a warning.
     """
-    saved = read_record(iteration_folder(folder, iteration) / DATA)
+    checkpoint = loaded_folder(folder, iteration)
+    saved = read_record(checkpoint / DATA)
     found = differences(saved, run.data_record) if saved is not None and run.data_record is not None else []
     nodes: list[list[str]] = [[] for _ in range(run.world_size)]
     torch.distributed.all_gather_object(nodes, found)
     found = next((node for node in nodes if node), [])
     if not found:
         return
-    text = f"the data is not that of the checkpoint {iteration_folder(folder, iteration)}: {'; '.join(found)}"
+    text = f"the data is not that of the checkpoint {checkpoint}: {'; '.join(found)}"
     if not run.config.checkpoint.accept_changed_data:
         raise DataError(
             f"{text}. Put back what it was, or add --accept-changed-data to go on: samples may then be repeated or "

@@ -13,6 +13,7 @@ OUR_OWN = {
     "--data-order",
     "--log-sample-ids",
     "--accept-changed-data",
+    "--accept-other-tokenizer",
     "--device",
     "--eval-at-start",
     "--metrics-file",

@@ -265,7 +265,10 @@ def test_each_rule_is_seen_to_speak_by_a_test_above():
     """A rule that no example reaches would be one that cannot fail."""
     spoken = set()
     lines = [line for line, _ in WRONG] + [example.flags for example in EXAMPLES.values()]
-    facts = [Facts(missing_paths=("--data-path x.bin",)), Facts(world_size=3, vocab_size=10**6, saved={})]
+    facts = [
+        Facts(missing_paths=("--data-path x.bin",), load_problem="a file"),
+        Facts(world_size=3, vocab_size=10**6, saved={}),
+    ]
     for line in lines:
         for fact in facts:
             config = resolve(parse(shlex.split(f"{BASE} {line}")).values, fact)

@@ -42,6 +42,7 @@ EXAMPLES = {
         "--global-batch-size 4",
         "--num-virtual-stages-per-pipeline-rank 2",
     ),
+    "A file to load checkpoints from": Example("--load /dev/null", "--load /dev"),
     "An old spelling that Megatron takes with rotary positions alone": Example(
         "--no-position-embedding", "--position-embedding-type rope"
     ),

@@ -206,6 +206,11 @@ def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def load_names_checkpoints(config: Config, facts: Facts) -> Iterator[str]:
+    if facts.load_problem is not None:
+        yield facts.load_problem
+
+
 def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
     if facts.saved is None:
         return
@@ -283,6 +288,7 @@ RULES = (
     vocabulary_covers_the_tokenizer,
     model_is_the_one_to_load,
     saving_has_a_folder,
+    load_names_checkpoints,
     model_is_that_of_the_checkpoint,
     checkpoint_options_have_a_checkpoint,
     wandb_is_installed,

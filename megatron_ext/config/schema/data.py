@@ -36,6 +36,9 @@ class DataConfig:
             "NullTokenizer",
         ),
     )
+    accept_other_tokenizer: bool = option(
+        False, "Train although a manifest next to the data says that another tokenizer made it; default refuse."
+    )
     tokenizer_model: str | None = option(None, "The tokenizer's file, or its folder for HuggingFaceTokenizer.")
     vocab_size: int | None = option(
         None,

@@ -8,7 +8,9 @@ from megatron_ext.config.schema.option import option
 @dataclass(frozen=True)
 class CheckpointConfig:
     save: str | None = option(None, "Folder to write checkpoints to.")
-    load: str | None = option(None, "Folder to resume from, if it holds a checkpoint.")
+    load: str | None = option(
+        None, "Folder to resume from, if it holds a checkpoint; or one checkpoint, as checkpoints/iter_0000100."
+    )
     load_hf: str | None = option(
         None,
         "Folder of a Hugging Face model to begin from; model flags that are not given are taken from its config.json.",

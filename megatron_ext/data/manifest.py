@@ -1,0 +1,89 @@
+"""The manifest that lies next to a .bin/.idx pair, and whether a run's tokenizer is the one that it names.
+
+`tools/preprocess_data.py --output-prefix data/corpus` writes data/corpus_text_document.bin and .idx, and
+data/corpus_manifest.json; `tools/merge_datasets.py --output-prefix data/all` writes data/all_manifest.json. A pair
+without one, as Megatron-LM writes it, or one that was replaced since, has no known tokenizer. No torch here.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.tokenizer.record import describe_tokenizer, same_tokenizer, short_record, tokenizer_record
+
+
+@dataclass(frozen=True)
+class MadeWith:
+    """The tokenizer that made a pair, and the manifest that says so."""
+
+    tokenizer: Mapping[str, Any]
+    """As `megatron_ext.tokenizer.record` writes it; older manifests hold the short record."""
+    manifest: str
+
+
+def made_with(prefix: str) -> MadeWith | None:
+    """The tokenizer that made `<prefix>.bin`; None where no manifest next to it speaks of a file of its size."""
+    try:
+        size = os.path.getsize(f"{prefix}.bin")
+    except OSError:
+        return None
+    for path in _possible_manifests(prefix):
+        content = read_manifest(path)
+        if content is not None and size in [output.get("token_bytes") for output in content["outputs"].values()]:
+            return MadeWith(content["tokenizer"], str(path))
+    return None
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The content of a manifest with the parts that are used here; None where it is missing or not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        parts = (content["tokenizer"], content["outputs"], *content["outputs"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return content if all(isinstance(part, dict) for part in parts) else None
+
+
+def _possible_manifests(prefix: str) -> Iterator[Path]:
+    """`a/b_text_document` -> a/b_text_document_manifest.json, a/b_text_manifest.json, a/b_manifest.json."""
+    path = Path(prefix)
+    words = path.name.split("_")
+    for count in range(len(words), 0, -1):
+        yield path.with_name("_".join(words[:count]) + "_manifest.json")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How the tokenizer of some data and that of the run go together."""
+
+    text: str
+    is_wrong: bool
+    """Otherwise it is a warning."""
+
+
+def judge(what: str, made: MadeWith, tokenizer: Tokenizer) -> Judged | None:
+    """Whether the run's tokenizer is the one that made the data; None where it is.
+
+    NullTokenizer says nothing but how many ids there are: it goes with every tokenizer that has no more, on
+    either side (benchmarks over real data, and data whose ids come from elsewhere).
+
+    Args:
+        what: names the data, as `--data-path corpus_text_document`.
+        made: of the data.
+        tokenizer: of the run.
+    """
+    own = short_record(tokenizer)
+    if same_tokenizer(made.tokenizer, own):
+        return None
+    said = f"{what} was made with {describe_tokenizer(made.tokenizer)}, as {made.manifest} says"
+    if "NullTokenizer" in (made.tokenizer.get("type"), own["type"]):
+        ids = made.tokenizer.get("vocab_size")
+        is_covered = isinstance(ids, int) and ids <= tokenizer.vocab_size
+        return Judged(f"{said}; the run takes its ids as those of {describe_tokenizer(own)}", not is_covered)
+    if same_tokenizer(made.tokenizer, tokenizer_record(tokenizer)):
+        return None
+    return Judged(f"{said}, but the run's tokenizer is {describe_tokenizer(own)}: the same ids are other text", True)
