@@ -31,6 +31,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers after to-hf")
     parser.add_argument("--check-loss", metavar="PREFIX", help="compare losses with transformers on a .bin/.idx pair")
     parser.add_argument("--check-samples", type=int, default=64, help="stretches of it to read, as long as training's")
+    parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out of what to-hf writes")
+    parser.add_argument(
+        "--skip-tokenizer-check", action="store_true", help="do not compare the ids of to-hf's tokenizer with training's"
+    )
     options = parser.parse_args(argv)
     if options.check_samples < 1:
         raise ConfigurationError(f"--check-samples {options.check_samples} must be positive; leave it out for 64")
@@ -47,19 +51,49 @@ def main(argv: list[str]) -> int:
 
     source = SavedModel(options.load)
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype()
-    exported = export_huggingface(source, options.save, dtype=dtype, max_shard_size=size)
+    exported = export_huggingface(
+        source,
+        options.save,
+        dtype=dtype,
+        max_shard_size=size,
+        with_tokenizer=not options.no_tokenizer,
+        check_tokenizer=None if options.skip_tokenizer_check else _check_tokenizer,
+    )
     print(
         f"wrote {exported.path}: {exported.family.architecture}, {exported.size / 1e9:.3f} GB in {exported.files} "
         f"file(s), {time.perf_counter() - started:.1f} s",
         flush=True,
     )
     if not exported.tokenizer:
-        print("no tokenizer files were at hand; add them to the folder yourself", flush=True)
+        print(_why_no_tokenizer(source.config.data.tokenizer_type, options.no_tokenizer), flush=True)
     if not options.no_verify:
         _verify(source, exported.path, dtype)
     if options.check_loss is not None:
         _check_loss(source, exported.path, dtype, options.check_loss, options.check_samples)
     return 0
+
+
+def _why_no_tokenizer(kind: str | None, left_out: bool) -> str:
+    if left_out:
+        return "no tokenizer was written, as --no-tokenizer asks for"
+    if kind == "NullTokenizer":
+        return "no tokenizer was written: NullTokenizer has no text; give the model token ids"
+    return "no tokenizer files were at hand; add them to the folder yourself"
+
+
+def _check_tokenizer(folder: Path, config, tokenizer) -> None:
+    from megatron_ext.verify.exported_tokenizer import check_ids
+
+    same = check_ids(folder, config, tokenizer)
+    print(
+        f"tokenizer: the ids of training on {same.probes} probe texts and {same.documents} documents, read by "
+        f"{' and '.join(same.by)}",
+        flush=True,
+    )
+    if same.note is not None:
+        print(f"tokenizer: no validation data was compared: {same.note}", flush=True)
+    if "transformers" not in same.by:
+        print("tokenizer: transformers is not installed, and did not read it", flush=True)
 
 
 def _verify(source, path: Path, dtype) -> None:

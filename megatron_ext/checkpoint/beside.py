@@ -43,7 +43,7 @@ def keep_tokenizer(data: DataConfig, checkpoint: Path, earlier: Iterable[Path]) 
     Raises:
         OSError: the checkpoint cannot be written.
     """
-    sources = _sources(data)
+    sources = tokenizer_files(data)
     if sources and not all(path.is_file() for path in sources.values()):
         folders = [folder / TOKENIZER for folder in earlier]
         kept = next((folder for folder in folders if folder.is_dir()), None)
@@ -53,8 +53,8 @@ def keep_tokenizer(data: DataConfig, checkpoint: Path, earlier: Iterable[Path]) 
         shutil.copyfile(path, checkpoint / TOKENIZER / name)
 
 
-def _sources(data: DataConfig) -> dict[str, Path]:
-    """Name of the copy -> file."""
+def tokenizer_files(data: DataConfig) -> dict[str, Path]:
+    """Name of the copy -> file, whether it is there or not."""
     if data.tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is not None:
         folder = Path(data.tokenizer_model)
         found = {name: folder / name for name in HUGGINGFACE_FILES if (folder / name).is_file()}

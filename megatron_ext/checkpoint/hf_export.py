@@ -8,14 +8,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint import hf_safetensors
-from megatron_ext.checkpoint.beside import TOKENIZER
+from megatron_ext.checkpoint.beside import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
 from megatron_ext.checkpoint.folder import flush
 from megatron_ext.checkpoint.hf_import import copy_tokenizer
 from megatron_ext.checkpoint.hf_read import INDEX, SINGLE
@@ -30,6 +30,7 @@ from megatron_ext.config.parameters import count
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
+from megatron_ext.tokenizer.protocol import Tokenizer
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -43,7 +44,7 @@ class Exported:
     """Bytes of the weights."""
     files: int
     tokenizer: list[str]
-    """Names of the tokenizer's files that were copied."""
+    """Names of the tokenizer's files; none where it was left out or is not at hand."""
 
 
 def export_huggingface(
@@ -52,14 +53,21 @@ def export_huggingface(
     *,
     dtype: str | None = None,
     max_shard_size: int = 5 * 10**9,
+    with_tokenizer: bool = True,
+    check_tokenizer: Callable[[Path, Config, Tokenizer], object] | None = None,
 ) -> Exported:
     """Write the folder `destination`, which must not exist or be empty.
 
     Args:
         dtype: of the weights written, as in safetensors; default the checkpoint's.
         max_shard_size: bytes of one safetensors file; a larger tensor gets a file of its own.
+        with_tokenizer: whether to write the tokenizer's files.
+        check_tokenizer: is called, before any weights are written, with the folder of the tokenizer's files, the run's
+            configuration and the tokenizer of training; what it raises ends the export. See
+            megatron_ext.verify.exported_tokenizer.
     Raises:
-        ConfigurationError: no family has the model's shape, or the destination is not empty.
+        ConfigurationError: no family has the model's shape, the destination is not empty, or the tokenizer cannot be
+            written as tokenizer.json.
         DataError: the checkpoint is damaged.
         OSError: the destination cannot be written.
     """
@@ -76,9 +84,18 @@ def export_huggingface(
         arranged = arrangement(source.config, family)
         shapes = {name: shape for part in arranged for name, shape in part.tensor_shapes().items()}
         entries = _files(beside, shapes, code, max_shard_size)
+        tokenizer = _tokenizer_of_training(source.config)
+        copied = _copy(source, beside, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
+        names = [name for name in copied if name != _GENERATION]
+        if with_tokenizer and tokenizer is not None and _is_converted(source.config):
+            from megatron_ext.tokenizer.exported import write_tokenizer  # imports numpy
+
+            names = sorted({*names, *write_tokenizer(tokenizer, beside)})
+        _write_beside(beside, source, family, code, tokenizer)
+        if names and tokenizer is not None and check_tokenizer is not None:
+            check_tokenizer(beside, source.config, tokenizer)
         with Files(os.O_WRONLY) as files:
             _write_weights(source, arranged, entries, files)
-        tokenizer = _write_beside(beside, source, family, code)
         for path in (*beside.iterdir(), beside):
             flush(path)
         if final.exists():
@@ -88,7 +105,7 @@ def export_huggingface(
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     size = sum(map(math.prod, shapes.values())) * WIDTH[code]
-    return Exported(final, family, size, len({entry.path for entry in entries.values()}), tokenizer)
+    return Exported(final, family, size, len({entry.path for entry in entries.values()}), names)
 
 
 def _write_weights(source: SavedModel, arranged: list[Arranged], entries: Mapping[str, Entry], files: Files) -> None:
@@ -219,41 +236,50 @@ def _files(folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, max_s
     return entries
 
 
-def _write_beside(folder: Path, source: SavedModel, family: Family, code: str) -> list[str]:
-    """Everything but the weights; returns the names of the tokenizer's files."""
-    names = []
-    for origin in _tokenizer_folders(source):
-        names = copy_tokenizer(origin, folder)
-        if names:
-            break
-    generation = (
-        json.loads((folder / "generation_config.json").read_bytes()) if "generation_config.json" in names else {}
-    )
+_GENERATION = "generation_config.json"
+
+
+def _write_beside(folder: Path, source: SavedModel, family: Family, code: str, tokenizer: Tokenizer | None) -> None:
+    """Everything but the weights and the tokenizer."""
+    path = folder / _GENERATION
+    generation = json.loads(path.read_bytes()) if path.exists() else {}
     if not generation:
-        generation = {"bos_token_id": None, "eos_token_id": _end_of_document(source.config)}
-        _write_json(folder / "generation_config.json", generation)
+        generation = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer is not None else None}
+        _write_json(path, generation)
     content = hf_config(source.config, family, DTYPES[code])
     content |= {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "config.json", content)
     (folder / "README.md").write_text(_model_card(source, family, code), encoding="utf-8")
-    return [name for name in names if name != "generation_config.json"]
 
 
-def _tokenizer_folders(source: SavedModel) -> Iterator[Path]:
-    yield source.path / TOKENIZER
-    model = source.config.data.tokenizer_model
-    if model is not None:
-        yield Path(model) if Path(model).is_dir() else Path(model).parent
+def _copy(source: SavedModel, folder: Path, names: Sequence[str]) -> list[str]:
+    """Copy those of the tokenizer's files that have these names, and return the names."""
+    data = source.config.data
+    if data.tokenizer_type not in (None, "HuggingFaceTokenizer"):
+        found = {name: path for name, path in tokenizer_files(data).items() if name in names and path.is_file()}
+        for name, path in found.items():
+            shutil.copyfile(path, folder / name)
+        return list(found)
+    for origin in (source.path / TOKENIZER, *([Path(data.tokenizer_model)] if data.tokenizer_model else ())):
+        if found := copy_tokenizer(origin, folder, names):
+            return found
+    return []
 
 
-def _end_of_document(config: Config) -> int | None:
+def _is_converted(config: Config) -> bool:
+    """Whether the files are made from the tokenizer; a Hugging Face folder is copied as it is."""
     data = config.data
-    if data.tokenizer_type in (None, "NullTokenizer"):
+    return data.tokenizer_type != "HuggingFaceTokenizer" or data.tokenizer_special_tokens is not None
+
+
+def _tokenizer_of_training(config: Config) -> Tokenizer | None:
+    """None, where the configuration names none with a text, or its files are no longer there."""
+    if config.data.tokenizer_type in (None, "NullTokenizer"):
         return None
     try:
-        return tokenizer_from_flags(data).eod
+        return tokenizer_from_flags(config.data)
     except ConfigurationError:
-        return None  # its files are no longer there
+        return None
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,9 @@ def import_huggingface(source: str | Path, destination: str | Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def copy_tokenizer(source: Path, destination: Path) -> list[str]:
-    """Copy the tokenizer's files that `source` has; returns their names."""
-    names = [name for name in HUGGINGFACE_FILES if (source / name).exists()]
+def copy_tokenizer(source: Path, destination: Path, wanted: Sequence[str] = HUGGINGFACE_FILES) -> list[str]:
+    """Copy those of the tokenizer's files that `source` has; returns their names."""
+    names = [name for name in wanted if (source / name).exists()]
     if names:
         destination.mkdir(parents=True, exist_ok=True)
     for name in names:

@@ -47,6 +47,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         _add_missing_tokens(tokenizer, settings)
+        # Special tokens in a text are then no more than their characters, as in SentencePiece.
+        tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
         super().__init__(tokenizer, self._end_of_document(tokenizer, settings), special_tokens)
         added = b"".join(b"\0" + text.encode() for text in special_tokens)
         self._digest = hashlib.sha256(model + b"\0" + config + added).hexdigest()

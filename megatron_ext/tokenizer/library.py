@@ -23,6 +23,7 @@ class LibraryTokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         model.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special_tokens])
         self._tokenizer = model
+        self.end_of_document = end_of_document
         self.vocab_size: int = model.get_vocab_size(with_added_tokens=True)
         eod = model.token_to_id(end_of_document)
         assert eod is not None, end_of_document

@@ -34,6 +34,7 @@ class SentencePieceTokenizer:
                 f"--tokenizer-model {model_file} has no end-of-sentence piece to end a document with: "
                 "train it with eos_id >= 0 (the default of SentencePiece)"
             )
+        self.unknown: int = self._processor.unk_id()
         self.model = model  # the file's bytes
         self._digest = hashlib.sha256(model).hexdigest()
 
@@ -53,6 +54,10 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode_ids(list(ids))
+
+    def piece(self, id: int) -> str:
+        """Return the text of an entry, such as "</s>" or "▁the"."""
+        return self._processor.id_to_piece(id)
 
     def identity(self) -> dict[str, str | int]:
         return {"type": "SentencePieceTokenizer", "sha256": self._digest}

@@ -1,0 +1,163 @@
+"""A SentencePiece model as a pipeline of the library `tokenizers`, which gives the same ids.
+
+    text -> charsmap -> extra spaces -> dummy prefix -> "▁" for " " -> BPE or unigram over the whole text
+
+SentencePiece scores pieces where `tokenizers` ranks merges, and finds only ordinary pieces in a text, where `tokenizers`
+finds every entry. What follows from that is here; `megatron_ext.tokenizer.exported` compares the ids of the result.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from megatron_ext.errors import ConfigurationError
+
+_SPACE = "▁"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # ModelProto.SentencePiece.Type
+_FOUND = (_NORMAL, _USER_DEFINED, _UNUSED)
+_UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
+
+
+def merges(pieces: Iterable[str], ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield the merges by which pieces arise: every pair of entries of `ids` that makes one, the first piece's first.
+
+    A vocabulary without merges (of SentencePiece, of tiktoken) joins any neighbours that make an entry, the one of the
+    highest priority first.
+    """
+    for piece in pieces:
+        pairs = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        yield from sorted(
+            (pair for pair in pairs if pair[0] in ids and pair[1] in ids), key=lambda pair: (ids[pair[0]], ids[pair[1]])
+        )
+
+
+def from_sentencepiece(model: bytes) -> Tokenizer:
+    """Build the pipeline from the bytes of a .model file.
+
+    Control pieces and the unknown piece become special tokens. SentencePiece never finds those in a text: a caller sets
+    `encode_special_tokens`, as transformers does for `split_special_tokens`.
+
+    Raises:
+        ConfigurationError: the package protobuf is missing, or the model has a feature that the library lacks.
+    """
+    proto = _parse(model)
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    _refuse(proto)
+    kinds = [piece.type for piece in proto.pieces]
+    pieces = [piece.piece for piece in proto.pieces]
+    symbols = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _USER_DEFINED]
+    build = _bpe if trainer.model_type == _BPE else _unigram
+    tokenizer = Tokenizer(build(proto, pieces, kinds))
+    tokenizer.normalizer = normalizers.Sequence(list(_normalizers(normalizer)))
+    splits = list(_splits(proto, symbols))
+    if splits:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.decoder = decoders.Sequence(list(_decoders(normalizer)))
+    special = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind in (_CONTROL, _UNKNOWN)]
+    tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
+    return tokenizer
+
+
+def _parse(model: bytes) -> Any:
+    try:
+        from sentencepiece import sentencepiece_model_pb2
+    except ImportError as error:
+        raise ConfigurationError(
+            "writing a SentencePieceTokenizer as tokenizer.json needs the package protobuf: pip install protobuf"
+        ) from error
+    return sentencepiece_model_pb2.ModelProto.FromString(model)
+
+
+def _refuse(proto: Any) -> None:
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    problem = None
+    if trainer.model_type not in (_UNIGRAM, _BPE):
+        problem = "is neither unigram nor BPE"
+    elif trainer.treat_whitespace_as_suffix:
+        problem = "was trained with treat_whitespace_as_suffix"
+    elif not normalizer.escape_whitespaces:
+        problem = "was trained without escape_whitespaces"
+    if problem:
+        raise ConfigurationError(f"the SentencePiece model {problem}, which tokenizer.json cannot express")
+
+
+def _normalizers(spec: Any) -> Iterator[normalizers.Normalizer]:
+    if spec.precompiled_charsmap:
+        yield normalizers.Precompiled(spec.precompiled_charsmap)
+    if spec.remove_extra_whitespaces:
+        yield normalizers.Replace(Regex(r"\A +| +\z"), "")
+        yield normalizers.Replace(Regex(" {2,}"), " ")
+    if spec.add_dummy_prefix:
+        yield normalizers.Prepend(_SPACE)
+    yield normalizers.Replace(" ", _SPACE)
+
+
+def _decoders(spec: Any) -> Iterator[decoders.Decoder]:
+    yield decoders.Replace(_SPACE, " ")
+    yield decoders.ByteFallback()
+    yield decoders.Fuse()
+    if spec.add_dummy_prefix or spec.remove_extra_whitespaces:
+        yield decoders.Strip(" ", 1, 0)
+
+
+def user_defined_symbols(model: bytes) -> list[str]:
+    """Return the pieces of a .model file that are found in a text as a whole."""
+    return [piece.piece for piece in _parse(model).pieces if piece.type == _USER_DEFINED]
+
+
+def _splits(proto: Any, symbols: list[str]) -> Iterator[pre_tokenizers.PreTokenizer]:
+    if proto.trainer_spec.model_type == _BPE and symbols:
+        # The longest symbol first, as SentencePiece takes it.
+        ordered = sorted(symbols, key=len, reverse=True)
+        yield pre_tokenizers.Split(Regex("|".join(map(re.escape, ordered))), "isolated")
+    if proto.trainer_spec.model_type == _UNIGRAM or symbols:
+        cuts = list(_cuts(proto))
+        if cuts:
+            yield pre_tokenizers.Split(Regex("|".join(cuts)), "merged_with_previous")
+
+
+def _cuts(proto: Any) -> Iterator[str]:
+    """Patterns that cut the name of a control piece or a byte, such as "</s>", at a place that no ordinary piece spans.
+
+    So the library cannot take it for an entry, and the ordinary pieces are found as before.
+    """
+    ordinary = (piece.piece for piece in proto.pieces if piece.type in _FOUND)
+    spanned = {pair for piece in ordinary for pair in itertools.pairwise(piece)}
+    for name in (piece.piece for piece in proto.pieces if piece.type not in _FOUND):
+        places = (at for at, pair in enumerate(itertools.pairwise(name), 1) if pair not in spanned)
+        if (at := next(places, None)) is not None:
+            yield f"{re.escape(name[:at])}(?={re.escape(name[at:])})"
+
+
+def _bpe(proto: Any, pieces: list[str], kinds: list[int]) -> models.BPE:
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    found = {piece: ids[piece] for piece, kind in zip(pieces, kinds, strict=True) if kind in (_NORMAL, _UNUSED)}
+    by_priority = sorted((number for number in found.values()), key=lambda number: -proto.pieces[number].score)
+    return models.BPE(
+        vocab=ids,
+        merges=list(merges((pieces[number] for number in by_priority), found)),
+        unk_token=proto.trainer_spec.unk_piece,
+        fuse_unk=True,
+        byte_fallback=proto.trainer_spec.byte_fallback,
+        # A user-defined symbol is split off before, and has no merges.
+        ignore_merges=_USER_DEFINED in kinds,
+    )
+
+
+def _unigram(proto: Any, pieces: list[str], kinds: list[int]) -> models.Unigram:
+    """Scores as in SentencePiece's unigram_model.cc; what is never found in a text gets one that never wins."""
+    normal = [piece.score for piece in proto.pieces if piece.type == _NORMAL]
+    never = min(normal) - 1000.0  # only unknown characters are worse, and no path can avoid those
+    highest = max(normal)
+    scores = {
+        _NORMAL: lambda piece: piece.score,
+        _USER_DEFINED: lambda piece: len(piece.piece.encode()) * highest - 0.1,
+    }
+    entries = [
+        (piece, scores[kind](proto.pieces[number]) if kind in scores else never)
+        for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))
+    ]
+    return models.Unigram(entries, proto.trainer_spec.unk_id, proto.trainer_spec.byte_fallback)
