@@ -33,7 +33,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check-samples", type=int, default=64, help="stretches of it to read, as long as training's")
     parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out of what to-hf writes")
     parser.add_argument(
-        "--skip-tokenizer-check", action="store_true", help="do not compare the ids of to-hf's tokenizer with training's"
+        "--skip-tokenizer-check",
+        action="store_true",
+        help="do not compare the ids of to-hf's tokenizer with training's",
     )
     options = parser.parse_args(argv)
     if options.check_samples < 1:

@@ -2,8 +2,9 @@
 
     python tools/generate_sample.py --model model-hf --prompt "def " --max-new-tokens 60
 
-The folder is what `convert_checkpoint.py to-hf` wrote, tokenizer included. The same seed gives the same text;
---temperature 0 takes the most likely token each time.
+The folder is what `convert_checkpoint.py to-hf` wrote. Where it has no tokenizer, --prompt is token ids, such as
+"17 4 99", and so is what is printed. The same seed gives the same text; --temperature 0 takes the most likely token
+each time.
 """
 
 import importlib.util
@@ -27,9 +28,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if not importlib.util.find_spec("transformers"):
         raise ConfigurationError("transformers is not installed; pip install -r requirements.txt")
-    for name in ("config.json", "tokenizer_config.json"):
-        if not (Path(options.model) / name).is_file():
-            raise ConfigurationError(f"--model {options.model} has no {name}; name a folder that to-hf wrote")
+    if not (Path(options.model) / "config.json").is_file():
+        raise ConfigurationError(f"--model {options.model} has no config.json; name a folder that to-hf wrote")
     if options.max_new_tokens < 1 or options.temperature < 0:
         raise ConfigurationError("--max-new-tokens must be positive, and --temperature 0 or more")
     print(sample(options.model, options.prompt, options.max_new_tokens, options.temperature, options.seed))
@@ -45,14 +45,27 @@ def sample(folder: str, prompt: str, count: int, temperature: float, seed: int) 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, **here)
+    has_text = any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, **here) if has_text else None
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **here).eval()
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    ids = torch.tensor([tokenizer(prompt).input_ids if has_text else _numbers(prompt, model.config.vocab_size)])
     with torch.no_grad():
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **sampling)
+    if not has_text:
+        return " ".join(map(str, made[0].tolist()))
     return tokenizer.decode(made[0], skip_special_tokens=True)
+
+
+def _numbers(prompt: str, vocab_size: int) -> list[int]:
+    words = prompt.split()
+    if not words or not all(word.isdecimal() and int(word) < vocab_size for word in words):
+        raise ConfigurationError(
+            f"--model has no tokenizer, so that --prompt {prompt} must be token ids below {vocab_size}, for example "
+            '--prompt "5 17"'
+        )
+    return list(map(int, words))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def _tiktoken(tokenizer: TikTokenizer) -> Tokenizer:
     characters = _character_of_byte()
     entries = {"".join(characters[byte] for byte in token): number for token, number in tokenizer.ranks.items()}
     special = tokenizer.special_tokens
-    # A token of the same text as a special one is never found. A space, which no byte-level entry has, tells them apart.
+    # A token of the same text as a special one is never found; a space, which no byte-level entry has, tells it apart.
     named = {f"{name} " if name in special else name: number for name, number in entries.items()}
     ordered = sorted(entries, key=entries.__getitem__)
     pairs = [pair for pair in merges(ordered, entries) if not {*pair, "".join(pair)} & special.keys()]

@@ -2,8 +2,10 @@
 
     text -> charsmap -> extra spaces -> dummy prefix -> "▁" for " " -> BPE or unigram over the whole text
 
-SentencePiece scores pieces where `tokenizers` ranks merges, and finds only ordinary pieces in a text, where `tokenizers`
-finds every entry. What follows from that is here; `megatron_ext.tokenizer.exported` compares the ids of the result.
+SentencePiece scores pieces where `tokenizers` ranks merges, and finds only ordinary pieces in a text, where
+`tokenizers` finds every entry. What follows from that is here. Two differences remain, which
+`megatron_ext.verify.exported_tokenizer` finds where they matter: the library applies a charsmap (nmt_nfkc and its kin)
+to whole grapheme clusters, and it adds the scores of a unigram model in 64 bits, SentencePiece in 32.
 """
 
 import itertools
@@ -88,7 +90,9 @@ def _normalizers(spec: Any) -> Iterator[normalizers.Normalizer]:
     if spec.precompiled_charsmap:
         yield normalizers.Precompiled(spec.precompiled_charsmap)
     if spec.remove_extra_whitespaces:
-        yield normalizers.Replace(Regex(r"\A +| +\z"), "")
+        yield normalizers.Replace(
+            Regex(rf"\A +|[ {_SPACE}]+\z"), ""
+        )  # at the end, SentencePiece has escaped them by then
         yield normalizers.Replace(Regex(" {2,}"), " ")
     if spec.add_dummy_prefix:
         yield normalizers.Prepend(_SPACE)

@@ -26,7 +26,7 @@ _PROBES = 1000
 _DOCUMENTS = 64
 _TOKENS = 1024  # of each document
 _BLANKS = ("  leading", "trailing  ", "a  b   c", "\t\n\n  x\r\n", "\n", "▁", "a▁b", "ab" * 500, "-" * 80)
-_CODE = 'def f(x):\n    """Doc."""\n    return {"a": [x ** 2, 3.14e-10, 0xFF], "b": "é\\n"}  # ☃\n\n\n\tif x != 1_000_000:\n'
+_CODE = 'def f(x):\n    """Doc."""\n    return {"a": [x ** 2, 3.14e-10, 0xFF], "b": "é\\n"}  # ☃\n\n\n\tif x:\n'
 _NAMES = ("<unk>", "<s>", "</s>", "<pad>", "<0x0A>", "<|endoftext|>", "<mask>", "[CLS]")
 
 
