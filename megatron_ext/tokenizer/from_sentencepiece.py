@@ -70,7 +70,8 @@ def _parse(model: bytes) -> Any:
         raise ConfigurationError(
             "writing a SentencePieceTokenizer as tokenizer.json needs the package protobuf: pip install protobuf"
         ) from error
-    return sentencepiece_model_pb2.ModelProto.FromString(model)
+    messages: Any = sentencepiece_model_pb2  # its classes are made when it is imported
+    return messages.ModelProto.FromString(model)
 
 
 def _refuse(proto: Any) -> None:

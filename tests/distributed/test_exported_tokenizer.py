@@ -126,8 +126,8 @@ KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that names no tokenizer."""
-    write_model(tmp_path_factory.mktemp("hf"), "Llama 3.2").save_pretrained(folder := tmp_path_factory.mktemp("model"))
-    save = tmp_path_factory.mktemp("saved")
+    folder, save = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("saved")
+    write_model(folder, "Llama 3.2")
     assert convert(["from-hf", "--load", str(folder), "--save", str(save)]) == 0
     return save
 
