@@ -1,0 +1,130 @@
+"""What benchmarks/gpu_session.py runs: cases as data, in the order of their value.
+
+A case is a command of its own process, which may print a line `RESULT {...}`, whose figures are then kept. To add one,
+append a `Case` to the list of its phase, or make a new phase in `PHASES`; the runner needs no change.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 90.0
+
+MOCK = "--mock-data --tokenizer-type NullTokenizer --eval-interval 0 --lr 1e-3 --lr-warmup-iters 10 "
+LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
+SMALL = MOCK + (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --vocab-size 1000 --micro-batch-size 2 "
+    "--global-batch-size 8 --train-iters 20 --log-interval 1 " + NO_DROPOUT
+)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss "
+FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy "
+RECOMPUTE = "--recompute-granularity selective --recompute-modules core_attn mlp layernorm "
+OFFLOAD = "--use-distributed-optimizer --optimizer-cpu-offload "
+
+MATCHES = {
+    "Llama": LLAMA,
+    "Llama, bf16": LLAMA + "--bf16 ",
+    "GPT-2, distributed optimizer": "--openai-gelu --use-distributed-optimizer ",
+    "packed documents, bf16": LLAMA + PACKED + "--bf16 ",
+    "grouped queries, packed documents": LLAMA + "--group-query-attention --num-query-groups 2 " + PACKED,
+    "grouped queries, packed documents, bf16": LLAMA + "--group-query-attention --num-query-groups 2 --bf16 " + PACKED,
+    "without fused functions, bf16": LLAMA + "--disable-jit-fuser --bf16 ",
+    "experts": LLAMA + EXPERTS,
+    "grouped experts, bf16": LLAMA + EXPERTS + "--moe-grouped-gemm --bf16 ",
+    "fp16, distributed optimizer": LLAMA + "--fp16 --initial-loss-scale 1024 --use-distributed-optimizer ",
+    "layers recomputed": LLAMA + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 ",
+    "parts recomputed, bf16": LLAMA + RECOMPUTE + "--bf16 ",
+    "FSDP2": LLAMA + "--use-torch-fsdp2 ",
+    "FSDP2, bf16": LLAMA + "--use-torch-fsdp2 --bf16 ",
+    "ZeRO-2, bf16": LLAMA + FSDP + "optim_grads --bf16 ",
+    "ZeRO-3, bf16": LLAMA + FSDP + "optim_grads_params --bf16 ",
+    "ZeRO-3, experts": LLAMA + EXPERTS + FSDP + "optim_grads_params ",
+    "compiled": LLAMA + "--torch-compile ",
+    "optimizer in host memory, bf16": LLAMA + OFFLOAD + "--bf16 ",
+    "half of the optimizer in host memory": LLAMA + OFFLOAD + "--optimizer-offload-fraction 0.5 ",
+    "FSDP2 in host memory": LLAMA + "--use-torch-fsdp2 --torch-fsdp2-cpu-offload ",
+    "FSDP2 in host memory, bf16": LLAMA + "--use-torch-fsdp2 --torch-fsdp2-cpu-offload --bf16 ",
+}
+"""Flags beside SMALL. They take the kernels that differ between CUDA and CPU (attention, packed documents, experts) and
+what moves tensors between host and device or between dtypes."""
+
+GPT_2 = MOCK + (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 --openai-gelu "
+    "--micro-batch-size 32 --global-batch-size 64 " + NO_DROPOUT
+)
+LLAMA_1B = MOCK + (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5504 --seq-length 2048 "
+    "--vocab-size 32000 --untie-embeddings-and-output-weights --micro-batch-size 4 --global-batch-size 16 "
+    + LLAMA
+    + NO_DROPOUT
+)
+SPEEDS = {
+    "GPT-2 124M, sequences of 1,024": GPT_2,
+    "Llama-shaped 1.3B, sequences of 2,048": LLAMA_1B,
+    "GPT-2 124M, compiled": GPT_2 + "--torch-compile ",
+    "Llama-shaped 1.3B, compiled": LLAMA_1B + "--torch-compile ",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One process.
+
+    Attributes:
+        limit: seconds after which it is killed, with whatever it has started.
+        alone: whether nothing else may run meanwhile, for its times to count.
+        needs: modules without which it cannot run.
+    """
+
+    name: str
+    phase: str
+    command: tuple[str, ...]
+    limit: float = LIMIT
+    alone: bool = False
+    needs: tuple[str, ...] = ()
+
+
+ENGINE = ("torch", "megatron.core", "psutil", "yaml", "tokenizers")
+"""What pretrain_gpt.py imports."""
+
+
+def cases(device: str) -> list[Case]:
+    """All cases for "cuda" or "cpu"; with "cpu" those that need no GPU, which compare the CPU with itself."""
+    return [case for phase in PHASES.values() for case in phase(device)]
+
+
+def _facts(device: str) -> list[Case]:
+    names = ("versions", "attention", "group of one")
+    return [_helper("gpu_facts.py", name, "facts", device, name, needs=("torch",)) for name in names]
+
+
+def _smoke(device: str) -> list[Case]:
+    runs = {"fp32": "", "bf16": "--bf16 "}
+    return [_trial(name, "smoke", device, "loss", SMALL + LLAMA + flags) for name, flags in runs.items()]
+
+
+def _matches(device: str) -> list[Case]:
+    return [_trial(name, "matches", device, "match", SMALL + flags) for name, flags in MATCHES.items()]
+
+
+def _speeds(device: str) -> list[Case]:
+    if device == "cpu":
+        return []
+    return [_trial(name, "speed", device, "speed", flags, alone=True) for name, flags in SPEEDS.items()]
+
+
+PHASES = {"facts": _facts, "smoke": _smoke, "matches": _matches, "speed": _speeds}
+
+
+def _trial(name: str, phase: str, device: str, kind: str, flags: str, *, alone: bool = False) -> Case:
+    return _helper("gpu_trial.py", name, phase, device, kind, flags, alone=alone, needs=ENGINE)
+
+
+def _helper(
+    program: str, name: str, phase: str, device: str, *arguments: str, alone: bool = False, needs: tuple[str, ...] = ()
+) -> Case:
+    command = (sys.executable, str(ROOT / "benchmarks" / program), device, *arguments)
+    return Case(name, phase, command, alone=alone, needs=needs)

@@ -1,0 +1,231 @@
+"""A session on a GPU machine that is lent for minutes: is CUDA right, and how fast is it?
+
+    python benchmarks/gpu_session.py --output "$OUT" --budget-seconds 540
+    python benchmarks/gpu_session.py --device cpu --phase matches --only bf16
+
+Phases, in this order: facts (versions, compiler, attention kernels, a group of one rank), smoke (two small runs),
+matches (20 steps on the CPU and on the device: the first loss agrees within 1e-5 in fp32, 1e-2 in 16 bits), speed (a
+GPT-2 of 124M parameters and a Llama-shaped 1.3B in bf16). benchmarks/gpu_cases.py lists the cases.
+
+A machine that has torch and no network needs what requirements.txt names besides: `pip download` the wheels elsewhere,
+carry them along, `pip install --no-index --no-deps --target .site *.whl`, PYTHONPATH=.site. What is missing is said
+first, and what can run without it runs.
+
+Every case is a process of its own, killed with its children at its limit. Its result is on the disk, a line of
+gpu-session-DEVICE-DATE.jsonl in the output folder, before the next one starts, and its output in a log next to it; a
+failure does not keep the rest from running. What the budget has no time for is marked "not run".
+
+Exit codes: 0 all that ran is right, 70 something is not.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.gpu_cases import ENGINE, PHASES, ROOT, Case, cases
+from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.errors import NumericError
+
+CORES_OF_A_RUN = 4
+_SHORTEST = 10.0
+"""Seconds; with less of the budget left no case is begun."""
+
+
+def main(argv: list[str]) -> int:
+    options = _options(argv)
+    chosen = [
+        case
+        for case in cases(options.device)
+        if case.phase in options.phase and re.search(options.only, f"{case.phase}: {case.name}", re.IGNORECASE)
+    ]
+    if options.list:
+        print("\n".join(f"{case.phase}: {case.name} (<= {options.limit or case.limit:g} s)" for case in chosen))
+        return 0
+    print(f"missing: {', '.join(missing(ENGINE)) or 'nothing'}", flush=True)
+    session = Session(Path(options.output), options.device, options.budget_seconds, options.limit)
+    session.run(chosen, options.jobs)
+    print(session.summary(), flush=True)
+    wrong = [row["case"] for row in session.rows if row["status"] in ("failed", "timed out")]
+    if wrong:
+        raise NumericError(f"{len(wrong)} of {len(chosen)} are wrong: {'; '.join(wrong)}. The reasons are above.")
+    return 0
+
+
+def _options(argv: list[str]) -> Any:
+    parser = ToolParser("Compare a device with the CPU, then measure how fast it trains.")
+    folder = os.environ.get("OUT", str(ROOT / "benchmarks" / "results"))
+    jobs = max(1, (os.cpu_count() or 1) // CORES_OF_A_RUN)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what is checked and measured")
+    parser.add_argument("--output", metavar="FOLDER", default=folder, help="results and logs; default $OUT")
+    parser.add_argument("--phase", nargs="+", choices=tuple(PHASES), default=tuple(PHASES), help="of these alone")
+    parser.add_argument("--only", metavar="PATTERN", default="", help="those whose 'phase: name' matches")
+    parser.add_argument("--budget-seconds", type=float, metavar="S", default=570.0, help="for everything together")
+    parser.add_argument("--limit", type=float, metavar="S", help="for every case, in place of its own")
+    parser.add_argument("--jobs", type=int, metavar="N", default=jobs, help="cases at a time that measure no speed")
+    parser.add_argument("--list", action="store_true", help="print the cases and start nothing")
+    return parser.parse_args(argv)
+
+
+def missing(modules: Sequence[str]) -> list[str]:
+    """Those that are not installed."""
+    return [name for name in modules if not _is_there(name)]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # a parent package is missing
+        return False
+
+
+@dataclass
+class Session:
+    """Runs cases and keeps their results.
+
+    Attributes:
+        folder: of results and logs.
+        budget: seconds from now on until no process of a case is left.
+        limit: seconds of every case, in place of its own.
+    """
+
+    folder: Path
+    device: str
+    budget: float
+    limit: float | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        stem = f"gpu-session-{self.device}-{datetime.now(UTC):%Y-%m-%d-%H%M%S}"
+        self.path, self._logs = self.folder / f"{stem}.jsonl", self.folder / f"{stem}-logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._deadline = time.monotonic() + self.budget
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def run(self, chosen: Sequence[Case], jobs: int = 1) -> None:
+        """Run the cases in order, up to `jobs` at a time where they allow it. SIGTERM and Ctrl-C end them all."""
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            for together in _batches(chosen):
+                with ThreadPoolExecutor(jobs if not together[0].alone else 1) as pool:
+                    list(pool.map(self._run_and_keep, together))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, *_signal: object) -> None:
+        """End what runs, and begin nothing more: what remains is marked, and the summary follows."""
+        with self._lock:
+            self._stopped = True
+        for process in list(self._running):
+            self._end(process)
+
+    def summary(self) -> str:
+        counts = Counter(row["status"] for row in self.rows)
+        lines = [f"{row['status']:>9}  {row['phase']}: {row['case']}" for row in self.rows if row["status"] != "passed"]
+        return "\n".join([*lines, ", ".join(f"{n} {status}" for status, n in counts.items()), f"results: {self.path}"])
+
+    def _run_and_keep(self, case: Case) -> None:
+        began = time.monotonic()
+        status, figures = self._result(case)
+        self._keep(case, status, round(time.monotonic() - began, 2), figures)
+
+    def _result(self, case: Case) -> tuple[str, dict[str, Any]]:
+        """Passed, failed, timed out or not run; and figures, or a reason."""
+        lacking = missing(case.needs)
+        wanted = self.limit or case.limit
+        limit = min(wanted, self._deadline - time.monotonic())
+        if lacking:
+            return "not run", {"reason": f"missing: {', '.join(lacking)}"}
+        if self._stopped or limit < min(_SHORTEST, wanted):
+            return "not run", {"reason": "stopped" if self._stopped else "no time left"}
+        log = self._logs / f"{re.sub('[^a-z0-9]+', '-', f'{case.phase} {case.name}'.lower())}.log"
+        with log.open("wb") as output:
+            process = self._start(case, output)
+        if self._stopped:  # between the question above and the start
+            self._end(process)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            self._end(process)
+        text = log.read_text(errors="replace")
+        figures: dict[str, Any] = _figures(text)
+        if code == 0:
+            return "passed", figures
+        if self._stopped:
+            return "not run", {"reason": "stopped"}
+        figures["reason"] = f"more than {limit:.0f} s" if code is None else f"exit code {code}"
+        return "timed out" if code is None else "failed", {**figures, "output": text.splitlines()[-20:]}
+
+    def _start(self, case: Case, output: Any) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        # One machine: NCCL and gloo need no network interface but the loopback.
+        local = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(CORES_OF_A_RUN)}
+        environment = {**local, **os.environ, "PYTHONPATH": path}
+        with self._lock:
+            process = subprocess.Popen(
+                case.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            self._running.add(process)
+        return process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill what is left of it: a session of its own is a process group of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        with self._lock:
+            self._running.discard(process)
+
+    def _keep(self, case: Case, status: str, seconds: float, figures: dict[str, Any]) -> None:
+        row = {"phase": case.phase, "case": case.name, "status": status, "seconds": seconds, **figures}
+        with self._lock:
+            self.rows.append(row)
+            with self.path.open("a") as file:  # one write of a whole line: a kill leaves whole lines
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            print(json.dumps(row), flush=True)
+
+
+def _batches(chosen: Sequence[Case]) -> list[list[Case]]:
+    """Neighbours that may run at the same time; a case that runs alone is a batch of one."""
+    batches: list[list[Case]] = []
+    for case in chosen:
+        if case.alone or not batches or batches[-1][0].alone or batches[-1][0].phase != case.phase:
+            batches.append([])
+        batches[-1].append(case)
+    return batches
+
+
+def _figures(text: str) -> dict[str, Any]:
+    """Of the last line `RESULT {...}`; none without one."""
+    found = [line for line in text.splitlines() if line.startswith("RESULT ")]
+    try:
+        return {"figures": json.loads(found[-1].removeprefix("RESULT "))} if found else {}
+    except ValueError:
+        return {}
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,69 @@
+"""One training case of benchmarks/gpu_session.py: `gpu_trial.py DEVICE KIND FLAGS`.
+
+KIND is `loss` (20 steps on the device whose losses are finite and fall), `match` (the same steps on the CPU and on the
+device, whose losses agree) or `speed` (medians over the steps after the first ten, in bf16). Prints RESULT and the
+figures as JSON; exit code 1 where they are wrong.
+"""
+
+import json
+import math
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LARGEST_FIRST_LOSS_DIFFERENCE = {32: 1e-5, 16: 1e-2}
+"""By bits of the weights."""
+WARMUP_STEPS, TIMED_STEPS = 10, 50
+
+
+def main(device: str, kind: str, flags: str) -> None:
+    figures = {"loss": falling_loss, "match": match, "speed": speed}[kind](device, flags)
+    print("RESULT", json.dumps(figures), flush=True)
+    if figures.pop("wrong", None):
+        sys.exit(1)
+
+
+def falling_loss(device: str, flags: str) -> dict[str, Any]:
+    """First and last loss of a run."""
+    losses = [row["lm_loss"] for row in train(device, flags)]
+    wrong = not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]
+    return {"first loss": losses[0], "last loss": losses[-1], **({"wrong": "it does not fall"} if wrong else {})}
+
+
+def match(device: str, flags: str) -> dict[str, Any]:
+    """Largest differences between the losses of the device and of the CPU."""
+    here, there = ([row["lm_loss"] for row in train(kind, flags)] for kind in ("cpu", device))
+    differences = [abs(a - b) for a, b in zip(here, there, strict=True)]
+    tolerance = LARGEST_FIRST_LOSS_DIFFERENCE[16 if "--bf16" in flags or "--fp16" in flags else 32]
+    wrong = {} if differences[0] <= tolerance else {"wrong": f"{there[0]!r} and {here[0]!r} on the CPU"}
+    return {"first step": differences[0], "20 steps": max(differences), **wrong}
+
+
+def speed(device: str, flags: str) -> dict[str, Any]:
+    """Medians over the timed steps of a run in bf16."""
+    rows = train(device, f"{flags} --bf16 --log-interval 1 --train-iters {WARMUP_STEPS + TIMED_STEPS}")
+    timed = rows[WARMUP_STEPS:]
+    return {
+        name: None if timed[0][name] is None else statistics.median(row[name] for row in timed)
+        for name in ("elapsed_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "peak_memory_bytes")
+    }
+
+
+def train(device: str, flags: str) -> list[dict[str, Any]]:
+    """The logged steps of one run of the program."""
+    from megatron_ext.telemetry.jsonl import read_rows
+
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        command = [sys.executable, "pretrain_gpt.py", "--device", device, *shlex.split(flags)]
+        subprocess.run([*command, "--metrics-file", str(metrics)], cwd=ROOT, check=True)
+        return [row for row in read_rows(metrics) if "lm_loss" in row]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

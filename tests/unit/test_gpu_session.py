@@ -1,0 +1,137 @@
+"""benchmarks/gpu_session.py: limits, what is on the disk when, and that a failure stops nothing; no GPU, no torch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_session
+from benchmarks.gpu_cases import PHASES, Case, cases
+from benchmarks.gpu_session import Session, main, missing
+
+ROOT = Path(__file__).resolve().parents[2]
+HANGS = "import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\nwhile True: pass"
+
+
+def case(name: str, program: str, limit: float = 30.0, **other: Any) -> Case:
+    return Case(name, "trial", (sys.executable, "-c", program), limit=limit, **other)
+
+
+def rows(session: Session) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in session.path.read_text().splitlines()]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or is only waited for by nobody yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_case_that_hangs_and_one_that_fails_cost_no_other(tmp_path: Path) -> None:
+    session = Session(tmp_path, "cpu", budget=120.0)
+    counts = f"import pathlib; (file,) = pathlib.Path({str(tmp_path)!r}).glob('*.jsonl')\n"
+    counts += "print('RESULT', len(file.read_text().splitlines()))"
+    session.run(
+        [
+            case("hangs", HANGS, limit=1.0),
+            case("fails", "print('why it fails'); raise SystemExit(3)"),
+            case("counts", counts),
+            case("needs more", "", needs=("no_such_module", "no_such.module")),
+        ]
+    )
+    found = rows(session)
+    assert [(row["case"], row["status"]) for row in found] == [
+        ("hangs", "timed out"),
+        ("fails", "failed"),
+        ("counts", "passed"),
+        ("needs more", "not run"),
+    ]
+    assert has_ended(int(found[0]["output"][0])), "its child, too"
+    assert (found[1]["reason"], found[1]["output"]) == ("exit code 3", ["why it fails"])
+    assert found[2]["figures"] == 2, "the results of those before were on the disk"
+    assert found[3]["reason"] == "missing: no_such_module, no_such.module"
+    assert "timed out  trial: hangs" in session.summary()
+    assert "1 passed" in session.summary()
+
+
+def test_the_budget_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_session, "_SHORTEST", 0.5)
+    session = Session(tmp_path, "cpu", budget=1.5)
+    session.run([case("hangs", HANGS, limit=600.0, alone=True), case("never begun", "", limit=600.0)])
+    assert [row["status"] for row in rows(session)] == ["timed out", "not run"]
+    assert rows(session)[0]["seconds"] < 60.0
+
+
+PROGRAM = """
+import sys, pathlib
+sys.path.insert(0, {root!r})
+from benchmarks.gpu_session import Session
+from tests.unit.test_gpu_session import HANGS, case
+session = Session(pathlib.Path({folder!r}), "cpu", budget=600.0)
+session.run([case("quick", ""), case("hangs", HANGS, limit=500.0), case("last", "")])
+print(session.summary())
+"""
+
+
+def test_what_was_measured_stays_when_the_session_is_stopped(tmp_path: Path) -> None:
+    program = PROGRAM.format(root=str(ROOT), folder=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60.0
+        while time.monotonic() < deadline and not any(log.stat().st_size for log in tmp_path.glob("*/trial-hangs.log")):
+            time.sleep(0.05)
+        child = int(next(tmp_path.glob("*/trial-hangs.log")).read_text())
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60.0)[0]
+    finally:
+        process.kill()
+    written = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
+    assert [(row["case"], row["status"]) for row in written] == [
+        ("quick", "passed"),
+        ("hangs", "not run"),
+        ("last", "not run"),
+    ]
+    assert has_ended(child)
+    assert "1 passed, 2 not run" in said
+
+
+def test_several_run_at_a_time_unless_their_times_count(tmp_path: Path) -> None:
+    def meets(other: str) -> str:
+        """Waits for a file that the other makes."""
+        return (
+            f"import pathlib, time; folder = pathlib.Path({str(tmp_path)!r}); (folder / 'not {other}').touch()\n"
+            f"while not (folder / 'not {'b' if other == 'a' else 'a'}').exists(): time.sleep(0.01)"
+        )
+
+    session = Session(tmp_path, "cpu", budget=120.0)
+    session.run([case("a", meets("a")), case("b", meets("b"))], jobs=2)
+    assert [row["status"] for row in rows(session)] == ["passed", "passed"]
+    for mark in tmp_path.glob("not *"):
+        mark.unlink()
+    session = Session(tmp_path / "alone", "cpu", budget=120.0)
+    session.run([case("a", meets("a"), limit=1.0, alone=True), case("b", meets("b"), limit=1.0, alone=True)], jobs=2)
+    assert [row["status"] for row in rows(session)] == ["timed out", "passed"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_cases_have_names_of_their_own_and_commands_that_exist(device: str) -> None:
+    found = cases(device)
+    assert len({(case.phase, case.name) for case in found}) == len(found)
+    assert {case.phase for case in found} <= PHASES.keys()
+    assert all(Path(case.command[1]).exists() and case.command[2] == device for case in found)
+    assert ("speed" in {case.phase for case in found}) == (device == "cuda")
+
+
+def test_the_list_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cuda", "--list", "--phase", "matches", "--only", "zero", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "matches: ZeRO-2, bf16 (<= 90 s)"
+    assert os.listdir(tmp_path) == []
+    assert missing(("json", "megatron_ext.errors")) == []
