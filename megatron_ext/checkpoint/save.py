@@ -104,7 +104,7 @@ class Save:
                     self._write(None)
             if background:
                 arguments = (taken if planned else None,)
-                self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+                self._thread = threading.Thread(target=self._write_aside, args=arguments, daemon=True)
                 self._thread.start()
 
     def written(self) -> bool:
@@ -148,6 +148,11 @@ class Save:
         self._request = _request(state_dict, self._partial, strategy, validate=True)
         if background:
             self._kept.size = sum(sizes)
+
+    def _write_aside(self, taken: contents.Taken | None) -> None:
+        """`_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
+        self.run.device.bind_thread()
+        self._write(taken)
 
     def _write(self, taken: contents.Taken | None) -> None:
         """This rank's shards. Failures wait for `finish`.

@@ -10,11 +10,16 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     (
         "attention, norms, activations and rotary embedding run on torch and are fused there where that is exact",
         """
-        --no-masked-softmax-fusion, --no-bias-gelu-fusion, --no-bias-swiglu-fusion, --no-bias-dropout-fusion,
-        --no-rope-fusion, --no-persist-layer-norm, --no-gradient-accumulation-fusion, --disable-jit-fuser,
+        --no-masked-softmax-fusion, --no-rope-fusion, --no-persist-layer-norm, --no-gradient-accumulation-fusion,
         --use-flash-attn, --attention-backend N, --flash-attention-version N, --attention-softmax-in-fp32,
         --cross-entropy-loss-fusion, --cross-entropy-fusion-impl N, --fused-residual-rmsnorm,
         --disable-bf16-reduced-precision-matmul
+        """,
+    ),
+    (
+        "GELU and its bias are never fused",
+        """
+        --no-bias-gelu-fusion
         """,
     ),
     (

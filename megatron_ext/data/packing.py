@@ -39,7 +39,8 @@ class Documents:
     query_ends: torch.Tensor
     """int32 [runs + 1], cumulative numbers of queries from 0."""
     key_ends: torch.Tensor
-    """int32 [runs + 1], of keys."""
+    """int32 [runs + 1], of keys; the same object as `query_ends` where every run has as many keys as queries, which is
+    how torch's cuDNN kernel knows it."""
     key_index: torch.Tensor | None
     """int64, the keys of all runs one after another; None where they are all keys in their order."""
     longest: tuple[int, int]
@@ -47,7 +48,9 @@ class Documents:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Documents":
         index = None if self.key_index is None else function(self.key_index)
-        return Documents(self.runs, function(self.query_ends), function(self.key_ends), index, self.longest)
+        query_ends = function(self.query_ends)
+        key_ends = query_ends if self.key_ends is self.query_ends else function(self.key_ends)
+        return Documents(self.runs, query_ends, key_ends, index, self.longest)
 
 
 def document_starts(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
@@ -75,7 +78,9 @@ def documents_of(tokens_BS: torch.Tensor, eod: int, cp_rank: int = 0, cp_size: i
             runs.append(Run(first_query, last - first, sample * len(row) + document, last - document))
             first_query += last - first
     query_ends = torch.tensor([0, *(run.queries for run in runs)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    key_ends = torch.tensor([0, *(run.keys for run in runs)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    key_ends = query_ends
+    if any(run.keys != run.queries for run in runs):
+        key_ends = torch.tensor([0, *(run.keys for run in runs)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     index = None
     if cp_size > 1:
         index = torch.cat([torch.arange(run.first_key, run.first_key + run.keys) for run in runs])

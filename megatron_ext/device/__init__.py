@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 _current: Device | None = None
 
 
-def install(kind: str) -> Device:
+def install(kind: str, *, fuses: bool = True) -> Device:
     """Choose the device of this process and prepare megatron-core for it. Calling it again is harmless.
 
     Args:
         kind: "cuda", "cpu", or "auto" (CUDA where torch sees a GPU).
+        fuses: whether megatron-core compiles its fused functions, which a GPU without Triton or a C compiler cannot.
     Raises:
         ConfigurationError: CUDA was asked for and torch sees none, or has fewer GPUs than local ranks.
         RuntimeError: another device is installed already, or megatron-core was imported first.
@@ -59,7 +60,22 @@ def install(kind: str) -> Device:
                 "Start at most one process per GPU, or use --device cpu."
             )
         _current = CudaDevice(local_rank)
+        fuses = fuses and _can_fuse(local_rank)
+    if not fuses:
+        from megatron_ext.device.fusions import leave_uncompiled
+
+        leave_uncompiled()
     return _current
+
+
+def _can_fuse(local_rank: int) -> bool:
+    """Whether kernels can be compiled on this machine, whose first rank warns if they cannot."""
+    from megatron_ext.device.fusions import missing_for_kernels
+
+    missing = missing_for_kernels()
+    if missing and local_rank == 0:
+        print(f"warning: {missing}: fused functions run as plain torch (as with --disable-jit-fuser)", file=sys.stderr)
+    return missing is None
 
 
 def _quiet_engine() -> None:
@@ -67,6 +83,8 @@ def _quiet_engine() -> None:
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed\.checkpoint")
+    # It advises a device_id, without which parallel/groups.py does on purpose. The current device is the right one.
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
 
 
 def current() -> Device:

@@ -9,6 +9,9 @@ Shapes: B batch, H query heads, G key/value heads (H is a multiple of G), Q quer
 causal block is square, and query i sees the keys up to i.
 """
 
+import inspect
+from typing import Any
+
 import torch
 
 _CPU_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -53,18 +56,18 @@ def block_backward(
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(*tensors, 0.0, causal, scale=scale)
     if _has_cuda_kernel(query_BHQD):
-        # Without dropout the state of its generator is never read.
-        state = torch.empty(0, dtype=torch.int64, device=query_BHQD.device)
+        # Of the generator, which nothing reads without dropout; in the shapes and the type that the forward gives.
+        seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=query_BHQD.device) for shape in ((2,), ()))
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(tensor.contiguous() for tensor in tensors),
-            None,
+            None,  # no cumulative lengths: what the forward gives, too
             None,
             query_BHQD.size(2),
             key_BGKD.size(2),
             0.0,
             causal,
-            state,
-            state,
+            seed,
+            offset,
             scale=scale,
         )
     return block_backward_reference(*tensors, causal=causal, scale=scale)
@@ -133,6 +136,12 @@ def varlen_causal(
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    grouped: dict[str, Any] = {}
+    if query_THD.size(1) != key_UGD.size(1):
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            grouped = {"enable_gqa": True}
+        else:  # an older torch
+            key_UGD, value_UGD = _repeated(key_UGD, query_THD), _repeated(value_UGD, query_THD)
     out = varlen_attn(
         query_THD,
         key_UGD,
@@ -142,7 +151,7 @@ def varlen_causal(
         *longest,
         scale=scale,
         window_size=(-1, 0),
-        enable_gqa=query_THD.size(1) != key_UGD.size(1),
+        **grouped,
     )
     assert isinstance(out, torch.Tensor)
     return out

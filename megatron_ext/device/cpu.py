@@ -18,6 +18,12 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.model_name = platform.processor() or platform.machine()
 
+    def bind_thread(self) -> None:
+        """Threads share the one CPU."""
+
+    def bind_group(self) -> None:
+        """There is one CPU to communicate from."""
+
     def synchronize(self) -> None:
         """CPU work is done when the call returns."""
 

@@ -1,6 +1,5 @@
 """GPUs over NCCL. megatron-core is used as it is."""
 
-import os
 from typing import Any
 
 import torch
@@ -16,13 +15,16 @@ class CudaDevice:
     backend_with_host = "cpu:gloo,cuda:nccl"
 
     def __init__(self, local_rank: int) -> None:
-        # One hardware queue keeps communication kernels behind the computation that was launched before them, which
-        # megatron-core's overlap of tensor-parallel reductions relies on. Read when CUDA starts.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        torch.cuda.set_device(local_rank)
         self.torch_device = torch.device("cuda", local_rank)
+        self.bind_thread()
         self.model_name = torch.cuda.get_device_name(local_rank)
         self._operators: torch.autograd.profiler.emit_nvtx | None = None
+
+    def bind_thread(self) -> None:
+        torch.cuda.set_device(self.torch_device)
+
+    def bind_group(self) -> None:
+        torch.distributed.all_reduce(torch.zeros(1, device=self.torch_device))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

@@ -31,6 +31,17 @@ class Device(Protocol):
     model_name: str
     """The hardware's own name, for the table of peak FLOP rates."""
 
+    def bind_thread(self) -> None:
+        """Make this the current device of the calling thread. A new thread begins with device 0, whatever the rank."""
+        ...
+
+    def bind_group(self) -> None:
+        """Tell torch.distributed, which has just started, what this rank communicates from. Collective.
+
+        A first barrier would otherwise guess: the rank modulo the machine's GPUs.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Wait until everything that was launched is done."""
         ...

@@ -25,8 +25,8 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
     dtype = getattr(torch, training.params_dtype)
     chunks = layout.virtual_pipeline_model_parallel_size
     exchanges = list(layout.cp_comm_type)
-    # Fused by torch.compile on a GPU; on a CPU they are the same operations one by one.
-    fused_activation = on_cuda and model.swiglu
+    # Fused by torch.compile on a GPU; on a CPU they are the same operations one by one. GELU is never fused.
+    fuses = on_cuda and not training.disable_jit_fuser
     layers = layer_counts(config)
     translated = TransformerConfig(
         num_layers=model.num_layers,
@@ -71,11 +71,13 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
         # With two stages the previous rank is also the next one, and interleaved batched sends pair in the wrong
         # order; over gloo no batched send has a tag.
         batch_p2p_comm=on_cuda and chunks == 1,
+        # Waiting for the exchange orders the streams already; this would wait for the whole device, for older torch.
+        batch_p2p_sync=False,
         overlap_p2p_comm=chunks > 1 and not layout.no_overlap_p2p_communication,
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=False,
-        bias_dropout_fusion=on_cuda,
-        bias_activation_fusion=fused_activation,
+        bias_dropout_fusion=fuses and not training.no_bias_dropout_fusion,
+        bias_activation_fusion=fuses and model.swiglu and not training.no_bias_swiglu_fusion,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         # Its gradient is cast to bfloat16 whatever the model's precision.

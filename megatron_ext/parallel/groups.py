@@ -23,14 +23,16 @@ def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
         timeout = timedelta(minutes=layout.distributed_timeout_minutes)
         store, rank, world_size = meeting.meet(timeout) if "RANK" in os.environ else _alone()
         backend = layout.distributed_backend or device.backend
+        # No device_id: it makes every group's communicator at once, and unbatched sends and receives, with which
+        # interleaved pipelines overlap, then wait for everything else of their group.
         torch.distributed.init_process_group(
             backend=device.backend_with_host if layout.torch_fsdp2_cpu_offload else backend,
             timeout=timeout,
-            device_id=device.torch_device if device.kind == "cuda" else None,
             store=store,
             rank=rank,
             world_size=world_size,
         )
+        device.bind_group()
     interleaved = layout.virtual_pipeline_model_parallel_size > 1
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,

@@ -1,8 +1,11 @@
 """The main job: build the run, load a checkpoint if there is one, train."""
 
+import sys
+
 from megatron_ext import device
 from megatron_ext.checkpoint.lock import hold_until_exit
 from megatron_ext.config.schema import Config
+from megatron_ext.device import hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record, launch
 from megatron_ext.resilience.report import RunStatus
@@ -17,7 +20,10 @@ def pretrain(config: Config, status: RunStatus) -> None:
     """
     if config.checkpoint.save is not None and status.rank == 0:
         _claim(config.checkpoint.save, status)
-    here = device.install(config.layout.device)
+    warning = hardware_queues.prepare(config.layout)
+    if warning and status.rank == 0:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    here = device.install(config.layout.device, fuses=not config.training.disable_jit_fuser)
     # Only now may megatron-core be imported.
     from megatron_ext.parallel import groups
     from megatron_ext.train.build import build_run

@@ -105,7 +105,8 @@ def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None, ou
     from megatron_ext.train.configure import configure
 
     config = configure(flags).config
-    installed = device.install(config.layout.device)  # before anything that imports the engine
+    # Before anything that imports the engine.
+    installed = device.install(config.layout.device, fuses=not config.training.disable_jit_fuser)
 
     from megatron_ext.train.build import build_run
     from megatron_ext.train.evaluate import evaluate

@@ -28,6 +28,8 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
 
     A save at step 1 came before, so that the thread of this one plans and exchanges shards as well.
     """
+    import torch
+
     from megatron_ext.checkpoint import contents, save
     from megatron_ext.train.trainer import Trainer
 
@@ -40,8 +42,17 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
         return genuine(*arguments)
 
     in_the_loop: list[bool] = []
+    bound: list[threading.Thread] = []
     contents.to_save = held
     run, kept = _build(flags), save.Kept()
+    run.device.bind_thread = lambda: bound.append(threading.current_thread())
+    synchronize = torch.cuda.synchronize  # the engine's writer calls it, for the current device of its thread
+
+    def synchronized() -> None:
+        assert threading.current_thread() in (*bound, threading.main_thread()), "a new thread begins with GPU 0"
+        synchronize()
+
+    torch.cuda.synchronize = synchronized
     trainer = Trainer(run, [])
     trainer.step()
     trained.set()
@@ -57,6 +68,8 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
     trained.set()
     assert pending.finish() == Path(folder) / "iter_0000002"
     assert in_the_loop == [True, False]
+    assert len(bound) == 2
+    assert threading.main_thread() not in bound
     assert kept.memory.bytes == size, "the second save uses the memory of the first"
     return there
 

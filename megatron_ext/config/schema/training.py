@@ -74,6 +74,11 @@ class TrainingConfig:
         "routers, and the first and last stage the same tied embeddings, bit for bit (else 70).",
     )
     torch_compile: bool = option(False, "Compile each layer with torch.compile.")
+    disable_jit_fuser: bool = option(
+        False, "Compile none of megatron-core's small functions (on GPUs dropout with its residual, SwiGLU and others)."
+    )
+    no_bias_dropout_fusion: bool = option(False, "On GPUs, do not compile bias, dropout and residual into one kernel.")
+    no_bias_swiglu_fusion: bool = option(False, "On GPUs, do not compile SwiGLU and its bias into one kernel.")
 
     @property
     def params_dtype(self) -> str:

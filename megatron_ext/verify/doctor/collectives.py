@@ -83,6 +83,7 @@ class _Exercise:
 
     def _run(self) -> None:
         try:
+            self._device.bind_thread()
             for stage, work in (
                 ("process group", self._start),
                 ("all-reduce", self._all_reduce),

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from megatron_ext.config.schema import LayoutConfig
+from megatron_ext.device import hardware_queues
 from megatron_ext.device.survey import Survey, survey
 from megatron_ext.verify.doctor.finding import Finding, Launch, error, ok, warning
-
-_BLACKWELL = 10  # compute capability, major
 
 
 def gpus_work(launch: Launch) -> Iterator[Finding]:
@@ -65,14 +65,12 @@ def _occupied(found: Survey) -> Iterator[Finding]:
 
 
 def _hardware_queues(launch: Launch, found: Survey) -> Iterator[Finding]:
-    given = launch.environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    overlaps = launch.config is None or launch.config.layout.tensor_model_parallel_size > 1
-    if given not in (None, "1") and overlaps and min(gpu.capability[0] for gpu in found.gpus) < _BLACKWELL:
-        yield warning(
-            f"CUDA_DEVICE_MAX_CONNECTIONS={given}",
-            "before Blackwell, kernels of tensor parallelism keep their order, and so overlap, with 1 hardware queue",
-            "unset CUDA_DEVICE_MAX_CONNECTIONS: the program sets 1",
-        )
+    given = launch.environment.get(hardware_queues.VARIABLE)
+    # Without flags, those of a layout that could suffer.
+    layout = launch.config.layout if launch.config else LayoutConfig(tensor_model_parallel_size=2)
+    wrong = hardware_queues.mistake(layout, min(gpu.capability[0] for gpu in found.gpus), given)
+    if wrong:
+        yield warning(f"{hardware_queues.VARIABLE}={given}", *wrong)
 
 
 def _connections(launch: Launch, found: Survey) -> Iterator[Finding]:

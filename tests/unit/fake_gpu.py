@@ -1,0 +1,140 @@
+"""Run by test_cuda_path.py in a process where CUDA means CUDA: torch's fake tensors, whose operators check no more than
+schema, shapes and types, but those as a GPU's would."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ext.data.batch import StageView, collate, divide, padding_sample
+from megatron_ext.data.packing import Documents, documents_of
+from megatron_ext.device import cuda
+from megatron_ext.device.attention_kernels import block_backward, block_forward
+from megatron_ext.model.packed_attention import attend_documents
+
+aten: Any = torch.ops.aten
+
+
+class Calls(TorchDispatchMode):
+    """Every operator that was called, its arguments, and what it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Sequence[Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, returned))
+        return returned
+
+    def of(self, operator: Any) -> tuple[Sequence[Any], Any]:
+        """Arguments and result of the one call of an operator."""
+        (found,) = [(args, returned) for func, args, returned in self.calls if func is operator.default]
+        return found
+
+
+def described(value: Any) -> Any:
+    """What a kernel can see of an argument without its contents."""
+    return (value.dtype, tuple(value.shape), value.device.type) if isinstance(value, torch.Tensor) else value
+
+
+def test_the_backward_kernel_gets_what_the_forward_kernel_gives() -> None:
+    with FakeTensorMode(), Calls() as calls:
+        query = torch.empty(2, 4, 16, 32, device="cuda", dtype=torch.bfloat16)
+        key = query.new_empty(2, 4, 24, 32)
+        out, log_sum_exp = block_forward(query, key, key, causal=False, scale=0.1)
+        gradients = block_backward(out, query, key, key, out, log_sum_exp, causal=False, scale=0.1)
+    assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, key.shape]
+    _, given = calls.of(aten._scaled_dot_product_flash_attention)
+    taken, _ = calls.of(aten._scaled_dot_product_flash_attention_backward)
+    names = [argument.name for argument in aten._scaled_dot_product_flash_attention_backward.default._schema.arguments]
+    by_name = dict(zip(names, map(described, taken), strict=False))
+    # output, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, rng_state, unused, debug_attn_mask
+    for name, returned in zip(("cum_seq_q", "cum_seq_k", "max_q", "max_k"), given[2:6], strict=True):
+        assert by_name[name] == described(returned), name
+    assert (by_name["philox_seed"], by_name["philox_offset"]) == (described(given[6]), described(given[7]))
+
+
+def packed(group_size: int) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Documents]:
+    """Fake heads of two samples of 16 tokens on a GPU, and their documents."""
+    tokens = torch.arange(32).view(2, 16) % 5
+    documents = documents_of(tokens, eod=4)
+    with FakeTensorMode() as fake:
+        query = torch.empty(2, 4, 16, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        key = torch.empty(2, 4 // group_size, 16, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return (query, key, key), documents.map(lambda tensor: fake.from_tensor(tensor).cuda())
+
+
+def without_grouped_queries(*arguments: Any, return_aux: Any = None, scale: Any = None, window_size: Any = (-1, -1)):
+    """The signature of torch 2.11."""
+    query, key, value = arguments[:3]
+    assert key.shape == value.shape == query.shape
+    return torch.empty_like(query)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("old", [False, True])
+def test_packed_documents_are_called_as_each_torch_has_it(
+    group_size: int, old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if old:
+        monkeypatch.setattr(varlen, "varlen_attn", without_grouped_queries)
+    heads, documents = packed(group_size)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_args: (9, 0))
+    with heads[0].fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
+        assert attend_documents(*heads, documents, 0.1).shape == heads[0].shape
+
+
+def test_plain_heads_pass_no_argument_that_an_older_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[dict[str, Any]] = []
+
+    def recorded(*arguments: Any, **options: Any) -> torch.Tensor:
+        passed.append(options)
+        return torch.empty_like(arguments[0])
+
+    monkeypatch.setattr(varlen, "varlen_attn", recorded)
+    heads, documents = packed(1)
+    with heads[0].fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
+        attend_documents(*heads, documents, 0.1)
+    assert passed[0].keys() == {"scale", "window_size"}
+
+
+def test_cudnn_is_told_that_keys_and_queries_end_together() -> None:
+    """By the identity of the two tensors (torch.nn.attention.varlen), which a copy to the device must keep."""
+    rows = [{**padding_sample(16), "tokens": torch.arange(16) % 5, "labels": torch.arange(16)} for _ in range(2)]
+    view = StageView(eod=4, separates_documents=True)
+    documents = divide(collate(rows, view), view).to("meta").documents
+    assert documents is not None
+    assert documents.key_ends is documents.query_ends
+    divided = documents_of(torch.arange(32).view(2, 16) % 5, 4, cp_rank=1, cp_size=2)
+    assert divided.key_ends is not divided.query_ends
+    if "_cudnn_rejection_reasons" in vars(varlen):  # absent in torch 2.11, which never takes cuDNN here
+        heads, packed_documents = packed(1)
+        ends = packed_documents.query_ends, packed_documents.key_ends
+        query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in heads)
+        reasons = varlen._cudnn_rejection_reasons(query, key, value, *ends, packed_documents.longest[0], [-1, 0])
+        assert not [reason for reason in reasons if "same cu_seq" in reason]
+
+
+def test_a_gpu_is_bound_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[Any] = []
+    reduced: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: "a GPU")
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduced.append)
+    with FakeTensorMode():
+        here = cuda.CudaDevice(0)
+        here.bind_thread()
+        here.bind_group()
+    assert current == [torch.device("cuda", 0)] * 2
+    assert reduced[0].device == torch.device("cuda", 0)
+
+
+def test_varlen_signature_is_the_one_that_is_read() -> None:
+    """`varlen_causal` looks at the parameters of torch's own function."""
+    assert {"scale", "window_size"} <= inspect.signature(varlen.varlen_attn).parameters.keys()

@@ -1,0 +1,137 @@
+"""What the program asks of CUDA, seen without a GPU: stand-ins that record, and torch's fake CUDA tensors."""
+
+import os
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.activations import squared_relu
+
+from megatron_ext import device
+from megatron_ext.config.schema import LayoutConfig
+from megatron_ext.device import fusions
+from megatron_ext.model.config import transformer_config
+from megatron_ext.parallel import groups
+from tests.small_models import small_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_on_fake_gpus() -> None:
+    """In a process of its own: here the CPU stands in for whatever is called CUDA."""
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", "tests/unit/fake_gpu.py"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
+    assert " passed" in ran.stdout
+
+
+class Gpu:
+    """A device that says it is a GPU, and remembers what it was asked, by which thread."""
+
+    kind = "cuda"
+    backend = backend_with_host = "nccl"
+    torch_device = torch.device("cuda", 3)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_args: self.asked.append((name, threading.get_ident()))
+
+
+def test_groups_connect_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device_id, torch connects each at once, and sends of one group wait for each other."""
+    started: list[dict[str, Any]] = []
+    here: Any = Gpu()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **options: started.append(options))
+    monkeypatch.setattr(groups.parallel_state, "initialize_model_parallel", lambda **_options: here.model_parallel())
+    monkeypatch.setattr(groups.ProcessGroupCollection, "use_mpu_process_groups", lambda: None)
+    groups.initialize(LayoutConfig(world_size=1), here)
+    assert started[0]["backend"] == "nccl"
+    assert started[0]["timeout"] == timedelta(minutes=10)
+    assert started[0].get("device_id") is None
+    assert [name for name, _ in here.asked] == ["bind_group", "model_parallel"], "before any barrier"
+
+
+def test_no_synchronization_after_batched_sends() -> None:
+    translated = transformer_config(small_config(layout={"pipeline_model_parallel_size": 2, "world_size": 2}), "cuda")
+    assert translated.batch_p2p_comm
+    assert not translated.batch_p2p_sync
+
+
+@pytest.mark.parametrize(
+    ("flags", "dropout", "swiglu"),
+    [
+        ({}, True, True),
+        ({"no_bias_dropout_fusion": True}, False, True),
+        ({"no_bias_swiglu_fusion": True}, True, False),
+        ({"disable_jit_fuser": True}, False, False),
+    ],
+)
+def test_fusions_on_a_gpu_can_be_switched_off(flags: dict[str, bool], dropout: bool, swiglu: bool) -> None:
+    translated = transformer_config(small_config({"swiglu": True}, training=flags), "cuda")
+    assert (translated.bias_dropout_fusion, translated.bias_activation_fusion) == (dropout, swiglu)
+    gelu = transformer_config(small_config(training=flags), "cuda")
+    assert not gelu.bias_activation_fusion
+
+
+UNCOMPILED = """
+from megatron_ext import device
+device.install("cpu", fuses=False)
+import torch
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
+mine = torch.compile(lambda x: x)
+functions = squared_relu, bias_dropout_add_fused_train, mine
+print(*(hasattr(function, "_torchdynamo_orig_callable") for function in functions))
+"""
+
+
+def test_megatron_cores_functions_stay_plain_where_they_are_not_to_be_fused() -> None:
+    """In a process of its own: here they are imported already, and compiled."""
+    assert hasattr(squared_relu, "_torchdynamo_orig_callable")
+    ran = subprocess.run([sys.executable, "-c", UNCOMPILED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == ["False", "False", "True"], ran.stderr
+
+
+def test_what_compiling_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(fusions.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert fusions.missing_for_kernels() == "there is no C compiler (gcc or clang)"
+    assert not device._can_fuse(local_rank=0)
+    assert "--disable-jit-fuser" in capsys.readouterr().err
+    monkeypatch.setattr(fusions.importlib.util, "find_spec", lambda _name: None)
+    assert fusions.missing_for_kernels() == "Triton is not installed"
+
+
+def test_the_variables_of_cuda_are_set_before_torch_is_there(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, pathlib\n"
+        "from megatron_ext.device import hardware_queues\n"
+        "hardware_queues._DRIVER_FILES = (pathlib.Path('/'),)\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'torch':\n"
+        "            print('torch', os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'), flush=True)\n"
+        "            os._exit(0)\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "from megatron_ext.resilience.report import RunStatus\n"
+        "from pretrain_gpt import main\n"
+        "main(sys.argv[1:], RunStatus(rank=0))\n"
+    )
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --train-iters 1 "
+        "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 --tensor-model-parallel-size 2"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    command = [sys.executable, "-c", program, *flags.split()]
+    environment["WORLD_SIZE"] = "2"
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ran.stdout.splitlines()[-1] == "torch 1", ran.stderr
