@@ -46,8 +46,8 @@ def keep_tokenizer(data: DataConfig, checkpoint: Path, earlier: Iterable[Path]) 
     sources = tokenizer_files(data)
     if sources and not all(path.is_file() for path in sources.values()):
         folders = [folder / TOKENIZER for folder in earlier]
-        kept = next((folder for folder in folders if folder.is_dir()), None)
-        sources = {path.name: path for path in kept.iterdir()} if kept else {}
+        kept = next((folder for folder in folders if folder.is_dir() and not folder.is_symlink()), None)
+        sources = {path.name: path for path in kept.iterdir() if _is_kept(path)} if kept else {}
     for name, path in sources.items():
         (checkpoint / TOKENIZER).mkdir(exist_ok=True)
         shutil.copyfile(path, checkpoint / TOKENIZER / name)
@@ -66,11 +66,17 @@ def tokenizer_files(data: DataConfig) -> dict[str, Path]:
 def kept_tokenizer(values: Mapping[str, Any], checkpoint: Path) -> dict[str, str]:
     """The copies in `checkpoint` by the flag that names such a file; only what is there."""
     folder = checkpoint / TOKENIZER
+    if folder.is_symlink():
+        return {}
     kind = values.get("tokenizer_type")
     if kind == "HuggingFaceTokenizer":
-        return {"tokenizer_model": str(folder)} if (folder / "tokenizer.json").is_file() else {}
+        return {"tokenizer_model": str(folder)} if _is_kept(folder / "tokenizer.json") else {}
     names = _SINGLE_FILES.get(kind or "", {})
-    return {field: str(folder / name) for field, name in names.items() if (folder / name).is_file()}
+    return {field: str(folder / name) for field, name in names.items() if _is_kept(folder / name)}
+
+
+def _is_kept(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def write_versions(checkpoint: Path) -> None:

@@ -4,7 +4,7 @@ Tensors are saved once for the whole model, by global name and place, so that no
 the random generators is saved for every rank, by its place in the grid of ranks, and can only be used in that grid.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -168,8 +168,10 @@ def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, A
     else:
         reload_model_params(run.optimizer)  # into the fp32 copies of 16-bit weights
     if parts.progress:
+        names = {field.name for field in fields(run.state)}
         for name, value in loaded["train_state"].items():
-            setattr(run.state, name, value)
+            if name in names:
+                setattr(run.state, name, value)
         if not parts.optimizer:
             run.state.scheduled_samples = 0  # as Megatron-LM: the curve's position goes with the optimizer
     if parts.rng:

@@ -11,6 +11,7 @@ after a kill at any of them, each `iter_*` folder is either absent or whole, and
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,8 +23,8 @@ DATA = "data.json"
 RELEASE = "release"
 """Content of the tracker, and name of the folder, where Megatron-LM's tools have put weights alone."""
 
-_ITERATION = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|replaced|removed)")
+_ITERATION = re.compile(r"iter_([0-9]{7,})")
+_LEFTOVER = re.compile(r"\.iter_[0-9]{7,}\.(partial|replaced|removed)")
 # megatron-core writes both at the end of a save, after all shards.
 _WRITTEN_LAST = (".metadata", "metadata.json")
 
@@ -50,11 +51,13 @@ def partial_folder(folder: str | Path, iteration: int) -> Path:
 
 def saved_iterations(folder: str | Path) -> list[int]:
     """The iterations of all whole checkpoints, in ascending order; empty where there is no such folder."""
-    folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
-    found = {_ITERATION.fullmatch(entry.name): entry for entry in folder.iterdir()}
-    return sorted(int(match[1]) for match, entry in found.items() if match and _is_whole(entry))
+    names = [name for name in os.listdir(folder) if _ITERATION.fullmatch(name)]
+    found = {name: int(name.removeprefix("iter_")) for name in names}
+    # Other programs may write more zeros; such a folder is not where the iteration is looked for.
+    proper = {iteration for name, iteration in found.items() if iteration_folder(folder, iteration).name == name}
+    return sorted(iteration for iteration in proper if _is_whole(iteration_folder(folder, iteration)))
 
 
 def find_latest(folder: str | Path) -> Found | None:
@@ -139,7 +142,7 @@ def find_all(folder: str | Path) -> list[Found]:
     """
     tracker = Path(folder) / TRACKER
     newest_first = saved_iterations(folder)[::-1]
-    said = tracker.read_bytes()[:100].decode(errors="replace").strip() if tracker.exists() else None
+    said = _tracked(tracker)
     if said is not None and said.isdecimal() and int(said) in newest_first:
         return [find_iteration(folder, step) for step in sorted(newest_first, key=lambda step: step != int(said))]
     if said == RELEASE and _is_whole(Path(folder) / RELEASE):
@@ -191,10 +194,10 @@ def make_partial(folder: str | Path, iteration: int) -> Path:
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Remove the folders of saves that did not end."""
-    for entry in Path(folder).iterdir():
-        if _LEFTOVER.fullmatch(entry.name):
-            shutil.rmtree(entry)
+    """Remove the folders of saves that did not end: what is listed here, under exactly the names that saves use."""
+    for name in os.listdir(folder):
+        if _LEFTOVER.fullmatch(name):
+            _remove_entry(Path(folder, name))
 
 
 def remove(folder: str | Path, iteration: int) -> None:
@@ -202,7 +205,7 @@ def remove(folder: str | Path, iteration: int) -> None:
     path = iteration_folder(folder, iteration)
     removed = path.with_name(f".{path.name}.removed")
     path.rename(removed)
-    shutil.rmtree(removed)
+    _remove_entry(removed)
 
 
 def publish(folder: str | Path, iteration: int) -> Path:
@@ -220,7 +223,8 @@ def publish(folder: str | Path, iteration: int) -> Path:
     partial.rename(final)
     flush(final.parent)
     write_tracker(folder, iteration)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):
+        _remove_entry(replaced)
     return final
 
 
@@ -228,6 +232,7 @@ def write_tracker(folder: str | Path, iteration: int) -> None:
     """Set the tracker in one step: a reader sees the old or the new one, never a part."""
     tracker = Path(folder) / TRACKER
     temporary = tracker.with_name(f".{tracker.name}.tmp")
+    temporary.unlink(missing_ok=True)  # it may be a link
     temporary.write_text(str(iteration), encoding="ascii")
     flush(temporary)
     temporary.replace(tracker)
@@ -241,6 +246,24 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove_entry(path: Path) -> None:
+    """A folder with all that is in it; of a link, only the link."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)  # which follows no links inside
+
+
+def _tracked(tracker: Path) -> str | None:
+    """What the tracker says; None where there is none, and nothing where it is no file."""
+    if not tracker.exists():
+        return None
+    if not tracker.is_file():
+        return ""
+    with tracker.open("rb") as file:
+        return file.read(100).decode(errors="replace").strip()
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -28,6 +28,7 @@ from megatron_ext.config.families import Arranged, Family, arrangement, family_o
 from megatron_ext.config.hf_config import hf_config
 from megatron_ext.config.parameters import count
 from megatron_ext.config.schema import Config
+from megatron_ext.config.untrusted import load_json, read_file
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.protocol import Tokenizer
@@ -242,7 +243,7 @@ _GENERATION = "generation_config.json"
 def _write_beside(folder: Path, source: SavedModel, family: Family, code: str, tokenizer: Tokenizer | None) -> None:
     """Everything but the weights and the tokenizer."""
     path = folder / _GENERATION
-    generation = json.loads(path.read_bytes()) if path.exists() else {}
+    generation = _generation(path) if path.exists() else {}
     if not generation:
         generation = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer is not None else None}
         _write_json(path, generation)
@@ -264,6 +265,16 @@ def _copy(source: SavedModel, folder: Path, names: Sequence[str]) -> list[str]:
         if found := copy_tokenizer(origin, folder, names):
             return found
     return []
+
+
+def _generation(path: Path) -> dict[str, Any]:
+    try:
+        content = load_json(read_file(path, 1 << 20))
+    except ValueError as error:
+        raise DataError(f"generation_config.json beside the tokenizer cannot be read: {error}; remove it") from None
+    if not isinstance(content, dict):
+        raise DataError("generation_config.json beside the tokenizer is no JSON object; remove it")
+    return content
 
 
 def _is_converted(config: Config) -> bool:

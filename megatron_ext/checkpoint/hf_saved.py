@@ -13,6 +13,7 @@ from megatron_ext.checkpoint import manifest, torch_dist
 from megatron_ext.checkpoint.beside import kept_tokenizer
 from megatron_ext.checkpoint.folder import CONFIG, checkpoint_at
 from megatron_ext.checkpoint.hf_import import stack_sizes, stacked_key
+from megatron_ext.checkpoint.inside import check_folder, file_inside
 from megatron_ext.checkpoint.torch_archive import WIDTH, place_of_elements
 from megatron_ext.checkpoint.torch_dist import DTYPES, Chunk
 from megatron_ext.config.arguments import parse
@@ -57,9 +58,10 @@ class SavedModel:
             raise ConfigurationError(f"--load {folder} holds no checkpoint; name a folder that --save wrote")
         self.path = path
         self._elements = lru_cache(64)(_elements)  # a chunk may hold several experts
+        check_folder(self.path)
         self.config = _config(self.path)
         try:
-            with (self.path / ".metadata").open("rb") as file:
+            with file_inside(self.path, ".metadata").open("rb") as file:
                 self.tensors = torch_dist.read(file)
         except (OSError, pickle.UnpicklingError) as error:
             raise DataError(f"{self.path}/.metadata cannot be read: {error}. Take an earlier checkpoint.") from error
@@ -114,7 +116,7 @@ class SavedModel:
     def _piece(self, key: str, chunk: Chunk, inside: tuple[int, ...]) -> Piece:
         row, *column = chunk.offsets[len(inside) :]
         shape = chunk.sizes[len(inside) :]
-        at, array = self._elements(self.path / chunk.file, key, chunk, self.tensors[key].dtype)
+        at, array = self._elements(file_inside(self.path, chunk.file), key, chunk, self.tensors[key].dtype)
         if array is not None:
             return Piece(row, column[0] if column else 0, shape, chunk.file, 0, array[inside])
         for axis, index in enumerate(inside):

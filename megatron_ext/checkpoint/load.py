@@ -53,7 +53,7 @@ def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
     try:
         # Megatron-FSDP's shards stand where the weights are, until a forward pass or this.
         weights = run.gathered_parameters() if run.config.layout.use_megatron_fsdp else nullcontext()
-        with no_code_from_files(), weights:
+        with no_code_from_files(found.path), weights:
             _read(run, found)
     except _UNREADABLE as error:
         raise DataError(
@@ -177,4 +177,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip() or type(error).__name__
+    # torch's first lines on a pickle that it refuses say how to run it all the same; the reason comes behind them.
+    _, found, reason = text.partition("WeightsUnpickler error: ")
+    text = reason.partition(". Please use")[0] if found else text
     return f"{type(error).__name__}: {text.splitlines()[0][:300]}"

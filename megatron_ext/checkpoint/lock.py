@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
+from megatron_ext.config.untrusted import load_json
 from megatron_ext.errors import ConfigurationError, StorageError
 
 LOCK = ".lock"
@@ -53,7 +54,7 @@ def hold_until_exit(folder: str | Path) -> None:
 def _refusal(folder: str | Path, file: IO[str]) -> str:
     file.seek(0)
     try:
-        holder = json.loads(file.read())
+        holder = load_json(file.read(1000).encode())
         who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (ValueError, KeyError, TypeError):
         who = "one that is just starting"

@@ -7,10 +7,15 @@ disks and networks, not against people. It is the fastest in Python's own librar
 """
 
 import json
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_ext.checkpoint.inside import file_inside, is_plain, read_inside
+from megatron_ext.config.untrusted import load_json
+from megatron_ext.errors import DataError
 
 MANIFEST = "manifest.json"
 
@@ -18,6 +23,7 @@ Files = dict[str, dict[str, Any]]
 """Size in bytes and checksum, by the file's path in the checkpoint folder."""
 
 _CHUNK = 1 << 24
+_LARGEST = 1 << 28  # bytes
 
 
 def describe(folder: Path, paths: Iterable[Path]) -> Files:
@@ -54,20 +60,27 @@ def read(folder: Path) -> Files | None:
     """The manifest of a checkpoint; None where it has none (one that Megatron-LM wrote).
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, no file of the folder, or names what is none.
         OSError: it cannot be read.
     """
-    path = folder / MANIFEST
-    if not path.exists():
+    if not os.path.lexists(folder / MANIFEST):
         return None
-    content = path.read_bytes()
     try:
-        files = json.loads(content)["files"]
+        content = read_inside(folder, MANIFEST, _LARGEST)
+    except DataError as error:
+        raise ValueError(str(error)) from None
+    try:
+        files = load_json(content)["files"]
         intact = _render(files).encode() == content
     except (ValueError, KeyError, TypeError):
         intact, files = False, {}
     if not intact:
         raise ValueError(f"{MANIFEST} is damaged")
+    for name, entry in files.items():
+        if not is_plain(name, nested=True):
+            raise ValueError(f"{MANIFEST} names {ascii(name)[:200]}, which is no file of the checkpoint")
+        if not _is_entry(entry):
+            raise ValueError(f"{MANIFEST} has no size and checksum of {ascii(name)[:200]}")
     return files
 
 
@@ -76,17 +89,26 @@ def problems(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     found = []
     for name, entry in files.items():
         path = folder / name
+        if not os.path.lexists(path):
+            found.append(f"{name} is missing")
+            continue
         try:
-            size = path.stat().st_size
+            size = file_inside(folder, name, nested=True).stat().st_size
             if size != entry["bytes"]:
                 found.append(f"{name} has {size} bytes instead of {entry['bytes']}")
             elif checksum(path) != entry["crc32"]:
                 found.append(f"{name} has another checksum than {entry['crc32']}")
-        except FileNotFoundError:
-            found.append(f"{name} is missing")
+        except DataError as error:
+            found.append(f"{name}: {error}")
         except OSError as error:
             found.append(f"{name} cannot be read: {error.strerror}")
     return found
+
+
+def _is_entry(entry: Any) -> bool:
+    if type(entry) is not dict or entry.keys() != {"bytes", "crc32"}:
+        return False
+    return type(entry["bytes"]) is int and entry["bytes"] >= 0 and type(entry["crc32"]) is str
 
 
 def _render(files: Mapping[str, Any]) -> str:

@@ -1,20 +1,20 @@
 """The flags of the run that wrote a checkpoint of Megatron-LM, without torch and without running anything of it.
 
 They are an argparse.Namespace in a pickle: `args` of the common state, which is an object in a shard (since 0.19) or
-the file common.pt. What else the pickle asks for (enums, tensors, whatever a stranger has put there) is stood in for
-by objects that take everything and do nothing.
+the file common.pt. What else the pickle asks for (enums, tensors, whatever a stranger has put there) is not made, and
+flags that are such are left out.
 """
 
 import io
-import pickle
 import zipfile
-from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint import torch_dist
+from megatron_ext.checkpoint import inert_pickle, torch_dist
+from megatron_ext.checkpoint.inert_pickle import Global
+from megatron_ext.checkpoint.inside import file_inside, read_inside
 from megatron_ext.config.options import options_by_name, read_yaml_value
 from megatron_ext.config.saved import MODEL_FUNCTION, MODEL_SHAPES
 
@@ -30,11 +30,24 @@ def read_args(checkpoint: Path) -> dict[str, Any] | None:
             [entry] = (entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
             if entry.file_size > _LARGEST:
                 return None
-            common = _Unpickler(io.BytesIO(archive.read(entry))).load()
+            common = inert_pickle.read(archive.read(entry), None, stored=True)
             args = (common[0] if isinstance(common, list) else common)["args"]  # an object in a shard is a list of one
+            return _plain(args.state) if args.kind == Global("argparse", "Namespace") else None
     except Exception:  # a damaged archive or pickle can fail in any way
         return None
-    return dict(vars(args)) if isinstance(args, Namespace) else None
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that are numbers and texts, or lists of them."""
+    return {name: value for name, value in state.items() if _is_scalar(value) or _is_list(value)}
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_scalar, value))
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def model_flags(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,34 +81,9 @@ def saved_model(args: Mapping[str, Any]) -> dict[str, Any]:
 def _common_state(checkpoint: Path) -> bytes:
     legacy = checkpoint / "common.pt"
     if legacy.exists():
-        return legacy.read_bytes() if legacy.stat().st_size <= _LARGEST else b""
-    with (checkpoint / ".metadata").open("rb") as file:
+        return read_inside(checkpoint, legacy.name, _LARGEST)
+    with file_inside(checkpoint, ".metadata").open("rb") as file:
         place = torch_dist.read_objects(file)[_COMMON]
-    with (checkpoint / place.file).open("rb") as file:
+    with file_inside(checkpoint, place.file).open("rb") as file:
         file.seek(place.offset)
         return file.read(min(place.length, _LARGEST))
-
-
-class _Inert:
-    """Takes everything, does nothing."""
-
-    def __new__(cls, *_: Any, **__: Any) -> "_Inert":
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def extend(self, values: Any) -> None:
-        pass
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        known = {("argparse", "Namespace"): Namespace, ("collections", "OrderedDict"): dict}
-        return known.get((module_name, global_name), _Inert)
-
-    def persistent_load(self, pid: Any, /) -> Any:
-        return _Inert()

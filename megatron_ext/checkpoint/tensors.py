@@ -5,6 +5,7 @@ for name in tensors.names():
     print(name, tensors.shape(name), tensors.read(name).norm())
 """
 
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_ext.checkpoint.safe_reading import SafeReader, no_code_from_files
@@ -43,19 +44,43 @@ class Tensors:
         return self._entries[name].properties.dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, on the CPU."""
+        """The whole tensor, on the CPU.
+
+        Raises:
+            DataError: its files do not hold all of it, or cannot be read.
+        """
+        self._check_extent(name)
         tensors = {name: torch.empty(self.shape(name), dtype=self.dtype(name))}
         try:
-            with warnings.catch_warnings():
+            with no_code_from_files(self.path), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is on purpose
                 load(tensors, storage_reader=self._reader, no_dist=True)
         except (CheckpointException, OSError, RuntimeError) as error:
             raise DataError(f"{self.path}: {name} cannot be read: {error}") from error
         return tensors[name]
 
+    def _check_extent(self, name: str) -> None:
+        """No memory is taken for elements that no file has."""
+        entry, places = self._entries[name], self._reader.read_metadata().storage_data
+        for chunk in entry.chunks:
+            place = places[MetadataIndex(name, chunk.offsets)]
+            size = (self.path / place.relative_path).stat().st_size
+            wanted = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            if wanted > place.length or place.offset + place.length > size:
+                raise DataError(
+                    f"{self.path}: {name} cannot be read: {place.relative_path} has {size:,} bytes, and no room for "
+                    f"{wanted:,} at {place.offset:,}. Take an earlier checkpoint."
+                )
+        held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        if held != math.prod(entry.size):
+            raise DataError(
+                f"{self.path}: {name} cannot be read: its files hold {held:,} elements of {math.prod(entry.size):,}. "
+                "Take an earlier checkpoint."
+            )
+
     def common(self) -> dict[str, Any]:
         """What is no tensor: iteration, training state, versions."""
-        with no_code_from_files(), warnings.catch_warnings():
+        with no_code_from_files(self.path), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             return dist_checkpointing.load_common_state_dict(str(self.path))
 

@@ -17,10 +17,19 @@ import zipfile
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
+from megatron_ext.checkpoint import inert_pickle
+from megatron_ext.checkpoint.inert_pickle import Global
+
 WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element, by the dtype's name in safetensors."""
 
 _STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
+_OF_TENSORS = {
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("collections", "OrderedDict"),
+    *(("torch", name) for name in _STORAGES.values()),
+}
+_LARGEST_PICKLE = 1 << 20  # bytes; that of a tensor has some 200
 _ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = struct.Struct("<4s3I")
@@ -121,8 +130,12 @@ def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int
             records = {info.filename.partition("/")[2]: info for info in opened.infolist()}
         pickled = records["data.pkl"]
         # zipfile would compare its checksum, which torch.save may have been told to leave out.
+        if pickled.file_size > _LARGEST_PICKLE:
+            return None
         content = os.pread(file.fileno(), pickled.file_size, _content(file, offset, pickled))
-        (_, kind, key, _, _), start, size, strides, *_ = _Layout(io.BytesIO(content)).load()
+        stored, start, size, strides, *_ = inert_pickle.read(content, _OF_TENSORS, stored=True).args
+        _, storage, key, _, _ = stored.place
+        kind = next(code for code, name in _STORAGES.items() if storage == Global("torch", name))
         record = records[f"data/{key}"]
         in_order = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
         whole = record.file_size == math.prod(shape) * WIDTH[dtype] and record.compress_type == zipfile.ZIP_STORED
@@ -140,23 +153,6 @@ def _content(file: BinaryIO, offset: int, record: zipfile.ZipInfo) -> int:
     header = os.pread(file.fileno(), _LOCAL_HEADER.size, offset + record.header_offset)
     *_, name, extra = _LOCAL_HEADER.unpack(header)
     return offset + record.header_offset + _LOCAL_HEADER.size + name + extra
-
-
-class _Layout(pickle.Unpickler):
-    """Of a pickled tensor: (storage, first element, shape, strides, ...), as torch describes it; nothing is made."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda *described: described
-        if (module_name, global_name) == ("collections", "OrderedDict"):
-            return dict
-        for dtype, storage in _STORAGES.items():
-            if (module_name, global_name) == ("torch", storage):
-                return dtype
-        raise pickle.UnpicklingError(f"{module_name}.{global_name}")
-
-    def persistent_load(self, pid: Any, /) -> Any:
-        return pid
 
 
 class _Stretch(io.RawIOBase):

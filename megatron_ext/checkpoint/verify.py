@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 
 from megatron_ext.checkpoint import manifest
+from megatron_ext.checkpoint.inside import check_folder
+from megatron_ext.errors import DataError
 
 
 def damage(checkpoint: Path) -> list[str] | None:
@@ -16,8 +18,10 @@ def damage(checkpoint: Path) -> list[str] | None:
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     found: list[str] | None
     try:
+        if rank == 0:
+            check_folder(checkpoint)
         files = manifest.read(checkpoint)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DataError) as error:
         files, found = {}, [str(error)]
     else:
         found = None if files is None else []
@@ -27,6 +31,6 @@ def damage(checkpoint: Path) -> list[str] | None:
         found = manifest.problems(checkpoint, own)
     answers: list[list[str] | None] = [None] * world_size
     torch.distributed.all_gather_object(answers, found)
-    if answers[0] is None:
+    if all(answer is None for answer in answers):
         return None
     return list(dict.fromkeys(problem for answer in answers for problem in answer or ()))

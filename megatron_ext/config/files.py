@@ -12,10 +12,12 @@ import yaml
 
 from megatron_ext.config.resolve import default_metrics_file
 from megatron_ext.config.schema import Config
+from megatron_ext.config.untrusted import MOST_YAML, ExcessiveError, TextError, load_yaml, read_file
 from megatron_ext.errors import ConfigurationError
 
-# libyaml's parser is ten times faster than the Python one, but is not in every build of PyYAML.
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+class ExcessiveFile(ConfigurationError):
+    """The file is larger or deeper than any configuration: not an accident."""
 
 
 def to_yaml(config: Config) -> str:
@@ -34,21 +36,25 @@ def to_yaml(config: Config) -> str:
     return "".join(parts)
 
 
-def read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str, whose: str = "--config") -> dict[str, Any]:
     """The names and values of a configuration file, as YAML gives them (plain data; no tag builds an object).
 
+    Args:
+        whose: the file is, for messages.
     Raises:
-        ConfigurationError: the file is missing, is no YAML, or is not a list of `name: value`.
+        ConfigurationError: the file is missing, is no YAML, names a key twice, or is not a list of `name: value`.
+        ExcessiveFile: it is larger, deeper or of more values than a configuration can be.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.load(file, Loader=_Loader)
+        content = load_yaml(read_file(path, MOST_YAML, pipes=True).decode())
     except OSError as error:
-        raise ConfigurationError(f"--config {path}: {error.strerror}; give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigurationError(f"{whose} {path}: {error.strerror}; give the path of a YAML file") from None
+    except ExcessiveError as error:
+        raise ExcessiveFile(f"{whose} {path} is not read: {error}; give lines of the form `num_layers: 4`") from None
+    except (TextError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{whose} {path} is not valid YAML: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigurationError(f"--config {path}: expected lines of the form `num_layers: 4`")
+        raise ConfigurationError(f"{whose} {path}: expected lines of the form `num_layers: 4`")
     return content

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ext.config.families import FAMILIES, Family
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.schema import Config
+from megatron_ext.config.untrusted import load_json, read_file
 from megatron_ext.errors import ConfigurationError
 
 # What transformers takes for a key that is not in the file, where families differ or it is not None.
@@ -73,6 +74,9 @@ class _Reading:
             self.problems.append(f"{key} is {json.dumps(value)}, {why}")
 
 
+_LARGEST = 1 << 24  # bytes; one has some 1,000
+
+
 def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     """The family of the model in `folder`, and the values of our flags by field name.
 
@@ -82,7 +86,7 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     """
     path = Path(folder) / "config.json"
     try:
-        content = json.loads(path.read_bytes())
+        content = load_json(read_file(path, _LARGEST))
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}; give the folder of a Hugging Face model") from None
     except ValueError as error:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.files import read_yaml
+from megatron_ext.config.files import ExcessiveFile, read_yaml
 from megatron_ext.config.options import options_by_name, read_yaml_value
 from megatron_ext.errors import ConfigurationError
 
@@ -96,11 +96,16 @@ def read_saved(path: Path) -> dict[str, Any] | None:
     """The values of a checkpoint's config.yaml; None where it cannot be read, which loading will find out.
 
     Names that are unknown here, as of another version, are left out.
+
+    Raises:
+        ConfigurationError: it is larger or deeper than any configuration.
     """
     try:
-        content = read_yaml(str(path))
+        content = read_yaml(str(path), "the checkpoint's")
         known = {name: options_by_name()[name] for name in content if name in options_by_name()}
         return {name: read_yaml_value(option, content[name]) for name, option in known.items()}
+    except ExcessiveFile:
+        raise
     except (ConfigurationError, ValueError):
         return None
 

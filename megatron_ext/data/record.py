@@ -1,16 +1,17 @@
 """What data a run reads, written into its checkpoints as data.json and compared when they are resumed. Torch-free."""
 
 import itertools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.config.untrusted import load_json, read_file
 from megatron_ext.data.integrity import file_fingerprint
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
 
+_LARGEST = 1 << 26  # bytes
 _FLAGS = {"data_order": "--data-order", "seed": "--seed", "seq_length": "--seq-length", "split": "--split"}
 
 
@@ -38,7 +39,7 @@ def data_record(config: Config, train: Samples, num_samples: int) -> dict[str, A
 def read_record(path: Path) -> dict[str, Any] | None:
     """That of a checkpoint; None where it has none that can be read, as one of another version."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = load_json(read_file(path, _LARGEST))
         return record if isinstance(record["num_samples"], int) and isinstance(record["files"], dict) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ext.checkpoint.beside import kept_tokenizer
 from megatron_ext.checkpoint.folder import CONFIG, find_to_load, load_problem
+from megatron_ext.checkpoint.inside import file_inside
 from megatron_ext.checkpoint.megatron_args import read_args, saved_model
 from megatron_ext.config.arguments import Typed, parse
 from megatron_ext.config.blend import missing_paths
@@ -57,7 +58,12 @@ def _without_effect(config: Config) -> list[str]:
 
 
 def _saved_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The configuration of the checkpoint that will be loaded; None where there is none."""
+    """The configuration of the checkpoint that will be loaded; None where there is none.
+
+    Raises:
+        ConfigurationError: its file is larger or deeper than any configuration.
+        DataError: its file is none, or a link out of the checkpoint.
+    """
     folder, step = values.get("load"), values.get("ckpt_step")
     if folder is None:
         return None
@@ -65,9 +71,10 @@ def _saved_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
         found = next(iter(find_to_load(folder, step)), None)
     except (DataError, OSError):
         return None  # loading says so, in full
-    saved = read_saved(found.path / CONFIG) if found is not None else None
     if found is None:
         return None
+    given = os.path.lexists(found.path / CONFIG)
+    saved = read_saved(file_inside(found.path, CONFIG)) if given else None
     if saved is None:
         # Megatron-LM's: where its flags are not asked for, loading compares them.
         args = read_args(found.path) if values.get("use_checkpoint_args") else None

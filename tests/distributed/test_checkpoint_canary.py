@@ -1,9 +1,8 @@
 """A checkpoint from a stranger runs nothing: every pickle in it asks for a folder to be made, and none is.
 
-Row 33 of the faults.
+Row 33 of the faults. What else such a pickle may try is in tests/unit/test_inert_pickle.py.
 """
 
-import io
 import os
 import pickle
 from pathlib import Path
@@ -14,8 +13,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megatron_ext.checkpoint import safe_reading, torch_dist
-from megatron_ext.checkpoint.safe_reading import SafeReader, read_metadata
+from megatron_ext.checkpoint import torch_dist
+from megatron_ext.checkpoint.safe_reading import SafeReader
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.distributed.test_checkpoint import FLAGS, _load, _save_at
 
@@ -58,42 +57,20 @@ def _lay(folder: Path, place: str, canary: Path) -> None:
         (checkpoint / ".metadata").write_bytes(pickle.dumps(_Canary(str(canary))))
 
 
-@pytest.mark.parametrize("place", [".metadata", "common.pt", "generators"])
-def test_nothing_in_a_checkpoint_is_run(place: str, tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-    _lay(tmp_path / "save", place, canary)
-    with pytest.raises(RankError, match=r"DataError: the checkpoint \S*iter_0000001 cannot be read"):
-        run_ranks(1, _load, str(tmp_path / "save"), FLAGS)
-    assert not canary.exists()
-
-
-def test_the_canary_sings_where_pickle_is_trusted(tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-    pickle.loads(pickle.dumps(_Canary(str(canary))))
-    assert canary.is_dir()
-
-
 @pytest.mark.parametrize(
-    "payload",
+    ("place", "refusal"),
     [
-        b"cos\nsystem\n(S'true'\ntR.",
-        b"cbuiltins\neval\n(S'1'\ntR.",
-        b"ctorch\nload\n(S'x'\ntR.",
-        b"ctorch.serialization\nload\n(S'x'\ntR.",
-        b"ctorch.distributed.checkpoint.metadata\nMetadata.__init__\n.",
-        b"]q\x00.",
-        b"",
-        b"\x80\x04\x95garbage",
+        (".metadata", r"\.metadata asks for posix\.mkdir, which no checkpoint needs"),
+        ("common.pt", r"Unsupported global: GLOBAL posix\.mkdir was not an allowed global"),
+        ("generators", r"Unsupported global: GLOBAL posix\.mkdir was not an allowed global"),
     ],
 )
-def test_only_metadata_is_made(payload: bytes) -> None:
-    for read in (read_metadata, torch_dist.read):
-        with pytest.raises(pickle.UnpicklingError):
-            read(io.BytesIO(payload))
-
-
-def test_both_readers_of_metadata_know_the_same_classes() -> None:
-    assert safe_reading.ALLOWED.keys() == torch_dist.ALLOWED.keys()
+def test_nothing_in_a_checkpoint_is_run(place: str, refusal: str, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    _lay(tmp_path / "save", place, canary)
+    with pytest.raises(RankError, match=rf"DataError: the checkpoint \S*iter_0000001 cannot be read .*{refusal}"):
+        run_ranks(1, _load, str(tmp_path / "save"), FLAGS)
+    assert not canary.exists()
 
 
 def test_what_torch_and_the_engine_write_is_read_alike(tmp_path: Path) -> None:
@@ -113,14 +90,3 @@ def test_what_torch_and_the_engine_write_is_read_alike(tmp_path: Path) -> None:
             place = torchs.storage_data[MetadataIndex(key, expected.offsets)]
             assert (chunk.offsets, chunk.sizes) == (expected.offsets, expected.sizes)
             assert (chunk.file, chunk.offset, chunk.length) == (place.relative_path, place.offset, place.length)
-
-
-@pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "..", ""])
-def test_shards_lie_beside_the_metadata(name: str, tmp_path: Path) -> None:
-    run_ranks(1, _save_at, str(tmp_path), [1], FLAGS)
-    metadata = FileSystemReader(tmp_path / "iter_0000001").read_metadata()
-    assert metadata.storage_data
-    next(iter(metadata.storage_data.values())).relative_path = name
-    for read in (read_metadata, torch_dist.read):
-        with pytest.raises(pickle.UnpicklingError, match="not one beside it"):
-            read(io.BytesIO(pickle.dumps(metadata)))

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-import yaml
-
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.foreign import accelerate, axolotl, deepspeed
 from megatron_ext.config.foreign.layout import Layout, solve
 from megatron_ext.config.foreign.rules import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart
+from megatron_ext.config.untrusted import MOST_YAML, load_json, load_yaml, read_file
 from megatron_ext.errors import ConfigurationError
 
 SOURCES: dict[str, ModuleType] = {"deepspeed": deepspeed, "accelerate": accelerate, "axolotl": axolotl}
@@ -78,12 +77,11 @@ def read(path: str) -> dict[str, Any]:
         ConfigurationError: it cannot be read, is neither, names a key twice, or is no mapping.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        content = json.loads(text, object_pairs_hook=_unique) if path.endswith(".json") else _read_yaml(text)
+        raw = read_file(path, MOST_YAML, pipes=True)
+        content = load_json(raw) if path.endswith(".json") else load_yaml(raw.decode())
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}; give the path of a configuration file") from None
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise ConfigurationError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict) or not content:
         raise ConfigurationError(f"{path}: expected names and values, as in `train_batch_size: 32`")
@@ -228,30 +226,3 @@ def _text(value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return str(value)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"named twice: {', '.join(sorted(twice))}")
-    return dict(pairs)
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML's own would silently keep the last."""
-
-
-def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
-    loader.flatten_mapping(node)
-    pairs = [
-        (str(loader.construct_object(key)), loader.construct_object(value, deep=True)) for key, value in node.value
-    ]
-    return _unique(pairs)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-def _read_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)

@@ -1,0 +1,315 @@
+"""A pickle read as data: what it asks to be called or imported is written down, and nothing of it ever happens.
+
+    content = read(b"...", allowed={("torch", "Size")})
+    content.kind.name, content.args, content.state     # of a Made
+
+Python's unpickler calls what a pickle tells it to call, and sets attributes of whatever it finds on its stack, classes
+included: to hand it only harmless classes is not enough. Here the opcodes are followed by a machine that has nothing
+to call. A class becomes its name (`Global`), an object a record of how it would have been made (`Made`); the caller
+makes real objects of these, and checks every value. Opcodes that torch, megatron-core and Python's pickler (protocols
+2 to 5) do not write for such objects are refused. No torch here.
+"""
+
+import pickle
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+_DOUBLE = struct.Struct(">d")
+_LARGEST_KEY = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """The name of a class or a function."""
+
+    module: str
+    name: str
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """How an object would have been made."""
+
+    kind: Global
+    args: tuple[Any, ...]
+    state: Any = None
+    """What its `__setstate__` would have been given; None where it was not called."""
+    items: list[Any] = field(default_factory=list)
+    """(key, value) pairs that were set, or values that were appended."""
+
+
+@dataclass(eq=False, slots=True)
+class Stored:
+    """What lies outside of the pickle: a tensor's elements."""
+
+    place: Any
+
+
+def read(content: bytes, allowed: Collection[tuple[str, str]] | None, *, stored: bool = False) -> Any:
+    """The content of a pickle: numbers, texts, lists, tuples and dictionaries, `Global`, `Made` and `Stored`.
+
+    Args:
+        allowed: (module, name) of everything that it may ask for; None for anything, as nothing is done with it.
+        stored: whether it may refer to tensors' elements.
+    Raises:
+        pickle.UnpicklingError: it is damaged, or asks for something that it may not.
+    """
+    machine = _Machine(content, allowed, stored)
+    try:
+        return machine.run()
+    except (IndexError, KeyError, ValueError, TypeError, struct.error) as error:
+        raise pickle.UnpicklingError(f"is damaged: {type(error).__name__}: {error}") from None
+
+
+def plain_text(value: object) -> str:
+    """A value for a message: short, in ASCII, and without following what it holds."""
+    return ascii(value)[:100] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+class _Machine:
+    """A stack, a memo, and a method for each opcode."""
+
+    def __init__(self, content: bytes, allowed: Collection[tuple[str, str]] | None, stored: bool):
+        self._content, self._position = content, 0
+        self._allowed, self._stored = allowed, stored
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        steps = {opcode[0]: getattr(self, step) for opcode, step in _STEPS.items()}
+        while (opcode := self._content[self._position]) != pickle.STOP[0]:
+            self._position += 1
+            step = steps.get(opcode)
+            if step is None:
+                raise pickle.UnpicklingError(f"holds the opcode {opcode:#04x}, which no checkpoint needs")
+            step()
+        return self._stack[-1]
+
+    def take(self, count: int) -> bytes:
+        end = self._position + count
+        if end > len(self._content):
+            raise ValueError("it ends too early")
+        taken = self._content[self._position : end]
+        self._position = end
+        return taken
+
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def protocol(self) -> None:
+        if self.number(1) > 5:
+            raise pickle.UnpicklingError("is of a newer protocol than 5")
+
+    def frame(self) -> None:
+        self.take(8)
+
+    def mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def to_mark(self) -> list[Any]:
+        items = self._stack
+        self._stack = self._below.pop()
+        return items
+
+    def none(self) -> None:
+        self._stack.append(None)
+
+    def true(self) -> None:
+        self._stack.append(True)
+
+    def false(self) -> None:
+        self._stack.append(False)
+
+    def int4(self) -> None:
+        self._stack.append(int.from_bytes(self.take(4), "little", signed=True))
+
+    def int1(self) -> None:
+        self._stack.append(self.number(1))
+
+    def int2(self) -> None:
+        self._stack.append(self.number(2))
+
+    def long1(self) -> None:
+        self._stack.append(int.from_bytes(self.take(self.number(1)), "little", signed=True))
+
+    def double(self) -> None:
+        self._stack.append(*_DOUBLE.unpack(self.take(8)))
+
+    def text1(self) -> None:
+        self._stack.append(self.take(self.number(1)).decode())
+
+    def text4(self) -> None:
+        self._stack.append(self.take(self.number(4)).decode())
+
+    def text8(self) -> None:
+        self._stack.append(self.take(self.number(8)).decode())
+
+    def bytes1(self) -> None:
+        self._stack.append(self.take(self.number(1)))
+
+    def bytes4(self) -> None:
+        self._stack.append(self.take(self.number(4)))
+
+    def empty_tuple(self) -> None:
+        self._stack.append(())
+
+    def tuple1(self) -> None:
+        self._stack[-1:] = [(self._stack[-1],)]
+
+    def tuple2(self) -> None:
+        self._stack[-2:] = [(self._stack[-2], self._stack[-1])]
+
+    def tuple3(self) -> None:
+        self._stack[-3:] = [(self._stack[-3], self._stack[-2], self._stack[-1])]
+
+    def tuple_to_mark(self) -> None:
+        items = self.to_mark()
+        self._stack.append(tuple(items))
+
+    def empty_list(self) -> None:
+        self._stack.append([])
+
+    def append(self) -> None:
+        self.extend([self._stack.pop()])
+
+    def appends(self) -> None:
+        self.extend(self.to_mark())
+
+    def extend(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is Made:
+            target = target.items
+        if type(target) is not list:
+            raise pickle.UnpicklingError(f"appends to {plain_text(target)}")
+        target += items
+
+    def empty_dict(self) -> None:
+        self._stack.append({})
+
+    def setitem(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self.update([key, value])
+
+    def setitems(self) -> None:
+        self.update(self.to_mark())
+
+    def update(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        pairs = list(zip(items[::2], items[1::2], strict=True))
+        if type(target) is Made:
+            target.items += pairs
+        elif type(target) is dict:
+            for key, value in pairs:
+                target[_checked_key(key)] = value
+        else:
+            raise pickle.UnpicklingError(f"sets items of {plain_text(target)}")
+
+    def get1(self) -> None:
+        self._stack.append(self._memo[self.number(1)])
+
+    def get4(self) -> None:
+        self._stack.append(self._memo[self.number(4)])
+
+    def put1(self) -> None:
+        self._memo[self.number(1)] = self._stack[-1]
+
+    def put4(self) -> None:
+        self._memo[self.number(4)] = self._stack[-1]
+
+    def memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def line(self) -> str:
+        end = self._content.index(b"\n", self._position)
+        text = self.take(end - self._position).decode()
+        self._position += 1
+        return text
+
+    def global_by_lines(self) -> None:
+        self.name(self.line(), self.line())
+
+    def global_by_stack(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        self.name(module, name)
+
+    def name(self, module: Any, name: Any) -> None:
+        if not (type(module) is type(name) is str):
+            raise pickle.UnpicklingError("asks for something whose name is no text")
+        if self._allowed is not None and (module, name) not in self._allowed:
+            wanted = ascii(f"{module}.{name}")[1:-1][:100]
+            raise pickle.UnpicklingError(f"asks for {wanted}, which no checkpoint needs: nothing of it was run")
+        self._stack.append(Global(module, name))
+
+    def make(self) -> None:
+        """Of a call, or of a new object of a class."""
+        args, kind = self._stack.pop(), self._stack.pop()
+        if type(kind) is not Global or type(args) is not tuple:
+            raise pickle.UnpicklingError(f"calls {plain_text(kind)}")
+        self._stack.append(Made(kind, args))
+
+    def build(self) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if type(target) is not Made:
+            what = f"{target.module}.{target.name}" if type(target) is Global else plain_text(target)
+            raise pickle.UnpicklingError(f"would change {what}, which is no object that it made: nothing was changed")
+        if target.state is not None:
+            raise pickle.UnpicklingError(f"changes an object of {target.kind.name} twice")
+        target.state = state
+
+    def persistent(self) -> None:
+        if not self._stored:
+            raise pickle.UnpicklingError("refers to something outside of it, which no checkpoint needs")
+        self._stack.append(Stored(self._stack.pop()))
+
+
+_STEPS: dict[bytes, str] = {
+    pickle.PROTO: "protocol",
+    pickle.FRAME: "frame",
+    pickle.MARK: "mark",
+    pickle.NONE: "none",
+    pickle.NEWTRUE: "true",
+    pickle.NEWFALSE: "false",
+    pickle.BININT: "int4",
+    pickle.BININT1: "int1",
+    pickle.BININT2: "int2",
+    pickle.LONG1: "long1",
+    pickle.BINFLOAT: "double",
+    pickle.SHORT_BINUNICODE: "text1",
+    pickle.BINUNICODE: "text4",
+    pickle.BINUNICODE8: "text8",
+    pickle.SHORT_BINBYTES: "bytes1",
+    pickle.BINBYTES: "bytes4",
+    pickle.EMPTY_TUPLE: "empty_tuple",
+    pickle.TUPLE1: "tuple1",
+    pickle.TUPLE2: "tuple2",
+    pickle.TUPLE3: "tuple3",
+    pickle.TUPLE: "tuple_to_mark",
+    pickle.EMPTY_LIST: "empty_list",
+    pickle.APPEND: "append",
+    pickle.APPENDS: "appends",
+    pickle.EMPTY_DICT: "empty_dict",
+    pickle.SETITEM: "setitem",
+    pickle.SETITEMS: "setitems",
+    pickle.BINGET: "get1",
+    pickle.LONG_BINGET: "get4",
+    pickle.BINPUT: "put1",
+    pickle.LONG_BINPUT: "put4",
+    pickle.MEMOIZE: "memoize",
+    pickle.GLOBAL: "global_by_lines",
+    pickle.STACK_GLOBAL: "global_by_stack",
+    pickle.REDUCE: "make",
+    pickle.NEWOBJ: "make",
+    pickle.BUILD: "build",
+    pickle.BINPERSID: "persistent",
+}
+
+
+def _checked_key(key: Any) -> Any:
+    """A key whose hash does not follow what it holds (which may be deep) and is not chosen to meet others'."""
+    if type(key) in (str, bool, float, Made, Global) or key is None or (type(key) is int and abs(key) < _LARGEST_KEY):
+        return key
+    raise pickle.UnpicklingError(f"has {plain_text(key)} for a key")

@@ -1,0 +1,97 @@
+"""Files of a folder that a stranger may have written: only what lies in it is opened. No torch here.
+
+    path = file_inside(checkpoint, "__0_0.distcp")    # named by the checkpoint's own content
+    check_folder(checkpoint)                          # before the engine, which opens files by itself
+
+A name may lead to a pipe, which would be waited for without end, or through a link to any file of the machine.
+"""
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from megatron_ext.errors import DataError
+
+
+def file_inside(folder: Path, name: str, *, also: Sequence[Path] = (), nested: bool = False) -> Path:
+    """The path of a file of the folder, which its own content names.
+
+    Args:
+        also: further folders into which a link may lead.
+        nested: whether the name may lead into folders of the folder, as `tokenizer/vocab.json`.
+    Raises:
+        DataError: the name or a link leads out of the folder, or there is no such file.
+    """
+    if not is_plain(name, nested=nested):
+        raise DataError(f"{folder}: {ascii(name)[:200]} is not the plain name of a file beside it; nothing was read")
+    path = folder / name
+    kind = _kind(path)
+    if kind is None:
+        raise DataError(f"{path} is missing")
+    _check_links(folder, path, also)
+    if not stat.S_ISREG(kind):
+        raise DataError(f"{path} is no file but {_word(kind)}; nothing was read")
+    return path
+
+
+def is_plain(name: object, *, nested: bool = False) -> bool:
+    """Whether this is the name of a file in a folder, and not a path to somewhere else."""
+    if not isinstance(name, str) or "\0" in name or not name:
+        return False
+    parts = PurePosixPath(name).parts
+    return "/".join(parts) == name and ".." not in parts and parts[0] != "/" and (nested or len(parts) == 1)
+
+
+def check_folder(folder: Path) -> None:
+    """Whether everything in a checkpoint is a file or a folder, or a link to such that lies in it too.
+
+    Raises:
+        DataError: naming the first that is not.
+        OSError: the folder cannot be read.
+    """
+    for parent, folders, files in os.walk(folder, onerror=_raise):
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            kind = path.lstat().st_mode
+            if stat.S_ISLNK(kind):
+                _check_links(folder, path, ())
+                kind = _kind(path) or stat.S_IFREG  # a link to nothing is as good as a missing file
+            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+                raise DataError(f"{path} is no file but {_word(kind)}; nothing was read")
+
+
+def read_inside(folder: Path, name: str, most: int) -> bytes:
+    """The content of a small file.
+
+    Raises:
+        DataError: as `file_inside`, or it has more than `most` bytes.
+        OSError: it cannot be read.
+    """
+    with file_inside(folder, name).open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise DataError(f"{folder / name} is larger than {most:,} bytes; nothing of it was used")
+    return content
+
+
+def _check_links(folder: Path, path: Path, also: Sequence[Path]) -> None:
+    home, target = folder.resolve(), path.resolve()
+    if not (target.is_relative_to(home) or target.parent in also):
+        raise DataError(f"{path} is a link to {target}, out of its folder; nothing was read. Put a copy in its place")
+
+
+def _kind(path: Path) -> int | None:
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _word(kind: int) -> str:
+    words = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return words.get(stat.S_IFMT(kind), "a device")
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,0 +1,137 @@
+"""YAML and JSON that are too deep, too large or stand for too much end with an error, not with the process."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.checkpoint import manifest
+from megatron_ext.checkpoint.hf_read import _index
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.foreign.translate import read
+from megatron_ext.config.hf_config import read_hf_config
+from megatron_ext.config.saved import read_saved
+from megatron_ext.config.untrusted import MOST_YAML, ExcessiveError, TextError, load_json, load_yaml, read_file
+from megatron_ext.data.record import read_record
+from megatron_ext.errors import ConfigurationError, DataError
+
+_LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 30))
+_EXCESSIVE = {
+    "[" * 100_000: "nested more than 32 levels deep",
+    "{a: " * 100_000: "nested more than 32 levels deep",
+    "- " * 100_000: "nested more than 32 levels deep",
+    "? " * 100_000: "nested more than 32 levels deep",
+    _LAUGHS: "stands for more than 20,000 values",
+    "&a [*a]": "*a stands in what it refers to",
+    "&a {b: [1, *a]}": "*a stands in what it refers to",
+    "x: " + ":".join(["1"] * 200_000): "a number of 399,999 digits",
+    "x: 1" + "0" * 5000: "a number of 5,001 digits",
+    "\n".join(f"k{n}: {n}" for n in range(10_001)): "stands for more than 20,000 values",
+}
+
+
+@pytest.mark.parametrize("text", _EXCESSIVE, ids=lambda text: text[:12])
+def test_excessive_yaml_is_refused(text: str) -> None:
+    started = time.process_time()
+    with pytest.raises(ExcessiveError) as caught:
+        load_yaml(text)
+    assert _EXCESSIVE[text] in str(caught.value)
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1\na: 2", "named twice: a"),
+        ("a: {b: 1, b: 2}", "named twice: b"),
+        ("- {'b': 1, b: 2}", "named twice: b"),
+        ("a: [1", "while parsing"),
+        ("!!python/object/apply:os.system [true]", "could not determine a constructor"),
+        ("!!timestamp x", "NoneType"),
+        ("!!bool x", "x"),
+        ("2001-99-99", "month must be"),
+        ("[]: 1", "unhashable key"),
+    ],
+)
+def test_wrong_yaml_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(TextError, match=problem):
+        load_yaml(text)
+
+
+def test_ordinary_yaml_is_read() -> None:
+    text = "a: &a {x: 1, y: [2, 3.5, null, true]}\nb:\n  <<: *a\n  x: 4\nc: [*a, *a]\nd: {<<: [*a], <<: *a}\n"
+    a = {"x": 1, "y": [2, 3.5, None, True]}
+    assert load_yaml(text) == {"a": a, "b": {**a, "x": 4}, "c": [a, a], "d": a}
+    assert load_yaml("[" * 32 + "]" * 32)
+    assert load_yaml("") is None
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a": ' * 100_000, b'["]", ' * 40 + b"1" + b"]" * 40])
+def test_deep_json_is_refused(content: bytes) -> None:
+    with pytest.raises(ExcessiveError, match="nested more than 32"):
+        load_json(content)
+
+
+def test_brackets_in_texts_are_texts() -> None:
+    value = {"a": "[" * 1000, "b\\": ['"' + "{" * 1000, "\\"], "c": [[1]]}
+    assert load_json(json.dumps(value).encode()) == value
+    for wrong in (b"{", b"[1,]", b'{"a": 1, "a": 2}', b'{"a": {"b": 1, "b": 2}}', b"\xff", b"1" * 5000, b'"' * 99):
+        with pytest.raises(TextError):
+            load_json(wrong)
+
+
+def _flags_file(tmp_path: Path, text: str) -> str:
+    (tmp_path / "config.yaml").write_text(text)
+    return str(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "x: " + "{a: " * 100_000, _LAUGHS, " " * (MOST_YAML + 1)])
+def test_every_reader_of_yaml_is_bounded(text: str, tmp_path: Path) -> None:
+    path = _flags_file(tmp_path, text)
+    with pytest.raises(ConfigurationError, match=rf"--config {path} is not read: it "):
+        parse(["--config", path])
+    with pytest.raises(ConfigurationError, match=rf"the checkpoint's {path} is not read: it "):
+        read_saved(Path(path))
+    with pytest.raises(ConfigurationError, match=rf"{path}: it "):
+        read(path)
+
+
+@pytest.mark.parametrize("text", ["a: [1", "lr: 1\nlr: 2\n", "[1, 2]"])
+def test_a_damaged_saved_configuration_is_left_to_the_manifest(text: str, tmp_path: Path) -> None:
+    assert read_saved(Path(_flags_file(tmp_path, text))) is None
+
+
+def test_a_deep_config_ends_the_program_with_64(tmp_path: Path) -> None:
+    """The process itself: a parser that runs out of stack is no exception."""
+    path = _flags_file(tmp_path, "num_layers: " + "[" * 200_000)
+    command = [sys.executable, "pretrain_gpt.py", "--config", path, "--dry-run", "--world-size", "1"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 64
+    assert f"--config {path} is not read: it is nested more than 32 levels deep" in done.stderr
+
+
+def test_every_reader_of_json_is_bounded(tmp_path: Path) -> None:
+    deep = '{"model_type": ' + "[" * 100_000
+    (tmp_path / "config.json").write_text(deep)
+    with pytest.raises(ConfigurationError, match=r"config\.json is not valid JSON: it is nested"):
+        read_hf_config(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"config\.json: it is nested"):
+        read(str(tmp_path / "config.json"))
+    with pytest.raises(DataError, match="is not the index of a sharded model"):
+        _index(tmp_path / "config.json")
+    (tmp_path / "manifest.json").write_text(deep)
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        manifest.read(tmp_path)
+    assert read_record(tmp_path / "config.json") is None
+
+
+def test_a_device_has_no_end(tmp_path: Path) -> None:
+    with pytest.raises(ExcessiveError, match="no regular file"):
+        read_file("/dev/zero", 10)
+    with pytest.raises(ExcessiveError, match="more than 10 bytes"):
+        read_file("/dev/zero", 10, pipes=True)
+    with pytest.raises(ConfigurationError, match="--config /dev/zero is not read: it has more than 1,048,576 bytes"):
+        parse(["--config", "/dev/zero"])
