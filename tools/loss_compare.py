@@ -26,13 +26,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.verify.losses import compare, layouts, run
 
+ROOT = Path(__file__).resolve().parents[1]
 Results = dict[str, dict[str, Any]]
 
 

@@ -118,8 +118,8 @@ def tensor_hashes(checkpoint: Path) -> Iterator[tuple[str, str]]:
     Read by torch alone, so that how the shards are laid out in files does not count. The checkpoint was written by
     this process's own ranks; pickles in it are trusted.
     """
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state: dict[str, Any] = {}
