@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Write tests/golden/cli.txt, docs/flags.md and docs/errors.md anew: `python tests/golden/regenerate.py`.
 
-Run it after adding or changing a flag or a message on purpose, and read the diff before committing it.
+Run it after adding or changing a flag or a message on purpose, and read the diff before committing it. With --losses
+it trains and writes tests/golden/losses for this torch and this machine instead: only where losses changed on purpose.
 """
 
 import sys
@@ -11,10 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_ext.config.reference import flags_page, pinned_command_line  # noqa: E402
+from megatron_ext.verify.losses import golden  # noqa: E402
 from tests.unit.errors_page import errors_page  # noqa: E402
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--losses"]:
+        print(golden.write(ROOT / "tests/golden/losses"))
+        return
     (ROOT / "tests/golden/cli.txt").write_text(pinned_command_line())
     (ROOT / "docs/flags.md").write_text(flags_page())
     (ROOT / "docs/errors.md").write_text(errors_page())

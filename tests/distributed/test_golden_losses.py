@@ -1,0 +1,35 @@
+"""The losses of a few layouts are those of tests/golden/losses, to the bit on the machine that wrote them."""
+
+import json
+from pathlib import Path
+
+from megatron_ext.verify.losses import golden
+
+FOLDER = Path(__file__).resolve().parents[1] / "golden" / "losses"
+
+
+def newest(folder: Path) -> Path:
+    """The file of the newest torch, for one that has none of its own."""
+    return max(folder.iterdir(), key=lambda path: tuple(map(int, path.stem.removeprefix("torch-").split("."))))
+
+
+def test_losses_are_the_golden_ones() -> None:
+    own = golden.file_for(FOLDER)
+    kept = json.loads((own if own.exists() else newest(FOLDER)).read_text())
+    expected = kept.pop("losses")
+    tolerance = 0.0 if kept == golden.here() else golden.TOLERANCE
+    assert list(golden.differences(expected, golden.train(), tolerance)) == []
+
+
+def test_one_bit_is_a_difference() -> None:
+    one, other = ({"FSDP2": {"lm_loss": [number.hex()]}} for number in (5.5, 5.5 + 2**-50))
+    assert list(golden.differences(one, other, 1e-6)) == []
+    assert list(golden.differences(one, other, 0.0)) == [
+        "FSDP2: number 1 of lm_loss is 0x1.6000000000000p+2 and 0x1.6000000000001p+2 (5.5 and 5.500000000000001)"
+    ]
+
+
+def test_a_missing_number_and_nan_are_differences() -> None:
+    one = {"FSDP2": {"lm_loss": [(5.5).hex(), (5.25).hex()]}}
+    assert list(golden.differences(one, {"FSDP2": {"lm_loss": [(5.5).hex()]}}, 1e-6)) != []
+    assert list(golden.differences(one, {"FSDP2": {"lm_loss": [(5.5).hex(), "nan"]}}, 1e-6)) != []
