@@ -1,13 +1,14 @@
 """What counts as a difference between two results, and what is hashed; the whole tool is run on ranks elsewhere."""
 
 import copy
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext.data.indexed import IndexedDataset
+from megatron_ext.data.integrity import check_token_ids, open_index
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.verify.losses import layouts, run
 from megatron_ext.verify.losses.commits import commit_hash
@@ -24,8 +25,8 @@ STAGE = {
 RESULT: dict[str, Any] = {
     "name": "TP2",
     "stages": {
-        "train": STAGE,
-        "resume": STAGE,
+        "train": copy.deepcopy(STAGE),
+        "resume": copy.deepcopy(STAGE),
         "export": {"rows": [], "tensors": {}, "files": {"model.safetensors": "ee"}},
     },
 }
@@ -91,8 +92,6 @@ def test_bytes_of_checkpoint_files_are_told_apart() -> None:
 
 
 def digest(value: Any) -> str:
-    import hashlib
-
     hashed = hashlib.sha256()
     run._add(hashed, value)
     return hashed.hexdigest()
@@ -114,8 +113,9 @@ def test_the_order_of_keys_does_not_change_a_hash() -> None:
 def test_the_corpus_can_be_read(tmp_path: Path) -> None:
     layouts.write_corpus(tmp_path)
     for name, samples in (("train", 64), ("valid", 13)):
-        tokens = IndexedDataset(tmp_path / name)
-        assert sum(map(int, tokens.lengths)) == samples * layouts.SEQ_LENGTH + 1
+        prefix = str(tmp_path / name)
+        check_token_ids(prefix, vocab_size=257)
+        assert sum(map(int, open_index(prefix).lengths)) == samples * layouts.SEQ_LENGTH + 1
 
 
 def test_folders_of_layouts_are_their_own() -> None:

@@ -6,9 +6,11 @@ with scratch_folder() as scratch:
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -106,14 +108,23 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+@functools.cache
 def cpu_kind() -> str:
-    """The CPU's name and the vector instructions that torch uses on it: others give other bits."""
-    from megatron_ext import device
-
-    device.install("cpu")
+    """The CPU's vendor and model, and the vector instructions that torch uses on it: others give other bits."""
     import torch
 
-    return f"{device.current().model_name}, {torch.backends.cpu.get_cpu_capability()}"
+    return f"{_cpu_model()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cpu_model() -> str:
+    """As Linux tells it of the first core, elsewhere what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    numbers = (f"{name} {told[name]}" for name in ("cpu family", "model") if name in told)
+    return " ".join([told.get("vendor_id", platform.machine()), *numbers])
 
 
 def _kept(cache: Path | None, commit: str | None, job: Job) -> Path | None:

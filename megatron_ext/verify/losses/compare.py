@@ -9,6 +9,8 @@ from megatron_ext.telemetry.metrics import MEASURED_FIELDS
 _NEVER_REPEATED = (".metadata", "manifest.json", ".lock")
 """Files that hold a random id of the save, its checksum, and the process that saved: no two runs write them alike."""
 
+_FIRST = ("iteration", "lm_loss", "validation_loss", "grad_norm")
+
 
 def first_difference(base: Mapping[str, Any], head: Mapping[str, Any]) -> str | None:
     """What differs first: of each stage in turn the metrics, step by step, the tensors saved, the files exported.
@@ -52,8 +54,9 @@ def _stage_differences(stage: str, base: Mapping[str, Any], head: Mapping[str, A
             yield f"file {name}: {_one_sided(name, base['files'], head['files'])}"
 
 
-def _importance(field: str) -> tuple[bool, str]:
-    return field not in ("iteration", "lm_loss", "grad_norm"), field
+def _importance(field: str) -> tuple[int, str]:
+    """The loss of a step is told before its norm, and both before what follows from them."""
+    return _FIRST.index(field) if field in _FIRST else len(_FIRST), field
 
 
 def _different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

@@ -19,13 +19,14 @@ import numpy as np
 
 STEPS, SAVED = 6, 3
 SEQ_LENGTH = 32
+_SAVES = f"--save-interval {SAVED}"
 
 RECIPE = (
     "--hidden-size 64 --num-attention-heads 4 --init-method-std 0.1 --micro-batch-size 2 --global-batch-size 8 "
     f"--train-iters {STEPS} --lr 1e-3 --lr-decay-style constant --lr-warmup-iters 2 --hidden-dropout 0 "
     f"--attention-dropout 0 --seq-length {SEQ_LENGTH} --train-data-path data/train --valid-data-path data/valid "
     "--tokenizer-type ByteTokenizer --eod-mask-loss --full-validation --eval-interval 3 "
-    f"--save-interval {SAVED} --log-interval 1 --log-params-norm --log-num-zeros-in-grad --device cpu --num-workers 0"
+    f"{_SAVES} --log-interval 1 --log-params-norm --log-num-zeros-in-grad --device cpu --num-workers 0"
 )
 _LLAMA = (
     "--num-layers 4 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
@@ -147,7 +148,8 @@ def _job(name: str, folder: str, model: list[str], layout: Layout, steps_only: b
         paths = ["--data-cache-path", f"{folder}/cache", "--metrics-file", f"{place}/metrics.jsonl"]
         paths += [] if steps_only else ["--save", place]
         paths += ["--load", f"{folder}/train", "--ckpt-step", str(SAVED)] if load else []
-        words = [*RECIPE.split(), *model, *paths, *flags.split()]
+        recipe = RECIPE.replace(_SAVES, "") if steps_only else RECIPE
+        words = [*recipe.split(), *model, *paths, *flags.split()]
         return {"name": stage, "ranks": ranks, "script": "pretrain_gpt.py", "words": words}
 
     stages = [train("train", layout.ranks, layout.flags, load=False)]
