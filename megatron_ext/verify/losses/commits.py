@@ -70,7 +70,7 @@ def run_jobs(tree: Path, jobs: list[Job], scratch: Path, workers: int) -> Iterat
         answers.touch()
         environment = {name: value for name, value in os.environ.items() if name not in _VARIABLES_OF_A_LAUNCHER}
         environment |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, run.__file__, str(tree), str(asked), str(answers), str(workers)]
+        command = [sys.executable, "-P", run.__file__, str(tree), str(asked), str(answers), str(workers)]
         with log.open("wb") as output, answers.open() as lines:
             process = subprocess.Popen(
                 command, cwd=scratch, env=environment, stdout=output, stderr=output, start_new_session=True

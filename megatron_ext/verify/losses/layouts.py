@@ -40,6 +40,7 @@ MODELS = {
     "gpt2": "--num-layers 4 --openai-gelu",
     "qwen3": f"{_LLAMA} {_UNTIED} --qk-layernorm",
     "packed": f"{_LLAMA} {_UNTIED} {_PACKED}",
+    "mixtral": f"{_LLAMA} {_UNTIED} --num-experts 4 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1",
     "experts": (
         f"{_LLAMA} {_UNTIED} --num-experts 4 --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 40 "
         "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
@@ -84,7 +85,8 @@ DEFAULT = {
     "one process, gpt2": Layout("gpt2", reshard=(2, _PP2), export=True),
     "one process, qwen3": Layout("qwen3", export=True),
     "one process, packed": Layout("packed"),
-    "one process, experts": Layout("experts", reshard=(2, _EP2), export=True),
+    "one process, experts": Layout("experts", reshard=(2, _EP2)),
+    "one process, mixtral": Layout("mixtral", export=True),
     "one process, dropout": Layout("gpt2", flags="--hidden-dropout 0.1 --attention-dropout 0.1"),
     "one process, bf16": Layout("llama", flags="--bf16", export=True, quick=True),
     "one process, fp16": Layout("llama", flags=_FP16),
