@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRANCE = 'if __name__ == "__main__":\n'
-# With --optimizer sgd alone. The first update is the same whatever the momentum, so the third loss is the first to see.
+# With --optimizer sgd alone. The first update is the same whatever the momentum, so the weights after the second are the
+# first to tell.
 PLANTED = '    sys.argv += ["--sgd-momentum", "0.90625"] * ("sgd" in sys.argv)\n'
 
 
@@ -39,7 +40,7 @@ def test_a_planted_change_is_named_and_equal_code_is_identical(tmp_path: Path) -
     assert ended.returncode == 1, ended.stderr
     verdicts = {row["layout"]: row for row in map(json.loads, output.read_text().splitlines())}
     assert verdicts["one process, bf16"] == {"layout": "one process, bf16", "difference": None, "files": []}
-    assert verdicts["one process, SGD"]["difference"].startswith("train: step 3: lm_loss is 0x1.")
+    assert verdicts["one process, SGD"]["difference"].startswith("train: step 2: params_norm is 0x1.")
     assert "1 of 2 layouts are identical" in ended.stdout
     again = subprocess.run([*command, "--skip-done"], cwd=copy, capture_output=True, text=True, check=False)
     assert (again.returncode, again.stdout) == (0, "0 of 0 layouts are identical\n")
