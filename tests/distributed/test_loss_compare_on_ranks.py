@@ -8,8 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRANCE = 'if __name__ == "__main__":\n'
-# With --optimizer sgd alone. The first update is the same whatever the momentum, so the weights after the second are the
-# first to tell.
+# With --optimizer sgd alone. The first update is the same whatever the momentum, so the weights after the second are
+# the first to tell.
 PLANTED = '    sys.argv += ["--sgd-momentum", "0.90625"] * ("sgd" in sys.argv)\n'
 
 
