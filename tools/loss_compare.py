@@ -14,6 +14,7 @@ Exit codes: 0 identical, 1 something differs or fails, 64 the flags cannot work.
 """
 
 import json
+import signal
 import sys
 import time
 from argparse import Namespace
@@ -30,6 +31,7 @@ from megatron_ext.verify.losses.compare import different_files, first_difference
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end and checkouts are removed
     jobs = _chosen(options)
     base, head = commit_hash(options.base), commit_hash(options.head) if options.head else None
     different = 0

@@ -30,6 +30,8 @@ VERSION = 1
 
 _PRELOAD = ("megatron_ext.verify.preload", "megatron_ext.train.pretrain", "megatron_ext.checkpoint.hf_export")
 
+_TIMEOUT = 1800.0  # seconds of a stage, which takes a few: the machine may be busy
+
 
 def main(tree: str, jobs: str, results: str, workers: str) -> None:
     """Run all jobs, `workers` of them at a time, and append each result as soon as it is there."""
@@ -78,7 +80,8 @@ def run_job(tree: str, job: Mapping[str, Any]) -> dict[str, Any]:
 def _start(tree: str, stage: Mapping[str, Any], log: Path) -> None:
     from megatron_ext.verify.ranks import run_ranks
 
-    run_ranks(stage["ranks"], run_script, os.path.join(tree, stage["script"]), stage["words"], str(log))
+    script = os.path.join(tree, stage["script"])
+    run_ranks(stage["ranks"], run_script, script, stage["words"], str(log), timeout=_TIMEOUT)
 
 
 def run_script(script: str, words: Sequence[str], log: str) -> None:
