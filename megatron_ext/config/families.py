@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.config.layers import Attention, layers, stack
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config, ModelConfig
@@ -207,7 +208,7 @@ def family_of(config: Config) -> Family:
         ConfigurationError: there is none; it names the flags that stand in the way of the nearest one.
     """
     found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
-    mixture = config.model.num_experts is not None
+    mixture = any(layer.experts is not None for layer, _ in stack(config).kinds)
     nearest = min(found, key=lambda model_type: (FAMILIES[model_type].experts != mixture, len(found[model_type])))
     if found[nearest]:
         raise ConfigurationError(
@@ -228,14 +229,18 @@ def obstacles(config: Config, family: Family) -> list[str]:
         for name, value in wanted.items()
         if getattr(model, name) != value
     ]
-    if family.experts != (model.num_experts is not None):
+    if any(family.experts != (layer.experts is not None) for layer, _ in stack(config).kinds):
         found.append("--num-experts" if family.experts else "no --num-experts")
     return found
 
 
 def arrangement(config: Config, family: Family) -> list[Arranged]:
     """Every parameter of the model, with the tensors of the family that hold its rows."""
-    return [_arranged(parameter, config.model, family) for parameter in parameters(config)]
+    attention = [layer.attention for layer in layers(config)]
+    return [
+        _arranged(parameter, attention[parameter.stage] if isinstance(parameter.stage, int) else None, family)
+        for parameter in parameters(config)
+    ]
 
 
 def _normalized(model: ModelConfig) -> ModelConfig:
@@ -256,7 +261,7 @@ def _difference(name: str, wanted: Any, given: Any) -> str:
     return f"{flag} {wanted:g} (not {given:g})" if isinstance(wanted, float) else f"{flag} {wanted} (not {given})"
 
 
-def _arranged(parameter: Parameter, model: ModelConfig, family: Family) -> Arranged:
+def _arranged(parameter: Parameter, attention: Attention | None, family: Family) -> Arranged:
     module, _, kind = parameter.name.rpartition(".")
     prefix = ""
     if module.startswith(_LAYER):
@@ -267,18 +272,18 @@ def _arranged(parameter: Parameter, model: ModelConfig, family: Family) -> Arran
     tensors = [f"{prefix}{name.format(parameter.expert)}.{kind}" for name in family.names[module]]
     rows = parameter.true_rows or parameter.shape[0]
     if module == _QKV:
-        runs = tuple(_grouped(tensors, model))
+        assert attention is not None
+        runs = tuple(_grouped(tensors, attention))
     else:
         count = rows // len(tensors)
         runs = tuple(Run(tensor, 0, index * count, count) for index, tensor in enumerate(tensors))
     return Arranged(parameter, runs, transposed=kind == "weight" and module in family.transposed)
 
 
-def _grouped(tensors: list[str], model: ModelConfig) -> Iterator[Run]:
+def _grouped(tensors: list[str], attention: Attention) -> Iterator[Run]:
     """megatron-core's fused QKV: for each query group its query heads, then its key head and its value head."""
-    groups = model.num_key_value_heads
-    keys = model.kv_channels
-    queries = keys * model.num_attention_heads // groups
+    groups, keys, values = attention.groups, attention.head_size, attention.value_head_size
+    queries = attention.query_size // groups
     if len(tensors) == 1:
         tensors = tensors * 3
         first_key, first_value = queries * groups, (queries + keys) * groups
@@ -286,7 +291,7 @@ def _grouped(tensors: list[str], model: ModelConfig) -> Iterator[Run]:
         first_key = first_value = 0
     query, key, value = tensors
     for group in range(groups):
-        start = group * (queries + 2 * keys)
+        start = group * (queries + keys + values)
         yield Run(query, group * queries, start, queries)
         yield Run(key, first_key + group * keys, start + queries, keys)
-        yield Run(value, first_value + group * keys, start + queries + keys, keys)
+        yield Run(value, first_value + group * values, start + queries + keys, values)

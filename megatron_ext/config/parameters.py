@@ -12,10 +12,11 @@ A global name is megatron-core's own name with the layer's index in the whole mo
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_ext.config.layers import Attention, Experts, Layer, Mlp, Norm, final_norm, layers, residual_std
 from megatron_ext.config.layout import chunk_layers
 from megatron_ext.config.schema import Config
 
@@ -75,7 +76,8 @@ class Parameter:
 
 def parameters(config: Config) -> list[Parameter]:
     """Every parameter of the model, in the order of a forward pass. Tied weights appear once."""
-    return [*_embedding(config), *_layers(config), *_output(config)]
+    of_layers = (parameter for layer in layers(config) for parameter in layer_parameters(config, layer))
+    return [*embedding_parameters(config), *of_layers, *output_parameters(config)]
 
 
 def count(config: Config) -> int:
@@ -99,7 +101,7 @@ def _stage_of_layer(config: Config) -> list[int]:
     """The pipeline stage of every layer of the model."""
     held = chunk_layers(config)
     found = {layer: stage for stage, chunks in enumerate(held) for chunk in chunks for layer in chunk}
-    return [found[layer] for layer in range(config.model.num_layers)]
+    return [found[layer.number] for layer in layers(config)]
 
 
 def count_per_stage(config: Config) -> list[int]:
@@ -135,7 +137,8 @@ def tensor_size(config: Config, parameter: Parameter) -> int:
     return layout.tensor_model_parallel_size if parameter.expert is None else layout.expert_tensor_size
 
 
-def _embedding(config: Config) -> Iterator[Parameter]:
+def embedding_parameters(config: Config) -> Iterator[Parameter]:
+    """The parameters before the first layer."""
     model = config.model
     yield Parameter(
         WORD_EMBEDDINGS,
@@ -151,66 +154,78 @@ def _embedding(config: Config) -> Iterator[Parameter]:
         yield Parameter(POSITION_EMBEDDINGS, shape, "embedding", "normal", model.init_method_std)
 
 
-def _layers(config: Config) -> Iterator[Parameter]:
-    model = config.model
-    hidden, head = model.hidden_size, model.kv_channels
-    queries = model.num_attention_heads * head
-    qkv = queries + 2 * model.num_key_value_heads * head
-    std, residual_std = model.init_method_std, _residual_std(config)
-    biases = not model.disable_bias_linear
-    for index in range(model.num_layers):
-        attention, mlp = f"decoder.layers.{index}.self_attention", f"decoder.layers.{index}.mlp"
-        yield from _norm(config, f"decoder.layers.{index}.input_layernorm", index, hidden)
-        if biases:
-            yield Parameter(f"{attention}.linear_proj.bias", (hidden,), index, "zeros", sequence_parallel=True)
-        yield Parameter(f"{attention}.linear_proj.weight", (hidden, queries), index, "normal", residual_std, tp_dim=1)
-        yield Parameter(f"{attention}.linear_qkv.weight", (qkv, hidden), index, "normal", std, tp_dim=0)
-        if model.has_qkv_bias:
-            yield Parameter(f"{attention}.linear_qkv.bias", (qkv,), index, "zeros", tp_dim=0)
-        if model.qk_layernorm:
-            yield from _norm(config, f"{attention}.q_layernorm", index, head)
-            yield from _norm(config, f"{attention}.k_layernorm", index, head)
-        yield from _norm(config, f"decoder.layers.{index}.pre_mlp_layernorm", index, hidden)
-        if model.num_experts is None:
-            yield from _mlp(config, mlp, index, model.ffn_hidden_size)
-        else:
-            yield from _mixture(config, mlp, index, model.num_experts)
+def layer_parameters(config: Config, layer: Layer, experts: Iterable[int] | None = None) -> Iterator[Parameter]:
+    """The parameters of one layer.
+
+    Args:
+        experts: the routed experts to name, in place of all of the layer's.
+    """
+    attention, prefix = layer.attention, f"decoder.layers.{layer.number}"
+    hidden, index = config.model.hidden_size, layer.number
+    if layer.norms_before:
+        yield from _norm(layer.norm, f"{prefix}.input_layernorm", index, hidden)
+    yield from _attention(config, layer, attention, f"{prefix}.self_attention")
+    if layer.norms_after:
+        yield from _norm(layer.norm, f"{prefix}.post_self_attn_layernorm", index, hidden)
+    if layer.norms_before:
+        yield from _norm(layer.norm, f"{prefix}.pre_mlp_layernorm", index, hidden)
+    if layer.experts is None:
+        yield from _mlp(config, layer.inner, f"{prefix}.mlp", index)
+    else:
+        yield from _mixture(config, layer.experts, f"{prefix}.mlp", index, experts)
+    if layer.norms_after:
+        yield from _norm(layer.norm, f"{prefix}.post_mlp_layernorm", index, hidden)
 
 
-def _mixture(config: Config, mlp: str, index: int, experts: int) -> Iterator[Parameter]:
+def _attention(config: Config, layer: Layer, attention: Attention, name: str) -> Iterator[Parameter]:
+    model, index = config.model, layer.number
+    hidden, std = model.hidden_size, model.init_method_std
+    qkv = attention.query_size + attention.key_size + attention.value_size
+    if attention.output_bias:
+        yield Parameter(f"{name}.linear_proj.bias", (hidden,), index, "zeros", sequence_parallel=True)
+    shape = (hidden, attention.context_size)
+    yield Parameter(f"{name}.linear_proj.weight", shape, index, "normal", residual_std(config), tp_dim=1)
+    yield Parameter(f"{name}.linear_qkv.weight", (qkv, hidden), index, "normal", std, tp_dim=0)
+    if attention.qkv_bias:
+        yield Parameter(f"{name}.linear_qkv.bias", (qkv,), index, "zeros", tp_dim=0)
+    if attention.qk_norm == "head":
+        yield from _norm(layer.norm, f"{name}.q_layernorm", index, attention.head_size)
+        yield from _norm(layer.norm, f"{name}.k_layernorm", index, attention.head_size)
+    elif attention.qk_norm == "projection":
+        yield from _divided_norm(layer.norm, f"{name}.q_layernorm", index, attention.query_size)
+        yield from _divided_norm(layer.norm, f"{name}.k_layernorm", index, attention.key_size)
+
+
+def _mixture(
+    config: Config, experts: Experts, mlp: str, index: int, named: Iterable[int] | None
+) -> Iterator[Parameter]:
     model = config.model
-    shape = (experts, model.hidden_size)
+    shape = (experts.count, model.hidden_size)
     yield Parameter(f"{mlp}.router.weight", shape, index, "normal", model.init_method_std, sequence_parallel=True)
-    for expert in range(experts):
-        yield from _mlp(config, f"{mlp}.experts.{expert}", index, model.expert_ffn_hidden_size, expert)
-    if model.moe_shared_expert_intermediate_size is not None:
-        yield from _mlp(config, f"{mlp}.shared_experts", index, model.moe_shared_expert_intermediate_size)
+    for expert in range(experts.count) if named is None else named:
+        yield from _mlp(config, experts.mlp, f"{mlp}.experts.{expert}", index, expert)
+    if experts.shared is not None:
+        yield from _mlp(config, experts.shared, f"{mlp}.shared_experts", index)
 
 
-def _mlp(config: Config, mlp: str, index: int, ffn: int, expert: int | None = None) -> Iterator[Parameter]:
-    model = config.model
-    hidden, std, residual_std = model.hidden_size, model.init_method_std, _residual_std(config)
-    fc1, stride = (2 * ffn, 2) if model.swiglu else (ffn, 1)
-    biases = not model.disable_bias_linear
+def _mlp(config: Config, mlp: Mlp, name: str, index: int, expert: int | None = None) -> Iterator[Parameter]:
+    hidden, std = config.model.hidden_size, config.model.init_method_std
+    fc1, stride = (2 * mlp.width, 2) if mlp.gated else (mlp.width, 1)
     yield Parameter(
-        f"{mlp}.linear_fc1.weight", (fc1, hidden), index, "normal", std, tp_dim=0, tp_stride=stride, expert=expert
+        f"{name}.linear_fc1.weight", (fc1, hidden), index, "normal", std, tp_dim=0, tp_stride=stride, expert=expert
     )
-    if biases:
-        yield Parameter(f"{mlp}.linear_fc1.bias", (fc1,), index, "zeros", tp_dim=0, tp_stride=stride)
-    yield Parameter(f"{mlp}.linear_fc2.weight", (hidden, ffn), index, "normal", residual_std, tp_dim=1, expert=expert)
-    if biases:
-        yield Parameter(f"{mlp}.linear_fc2.bias", (hidden,), index, "zeros", sequence_parallel=True)
+    if mlp.bias:
+        yield Parameter(f"{name}.linear_fc1.bias", (fc1,), index, "zeros", tp_dim=0, tp_stride=stride)
+    shape = (hidden, mlp.width)
+    yield Parameter(f"{name}.linear_fc2.weight", shape, index, "normal", residual_std(config), tp_dim=1, expert=expert)
+    if mlp.bias:
+        yield Parameter(f"{name}.linear_fc2.bias", (hidden,), index, "zeros", sequence_parallel=True)
 
 
-def _residual_std(config: Config) -> float:
-    """What a layer adds to the residual stream shrinks with the depth, so that the sum of 2 x layers branches keeps
-    its variance (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3)."""
-    return config.model.init_method_std / math.sqrt(2.0 * config.model.num_layers)
-
-
-def _output(config: Config) -> Iterator[Parameter]:
+def output_parameters(config: Config) -> Iterator[Parameter]:
+    """The parameters after the last layer, without tied word embeddings."""
     model = config.model
-    yield from _norm(config, "decoder.final_layernorm", "output", model.hidden_size)
+    yield from _norm(final_norm(model), "decoder.final_layernorm", "output", model.hidden_size)
     if model.untie_embeddings_and_output_weights:
         yield Parameter(
             OUTPUT_LAYER,
@@ -223,10 +238,17 @@ def _output(config: Config) -> Iterator[Parameter]:
         )
 
 
-def _norm(config: Config, name: str, stage: int | Literal["output"], width: int) -> Iterator[Parameter]:
+def _norm(norm: Norm, name: str, stage: int | Literal["output"], width: int) -> Iterator[Parameter]:
     yield Parameter(f"{name}.weight", (width,), stage, "ones", sequence_parallel=True)
-    if config.model.normalization == "LayerNorm":
+    if norm.has_bias:
         yield Parameter(f"{name}.bias", (width,), stage, "zeros", sequence_parallel=True)
+
+
+def _divided_norm(norm: Norm, name: str, index: int, width: int) -> Iterator[Parameter]:
+    """The norm of all heads at once: a tensor-parallel rank has the part of its own heads, and sees all tokens."""
+    yield Parameter(f"{name}.weight", (width,), index, "ones", tp_dim=0)
+    if norm.has_bias:
+        yield Parameter(f"{name}.bias", (width,), index, "zeros", tp_dim=0)
 
 
 def _true_rows(config: Config) -> int | None:

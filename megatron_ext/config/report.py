@@ -1,11 +1,14 @@
 """What `--dry-run` prints: the layout rank by rank, and the sizes of model, batch and run."""
 
+from collections import Counter
+
 from megatron_ext.config.batch import batch_phases, num_microbatches, training_steps
 from megatron_ext.config.flops import (
     active_parameters,
     flops_per_token,
     parameters_without_embeddings,
 )
+from megatron_ext.config.layers import Experts, layers
 from megatron_ext.config.layout import (
     axis_sizes,
     chunk_layers,
@@ -64,16 +67,21 @@ def _model(config: Config) -> list[str]:
 
 
 def _experts(config: Config) -> list[str]:
-    model = config.model
-    if model.num_experts is None:
+    every_layer = layers(config)
+    mixtures = Counter(layer.experts for layer in every_layer if layer.experts is not None)
+    if not mixtures:
         return []
-    shared = model.moe_shared_expert_intermediate_size
-    beside = f", and shared ones of width {shared:,}" if shared is not None else ""
     return [
-        f"experts              {model.moe_router_topk} of {model.num_experts} of width "
-        f"{model.expert_ffn_hidden_size:,} for each token{beside}",
+        *(_mixture(experts, number, len(every_layer)) for experts, number in mixtures.items()),
         f"active parameters    {active_parameters(config):,} for each token, vocabulary padding included",
     ]
+
+
+def _mixture(experts: Experts, number: int, of: int) -> str:
+    beside = f", and shared ones of width {experts.shared.width:,}" if experts.shared is not None else ""
+    where = f", in {number} of {of} layers" if number < of else ""
+    each = f"{experts.top_k} of {experts.count} of width {experts.mlp.width:,}"
+    return f"experts              {each} for each token{beside}{where}"
 
 
 def _vocabulary_matrices(config: Config) -> int:

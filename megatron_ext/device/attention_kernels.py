@@ -6,13 +6,15 @@ result (Dao 2023, arXiv:2307.08691, section 3.1; Liu et al. 2023, arXiv:2310.018
 here by name, and beside them stands the same written out, for devices and types that have no such kernel.
 
 Shapes: B batch, H query heads, G key/value heads (H is a multiple of G), Q queries, K keys, D channels of a head. A
-causal block is square, and query i sees the keys up to i.
+causal block is square, and query i sees the keys up to i. Value heads may have another number of channels, V; torch's
+kernels know one size alone, so that the smaller heads are then filled up with zeros, which change no result.
 """
 
 import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 _CPU_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CUDA_TYPES = (torch.bfloat16, torch.float16)
@@ -23,7 +25,12 @@ _Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def block_forward(
     query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale Q K^T) V over these keys alone, [B, H, Q, D], and the log-sum-exp of its scores, fp32 [B, H, Q]."""
+    """softmax(scale Q K^T) V over these keys alone, [B, H, Q, V], and the log-sum-exp of its scores, fp32 [B, H, Q]."""
+    channels = value_BGKD.size(-1)
+    if channels != query_BHQD.size(-1):
+        widened = _widened(query_BHQD, key_BGKD, value_BGKD)
+        out, log_sum_exp = block_forward(*widened, causal=causal, scale=scale)
+        return out[..., :channels], log_sum_exp
     tensors = query_BHQD, key_BGKD, value_BGKD
     if _has_cpu_kernel(query_BHQD):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -52,6 +59,11 @@ def block_backward(
     `out` and `log_sum_exp` are those of the whole attention: over all keys that the queries see, in this block or not.
     """
     tensors = grad_BHQD, query_BHQD, key_BGKD, value_BGKD, out_BHQD, log_sum_exp_BHQ
+    if value_BGKD.size(-1) != query_BHQD.size(-1):
+        widened = _widened(*tensors[:-1])
+        parts = block_backward(*widened, log_sum_exp_BHQ, causal=causal, scale=scale)
+        query, key, value = (part[..., : like.size(-1)] for part, like in zip(parts, tensors[1:4], strict=True))
+        return query, key, value
     if _has_cpu_kernel(query_BHQD):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(*tensors, 0.0, causal, scale=scale)
@@ -136,6 +148,8 @@ def varlen_causal(
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    channels = value_UGD.size(-1)
+    query_THD, key_UGD, value_UGD = _widened(query_THD, key_UGD, value_UGD)
     grouped: dict[str, Any] = {}
     if query_THD.size(1) != key_UGD.size(1):
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -154,7 +168,15 @@ def varlen_causal(
         **grouped,
     )
     assert isinstance(out, torch.Tensor)
-    return out
+    return out[..., :channels]
+
+
+def _widened(*heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors with as many channels as the widest of them, by zeros at their end."""
+    widest = max(tensor.size(-1) for tensor in heads)
+    return tuple(
+        tensor if tensor.size(-1) == widest else F.pad(tensor, (0, widest - tensor.size(-1))) for tensor in heads
+    )
 
 
 def _has_cpu_kernel(query: torch.Tensor) -> bool:

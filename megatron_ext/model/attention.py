@@ -1,7 +1,7 @@
 """Self-attention on torch's scaled_dot_product_attention: causal, grouped-query, no mask tensor.
 
 Shapes: S sequence (of this context-parallel rank), B batch, H query heads of this rank, G key/value heads of this rank,
-D channels of a head.
+D channels of a query or key head, V of a value head.
 """
 
 import math
@@ -90,25 +90,25 @@ class SDPAttention(torch.nn.Module):
         self,
         query_BHSD: torch.Tensor,
         key_BGSD: torch.Tensor,
-        value_BGSD: torch.Tensor,
+        value_BGSV: torch.Tensor,
         documents: Documents | None = None,
     ) -> torch.Tensor:
-        """Returns the context, [S, B, H * D]. With `documents`, tokens see their own document alone."""
+        """Returns the context, [S, B, H * V]. With `documents`, tokens see their own document alone."""
         attend: Any = self._whole if self.cp_group is None and documents is None else partial(self._divided, documents)
-        heads = query_BHSD, key_BGSD, value_BGSD
+        heads = query_BHSD, key_BGSD, value_BGSV
         if self.training and self.dropout > 0.0 and self.fork_generator:
             # Ranks hold different heads, so that their dropout masks must differ.
             with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
-                context_BHSD = attend(*heads)
+                context_BHSV = attend(*heads)
         else:
-            context_BHSD = attend(*heads)
-        return context_BHSD.permute(2, 0, 1, 3).flatten(2)
+            context_BHSV = attend(*heads)
+        return context_BHSV.permute(2, 0, 1, 3).flatten(2)
 
-    def _whole(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSD: torch.Tensor) -> torch.Tensor:
+    def _whole(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(
             query_BHSD,
             key_BGSD,
-            value_BGSD,
+            value_BGSV,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
             scale=self.softmax_scale,
@@ -117,10 +117,10 @@ class SDPAttention(torch.nn.Module):
 
     @torch.compiler.disable
     def _divided(
-        self, documents: Documents | None, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSD: torch.Tensor
+        self, documents: Documents | None, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor
     ) -> torch.Tensor:
         """Attention where the samples are divided over ranks, into documents, or both."""
-        query, key, value = query_BHSD, key_BGSD, value_BGSD
+        query, key, value = query_BHSD, key_BGSD, value_BGSV
         group, scale = self.cp_group, self.softmax_scale or 1.0 / math.sqrt(query.size(-1))
         packed = None if documents is None else partial(attend_documents, documents=documents, scale=scale)
         if group is None:

@@ -9,12 +9,22 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.config.layers import Activation, layers
 from megatron_ext.config.pipeline import core_layout, is_uneven, layer_counts
-from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.config.schema import Config
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "squared_relu": squared_relu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+}
 
 
 def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
     """Translate `config`. The result is new on each call: megatron-core's schedules write to it.
+
+    It is one for all layers: what differs between them is said by their specs (`model.spec`).
 
     Args:
         config: the resolved configuration.
@@ -27,7 +37,7 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
     exchanges = list(layout.cp_comm_type)
     # Fused by torch.compile on a GPU; on a CPU they are the same operations one by one. GELU is never fused.
     fuses = on_cuda and not training.disable_jit_fuser
-    layers = layer_counts(config)
+    counts, first = layer_counts(config), layers(config)[0]
     translated = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -41,7 +51,7 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         gated_linear_unit=model.swiglu,
-        activation_func=_activation(model),
+        activation_func=_ACTIVATIONS[first.inner.activation],
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_method_std,
@@ -55,7 +65,7 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
         cp_comm_type=exchanges if exchanges[1:] else exchanges[0],
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_model_parallel_layout=core_layout(layers) if is_uneven(layers) else None,
+        pipeline_model_parallel_layout=core_layout(counts) if is_uneven(counts) else None,
         microbatch_group_size_per_vp_stage=layout.microbatch_group_size,
         pipeline_dtype=dtype,
         params_dtype=dtype,
@@ -112,11 +122,3 @@ def _mixture(config: Config) -> dict[str, Any]:
         "expert_model_parallel_size": layout.expert_model_parallel_size,
         "expert_tensor_parallel_size": layout.expert_tensor_size,
     }
-
-
-def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    if model.swiglu:
-        return F.silu
-    if model.squared_relu:
-        return squared_relu
-    return partial(F.gelu, approximate="tanh") if model.openai_gelu else F.gelu

@@ -9,11 +9,14 @@ Three ways to see the keys of the others, with equal results (`--cp-comm-type`):
 - a2a: an exchange gives every rank all positions of some heads, then another the heads back (DeepSpeed Ulysses, Jacobs
   et al. 2023, arXiv:2309.14509).
 
-Shapes: B batch, H query heads, G key/value heads, D channels of a head; S positions of a sample, s = S / ranks those
-of this rank, chunk after chunk.
+Keys and values may differ in size; they travel as one message, one after the other in one flat buffer.
+
+Shapes: B batch, H query heads, G key/value heads, D channels of a query or key head, V of a value head; S positions of
+a sample, s = S / ranks those of this rank, chunk after chunk.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +32,12 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def all_positions(
-    key_BGsD: torch.Tensor, value_BGsD: torch.Tensor, group: ProcessGroup
+    key_BGsD: torch.Tensor, value_BGsV: torch.Tensor, group: ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of all ranks, [B, G, S, D] in the order of the positions; one all-gather."""
-    parts = gather_from_sequence_parallel_region(torch.stack((key_BGsD, value_BGsD)).unsqueeze(0), group=group)
+    """Keys [B, G, S, D] and values [B, G, S, V] of all ranks in the order of the positions; one all-gather."""
+    parts = gather_from_sequence_parallel_region(_joined(key_BGsD, value_BGsV).unsqueeze(0), group=group)
     assert isinstance(parts, torch.Tensor)
-    key, value = _in_order(parts).unbind(0)
+    key, value = (_in_order(part) for part in _parted(parts, (key_BGsD.shape, value_BGsV.shape)))
     return key, value
 
 
@@ -46,37 +49,49 @@ def runs_of_rank(rank: int, size: int, length: int) -> tuple[Run, Run]:
 
 
 def attend_gathered(
-    query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsD: torch.Tensor, group: ProcessGroup, scale: float
+    query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsV: torch.Tensor, group: ProcessGroup, scale: float
 ) -> torch.Tensor:
-    """Attention of this rank's queries, [B, H, s, D], over gathered keys."""
-    key, value = all_positions(key_BGsD, value_BGsD, group)
+    """Attention of this rank's queries, [B, H, s, V], over gathered keys."""
+    key, value = all_positions(key_BGsD, value_BGsV, group)
     return attend_runs(query_BHsD, key, value, runs_of_rank(group.rank(), group.size(), key.size(2)), scale)
 
 
 def attend_by_heads(
-    query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsD: torch.Tensor, group: ProcessGroup, attend: Attention
+    query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsV: torch.Tensor, group: ProcessGroup, attend: Attention
 ) -> torch.Tensor:
-    """Call `attend` on all positions of H / ranks query and G / ranks key heads; returns [B, H, s, D].
+    """Call `attend` on all positions of H / ranks query and G / ranks key heads; returns [B, H, s, V].
 
     Args:
-        attend: takes query, key and value [B, heads, S, D] and returns the query's shape.
+        attend: takes query and key [B, heads, S, D] and value [B, heads, S, V]; returns [B, query's heads, S, V].
     """
     size = group.size()
-    heads = [tensor.size(1) // size for tensor in (query_BHsD, key_BGsD, value_BGsD)]
     # Rank r gets the r-th part of every tensor's heads: the groups of its queries are then on it as well.
-    by_rank = [tensor.unflatten(1, (size, -1)).movedim(1, 0) for tensor in (query_BHsD, key_BGsD, value_BGsD)]
-    parts = all_to_all(group, torch.cat(by_rank, dim=2))
-    out_BhSD = attend(*_in_order(parts).split(heads, dim=1))
-    parts = all_to_all(group, _in_chunks(out_BhSD, size))
+    by_rank = [tensor.unflatten(1, (size, -1)).movedim(1, 0) for tensor in (query_BHsD, key_BGsD, value_BGsV)]
+    parts = all_to_all(group, torch.cat([tensor.flatten(1) for tensor in by_rank], dim=1))
+    assert isinstance(parts, torch.Tensor)
+    query, key, value = (_in_order(part) for part in _parted(parts, [tensor.shape[1:] for tensor in by_rank]))
+    out_BhSV = attend(query, key, value)
+    parts = all_to_all(group, _in_chunks(out_BhSV, size))
     assert isinstance(parts, torch.Tensor)
     return parts.movedim(0, 1).flatten(1, 2)
 
 
 def attend_ring(
-    query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsD: torch.Tensor, group: ProcessGroup, scale: float
+    query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsV: torch.Tensor, group: ProcessGroup, scale: float
 ) -> torch.Tensor:
-    """Attention of this rank's queries, [B, H, s, D], over keys that come around the ring."""
-    return _Ring.apply(query_BHsD, key_BGsD, value_BGsD, group, scale)  # pyright: ignore[reportReturnType]
+    """Attention of this rank's queries, [B, H, s, V], over keys that come around the ring."""
+    return _Ring.apply(query_BHsD, key_BGsD, value_BGsV, group, scale)  # pyright: ignore[reportReturnType]
+
+
+def _joined(*tensors: torch.Tensor) -> torch.Tensor:
+    """All elements of the tensors in one dimension, one tensor after the other."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _parted(joined: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """[..., elements] to views [..., *shape], the inverse of `_joined` in the last dimension."""
+    parts = joined.split([math.prod(shape) for shape in shapes], dim=-1)
+    return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
@@ -140,13 +155,15 @@ class _Ring(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: ProcessGroup, scale: float
     ) -> torch.Tensor:
         rank, size, accurate = group.rank(), group.size(), torch.promote_types(query.dtype, torch.float32)
-        pair = torch.stack((key, value))
+        shapes = key.shape, value.shape
+        pair = _joined(key, value)
         out = log_sum_exp = None
         for step in range(size):
             exchange = _Exchange(pair, group, step) if step < size - 1 else None
             rows, columns, causal = _visible(rank, (rank - step) % size, query.size(2))
+            keys, values = _parted(pair, shapes)
             part, part_log_sum_exp = block_forward(
-                query[:, :, rows], pair[0][:, :, columns], pair[1][:, :, columns], causal=causal, scale=scale
+                query[:, :, rows], keys[:, :, columns], values[:, :, columns], causal=causal, scale=scale
             )
             if out is None or log_sum_exp is None:  # the first block is this rank's own, with all of its queries
                 out, log_sum_exp = part.to(accurate), part_log_sum_exp.clone()
@@ -167,17 +184,19 @@ class _Ring(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         query, key, value, out, log_sum_exp = ctx.saved_tensors
         rank, size = ctx.group.rank(), ctx.group.size()
-        pair = torch.stack((key, value))
+        shapes = key.shape, value.shape
+        pair = _joined(key, value)
         for_query = query.new_zeros(query.shape, dtype=log_sum_exp.dtype)
         home = None
         for step in range(size):
             exchange = _Exchange(pair, ctx.group, 2 * step) if step < size - 1 else None
             rows, columns, causal = _visible(rank, (rank - step) % size, query.size(2))
+            keys, values = _parted(pair, shapes)
             parts = block_backward(
                 grad[:, :, rows],
                 query[:, :, rows],
-                pair[0][:, :, columns],
-                pair[1][:, :, columns],
+                keys[:, :, columns],
+                values[:, :, columns],
                 out[:, :, rows],
                 log_sum_exp[:, :, rows].contiguous(),
                 causal=causal,
@@ -185,10 +204,11 @@ class _Ring(torch.autograd.Function):
             )
             for_query[:, :, rows] += parts[0]
             for_pair = home.wait() if home else pair.new_zeros(pair.shape, dtype=log_sum_exp.dtype)
-            for_pair[0][:, :, columns] += parts[1]
-            for_pair[1][:, :, columns] += parts[2]
+            for_keys, for_values = _parted(for_pair, shapes)
+            for_keys[:, :, columns] += parts[1]
+            for_values[:, :, columns] += parts[2]
             home = _Exchange(for_pair, ctx.group, 2 * step + 1)
             pair = exchange.wait() if exchange else pair
         assert home is not None
-        for_key, for_value = home.wait().to(key.dtype).unbind(0)
+        for_key, for_value = _parted(home.wait().to(key.dtype), shapes)
         return for_query.to(query.dtype), for_key, for_value, None, None

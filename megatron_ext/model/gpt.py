@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_ext.config.layers import Attention, stack
 from megatron_ext.config.layout import chunk_layers
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import Documents
@@ -117,11 +118,11 @@ def _build_chunk(
     chunks: int,
 ) -> GPT:
     model = config.model
-    num_layers = len(chunk_layers(config)[pg_collection.pp.rank()][chunk])
+    held = chunk_layers(config)[pg_collection.pp.rank()][chunk]
     with torch.device("meta") if config.layout.use_torch_fsdp2 else nullcontext():
         gpt = GPT(
             config=transformer_config,
-            transformer_layer_spec=block_spec(model, num_layers),  # pyright: ignore[reportArgumentType]
+            transformer_layer_spec=block_spec(config, stack(config)[held.start : held.stop]),  # pyright: ignore[reportArgumentType]
             vocab_size=model.padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=pg_collection.pp.rank() == 0 and chunk == 0,
@@ -135,7 +136,7 @@ def _build_chunk(
         )
     if model.position_embedding_type == "rope":
         rotary = RotaryTable if model.transformer_impl == "local" else ScaledRotaryEmbedding
-        gpt.rotary_pos_emb = rotary(model, transformer_config, pg_collection)
+        gpt.rotary_pos_emb = rotary(_rotated(config), transformer_config, pg_collection)
     gpt.restarts_positions = config.data.reset_position_ids
     gpt.reads_output_weight = not config.layout.use_megatron_fsdp
     gpt.true_vocab_size = config.data.vocab_size or model.padded_vocab_size
@@ -146,6 +147,13 @@ def _build_chunk(
     # megatron-core makes the learned positions in fp32 on the CPU, whatever the rest of the model is.
     device = torch.device("cpu") if transformer_config.use_cpu_initialization else torch.cuda.current_device()
     return gpt.to(device=device, dtype=transformer_config.params_dtype)
+
+
+def _rotated(config: Config) -> Attention:
+    """The attention of all layers, as far as one rotary table serves them."""
+    found = {(kind.attention.rotary, kind.attention.head_size): kind.attention for kind, _ in stack(config).kinds}
+    assert len(found) == 1, "a model chunk has one rotary table, for layers that rotate alike"
+    return next(iter(found.values()))
 
 
 def _mask_vocabulary_padding(gpt: GPT, config: Config, tp_group: torch.distributed.ProcessGroup) -> None:

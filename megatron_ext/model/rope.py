@@ -12,23 +12,25 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.config.layers import Attention, RotaryScaling
 from megatron_ext.config.layout import context_chunks
-from megatron_ext.config.schema import ModelConfig
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):
-    """Angles of rotation for every position (Su et al. 2021, RoFormer, equation 15)."""
+    """Angles of rotation for every position (Su et al. 2021, RoFormer, equation 15), in layers with this attention."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(self, attention: Attention, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        rotary = attention.rotary
+        assert rotary is not None, "these layers rotate nothing"
         super().__init__(
-            kv_channels=model.kv_channels,
-            rotary_percent=model.rotary_percent,
-            rotary_base=model.rotary_base,  # pyright: ignore[reportArgumentType]
+            kv_channels=attention.head_size,
+            rotary_percent=rotary.percent,
+            rotary_base=rotary.base,  # pyright: ignore[reportArgumentType]
             use_cpu_initialization=config.use_cpu_initialization,
             cp_group=pg_collection.cp,
         )
-        if model.use_rope_scaling:
-            self.inv_freq = scaled_inverse_frequencies(self.inv_freq, model)
+        if rotary.scaling is not None:
+            self.inv_freq = scaled_inverse_frequencies(self.inv_freq, rotary.scaling)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Angles in radians, [positions, 1, 1, rotated channels]; the second half of the channels repeats the first."""
@@ -39,8 +41,8 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
 class RotaryTable(ScaledRotaryEmbedding):
     """Cosines and sines of the angles, computed once for a sequence length, as `rotate` takes them."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
-        super().__init__(model, config, pg_collection)
+    def __init__(self, attention: Attention, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(attention, config, pg_collection)
         self.dtype = config.params_dtype
         self.chunks = context_chunks(pg_collection.cp.rank(), pg_collection.cp.size())
         self.cp_group: Any = None  # else megatron-core would divide the table, along another dimension
@@ -108,7 +110,7 @@ def _turn(x: torch.Tensor, table: torch.Tensor, direction: int) -> torch.Tensor:
     return turned
 
 
-def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: RotaryScaling) -> torch.Tensor:
     """Stretch the rotary frequencies (the `llama3` rule of Hugging Face's modeling_rope_utils).
 
     Wavelengths longer than original / low factor are stretched in full, those shorter than original / high factor
@@ -116,12 +118,11 @@ def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, model: ModelCo
 
     Args:
         inverse_frequencies: [rotated channels / 2], radians per position.
-        model: gives the factor, the low and high factors, and the original context length.
+        scaling: gives the factor, the low and high factors, and the original context length.
     Returns:
         A new tensor of the same shape and dtype.
     """
-    original = model.rope_scaling_original_max_position_embeddings
-    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    original, low, high = scaling.original_positions, scaling.low_freq_factor, scaling.high_freq_factor
     periods = original * inverse_frequencies / (2.0 * math.pi)
     unscaled = ((periods - low) / (high - low)).clamp(0.0, 1.0)
-    return unscaled * inverse_frequencies + (1.0 - unscaled) * inverse_frequencies / model.rope_scaling_factor
+    return unscaled * inverse_frequencies + (1.0 - unscaled) * inverse_frequencies / scaling.factor

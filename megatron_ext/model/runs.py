@@ -4,7 +4,8 @@ A document in a packed sample is a run; so is the part of a document, or of a wh
 rank holds. No mask is made: a run is at most a square causal block and a full block before it, and attention over two
 blocks is put together from their log-sum-exps (Dao 2023, arXiv:2307.08691, section 3.1.1).
 
-Shapes: B batch, H query heads, G key/value heads, Q queries, K keys, D channels of a head.
+Shapes: B batch, H query heads, G key/value heads, Q queries, K keys, D channels of a query or key head, V channels of a
+value head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,19 +18,19 @@ from megatron_ext.device.attention_kernels import block_backward, block_forward
 
 
 def attend_runs(
-    query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, runs: Sequence[Run], scale: float
+    query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKV: torch.Tensor, runs: Sequence[Run], scale: float
 ) -> torch.Tensor:
-    """Attention of each run's queries over its keys, [B, H, Q, D]; contiguous.
+    """Attention of each run's queries over its keys, [B, H, Q, V]; contiguous.
 
     Args:
         runs: cover every query once. The last query of a run sees all keys of the run, the one before it all but the
             last, and so on. Every row of the batch has the same runs.
     """
-    return _Runs.apply(query_BHQD, key_BGKD, value_BGKD, tuple(runs), scale)  # pyright: ignore[reportReturnType]
+    return _Runs.apply(query_BHQD, key_BGKD, value_BGKV, tuple(runs), scale)  # pyright: ignore[reportReturnType]
 
 
 def attend_runs_reference(
-    query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, runs: Sequence[Run], scale: float
+    query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKV: torch.Tensor, runs: Sequence[Run], scale: float
 ) -> torch.Tensor:
     """`attend_runs` written out with one mask over all queries and keys."""
     queries, keys = query_BHQD.size(2), key_BGKD.size(2)
@@ -38,7 +39,7 @@ def attend_runs_reference(
         rows, columns = run.rows, slice(run.first_key, run.first_key + run.keys)
         visible[rows, columns] = torch.ones(run.queries, run.keys, dtype=torch.bool).tril(run.keys - run.queries)
     repeats = query_BHQD.size(1) // key_BGKD.size(1)
-    key, value = key_BGKD.repeat_interleave(repeats, 1), value_BGKD.repeat_interleave(repeats, 1)
+    key, value = key_BGKD.repeat_interleave(repeats, 1), value_BGKV.repeat_interleave(repeats, 1)
     scores = (query_BHQD @ key.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
     return scores.softmax(-1) @ value
 
@@ -49,7 +50,7 @@ def merge(
     """Attention over the keys of two blocks, from the attention over each.
 
     Args:
-        out, other: [..., Q, D]; the result has the wider of their types.
+        out, other: [..., Q, V]; the result has the wider of their types.
         log_sum_exp, other_log_sum_exp: [..., Q].
     """
     joint = torch.logaddexp(log_sum_exp, other_log_sum_exp)
@@ -70,7 +71,7 @@ class _Runs(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: tuple[Run, ...], scale: float
     ) -> torch.Tensor:
-        out = query.new_empty(query.shape)
+        out = query.new_empty((*query.shape[:-1], value.size(-1)))
         log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
         for run in runs:
             parts = [

@@ -1,5 +1,6 @@
 """What a transformer layer is made of: ours on plain torch, or Transformer Engine's."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from megatron_ext.config.schema import ModelConfig
+from megatron_ext.config.layers import Layer, Stack, final_norm
+from megatron_ext.config.schema import Config
 from megatron_ext.model.attention import CausalSelfAttention, SDPAttention
 from megatron_ext.model.layer import PreNormLayer
 from megatron_ext.model.linear import ColumnLinear, RowLinear
@@ -20,24 +22,53 @@ from megatron_ext.model.moe import mixture_of_experts
 from megatron_ext.model.norm import norm_class
 
 
-def block_spec(model: ModelConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """The layers of one model chunk, and the final norm that the last chunk has."""
-    if model.transformer_impl == "transformer_engine":
+def block_spec(config: Config, held: Stack) -> TransformerBlockSubmodules:
+    """The layers of one model chunk, each by its own description, and the final norm that the last chunk has.
+
+    Args:
+        held: the chunk's layers.
+    """
+    if config.model.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
-    return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(model)] * num_layers, layer_norm=norm_class(model.normalization)
+        specs, final = {kind: _transformer_engine_spec(kind) for kind, _ in held.kinds}, TENorm
+    else:
+        specs = {kind: layer_spec(kind) for kind, _ in held.kinds}
+        final = norm_class(final_norm(config.model).kind)
+    return TransformerBlockSubmodules(layer_specs=[specs[layer] for layer in held], layer_norm=final)
+
+
+def layer_spec(layer: Layer) -> ModuleSpec:
+    """One layer on plain torch: it needs neither Transformer Engine nor apex."""
+    norm = norm_class(layer.norm.kind)
+    return ModuleSpec(
+        module=_module(_LAYERS, layer.norm_places, "norms {} attention and MLP"),
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=_attention(layer),
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            pre_mlp_layernorm=norm,
+            mlp=_dense_mlp() if layer.experts is None else mixture_of_experts(),
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+        ),
     )
 
 
-def layer_spec(model: ModelConfig) -> ModuleSpec:
-    """One layer on plain torch: it needs neither Transformer Engine nor apex."""
-    norm = norm_class(model.normalization)
-    head_norm = norm if model.qk_layernorm else None
-    attention = ModuleSpec(
-        module=CausalSelfAttention,
+_LAYERS = {"before": PreNormLayer}
+"""The class of a layer by where its norms stand."""
+
+_ATTENTIONS = {"grouped_query": CausalSelfAttention}
+"""The class of its attention by kind."""
+
+
+def _attention(layer: Layer) -> ModuleSpec:
+    attention = layer.attention
+    assert attention.window is None, "no attention here has a window"
+    assert attention.qk_norm in (None, "head"), f"no attention here normalizes queries and keys by {attention.qk_norm}"
+    assert attention.value_head_size == attention.head_size, "megatron-core's fused QKV has heads of one size"
+    head_norm = norm_class(layer.norm.kind) if attention.qk_norm == "head" else None
+    return ModuleSpec(
+        module=_module(_ATTENTIONS, attention.kind, "attention of the kind {}"),
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
@@ -47,17 +78,17 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
             k_layernorm=head_norm,
         ),
     )
-    return ModuleSpec(
-        module=PreNormLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=norm,
-            mlp=mixture_of_experts() if model.num_experts is not None else _dense_mlp(),
-            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
-        ),
-    )
+
+
+def _module(found: Mapping[str, type], kind: str, what: str) -> type:
+    assert kind in found, f"nothing builds {what.format(kind)}"
+    return found[kind]
+
+
+def _transformer_engine_spec(layer: Layer) -> ModuleSpec:
+    assert layer.norm_places == "before", "Transformer Engine's layers have their norms before attention and MLP"
+    assert layer.attention.qk_norm in (None, "head"), layer.attention.qk_norm
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=layer.attention.qk_norm == "head")
 
 
 def _dense_mlp() -> Any:

@@ -1,13 +1,14 @@
 """Bytes of activations that a rank holds for one microbatch between its forward and its backward pass.
 
-Per layer, with T = S/c B tokens of a rank, H hidden, D a head's channels, q and g query and key/value heads of a rank,
-F the rank's width of the MLP, w bytes of an element; what sequence parallelism divides is marked /t:
+Per layer, with T = S/c B tokens of a rank, H hidden, D and V channels of a query or key head and of a value head, q
+and g query and key/value heads of a rank, F the rank's width of the MLP, w bytes of an element; what sequence
+parallelism divides is marked /t:
 
     residual      2 w T H /t                inputs of the two norms
     norms         2 (w T H + 4 T) /t        their outputs, and 1/RMS in fp32 (LayerNorm: mean and 1/deviation, 8)
-    heads         w T D (q + 2 g)           queries, keys, values (with all_gather: keys and values of all positions)
-    core          w T D q + 4 T q           attention's result and the normalizer of its softmax; SDPA keeps no weights
-    projection    w T D q                   input of the output projection
+    heads         w T (D (q + g) + V g)     queries, keys, values (with all_gather: keys and values of all positions)
+    core          w T V q + 4 T q           attention's result and the normalizer of its softmax; SDPA keeps no weights
+    projection    w T V q                   input of the output projection
     mlp           w T 3 F                   SwiGLU in one kernel: gate and up, and their product (5 F where a CPU
                                             does it in steps, 2 F with GELU)
     dropout       2 T H /t                  masks: a byte an element on a GPU, w on a CPU
@@ -20,6 +21,7 @@ Source of the scheme: Korthikanti et al. 2022 (arXiv:2205.05198, section 4), who
 
 from dataclasses import dataclass
 
+from megatron_ext.config.layers import Attention, Layer, Mlp, Norm, Stack, final_norm, stack
 from megatron_ext.config.schema import Config
 
 _FP32, _INT64 = 4, 8
@@ -85,38 +87,37 @@ class Activations:
         self.stream = self.width * self.tokens * model.hidden_size / self.divided
         """Bytes of one residual stream."""
 
-    def layer(self) -> LayerBytes:
+    def layer(self, layer: Layer) -> LayerBytes:
         """One layer, without recomputation."""
-        model, layout = self.config.model, self.config.layout
-        channels = self.width * self.tokens * model.kv_channels
-        queries = model.num_attention_heads // self.tensor
-        groups = max(model.num_key_value_heads // self.tensor, 1)
-        gathered = self.context if "all_gather" in layout.cp_comm_type else 1
-        heads = channels * (queries + 2 * groups * gathered)
-        if model.qk_layernorm:
-            # What their norms keep: queries and keys once more, and a number of each head and token.
-            heads += (channels + _FP32 * self.tokens) * (queries + groups)
+        attention, width = layer.attention, self.width * self.tokens
+        queries = attention.query_heads // self.tensor
+        context = width * attention.value_head_size * queries
         return LayerBytes(
             residual=2 * self.stream,
-            norms=2 * (self.stream + self._statistics()),
-            heads=heads,
-            core=channels * queries + _FP32 * self.tokens * queries,
-            projection=channels * queries,
-            mlp=self._mlp(),
+            # One after attention or MLP keeps what they gave, and they the stream itself: as much as one before.
+            norms=layer.norm_count * (self.stream + self._statistics(layer.norm)),
+            heads=self._heads(attention),
+            core=context + _FP32 * self.tokens * queries,
+            projection=context,
+            mlp=self._mlp(layer),
             dropout=2 * self._dropout_mask(),
         )
 
-    def chunk(self, layers: int, *, first: bool, last: bool) -> ChunkBytes:
-        """One chunk of so many layers; the first has the embedding, the last the loss."""
+    def chunk(self, layers: Stack, *, first: bool, last: bool) -> ChunkBytes:
+        """One chunk of these layers; the first has the embedding, the last the loss."""
         held, recomputed = self._layers(layers)
         loss, logits = self._loss() if last else (0.0, 0.0)
         rest = self._dropout_mask() if first else 0.0
         return ChunkBytes(held, loss, rest + self._rotary_table(), recomputed, logits)
 
-    def _layers(self, layers: int) -> tuple[float, float]:
+    def total(self, layers: Stack) -> float:
+        """Bytes of some layers, without recomputation."""
+        return layers.total(lambda layer: self.layer(layer).total)
+
+    def _layers(self, layers: Stack) -> tuple[float, float]:
         """Bytes held, and those that come back for a while."""
-        training, layer = self.config.training, self.layer()
-        if layers == 0:
+        training = self.config.training
+        if len(layers) == 0:
             return 0.0, 0.0
         if training.recompute_granularity == "full":
             units = training.recompute_num_layers or 1
@@ -124,19 +125,40 @@ class Activations:
             own_input = self.fused or self.config.model.normalization != "RMSNorm"
             shared = self.stream if own_input else 0.0
             if training.recompute_method == "block":
-                again = min(units, layers)
-                return again * self.stream + (layers - again) * layer.total, layer.total - shared
-            return -(-layers // units) * self.stream, min(units, layers) * layer.total - shared
+                again = layers[:units]
+                largest = max(self.layer(kind).total for kind, _ in again.kinds)
+                return len(again) * self.stream + self.total(layers[units:]), largest - shared
+            parts = [layers[start : start + units] for start in range(0, len(layers), units)]
+            return len(parts) * self.stream, max(map(self.total, parts)) - shared
         if training.recompute_granularity == "selective":
-            sizes = {"core_attn": layer.core, "layernorm": layer.norms, "mlp": layer.mlp}
-            dropped = [sizes[part] for part in training.recompute_modules or ("core_attn",)]
-            return layers * (layer.total - sum(dropped)), sum(dropped)
-        return layers * layer.total, 0.0
+            dropped = {kind: self._dropped(kind) for kind, _ in layers.kinds}
+            return layers.total(lambda layer: self.layer(layer).total - dropped[layer]), max(dropped.values())
+        return self.total(layers), 0.0
+
+    def _dropped(self, layer: Layer) -> float:
+        """Bytes of the parts of a layer that selective recomputation drops."""
+        held = self.layer(layer)
+        sizes = {"core_attn": held.core, "layernorm": held.norms, "mlp": held.mlp}
+        return sum(sizes[part] for part in self.config.training.recompute_modules or ("core_attn",))
+
+    def _heads(self, attention: Attention) -> float:
+        """Bytes of queries, keys and values, and of what their norms keep."""
+        queries = attention.query_heads // self.tensor
+        groups = max(attention.groups // self.tensor, 1)
+        gathered = self.context if "all_gather" in self.config.layout.cp_comm_type else 1
+        keys, values = attention.head_size * groups, attention.value_head_size * groups
+        normed = attention.head_size * queries + keys
+        held = self.width * self.tokens * (attention.head_size * queries + gathered * (keys + values))
+        if attention.qk_norm is None:
+            return held
+        # Queries and keys once more, and a number of each head and token, or of each token's queries and keys.
+        numbers = queries + groups if attention.qk_norm == "head" else 2
+        return held + (self.width * normed + _FP32 * numbers) * self.tokens
 
     def _loss(self) -> tuple[float, float]:
         """Held until the backward pass, and what comes on top around the loss."""
         model = self.config.model
-        norm = 2 * self.stream + self._statistics()
+        norm = 2 * self.stream + self._statistics(final_norm(model))
         copy = 0 if self.width == _FP32 else self.width  # 16-bit logits beside their fp32 copy
         if self.tensor > 1:
             # The softmax overwrites the fp32 logits; beside it lie the labels of this rank's part and their mask.
@@ -146,27 +168,26 @@ class Activations:
         held = norm + _FP32 * logits + _INT64 * self.tokens + _FP32  # log-softmax, labels, their total weight
         return held, (_FP32 + copy) * logits
 
-    def _mlp(self) -> float:
-        model = self.config.model
-        if model.num_experts is None:
-            return self._gated(model.ffn_hidden_size) * self.tokens / self.tensor
-        layout, own = self.config.layout, self.tokens / self.divided
+    def _mlp(self, layer: Layer) -> float:
+        if layer.experts is None:
+            return self._inside(layer.inner) * self.tokens / self.tensor
+        experts, layout, own = layer.experts, self.config.layout, self.tokens / self.divided
         # Every rank of an expert's tensor-parallel group has all of its pairs.
-        pairs = model.moe_router_topk * own * layout.expert_tensor_size
-        inside = (5 if model.swiglu else 3) * self.width * model.expert_ffn_hidden_size / layout.expert_tensor_size
-        held = pairs * (self.width * model.hidden_size + inside + _OF_A_PAIR)
-        held += own * model.num_experts * _OF_A_LOGIT
-        if model.moe_shared_expert_intermediate_size is not None:
-            held += self._gated(model.moe_shared_expert_intermediate_size) * self.tokens / self.tensor
+        pairs = experts.top_k * own * layout.expert_tensor_size
+        inside = (5 if experts.mlp.gated else 3) * self.width * experts.mlp.width / layout.expert_tensor_size
+        held = pairs * (self.width * self.config.model.hidden_size + inside + _OF_A_PAIR)
+        held += own * experts.count * _OF_A_LOGIT
+        if experts.shared is not None:
+            held += self._inside(experts.shared) * self.tokens / self.tensor
         return held
 
-    def _gated(self, width: int) -> float:
+    def _inside(self, mlp: Mlp) -> float:
         """Bytes a token of an MLP's inside, undivided."""
-        times = (3 if self.fused else 5) if self.config.model.swiglu else 2
-        return times * width * self.width
+        times = (3 if self.fused else 5) if mlp.gated else 2
+        return times * mlp.width * self.width
 
-    def _statistics(self) -> float:
-        each = _FP32 if self.config.model.normalization == "RMSNorm" else 2 * _FP32
+    def _statistics(self, norm: Norm) -> float:
+        each = _FP32 if norm.kind == "RMSNorm" else 2 * _FP32
         return each * self.tokens / self.divided
 
     def _dropout_mask(self) -> float:
@@ -175,8 +196,8 @@ class Activations:
         return self.stream if not self.fused else self.stream / self.width
 
     def _rotary_table(self) -> float:
-        model = self.config.model
-        if model.position_embedding_type != "rope":
-            return 0.0
-        rotated = int(model.kv_channels * model.rotary_percent)
-        return self.width * model.seq_length // self.context * rotated
+        """One table for all layers that rotate alike."""
+        attentions = [kind.attention for kind, _ in stack(self.config).kinds]
+        tables = {(found.rotary, found.rotary.channels(found.head_size)) for found in attentions if found.rotary}
+        rotated = sum(channels for _, channels in tables)
+        return self.width * self.config.model.seq_length // self.context * rotated

@@ -161,8 +161,8 @@ def _compute(config: Config, shapes: Shapes, stage: int, chunk: int, machine: Ma
 def _memory(config: Config, shapes: Shapes, stage: int, chunk: int, machine: Machine) -> tuple[float, float]:
     """Seconds of everything that is bound by the memory: norms, activations, additions, adding up of gradients."""
     formulas = Activations(config, fused=machine.devices.is_gpu)
-    layers, last = shapes.counts[stage][chunk], shapes.is_last(stage, chunk)
-    kept = layers * formulas.layer().total
+    layers, last = shapes.stacks[stage][chunk], shapes.is_last(stage, chunk)
+    kept = formulas.total(layers)
     held = formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=last)
     written = kept + held.loss + held.logits
     # What is computed anew is written and read once more.

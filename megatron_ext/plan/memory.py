@@ -10,6 +10,7 @@ be left for these.
 from dataclasses import dataclass, fields
 
 from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.layers import Layer, stack
 from megatron_ext.config.schema import Config
 from megatron_ext.config.state import sharding, state_bytes
 from megatron_ext.plan.activations import Activations
@@ -59,19 +60,19 @@ def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory
         dense * each + experts * other for each, other in zip(of_dense, of_experts, strict=True)
     )
     formulas, layout = Activations(config, fused=fused), config.layout
-    counts = shapes.counts[stage]
+    stacks = shapes.stacks[stage]
     chunks = [
         formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=shapes.is_last(stage, chunk))
-        for chunk, layers in enumerate(counts)
+        for chunk, layers in enumerate(stacks)
     ]
     stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
     microbatches = num_microbatches(config, config.training.global_batch_size)
-    few = few_microbatches(stages, len(counts), microbatches, group)
+    few = few_microbatches(stages, len(stacks), microbatches, group)
     gradients_of_a_layer = _gradients_of_a_layer(config, formulas, shapes)
     # Before the gradients of the first layer are there, the logits are gone, and all that the loss held.
     in_layers = [chunk.recomputed + gradients_of_a_layer - chunk.loss for chunk in chunks]
     for_a_while = [max(chunk.logits, later) for chunk, later in zip(chunks, in_layers, strict=True)]
-    most = most_held(order(stage, stages, len(counts), few, group), [chunk.held for chunk in chunks], for_a_while)
+    most = most_held(order(stage, stages, len(stacks), few, group), [chunk.held for chunk in chunks], for_a_while)
     activations = sum(number * (chunk.layers + chunk.rest) for number, chunk in zip(most.flight, chunks, strict=True))
     loss = sum(number * chunk.loss for number, chunk in zip(most.flight, chunks, strict=True))
     running = chunks[most.chunk]
@@ -95,21 +96,28 @@ def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, Me
 
 
 def _gradients_of_a_layer(config: Config, formulas: Activations, shapes: Shapes) -> float:
-    """In a backward pass: gradients of a layer's widest activations and, before it is added up, of one matrix."""
-    model, layer = config.model, formulas.layer()
-    matrix = formulas.width * shapes.layer.largest
-    return 2 * formulas.stream + max(layer.mlp if model.num_experts is None else layer.mlp / 2, layer.heads) + matrix
+    """In a backward pass: gradients of a layer's widest activations and, before it is added up, of one matrix.
+
+    Of the kinds of layers in the model, the one that needs most.
+    """
+
+    def of(kind: Layer) -> float:
+        held, matrix = formulas.layer(kind), formulas.width * shapes.part(kind).largest
+        return 2 * formulas.stream + max(held.mlp / 2 if kind.experts else held.mlp, held.heads) + matrix
+
+    return max(of(kind) for kind, _ in stack(config).kinds)
 
 
 def _gathered(config: Config, formulas: Activations, shapes: Shapes, stage: int) -> float:
     """What ZeRO-2 and ZeRO-3 have whole for a while: the gradient of a layer, as computed and as it is summed, in fp32;
-    and of divided weights those of a layer and the next one, all where they are kept, and what belongs to no layer."""
+    and of divided weights those of a layer and the next one (the two largest), all where they are kept, and what
+    belongs to no layer."""
     kind = sharding(config)
     if kind in ("ddp", "optim"):
         return 0.0
-    layer, layers = shapes.layer.dense + shapes.layer.experts, shapes.layers_of_stage(stage)
-    gradient = (formulas.width + 4) * layer
+    gradient = (formulas.width + 4) * shapes.largest_layer
     if kind == "optim_grads":
         return gradient
-    kept = layers if config.layout.torch_fsdp2_no_reshard_after_forward else min(2, layers)
-    return formulas.width * (kept * layer + sum(shapes.parameters_of_stage(stage)) - layers * layer) + gradient
+    layers = sorted(shapes.layer_sizes(stage), reverse=True)
+    kept = layers if config.layout.torch_fsdp2_no_reshard_after_forward else layers[:2]
+    return formulas.width * (sum(kept) + sum(shapes.parameters_of_stage(stage)) - sum(layers)) + gradient

@@ -1,15 +1,24 @@
 """How many parameters and layers each stage and chunk has, fast enough to ask for a thousand layouts.
 
 The catalogue (`config/parameters.py`) of a model with hundreds of experts in a hundred layers is long. Its layers are
-alike, and so are the experts of a layer: one layer with one of them says it all.
+of a few kinds (`config/layers.py`), and the experts of a layer are alike: a layer of each kind with one of them says it
+all.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 
-from megatron_ext.config.parameters import WORD_EMBEDDINGS, parameters
-from megatron_ext.config.pipeline import layer_counts
+from megatron_ext.config.layers import Layer, stack
+from megatron_ext.config.parameters import (
+    WORD_EMBEDDINGS,
+    Parameter,
+    embedding_parameters,
+    layer_parameters,
+    output_parameters,
+)
+from megatron_ext.config.pipeline import first_layers, layer_counts
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 
 
@@ -47,9 +56,15 @@ class Shapes:
 
     def __init__(self, config: Config):
         self.counts = layer_counts(config)
+        whole = stack(config)
+        self.stacks = [
+            [whole[start : start + layers] for start, layers in zip(starts, stage, strict=True)]
+            for starts, stage in zip(first_layers(self.counts), self.counts, strict=True)
+        ]
+        """The layers of every chunk, `[stage][chunk]`."""
         self.tied = not config.model.untie_embeddings_and_output_weights
         layout = config.layout
-        self.embedding, self.table, self.layer, self.output = _parts(
+        self.embedding, self.table, self.layers, self.output = _parts(
             config.model,
             config.data,
             layout.tensor_model_parallel_size,
@@ -60,8 +75,24 @@ class Shapes:
     def representatives(self) -> list[int]:
         """For every stage the first one with the same contents."""
         last = len(self.counts) - 1
-        contents = [(counts, stage == 0, stage == last) for stage, counts in enumerate(self.counts)]
+        contents = [
+            ([chunk.kinds for chunk in chunks], stage == 0, stage == last) for stage, chunks in enumerate(self.stacks)
+        ]
         return [contents.index(held) for held in contents]
+
+    def part(self, layer: Layer) -> Part:
+        """What a rank holds of a layer."""
+        return self.layers[layer]
+
+    @property
+    def largest_layer(self) -> int:
+        """Elements that a rank holds of the largest layer of the model."""
+        return max(part.dense + part.experts for part in self.layers.values())
+
+    def layer_sizes(self, stage: int) -> list[int]:
+        """Elements that a rank of this stage holds of each of its layers."""
+        sizes = {kind: part.dense + part.experts for kind, part in self.layers.items()}
+        return [sizes[kind] for held in self.stacks[stage] for kind, number in held.kinds for _ in range(number)]
 
     def layers_of_stage(self, stage: int) -> int:
         return sum(self.counts[stage])
@@ -76,17 +107,18 @@ class Shapes:
 
     def parameters_of_chunk(self, stage: int, chunk: int) -> tuple[int, int]:
         """The same of one chunk; a tied embedding counts where it is looked up and where it is multiplied."""
-        layers = self.counts[stage][chunk]
-        dense = layers * self.layer.dense
+        held = [(self.layers[kind], number) for kind, number in self.stacks[stage][chunk].kinds]
+        dense = sum(number * part.dense for part, number in held)
         if self.is_first(stage, chunk):
             dense += self.embedding.dense
         if self.is_last(stage, chunk):
             dense += self.output.dense + (self.table if self.tied else 0)
-        return dense, layers * self.layer.experts
+        return dense, sum(number * part.experts for part, number in held)
 
     def norms_of_stage(self, stage: int) -> int:
         last = self.is_last(stage, len(self.counts[stage]) - 1)
-        return self.layers_of_stage(stage) * self.layer.norms + (self.output.norms if last else 0)
+        norms = sum(number * self.layers[kind].norms for chunk in self.stacks[stage] for kind, number in chunk.kinds)
+        return norms + (self.output.norms if last else 0)
 
     def is_first(self, stage: int, chunk: int) -> bool:
         """Whether this chunk has the embedding."""
@@ -100,27 +132,33 @@ class Shapes:
 @functools.lru_cache(maxsize=64)
 def _parts(
     model: ModelConfig, data: DataConfig, tensor: int, expert_tensor: int, expert_ranks: int
-) -> tuple[Part, int, Part, Part]:
-    """Embedding, the word embeddings in it, one layer, and what follows the layers."""
-    experts = model.num_experts or 0
-    one = dataclasses.replace(model, num_layers=1, num_experts=1 if experts else None)
-    found: dict[object, Part] = {}
-    table = 0
-    for parameter in parameters(Config(model=one, data=data)):
-        routed = parameter.expert is not None
-        held = math.prod(parameter.local_shape(expert_tensor if routed else tensor))
-        matrix = held if len(parameter.shape) > 1 else 0
-        if parameter.name == WORD_EMBEDDINGS:
-            table = held
-        if routed:
-            part = Part(0, held * experts // expert_ranks, 0, 0, 0, matrix)
-        elif "router" in parameter.name:
-            # Whole on every rank of tensor parallelism, which divides its tokens instead.
-            part = Part(held * experts, 0, 0, 0, matrix * experts // tensor, 0)
-        else:
-            attention = matrix if ".self_attention." in parameter.name else 0
-            norm = held if "layernorm" in parameter.name else 0
-            part = Part(held, 0, norm, attention, matrix - attention, matrix)
-        before = found.get(parameter.stage, Part(0, 0, 0, 0, 0, 0))
-        found[parameter.stage] = before + part
-    return found["embedding"], table, found[0], found["output"]
+) -> tuple[Part, int, dict[Layer, Part], Part]:
+    """Embedding, the word embeddings in it, a layer of each kind, and what follows the layers."""
+    config = Config(model=model, data=data)
+
+    def held(found: Iterable[Parameter], experts: int = 0) -> Part:
+        parts = (_part(parameter, tensor, expert_tensor, experts, expert_ranks) for parameter in found)
+        return sum(parts, Part(0, 0, 0, 0, 0, 0))
+
+    embedding, output = list(embedding_parameters(config)), list(output_parameters(config))
+    layers = {
+        kind: held(layer_parameters(config, kind, experts=[0]), kind.experts.count if kind.experts else 0)
+        for kind, _ in stack(config).kinds
+    }
+    [table] = (math.prod(p.local_shape(tensor)) for p in embedding if p.name == WORD_EMBEDDINGS)
+    return held(embedding), table, layers, held(output)
+
+
+def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, expert_ranks: int) -> Part:
+    """What a rank holds of a parameter; of that of one expert, what it holds of all `experts` of the layer."""
+    routed = parameter.expert is not None
+    held = math.prod(parameter.local_shape(expert_tensor if routed else tensor))
+    matrix = held if len(parameter.shape) > 1 else 0
+    if routed:
+        return Part(0, held * experts // expert_ranks, 0, 0, 0, matrix)
+    if "router" in parameter.name:
+        # Whole on every rank of tensor parallelism, which divides its tokens instead.
+        return Part(held, 0, 0, 0, matrix // tensor, 0)
+    attention = matrix if ".self_attention." in parameter.name else 0
+    norm = held if "layernorm" in parameter.name else 0
+    return Part(held, 0, norm, attention, matrix - attention, matrix)

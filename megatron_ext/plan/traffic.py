@@ -9,10 +9,12 @@ Sources: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, sections 5 and 7), Sho
 section 3), Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2), Narayanan et al. 2021 (arXiv:2104.04473, 2.2).
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.layers import Experts, Layer, Stack, stack
 from megatron_ext.config.schema import Config
 from megatron_ext.config.state import sharding, sharing_ranks, state_bytes
 from megatron_ext.plan.flops import repeated
@@ -54,8 +56,10 @@ class _Stage:
         self.activation = self.tokens * config.model.hidden_size * self.weight
         self.layers = self.shapes.layers_of_stage(stage)
         self.kind = sharding(config)
-        again = [repeated(config, layers) for layers in shapes.counts[stage]]
-        self.again = {part: sum(chunk[part] for chunk in again) for part in again[0]}
+        again = [repeated(config, held) for held in shapes.stacks[stage]]
+        self.held = _kinds(shapes.stacks[stage])
+        """The stage's layers: of each kind, how many."""
+        self.again = {part: _kinds(chunk[part] for chunk in again) for part in again[0]}
         """Layers of which recomputation repeats a part of the forward pass, and what that sends."""
 
     def terms(self) -> list[Term]:
@@ -101,21 +105,20 @@ class _Stage:
     def _tensor(self) -> Iterator[Term]:
         if self.tensor == 1:
             return
-        t, m, layers, model = self.tensor, self.microbatches, self.layers, self.config.model
+        t, m = self.tensor, self.microbatches
         first, last = self.stage == 0, self.stage == self.pipeline - 1
         one = m * (t - 1) / t * self.activation
-        # Routed experts have groups of their own.
-        mlp = 1 if model.num_experts is None or model.moe_shared_expert_intermediate_size is not None else 0
-        again = self.again["attention"] + mlp * self.again["mlp"]
+        # Attention, and an MLP. Routed experts have groups of their own.
+        blocks = self.layers + _number(self.held, lambda kind: kind.every_token)
+        again = _number(self.again["attention"]) + _number(self.again["mlp"], lambda kind: kind.every_token)
         if self.config.layout.sequence_parallel:
-            blocks = layers * (1 + mlp)
             gathers, scatters = 3 * blocks + again + first + 2 * last, 2 * blocks + again + first + last
             yield Term("tp", "all-gather", gathers * one, f"{gathers} m (t-1)/t A")
             yield Term("tp", "reduce-scatter", scatters * one, f"{scatters} m (t-1)/t A")
             norms = self.shapes.norms_of_stage(self.stage)
             yield Term("tp", "all-reduce", 2 * (t - 1) / t * 4 * norms, "2 (t-1)/t 4 norms")
         else:
-            sums = 4 * layers + again + first + last
+            sums = 2 * blocks + again + first + last
             yield Term("tp", "all-reduce", 2 * sums * one, f"{2 * sums} m (t-1)/t A")
         if last:
             # The loss over a divided vocabulary: largest logit, logit of the label, sum of exponentials, in fp32.
@@ -125,46 +128,64 @@ class _Stage:
         kinds = self.config.layout.cp_comm_type
         if self.context == 1 or len(set(kinds)) > 1:
             return
-        model, c = self.config.model, self.context
-        one_head = self.tokens * model.kv_channels * self.weight // self.tensor
-        keys, queries = 2 * model.num_key_value_heads * one_head, model.num_attention_heads * one_head
-        m, forward = self.microbatches, self.layers + self.again["core"]
-        layers = self.layers
+        m, c, layers = self.microbatches, self.context, self.layers
+        forward = layers + _number(self.again["core"])
+        # Bytes of all layers' keys and values: in a backward pass, and in a forward pass with what it repeats.
+        keys = sum(number * self._keys(kind) for kind, number in self.held.items())
+        keys_forward = keys + sum(number * self._keys(kind) for kind, number in self.again["core"].items())
         match kinds[0]:
             case "all_gather":
-                yield Term("cp", "all-gather", m * forward * (c - 1) * keys, f"m {_layers(forward, layers)} (c-1) KV")
-                yield Term("cp", "reduce-scatter", m * layers * (c - 1) * keys, "m L (c-1) KV")
+                yield Term("cp", "all-gather", m * (c - 1) * keys_forward, f"m {_layers(forward, layers)} (c-1) KV")
+                yield Term("cp", "reduce-scatter", m * (c - 1) * keys, "m L (c-1) KV")
             case "p2p":
                 # Forward the keys, backward the keys and, all the way home, their gradients in fp32.
-                sums = c * keys * 4 // self.weight
-                each = (forward + layers) * (c - 1) * keys + layers * sums
+                each = (c - 1) * (keys_forward + keys) + c * keys * 4 // self.weight
                 formula = f"m L ({_layers(forward + layers, layers).removesuffix('L')}(c-1) + {4 // self.weight} c) KV"
                 yield Term("cp", "send", m * each, formula)
             case "a2a":
                 # Queries, keys and values one way, what they attended to the other; backward the same.
-                each = (forward + layers) * (c - 1) / c * (2 * queries + keys)
+                passes = self.held + self.held + self.again["core"]
+                each = sum(
+                    number * (c - 1) / c * (self._queries(kind) + self._keys(kind)) for kind, number in passes.items()
+                )
                 yield Term("cp", "all-to-all", m * each, f"m {_layers(forward + layers, layers)} (c-1)/c (2Q + KV)")
+
+    def _keys(self, layer: Layer) -> int:
+        """Bytes of a rank's keys and values of a layer."""
+        attention = layer.attention
+        return attention.groups * (self._one_head(attention.head_size) + self._one_head(attention.value_head_size))
+
+    def _queries(self, layer: Layer) -> int:
+        """Bytes of a rank's queries of a layer, and of what they attended to."""
+        attention = layer.attention
+        return attention.query_heads * (self._one_head(attention.head_size) + self._one_head(attention.value_head_size))
+
+    def _one_head(self, channels: int) -> int:
+        return self.tokens * channels * self.weight // self.tensor
 
     def _experts(self) -> Iterator[Term]:
         """Tokens to their experts and back, forward and again backward; an even load is assumed."""
-        model, layout = self.config.model, self.config.layout
+        layout = self.config.layout
         ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size
-        if model.num_experts is None or ep * etp == 1:
+        if all(layer.experts is None for layer, _ in stack(self.config).kinds) or ep * etp == 1:
             return
         own = self.microbatches * self.activation / self.tensor
-        passes = 2 * self.layers + self.again["mlp"]  # forward and backward
-        times = _layers(passes, self.layers)
+        # Of each mixture of experts how many layers, and how many passes through them, forward and backward.
+        layers, passes = _mixtures(self.held), _mixtures(self.held + self.held + self.again["mlp"])
+        times = _layers(passes.total(), layers.total())
         if layout.moe_token_dispatcher_type == "allgather":
             others = ep * etp - 1
             # Beside the tokens: which experts each has, forward in bytes, and with which weights, in fp32.
-            weights = 4 * self.microbatches * self.layers * self.tokens / self.tensor * model.num_experts
-            yield Term("ep", "all-gather", others * (passes * own + 1.25 * weights), f"m {times} (E e - 1) T")
-            yield Term("ep", "reduce-scatter", others * (passes * own + weights), f"m {times} (E e - 1) T")
+            one = 4 * self.microbatches * self.tokens / self.tensor
+            weights = sum(number * one * experts.count for experts, number in layers.items())
+            tokens = passes.total() * own
+            yield Term("ep", "all-gather", others * (tokens + 1.25 * weights), f"m {times} (E e - 1) T")
+            yield Term("ep", "reduce-scatter", others * (tokens + weights), f"m {times} (E e - 1) T")
             return
-        k = model.moe_router_topk
-        yield Term("ep", "all-to-all", 2 * passes * k * (ep - 1) / ep * own, f"2 m {times} k (E-1)/E T")
+        pairs = sum(number * experts.top_k for experts, number in passes.items())
+        yield Term("ep", "all-to-all", 2 * pairs * (ep - 1) / ep * own, f"2 m {times} k (E-1)/E T")
         if etp > 1:
-            each = passes * k * (etp - 1) * own
+            each = pairs * (etp - 1) * own
             yield Term("ep", "all-gather", each, f"m {times} k (e-1) T")
             yield Term("ep", "reduce-scatter", each, f"m {times} k (e-1) T")
 
@@ -181,6 +202,28 @@ class _Stage:
         if not self.config.model.untie_embeddings_and_output_weights and (last or self.stage == 0):
             table = self.config.model.padded_vocab_size * self.config.model.hidden_size // self.tensor
             yield Term("pp", "all-reduce", 4.0 * table, "2 (2-1)/2 4 V/t H")
+
+
+def _kinds(stacks: Iterable[Stack]) -> Counter[Layer]:
+    """How many layers of each kind there are in several chunks."""
+    found: Counter[Layer] = Counter()
+    for held in stacks:
+        found.update(dict(held.kinds))
+    return found
+
+
+def _number(layers: Counter[Layer], where: Callable[[Layer], object] = lambda kind: True) -> int:
+    """Number of the layers for which `where` holds."""
+    return sum(number for kind, number in layers.items() if where(kind))
+
+
+def _mixtures(layers: Counter[Layer]) -> Counter[Experts]:
+    """How many layers have each mixture of experts."""
+    found: Counter[Experts] = Counter()
+    for kind, number in layers.items():
+        if kind.experts is not None:
+            found[kind.experts] += number
+    return found
 
 
 def _layers(passes: float, layers: int) -> str:

@@ -10,6 +10,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.layers import stack
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import NumericError
@@ -181,7 +182,8 @@ def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
     if run.world_size > 1:
         torch.distributed.all_reduce(total)
     model = run.config.model
-    load_balancing, z = (total / (microbatches * model.num_layers)).tolist()
+    routers = stack(run.config).count(lambda layer: layer.experts is not None)
+    load_balancing, z = (total / (microbatches * routers)).tolist()
     return AuxiliaryLosses(
         load_balancing=load_balancing if model.load_balancing_coefficient else None,
         z=z if model.moe_z_loss_coeff is not None else None,

@@ -1,5 +1,6 @@
 """What context parallelism touches beside the model's numbers, which tests/parity compares."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,14 @@ CP2 = ["--context-parallel-size", "2", "--attention-dropout", "0", "--cp-comm-ty
 LENGTH, SCALE, EOD = 32, 0.3, 3
 
 
-def _chunks_and_attention() -> dict[str, Any]:
-    """On one of four ranks: megatron-core's chunks and ours, and how far every exchange is from whole attention."""
+def _chunks_and_attention() -> list[dict[str, Any]]:
+    """On one of four ranks: megatron-core's chunks and ours, and how far every exchange is from whole attention, with
+    values of the keys' size, of a smaller and of a larger one."""
+    torch.distributed.init_process_group("gloo")
+    return [_far_from_whole(value_size) for value_size in (8, 4, 12)]
+
+
+def _far_from_whole(value_size: int) -> dict[str, Any]:
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     from megatron_ext.data.batch import Batch, StageView, divide
@@ -28,7 +35,6 @@ def _chunks_and_attention() -> dict[str, Any]:
     from megatron_ext.model.packed_attention import attend_documents
     from megatron_ext.model.runs import attend_runs
 
-    torch.distributed.init_process_group("gloo")
     group: Any = torch.distributed.group.WORLD
     rank, size = group.rank(), group.size()
     generator = torch.Generator().manual_seed(0)
@@ -41,9 +47,9 @@ def _chunks_and_attention() -> dict[str, Any]:
     def held(whole_BHSD: torch.Tensor) -> torch.Tensor:
         return context_parallel._in_chunks(whole_BHSD, size)[rank]
 
-    shapes = (2, 8, LENGTH, 8), (2, 4, LENGTH, 8), (2, 4, LENGTH, 8)
+    shapes = (2, 8, LENGTH, 8), (2, 4, LENGTH, 8), (2, 4, LENGTH, value_size)
     query, key, value = (torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes)
-    weight = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+    weight = torch.randn((2, 8, LENGTH, value_size), generator=generator, dtype=torch.float64)
     packed, own = documents_of(tokens, EOD), documents_of(tokens, EOD, rank, size)
     plain = partial(attend_runs, runs=context_parallel.runs_of_rank(0, 1, LENGTH), scale=SCALE)
     by_document = partial(attend_documents, documents=packed, scale=SCALE)
@@ -70,7 +76,7 @@ def _chunks_and_attention() -> dict[str, Any]:
 
 
 def test_every_exchange_is_whole_attention_and_its_gradient() -> None:
-    for result in run_ranks(4, _chunks_and_attention):
+    for result in itertools.chain.from_iterable(run_ranks(4, _chunks_and_attention)):
         assert result.pop("chunks")
         assert len(result) == 5
         assert max(result.values()) < 1e-12, result

@@ -63,7 +63,7 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
         stage, shapes, formulas = run.groups.pp.rank(), Shapes(config), Activations(config, fused=False)
         chunks = [
             formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=shapes.is_last(stage, chunk))
-            for chunk, layers in enumerate(shapes.counts[stage])
+            for chunk, layers in enumerate(shapes.stacks[stage])
         ]
         layout = config.layout
         works = order(

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.config.layers import layers, stack
 from megatron_ext.config.schema import Config
 from megatron_ext.parallel import groups
 from megatron_ext.plan.activations import Activations
@@ -16,17 +17,18 @@ UNIT = 4 * S * B * H
 """Bytes of one [S, B, H] in fp32: a layer's input."""
 
 
-def _config(layers: int, other: dict[str, Any] | None = None, **recompute: Any) -> Config:
-    sizes = {"num_layers": layers, "seq_length": S, "max_position_embeddings": S}
+def _config(number: int, other: dict[str, Any] | None = None, **recompute: Any) -> Config:
+    sizes = {"num_layers": number, "seq_length": S, "max_position_embeddings": S}
     return small_config({**LLAMA, **sizes, **(other or {})}, training=recompute)
 
 
-def _formula(layers: int, other: dict[str, Any] | None = None, **recompute: Any) -> float:
-    return Activations(_config(layers, other, **recompute), fused=False).chunk(layers, first=True, last=True).held
+def _formula(number: int, other: dict[str, Any] | None = None, **recompute: Any) -> float:
+    config = _config(number, other, **recompute)
+    return Activations(config, fused=False).chunk(stack(config), first=True, last=True).held
 
 
-def _held(layers: int, other: dict[str, Any] | None = None, **recompute: Any) -> int:
-    [gpt], _ = build_small_model(_config(layers, other, **recompute))
+def _held(number: int, other: dict[str, Any] | None = None, **recompute: Any) -> int:
+    [gpt], _ = build_small_model(_config(number, other, **recompute))
     tokens = torch.randint(0, 250, (B, S + 1), generator=torch.Generator().manual_seed(0))
     inputs, positions = tokens[:, :-1].contiguous(), torch.arange(S).expand(B, S)
     labels = tokens[:, 1:].contiguous()
@@ -70,7 +72,8 @@ def test_every_mode_holds_what_its_formula_says() -> None:
 
 def test_a_layer_is_what_docs_say() -> None:
     """15.6 residual streams, of which the parts are written out here."""
-    layer = Activations(_config(LAYERS), fused=False).layer()
+    config = _config(LAYERS)
+    layer = Activations(config, fused=False).layer(layers(config)[0])
     assert layer.core == UNIT + 4 * B * HEADS * S  # context and the softmax's normalizer
     assert layer.norms == 2 * (UNIT + 4 * S * B)  # output, and 1/RMS of every token
     assert layer.mlp == 5 * UNIT * F // H  # gate and up (2F), silu(gate), a copy of up, their product

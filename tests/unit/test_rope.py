@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron_ext.config.schema import ModelConfig
+from megatron_ext.config.layers import RotaryScaling
 from megatron_ext.model.rope import rotate, rotate_reference, scaled_inverse_frequencies
 
 
@@ -15,19 +15,21 @@ def _frequencies(base: float = 500000.0, channels: int = 128) -> torch.Tensor:
 def test_equals_megatron_core_for_the_constants_that_it_knows() -> None:
     frequencies = _frequencies()
     expected = RotaryEmbedding._apply_scaling(None, frequencies, factor=8.0)  # pyright: ignore
-    torch.testing.assert_close(scaled_inverse_frequencies(frequencies, ModelConfig()), expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        scaled_inverse_frequencies(frequencies, RotaryScaling(8.0, 1.0, 4.0, 8192)), expected, rtol=2e-6, atol=0
+    )
 
 
 def test_other_constants_take_effect() -> None:
     """Llama 3.2: factor 32. And by hand, at an original length of 1,000: waves above 1,000 and below 250."""
-    model = ModelConfig(rope_scaling_factor=32.0, rope_scaling_original_max_position_embeddings=1000)
+    scaling = RotaryScaling(32.0, 1.0, 4.0, original_positions=1000)
     wavelengths = torch.tensor([2000.0, 1000.0, 400.0, 250.0, 100.0], dtype=torch.float64)
     frequencies = 2.0 * torch.pi / wavelengths
     kept = torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0], dtype=torch.float64)
     expected = frequencies * (kept + (1.0 - kept) / 32.0)
-    torch.testing.assert_close(scaled_inverse_frequencies(frequencies, model), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(scaled_inverse_frequencies(frequencies, scaling), expected, rtol=1e-12, atol=0)
 
-    narrower = ModelConfig(rope_scaling_low_freq_factor=2.0, rope_scaling_original_max_position_embeddings=1000)
+    narrower = RotaryScaling(8.0, 2.0, 4.0, original_positions=1000)
     assert scaled_inverse_frequencies(frequencies, narrower)[2] < frequencies[2] / 2.0
 
 

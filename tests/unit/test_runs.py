@@ -15,16 +15,18 @@ SCALE = 0.3
 RUNS = (Run(0, 5, 0, 5), Run(5, 3, 5, 3), Run(8, 4, 6, 10), Run(12, 1, 3, 9))
 
 
-def heads(groups: int, dtype: torch.dtype, queries: int = 13, keys: int = 16) -> list[torch.Tensor]:
+def heads(
+    groups: int, dtype: torch.dtype, queries: int = 13, keys: int = 16, value_size: int = 8
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    shapes = (2, 4, queries, 8), (2, groups, keys, 8), (2, groups, keys, 8)
+    shapes = (2, 4, queries, 8), (2, groups, keys, 8), (2, groups, keys, value_size)
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 0.1)])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_runs_are_attention_with_a_mask(groups: int, dtype: torch.dtype, tolerance: float) -> None:
-    query, key, value = heads(groups, dtype)
+@pytest.mark.parametrize(("groups", "value_size"), [(1, 8), (2, 8), (4, 8), (2, 4), (4, 12)])
+def test_runs_are_attention_with_a_mask(groups: int, value_size: int, dtype: torch.dtype, tolerance: float) -> None:
+    query, key, value = heads(groups, dtype, value_size=value_size)
     exact = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
     out = attend_runs(query, key, value, RUNS, SCALE)
     expected = attend_runs_reference(exact[0], exact[1], exact[2], RUNS, SCALE)
@@ -39,9 +41,9 @@ def test_runs_are_attention_with_a_mask(groups: int, dtype: torch.dtype, toleran
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("groups", [2, 4])
-def test_kernels_equal_what_is_written_out(groups: int, causal: bool) -> None:
-    query, key, value = (tensor.detach() for tensor in heads(groups, torch.float64, 12, 12))
+@pytest.mark.parametrize(("groups", "value_size"), [(2, 8), (4, 8), (2, 4), (4, 12)])
+def test_kernels_equal_what_is_written_out(groups: int, value_size: int, causal: bool) -> None:
+    query, key, value = (tensor.detach() for tensor in heads(groups, torch.float64, 12, 12, value_size))
     out, log_sum_exp = kernels.block_forward(query, key, value, causal=causal, scale=SCALE)
     expected = kernels.block_forward_reference(query, key, value, causal=causal, scale=SCALE)
     torch.testing.assert_close((out, log_sum_exp.double()), expected)
