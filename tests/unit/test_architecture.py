@@ -117,6 +117,51 @@ def test_the_device_comes_before_the_engine() -> None:
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
 
 
+# Fields of the configuration that say how many layers there are and what they are; `config/layers.py` reads them.
+OF_LAYERS = {
+    "num_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "kv_channels",
+    "ffn_hidden_size",
+    "expert_ffn_hidden_size",
+    "moe_router_topk",
+    "rotary_base",
+    "rotary_percent",
+    "qk_layernorm",
+}
+READS_FIELDS_OF_LAYERS = {
+    "config/layers.py": "describes the layers",
+    "config/schema/model.py": "defaults of one field by another",
+    "config/rules/": "judge what was typed, by the flags that were typed",
+    "config/pipeline.py": "divides the number of layers over stages",
+    "config/families.py": "compares flags with those of a family",
+    "config/hf_config.py": "translates flags to config.json",
+    "model/config.py": "translates flags to megatron-core's configuration, which is one for all layers",
+    "checkpoint/hf_export.py": "writes the flags into the model card",
+    "checkpoint/hf_import.py": "sizes of the tensors that stack all layers in a checkpoint",
+    "verify/activations.py": "names the modules of every layer",
+}
+
+
+def _read_fields(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & OF_LAYERS
+
+
+def test_layers_are_described_in_one_place() -> None:
+    """Nobody else multiplies one layer by their number, or knows the sizes of all layers from a flag."""
+    found = {str(path.relative_to(PACKAGE)): _read_fields(path) for path in sources()}
+    others = {
+        name: sorted(fields)
+        for name, fields in found.items()
+        if fields and not any(name.startswith(allowed) for allowed in READS_FIELDS_OF_LAYERS)
+    }
+    assert not others, f"read the layers of config/layers.py instead: {others}"
+    for allowed in READS_FIELDS_OF_LAYERS:
+        assert any(fields for name, fields in found.items() if name.startswith(allowed)), f"{allowed} reads none"
+
+
 def test_no_two_test_files_share_a_name() -> None:
     """Ranks import a test's module by its name alone, and would get the other one."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")]

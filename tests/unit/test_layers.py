@@ -1,0 +1,134 @@
+"""The description of a layer: equal layers are one kind, and everything that sums over layers takes each by its own."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ext.config import layers as described
+from megatron_ext.config.flops import active_parameters, flops_per_token
+from megatron_ext.config.layers import Attention, Layer, layers, stack
+from megatron_ext.config.parameters import count, count_per_rank, layer_parameters, parameters
+from megatron_ext.config.report import describe
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.plan.activations import Activations
+from megatron_ext.plan.flops import forward_flops
+from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.traffic import sent
+from tests.small_models import LLAMA, small_config
+
+MIXTURE = {**LLAMA, "num_layers": 4, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+
+
+def of_two_kinds(model: ModelConfig, number: int) -> Layer:
+    """A dense first layer with a window; then mixtures of experts without one."""
+    layer = _LAYER(model, number)
+    if number > 0:
+        return layer
+    dense = described._mlp(model, model.ffn_hidden_size)
+    return replace(layer, mlp=dense, attention=replace(layer.attention, window=4))
+
+
+_LAYER = described._layer
+
+
+@pytest.fixture
+def two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(described, "_layer", of_two_kinds)
+    described._stack.cache_clear()
+    yield  # pyright: ignore[reportReturnType]
+    described._stack.cache_clear()
+
+
+def _config(**layout: int) -> Config:
+    # Another epsilon than elsewhere: what other tests cached of this model is of one kind.
+    return small_config({**MIXTURE, "norm_epsilon": 3e-5}, {"world_size": 1, **layout}, {"train_iters": 1})
+
+
+def test_layers_of_one_kind_are_equal_and_have_their_own_numbers() -> None:
+    held = layers(small_config(LLAMA))
+    assert [layer.number for layer in held] == [0, 1, 2, 3]
+    assert len(set(held)) == 1
+    assert stack(small_config(LLAMA)).kinds == ((held[0], 4),)
+    assert len(stack(small_config(LLAMA))[1:3]) == 2
+
+
+@pytest.mark.usefixtures("two_kinds")
+def test_every_sum_takes_each_layer_by_its_own() -> None:
+    config = _config()
+    first, *others = layers(config)
+    sizes = [sum(p.size for p in layer_parameters(config, layer)) for layer in (first, others[0])]
+    one_expert, mlp = 3 * 64 * 32, 3 * 64 * 96
+    assert sizes[1] - sizes[0] == 4 * one_expert + 4 * 64 - mlp
+    ends = sum(p.size for p in parameters(config) if not isinstance(p.stage, int))
+    assert count(config) == ends + sizes[0] + 3 * sizes[1]
+    assert active_parameters(config) == count(config) - 3 * 2 * one_expert
+    matrices = sum(p.size for p in parameters(config) if isinstance(p.stage, int) and len(p.shape) > 1)
+    # Queries of the first layer see 4 - 4^2 / (2 16) = 3.5 keys, counted as elsewhere half of 16; heads are 4 x 16.
+    core = 3 * (4 * 64) * (3.5 + 3 * 8)
+    assert flops_per_token(config) == 6 * (250 * 64 + matrices - 3 * 2 * one_expert) + core
+    assert "experts              2 of 4 of width 32 for each token, in 3 of 4 layers" in describe(config)
+
+
+@pytest.mark.usefixtures("two_kinds")
+def test_the_planner_takes_every_stage_by_its_own_layers() -> None:
+    config = _config(world_size=4, pipeline_model_parallel_size=4)
+    shapes, one = Shapes(config), Activations(config, fused=True)
+    held = [shapes.parameters_of_stage(stage) for stage in range(4)]
+    assert [dense + experts for dense, experts in held] == count_per_rank(config)
+    assert [experts for _, experts in held] == count_per_rank(config, experts=True)
+    assert held[0][1] == 0 < held[1][1]
+    assert shapes.representatives() == [0, 1, 1, 3]
+    whole = _config()
+    stages = sum(forward_flops(config, shapes, stage, 0) for stage in range(4))
+    assert stages == forward_flops(whole, Shapes(whole), 0, 0)
+    dense, mixture = (one.layer(layer).total for layer in layers(config)[:2])
+    assert dense != mixture
+    assert one.total(stack(config)) == dense + 3 * mixture
+    assert one.chunk(stack(config)[:2], first=False, last=False).layers == dense + mixture
+
+
+@pytest.mark.usefixtures("two_kinds")
+def test_only_layers_with_experts_send_tokens_to_them() -> None:
+    config = _config(world_size=8, pipeline_model_parallel_size=4, expert_model_parallel_size=2)
+    to_experts = [sum(term.bytes for term in sent(config, stage) if term.axis == "ep") for stage in range(4)]
+    assert to_experts[0] == 0
+    assert to_experts[1] == to_experts[2] == to_experts[3] > 0
+
+
+def _catalogue(layer: Layer) -> dict[str, tuple[int, ...]]:
+    prefix = "decoder.layers.0."
+    return {p.name.removeprefix(prefix): p.shape for p in layer_parameters(small_config(LLAMA), layer)}
+
+
+def test_norms_may_stand_after_attention_and_mlp() -> None:
+    before = layers(small_config(LLAMA))[0]
+    usual, after, both = (_catalogue(replace(before, norm_places=places)) for places in ("before", "after", "both"))
+    norms_before = {"input_layernorm.weight", "pre_mlp_layernorm.weight"}
+    norms_after = {"post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"}
+    assert usual.keys() - after.keys() == norms_before
+    assert after.keys() - usual.keys() == norms_after
+    assert both.keys() == usual.keys() | after.keys()
+    assert {both[name] for name in norms_before | norms_after} == {(64,)}
+
+
+def test_norms_of_queries_and_keys_and_sizes_of_values() -> None:
+    layer = layers(small_config(LLAMA))[0]
+    attention: Attention = replace(layer.attention, qk_norm="projection", value_head_size=8)
+    found = _catalogue(replace(layer, attention=attention))
+    assert found["self_attention.q_layernorm.weight"] == (4 * 16,)
+    assert found["self_attention.k_layernorm.weight"] == (2 * 16,)
+    assert found["self_attention.linear_qkv.weight"] == (4 * 16 + 2 * 16 + 2 * 8, 64)
+    assert found["self_attention.linear_proj.weight"] == (64, 4 * 8)
+    divided = [
+        p for p in layer_parameters(small_config(LLAMA), replace(layer, attention=attention)) if "q_lay" in p.name
+    ]
+    assert [p.local_shape(2) for p in divided] == [(32,)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
+def test_the_keys_that_a_query_sees(window: int | None) -> None:
+    """Half a key a query less than counted one by one, as half of the sequence is for full attention."""
+    attention = replace(layers(small_config(LLAMA))[0].attention, window=window)
+    counted = sum(min(position + 1, window or 16) for position in range(16)) / 16
+    seen = min(window or 16, 16)
+    assert attention.mean_keys(16) == pytest.approx(counted - seen / (2 * 16))
