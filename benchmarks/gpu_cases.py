@@ -87,8 +87,8 @@ class Case:
     needs: tuple[str, ...] = ()
 
 
-ENGINE = ("torch", "megatron.core", "psutil", "yaml", "tokenizers")
-"""What pretrain_gpt.py imports."""
+PACKAGES = ("torch", "triton", "megatron.core", "yaml", "psutil", "einops", "tokenizers", "orjson", "gigatoken")
+"""Modules whose absence is worth a line at the start; none of the cases needs the last three."""
 
 
 def cases(device: str) -> list[Case]:
@@ -120,7 +120,14 @@ PHASES = {"facts": _facts, "smoke": _smoke, "matches": _matches, "speed": _speed
 
 
 def _trial(name: str, phase: str, device: str, kind: str, flags: str, *, alone: bool = False) -> Case:
-    return _helper("gpu_trial.py", name, phase, device, kind, flags, alone=alone, needs=ENGINE)
+    needs = ["torch", "megatron.core", "yaml"]
+    if device == "cpu" or kind == "match":
+        needs.append("psutil")
+    if "--use-megatron-fsdp" in flags:
+        needs.append("einops")
+    if device == "cuda" and "--torch-compile" in flags:
+        needs.append("triton")
+    return _helper("gpu_trial.py", name, phase, device, kind, flags, alone=alone, needs=tuple(needs))
 
 
 def _helper(

@@ -38,7 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_cases import ENGINE, PHASES, ROOT, Case, cases
+from benchmarks.gpu_cases import PACKAGES, PHASES, ROOT, Case, cases
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import NumericError
 
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     if options.list:
         print("\n".join(f"{case.phase}: {case.name} (<= {options.limit or case.limit:g} s)" for case in chosen))
         return 0
-    print(f"missing: {', '.join(missing(ENGINE)) or 'nothing'}", flush=True)
+    print(f"missing: {', '.join(missing(PACKAGES)) or 'nothing'}", flush=True)
     session = Session(Path(options.output), options.device, options.budget_seconds, options.limit)
     session.run(chosen, options.jobs)
     print(session.summary(), flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_session
-from benchmarks.gpu_cases import PHASES, Case, cases
+from benchmarks.gpu_cases import MATCHES, PHASES, Case, cases
 from benchmarks.gpu_session import Session, main, missing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +127,7 @@ def test_cases_have_names_of_their_own_and_commands_that_exist(device: str) -> N
     assert len({(case.phase, case.name) for case in found}) == len(found)
     assert {case.phase for case in found} <= PHASES.keys()
     assert all(Path(case.command[1]).exists() and case.command[2] == device for case in found)
+    assert {case.name for case in found if "einops" in case.needs} == {name for name in MATCHES if "ZeRO" in name}
     assert ("speed" in {case.phase for case in found}) == (device == "cuda")
 
 
