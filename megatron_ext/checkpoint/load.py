@@ -177,7 +177,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip() or type(error).__name__
-    # torch's first lines on a pickle that it refuses say how to run it all the same; what it asks for comes behind them.
+    # torch's first lines on a pickle that it refuses say how to run it all the same; what it asks for comes after them.
     asked = [line.partition(". Please use")[0] for line in text.splitlines() if " GLOBAL " in line]
     text = asked[0] if asked else text
     return f"{type(error).__name__}: {text.splitlines()[0][:300]}"
