@@ -28,8 +28,8 @@ def block_forward(
     """softmax(scale Q K^T) V over these keys alone, [B, H, Q, V], and the log-sum-exp of its scores, fp32 [B, H, Q]."""
     channels = value_BGKD.size(-1)
     if channels != query_BHQD.size(-1):
-        widened = _widened(query_BHQD, key_BGKD, value_BGKD)
-        out, log_sum_exp = block_forward(*widened, causal=causal, scale=scale)
+        query, key, value = _widened(query_BHQD, key_BGKD, value_BGKD)
+        out, log_sum_exp = block_forward(query, key, value, causal=causal, scale=scale)
         return out[..., :channels], log_sum_exp
     tensors = query_BHQD, key_BGKD, value_BGKD
     if _has_cpu_kernel(query_BHQD):
@@ -60,8 +60,8 @@ def block_backward(
     """
     tensors = grad_BHQD, query_BHQD, key_BGKD, value_BGKD, out_BHQD, log_sum_exp_BHQ
     if value_BGKD.size(-1) != query_BHQD.size(-1):
-        widened = _widened(*tensors[:-1])
-        parts = block_backward(*widened, log_sum_exp_BHQ, causal=causal, scale=scale)
+        grad, query, key, value, out = _widened(*tensors[:-1])
+        parts = block_backward(grad, query, key, value, out, log_sum_exp_BHQ, causal=causal, scale=scale)
         query, key, value = (part[..., : like.size(-1)] for part, like in zip(parts, tensors[1:4], strict=True))
         return query, key, value
     if _has_cpu_kernel(query_BHQD):

@@ -1,5 +1,6 @@
 """The description of a layer: equal layers are one kind, and everything that sums over layers takes each by its own."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -32,10 +33,10 @@ _LAYER = described._layer
 
 
 @pytest.fixture
-def two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(described, "_layer", of_two_kinds)
     described._stack.cache_clear()
-    yield  # pyright: ignore[reportReturnType]
+    yield
     described._stack.cache_clear()
 
 
