@@ -29,7 +29,8 @@ def file_inside(folder: Path, name: str, *, also: Sequence[Path] = (), nested: b
     kind = _kind(path)
     if kind is None:
         raise DataError(f"{path} is missing")
-    _check_links(folder, path, also)
+    if nested or path.is_symlink():
+        _check_links(folder, path, also)
     if not stat.S_ISREG(kind):
         raise DataError(f"{path} is no file but {_word(kind)}; nothing was read")
     return path
@@ -50,15 +51,23 @@ def check_folder(folder: Path) -> None:
         DataError: naming the first that is not.
         OSError: the folder cannot be read.
     """
-    for parent, folders, files in os.walk(folder, onerror=_raise):
-        for name in (*folders, *files):
-            path = Path(parent, name)
-            kind = path.lstat().st_mode
-            if stat.S_ISLNK(kind):
-                _check_links(folder, path, ())
-                kind = _kind(path) or stat.S_IFREG  # a link to nothing is as good as a missing file
-            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-                raise DataError(f"{path} is no file but {_word(kind)}; nothing was read")
+    left = [folder]
+    while left:
+        with os.scandir(left.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(Path(entry.path))
+                elif not entry.is_file(follow_symlinks=False):
+                    _check_special(folder, Path(entry.path))
+
+
+def _check_special(folder: Path, path: Path) -> None:
+    """Of what is neither file nor folder, a link inside of the folder may stay; one to nothing is a missing file."""
+    if path.is_symlink():
+        _check_links(folder, path, ())
+    kind = _kind(path)
+    if kind is not None and not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+        raise DataError(f"{path} is no file but {_word(kind)}; nothing was read")
 
 
 def read_inside(folder: Path, name: str, most: int) -> bytes:
@@ -91,7 +100,3 @@ def _kind(path: Path) -> int | None:
 def _word(kind: int) -> str:
     words = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return words.get(stat.S_IFMT(kind), "a device")
-
-
-def _raise(error: OSError) -> None:
-    raise error
