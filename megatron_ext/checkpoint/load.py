@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import contents, megatron_lm
-from megatron_ext.checkpoint.folder import RELEASE, Found, find_all, find_iteration
+from megatron_ext.checkpoint.folder import RELEASE, Found, find_to_load
 from megatron_ext.checkpoint.safe_reading import SafeReader, no_code_from_files
 from megatron_ext.checkpoint.saveable import Saveable
 from megatron_ext.checkpoint.verify import damage
@@ -35,7 +35,7 @@ _UNREADABLE = (
 
 
 def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
-    """Put the latest checkpoint of `folder` into `run`. Collective.
+    """Put the latest checkpoint of `folder`, or the one that it is, into `run`. Collective.
 
     In the layout that saved it, the run then goes on exactly as if it had not been interrupted, unless --finetune and
     the like leave parts of it aside. A checkpoint that is
@@ -155,8 +155,7 @@ def _agree_on_candidates(run: Saveable, folder: str | Path) -> list[Found]:
     answer: list[list[Found] | TrainingError] = [[]]
     if run.rank == 0:
         try:
-            step = run.config.checkpoint.ckpt_step
-            answer = [find_all(folder) if step is None else [find_iteration(folder, step)]]
+            answer = [find_to_load(folder, run.config.checkpoint.ckpt_step)]
         except DataError as error:
             answer = [error]
         except OSError as error:
@@ -178,7 +177,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip() or type(error).__name__
-    # Of a pickle that it refuses, torch first says how to run it all the same, and then what it asks for.
+    # torch's first lines on a pickle that it refuses say how to run it all the same; what it asks for comes after them.
     asked = [line.partition(". Please use")[0] for line in text.splitlines() if " GLOBAL " in line]
     text = asked[0] if asked else text
     return f"{type(error).__name__}: {text.splitlines()[0][:300]}"
