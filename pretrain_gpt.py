@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_ext.config.lr_scale import scaling_text
 from megatron_ext.resilience import launch
 from megatron_ext.resilience.launcher_watch import watch_launcher
-from megatron_ext.resilience.report import RunStatus, end_process, run_guarded
+from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
 from megatron_ext.train.configure import configure
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str], status: RunStatus) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     scaled = scaling_text(configured.typed.values, config) if status.rank == 0 else None
     if configured.typed.dry_run:
-        from megatron_ext.config.report import describe
+        from megatron_ext.config.dry_run import describe
 
         print(describe(config), *([scaled] if scaled else []), sep="\n\n")
         return 0

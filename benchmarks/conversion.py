@@ -45,7 +45,7 @@ def write_model(folder: Path) -> None:
     """Write the model. In a process of its own: a child's peak memory begins with its parent's."""
     import numpy as np
 
-    from megatron_ext.checkpoint.hf_safetensors import create
+    from megatron_ext.checkpoint.huggingface.safetensors import create
     from megatron_ext.config.families import FAMILIES, arrangement
     from megatron_ext.config.hf_config import read_hf_config
     from megatron_ext.config.resolve import Facts, resolve
@@ -90,7 +90,7 @@ def measure(folder: Path, turns: int) -> dict[str, Any]:
     size = (source / "model.safetensors").stat().st_size
     kind = subprocess.run(["stat", "-f", "-c", "%T", source], capture_output=True, text=True, check=True).stdout.strip()
     convert = [sys.executable, "tools/convert_checkpoint.py"]
-    imports = "import megatron_ext.checkpoint.hf_import, megatron_ext.checkpoint.hf_export"
+    imports = "import megatron_ext.checkpoint.huggingface.importer, megatron_ext.checkpoint.huggingface.exporter"
     commands = {
         "cp": ["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/*', str(source), str(copy)],
         "start and imports alone": [sys.executable, "-c", imports],

@@ -103,7 +103,7 @@ def run_ours(pipe: Connection, contestant: Contestant, data_flags: list[str], st
     config = configure([*FLAGS, *data, *contestant.flags, "--train-iters", str(steps)]).config
     here = device.install("cpu")
     from megatron_ext.model.names import global_named_parameters
-    from megatron_ext.resilience.report import RunStatus
+    from megatron_ext.resilience.process_end import RunStatus
     from megatron_ext.resilience.signals import SignalWatcher
     from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks.standard import standard_callbacks

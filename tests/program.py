@@ -21,7 +21,7 @@ class Ended:
 def run_program(argv: Sequence[str]) -> Ended:
     """Run the program on this rank; `samples` are those that its loader really asked its training data for."""
     from megatron_ext.data.loader import BatchLoader
-    from megatron_ext.resilience.report import RunStatus, run_guarded
+    from megatron_ext.resilience.process_end import RunStatus, run_guarded
     from pretrain_gpt import main
 
     samples: list[int] = []

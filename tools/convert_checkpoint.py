@@ -42,14 +42,14 @@ def main(argv: list[str]) -> int:
         raise ConfigurationError(f"--check-samples {options.check_samples} must be positive; leave it out for 64")
     started = time.perf_counter()
     if options.direction == "from-hf":
-        from megatron_ext.checkpoint.hf_import import import_huggingface
+        from megatron_ext.checkpoint.huggingface.importer import import_huggingface
 
         path = import_huggingface(options.load, options.save)
         print(f"wrote {path} in {time.perf_counter() - started:.1f} s; begin with --load {options.save}", flush=True)
         return 0
     size = _bytes(options.max_shard_size)
-    from megatron_ext.checkpoint.hf_export import export_huggingface
-    from megatron_ext.checkpoint.hf_saved import SavedModel
+    from megatron_ext.checkpoint.huggingface.exporter import export_huggingface
+    from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 
     source = SavedModel(options.load)
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype()

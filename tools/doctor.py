@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.config.schema import Config
+from megatron_ext.doctor.examine import examine, exit_code
+from megatron_ext.doctor.finding import Finding, Launch, error
 from megatron_ext.errors import ConfigurationError, PeerLostError
-from megatron_ext.resilience.report import end_process
-from megatron_ext.verify.doctor.examine import examine, exit_code
-from megatron_ext.verify.doctor.finding import Finding, Launch, error
+from megatron_ext.resilience.process_end import end_process
 
 
 def main(argv: list[str]) -> int:
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _collectives(kind: str, seconds: float, megabytes: float) -> int:
-    from megatron_ext.verify.doctor.collectives import NotTheReporter, check_collectives
+    from megatron_ext.doctor.collectives import NotTheReporter, check_collectives
 
     try:
         for finding in check_collectives(kind, seconds, megabytes):

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.config.foreign.translate import KINDS, SOURCES, Translation, read, translate
+from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, read, translate
 
 
 def main(argv: list[str]) -> int:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.checkpoint import manifest
-from megatron_ext.checkpoint.folder import checkpoint_at, find_latest, iteration_folder, saved_iterations
+from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native.folder import checkpoint_at, find_latest, iteration_folder, saved_iterations
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import ConfigurationError, DataError
 
@@ -55,7 +55,7 @@ def show(path: Path) -> int:
     from megatron_ext import device
 
     device.install("cpu")
-    from megatron_ext.checkpoint.tensors import Tensors
+    from megatron_ext.checkpoint.native.tensors import Tensors
 
     tensors = Tensors(_checkpoint(path))
     common = tensors.common()
@@ -89,7 +89,7 @@ def diff(first: Path, second: Path) -> int:
     from megatron_ext import device
 
     device.install("cpu")
-    from megatron_ext.checkpoint.tensors import Tensors, differences
+    from megatron_ext.checkpoint.native.tensors import Tensors, differences
 
     one, other = Tensors(_checkpoint(first)), Tensors(_checkpoint(second))
     found = list(differences(one, other))

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.data.merge import find_prefixes, merge_indexed_files
+from megatron_ext.data.prepare.merge import find_prefixes, merge_indexed_files
 
 
 def main(argv: list[str]) -> int:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan import report
+from megatron_ext.plan import presentation as report
 from megatron_ext.plan.choices import flags
 from megatron_ext.plan.hardware import TABLE, Machine, hardware
 from megatron_ext.plan.question import placeholders, question

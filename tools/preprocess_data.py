@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.data.journal import Progress
-from megatron_ext.data.preprocess import EncodeJob, encode_files
+from megatron_ext.data.prepare.journal import Progress
+from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 
 _INPUTS = (

@@ -13,8 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.data.documents import read_records
-from megatron_ext.data.inputs import find_files
+from megatron_ext.data.prepare.documents import read_records
+from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.tokenizer.text import as_string
 from megatron_ext.tokenizer.training import TRAINABLE_TYPES, sample_texts, train_bytelevel_bpe, train_sentencepiece
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron_ext.checkpoint.manifest import Files
+from megatron_ext.checkpoint.native.manifest import Files
 
 
 class Checksums:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_ext.config.layers import Attention, Experts, Layer, Mlp, Norm, final_norm, layers, residual_std
-from megatron_ext.config.layout import chunk_layers
+from megatron_ext.config.ranks import chunk_layers
 from megatron_ext.config.schema import Config
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"

@@ -23,7 +23,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv, irecv, isend
 
-from megatron_ext.config.layout import context_chunks
+from megatron_ext.config.ranks import context_chunks
 from megatron_ext.data.packing import Run
 from megatron_ext.device.attention_kernels import block_backward, block_forward
 from megatron_ext.model.runs import attend_runs, merge

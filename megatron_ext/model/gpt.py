@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_ext.config.layers import Attention, stack
-from megatron_ext.config.layout import chunk_layers
+from megatron_ext.config.ranks import chunk_layers
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import Documents
 from megatron_ext.device.kernels import linear

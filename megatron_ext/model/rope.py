@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.layers import Attention, RotaryScaling
-from megatron_ext.config.layout import context_chunks
+from megatron_ext.config.ranks import context_chunks
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):

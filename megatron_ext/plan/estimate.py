@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.schema import Config
-from megatron_ext.config.state import sharding, state_bytes
+from megatron_ext.config.state_bytes import sharding, state_bytes
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.flops import forward_flops
 from megatron_ext.plan.hardware import Machine

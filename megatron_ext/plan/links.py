@@ -1,6 +1,6 @@
 """How fast a group of ranks exchanges data, from where its ranks are: inside a node, or in several.
 
-Neighbouring ranks are in one node (the rank order of config/layout.py). A group of `size` ranks, `stride` apart, spans
+Neighbouring ranks are in one node (the rank order of config/ranks.py). A group of `size` ranks, `stride` apart, spans
 size x stride ranks. Beyond a node, its ranks there use their node's network adapters together, one adapter a device:
 a ring's traffic crosses each border of nodes once, so that k ranks in a node give it k adapters. An all-to-all and a
 pipeline's sends have their own adapter each.

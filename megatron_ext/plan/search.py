@@ -7,12 +7,12 @@ from typing import Any
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
-from megatron_ext.config.validate import problems
 from megatron_ext.plan.choices import BETTER, SHARDINGS, Choice, layouts, micro_batches, recomputations, shardings
 from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import Memory, worst_stage
 from megatron_ext.plan.shapes import Shapes
+from megatron_ext.rules.validate import problems
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import time
 import psutil
 
 from megatron_ext.errors import PeerLostError
-from megatron_ext.resilience.report import RunStatus, end_from_thread
+from megatron_ext.resilience.process_end import RunStatus, end_from_thread
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.beside import kept_tokenizer
-from megatron_ext.checkpoint.folder import CONFIG, find_to_load, load_problem
 from megatron_ext.checkpoint.inside import file_inside
-from megatron_ext.checkpoint.megatron_args import read_args, saved_model
+from megatron_ext.checkpoint.megatron_lm.arguments import read_args, saved_model
+from megatron_ext.checkpoint.native.companions import kept_tokenizer
+from megatron_ext.checkpoint.native.folder import CONFIG, find_to_load, load_problem
 from megatron_ext.config.arguments import Typed, parse
 from megatron_ext.config.blend import missing_paths
 from megatron_ext.config.hf_config import read_hf_config
@@ -17,9 +17,9 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import adopt, read_saved
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.data import DataConfig
-from megatron_ext.config.validate import problems
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
+from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 
 

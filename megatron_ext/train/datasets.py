@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from megatron_ext.checkpoint.folder import DATA, find_to_load, loaded_folder
+from megatron_ext.checkpoint.native.folder import DATA, find_to_load, loaded_folder
 from megatron_ext.config.batch import global_batch_size, samples_at_iteration, training_steps
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits, build_datasets

@@ -3,12 +3,12 @@
 import sys
 
 from megatron_ext import device
-from megatron_ext.checkpoint.lock import hold_until_exit
+from megatron_ext.checkpoint.native.lock import hold_until_exit
 from megatron_ext.config.schema import Config
 from megatron_ext.device import hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record, launch
-from megatron_ext.resilience.report import RunStatus
+from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import SignalWatcher
 
 
@@ -42,7 +42,7 @@ def pretrain(config: Config, status: RunStatus) -> None:
             print(f"warning: {flag} saves nothing with --device cpu: it is the same memory", flush=True)
     iteration = None
     if config.checkpoint.load is not None:
-        from megatron_ext.checkpoint.load import load_checkpoint
+        from megatron_ext.checkpoint.native.load import load_checkpoint
 
         iteration = load_checkpoint(run, config.checkpoint.load)
         if iteration is None and config.checkpoint.exit_on_missing_checkpoint:
@@ -57,7 +57,7 @@ def pretrain(config: Config, status: RunStatus) -> None:
             found = f"{verb} iteration {iteration} of" if iteration is not None else "starting afresh: none in"
             print(f"checkpoint: {found} {config.checkpoint.load}", flush=True)
     if config.checkpoint.load_hf is not None and iteration is None:
-        from megatron_ext.checkpoint.hf_load import load_huggingface
+        from megatron_ext.checkpoint.huggingface.load import load_huggingface
 
         load_huggingface(run, config.checkpoint.load_hf)
         if run.rank == 0:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron_ext import device
-from megatron_ext.checkpoint.hf_saved import SavedModel
-from megatron_ext.checkpoint.torch_dist import DTYPES
+from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
+from megatron_ext.checkpoint.native.torch_dist import DTYPES
 from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.data.integrity import check_indexed_files
 from megatron_ext.errors import ConfigurationError
@@ -154,7 +154,7 @@ def our_model(source: SavedModel, dtype: str) -> Iterator[Callable[[torch.Tensor
     here = device.install("cpu")
     from megatron.core import dist_checkpointing
 
-    from megatron_ext.checkpoint.contents import CONTENT_METADATA
+    from megatron_ext.checkpoint.native.contents import CONTENT_METADATA
     from megatron_ext.model.config import transformer_config
     from megatron_ext.model.gpt import build_model
     from megatron_ext.parallel import groups

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.folder import TRACKER, saved_iterations
-from megatron_ext.checkpoint.tensors import Tensors, differences
+from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
+from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.distributed.test_checkpoint import FLAGS, _build, _contents, _load, _save_at
 
@@ -30,7 +30,7 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
     """
     import torch
 
-    from megatron_ext.checkpoint import contents, save
+    from megatron_ext.checkpoint.native import contents, save
     from megatron_ext.train.trainer import Trainer
 
     trained = threading.Event()
@@ -94,7 +94,7 @@ def test_the_snapshot_is_exact(layout: str, tmp_path: Path) -> None:
 
 
 def _train(flags: list[str], broken: bool) -> None:
-    from megatron_ext.checkpoint import save
+    from megatron_ext.checkpoint.native import save
     from megatron_ext.train.callbacks.checkpointing import Checkpointing
     from megatron_ext.train.trainer import Trainer
 
@@ -139,7 +139,7 @@ def test_a_failed_background_save_ends_the_run(tmp_path: Path) -> None:
 
 def _fail_with_a_save_in_progress(flags: list[str], kind: str) -> tuple[str, str]:
     """Step 5 fails while what was saved at step 4 is still being written; returns the error and what was said."""
-    from megatron_ext.checkpoint import save
+    from megatron_ext.checkpoint.native import save
     from megatron_ext.errors import NumericError
     from megatron_ext.train.callbacks.checkpointing import Checkpointing
     from megatron_ext.train.trainer import Callback, Trainer

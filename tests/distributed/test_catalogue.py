@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.layout import expert_coordinates
 from megatron_ext.config.parameters import Parameter, count_per_rank, parameters, stages, tensor_size
+from megatron_ext.config.ranks import expert_coordinates
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
 from megatron_ext.verify.ranks import run_ranks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_ext.checkpoint.folder import TRACKER, find_latest, iteration_folder, saved_iterations
+from megatron_ext.checkpoint.native.folder import TRACKER, find_latest, iteration_folder, saved_iterations
 from megatron_ext.errors import DataError
 from megatron_ext.verify.ranks import RankError, run_ranks
 
@@ -33,7 +33,7 @@ def _save_at(folder: str, iterations: list[int], flags: list[str]) -> int:
     """Save at each of the iterations; returns how many processes saving has started."""
     import psutil
 
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.trainer import Trainer
 
     run = _build(flags)
@@ -46,7 +46,7 @@ def _save_at(folder: str, iterations: list[int], flags: list[str]) -> int:
 
 
 def _load(folder: str, flags: list[str]) -> tuple[int | None, int]:
-    from megatron_ext.checkpoint.load import load_checkpoint
+    from megatron_ext.checkpoint.native.load import load_checkpoint
 
     run = _build(flags)
     return load_checkpoint(run, folder), run.state.iteration
@@ -54,7 +54,7 @@ def _load(folder: str, flags: list[str]) -> tuple[int | None, int]:
 
 def _kill_at(call: str, folder: str, iterations: list[int], flags: list[str]) -> None:
     """Save, and be killed at the first `call` of os that the last of the saves makes."""
-    from megatron_ext.checkpoint import save
+    from megatron_ext.checkpoint.native import save
     from megatron_ext.train.trainer import Trainer
 
     run = _build(flags)

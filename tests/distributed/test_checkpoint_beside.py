@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint import manifest
-from megatron_ext.checkpoint.beside import HUGGINGFACE_FILES, keep_tokenizer, kept_tokenizer
+from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, keep_tokenizer, kept_tokenizer
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.training import train_bytelevel_bpe
@@ -36,8 +36,8 @@ def original(tmp_path: Path) -> Path:
 def _go_on(folder: str, flags: list[str]) -> None:
     """Resume at iteration 1 and save at 2."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.load import load_checkpoint
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.trainer import Trainer
 

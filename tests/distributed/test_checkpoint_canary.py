@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megatron_ext.checkpoint import torch_dist
-from megatron_ext.checkpoint.safe_reading import SafeReader
+from megatron_ext.checkpoint.native import torch_dist
+from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.distributed.test_checkpoint import FLAGS, _load, _save_at
 
@@ -31,7 +31,7 @@ class _Canary:
 
 def _save_with_canary(folder: str, canary: str) -> None:
     """Save; the state of the random generators is the canary."""
-    from megatron_ext.checkpoint import contents
+    from megatron_ext.checkpoint.native import contents
 
     genuine = contents._rng_state
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint import manifest
+from megatron_ext.checkpoint.native import manifest
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.distributed.test_checkpoint import FLAGS, _load, _save_at
 
@@ -120,7 +120,7 @@ def test_200_flipped_bits(saved: Path) -> None:
 
 def _bytes_read_by_a_save(folder: str) -> int:
     """Of the second one: the first still imports modules."""
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from tests.distributed.test_checkpoint import _build
 
     def read() -> int:

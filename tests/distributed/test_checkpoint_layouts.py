@@ -49,8 +49,8 @@ class Saved:
 def _resave(flags: list[str], load: str | None, save: str) -> list[float]:
     """Load, or take two steps; save; and go on for ten steps more, whose losses are returned."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.load import load_checkpoint
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer

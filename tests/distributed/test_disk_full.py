@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.folder import saved_iterations
+from megatron_ext.checkpoint.native.folder import saved_iterations
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.distributed.test_checkpoint import FLAGS, _build, _contents, _save_at
 from tests.launched import start
@@ -36,7 +36,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def _limited(limit: int, folder: str) -> None:
     """Save when no file may grow beyond `limit` bytes: past the check of the free space, in the middle of a write."""
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
 
     run = _build(FLAGS)
     run.state.iteration = 2

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.doctor import collectives
+from megatron_ext.doctor.collectives import NotTheReporter, _report
 from megatron_ext.errors import PeerLostError
-from megatron_ext.verify.doctor import collectives
-from megatron_ext.verify.doctor.collectives import NotTheReporter, _report
 from megatron_ext.verify.ranks import RankError, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

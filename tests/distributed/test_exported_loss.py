@@ -31,7 +31,7 @@ FLAGS = shlex.split("""
 def _train(flags: list[str], save: str) -> tuple[float, float, list[list[list[int]]]]:
     """Train and save; the losses before and after on the validation data, and what this stage read of it."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.evaluate import evaluate

@@ -16,7 +16,7 @@ import sentencepiece
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_ext.checkpoint import manifest
+from megatron_ext.checkpoint.native import manifest
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.build import build_tokenizer

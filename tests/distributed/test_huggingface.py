@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ext.checkpoint.tensors import Tensors
+from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.verify.huggingface import their_logits
 from megatron_ext.verify.ranks import run_ranks
 from tests.hf_models import (
@@ -144,9 +144,9 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 def _train(arguments: list[str], save: str | None) -> tuple[float, torch.Tensor | None]:
     """Load, take three steps, and save; the last loss and the logits afterwards."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.hf_load import load_huggingface
-    from megatron_ext.checkpoint.load import load_checkpoint
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.huggingface.load import load_huggingface
+    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.folder import saved_iterations
+from megatron_ext.checkpoint.native.folder import saved_iterations
 from megatron_ext.telemetry.jsonl import read_rows
 from tests.launched import end_all, finish, free_port, rank_processes, reproducible_rows, start, write_corpus
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.folder import TRACKER, saved_iterations
+from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.distributed.test_checkpoint import FLAGS, _build, _contents, _load, _save_at
 
@@ -18,7 +18,7 @@ POINTS = 50
 
 def _save_and_die(folder: str, seconds: float | None) -> float:
     """Save at step 2; the kernel ends the process that long after the save has begun, in Python or in a system call."""
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.trainer import Trainer
 
     run = _build(FLAGS)

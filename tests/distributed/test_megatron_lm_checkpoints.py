@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.folder import TRACKER
-from megatron_ext.checkpoint.megatron_args import read_args, saved_model
-from megatron_ext.checkpoint.tensors import Tensors
+from megatron_ext.checkpoint.megatron_lm.arguments import read_args, saved_model
+from megatron_ext.checkpoint.native.folder import TRACKER
+from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import RankError, run_ranks
@@ -52,8 +52,8 @@ def _flags(written: Path, name: str, *more: str) -> list[str]:
 def _go_on(flags: list[str], steps: int, save: str | None) -> list[tuple[float, float, float]]:
     """Load; save again; learning rate, loss and gradient norm of the next steps."""
     from megatron_ext import device
-    from megatron_ext.checkpoint.load import load_checkpoint
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer

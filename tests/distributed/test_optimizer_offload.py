@@ -53,8 +53,8 @@ def _run(flags: str, load: str | None = None, save: str | None = None, steps: in
     from megatron.core import parallel_state
 
     from megatron_ext import device
-    from megatron_ext.checkpoint.load import load_checkpoint
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
@@ -149,7 +149,7 @@ def _resume(folder: str) -> dict[str, tuple[list[str], list[str], list[str], lis
 
 
 def _saved_anew(flags: str, load: str, save: str) -> None:
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
 
     run, losses = _run(flags, load=load, steps=SAVED_AT)
     assert not losses

@@ -28,8 +28,8 @@ class Loaded:
 
 
 def _look(folder: str | None, flags: list[str]) -> Loaded:
-    from megatron_ext.checkpoint.load import load_checkpoint
-    from megatron_ext.checkpoint.optimizer_state import parts, step_count
+    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.optimizer_state import parts, step_count
 
     run = _build(flags)
     if folder is not None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.folder import TRACKER, saved_iterations
-from megatron_ext.checkpoint.retention import expired
+from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
+from megatron_ext.checkpoint.native.retention import expired
 from megatron_ext.verify.ranks import run_ranks
 from tests.distributed.test_checkpoint import FLAGS, _load, _save_at
 
@@ -32,7 +32,7 @@ def test_what_expires(newest: int, keep_last: int | None, retain_interval: int |
 
 def _save_with_a_bad_disk(folder: str, iterations: list[int], flags: list[str]) -> None:
     """Save; the disk turns a byte of the last checkpoint as soon as it is written."""
-    from megatron_ext.checkpoint import save
+    from megatron_ext.checkpoint.native import save
 
     genuine = save.publish
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.lock import LOCK
+from megatron_ext.checkpoint.native.lock import LOCK
 from tests.launched import ROOT, end_all, finish, start
 
 FLAGS = shlex.split("""
@@ -23,7 +23,7 @@ FLAGS = shlex.split("""
 # Holds the lock, and so would a helper that it has forked, if that inherited it.
 HOLDER = """
 import os, sys
-from megatron_ext.checkpoint.lock import hold_until_exit
+from megatron_ext.checkpoint.native.lock import hold_until_exit
 hold_until_exit(sys.argv[1])
 if os.fork():
     print("held", flush=True)

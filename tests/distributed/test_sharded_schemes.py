@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.tensors import Tensors, differences
+from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.verify.ranks import run_ranks
 from tests.hf_models import quiet_transformers
 from tests.run_state import state_hash
@@ -96,8 +96,8 @@ def _save_go_on_and_resume(flags: list[str], folder: str) -> tuple[Trace, Trace]
     """One rank: the run that goes on after its save, and the one that is resumed from it."""
     from megatron.core import parallel_state
 
-    from megatron_ext.checkpoint.load import load_checkpoint
-    from megatron_ext.checkpoint.save import Save, save_checkpoint
+    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.save import Save, save_checkpoint
     from megatron_ext.train.trainer import Trainer
 
     run = _build(flags)
@@ -157,8 +157,8 @@ def _two_steps(run: Any, trainer: Any) -> Trace:
 
 def _to_one_process(flags: list[str], folder: str) -> float:
     """Load what the ranks saved, and save it; returns the norm of the weights."""
-    from megatron_ext.checkpoint.load import load_checkpoint
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.norms import parameters_norm
 
     run = _build(flags)

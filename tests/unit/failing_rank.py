@@ -5,7 +5,7 @@ import signal
 import sys
 
 from megatron_ext.errors import ConfigurationError, NumericError
-from megatron_ext.resilience.report import RunStatus, end_process, run_guarded
+from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
 from megatron_ext.resilience.signals import SignalWatcher
 
 

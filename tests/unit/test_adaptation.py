@@ -39,8 +39,8 @@ def _train_without(name: str | None, folder: str, runs: tuple[str, ...] = RUNS) 
     here = device.install("cpu")
     from megatron.core import parallel_state
 
-    from megatron_ext.checkpoint.load import load_checkpoint
-    from megatron_ext.checkpoint.save import save_checkpoint
+    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.evaluate import evaluate

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint import beside, manifest, torch_dist
-from megatron_ext.checkpoint.folder import (
+from megatron_ext.checkpoint.inside import check_folder, file_inside, is_plain, read_inside
+from megatron_ext.checkpoint.megatron_lm.arguments import read_args
+from megatron_ext.checkpoint.native import companions as beside
+from megatron_ext.checkpoint.native import manifest, torch_dist
+from megatron_ext.checkpoint.native.folder import (
     TRACKER,
     find_all,
     make_partial,
@@ -21,12 +24,10 @@ from megatron_ext.checkpoint.folder import (
     saved_iterations,
     write_tracker,
 )
-from megatron_ext.checkpoint.inside import check_folder, file_inside, is_plain, read_inside
-from megatron_ext.checkpoint.megatron_args import read_args
-from megatron_ext.checkpoint.safe_reading import SafeReader, no_code_from_files
-from megatron_ext.checkpoint.tensors import Tensors
-from megatron_ext.checkpoint.torch_archive import archive, plain, tensor_pickle
-from megatron_ext.checkpoint.torch_dist import Chunk, Tensor
+from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files
+from megatron_ext.checkpoint.native.tensors import Tensors
+from megatron_ext.checkpoint.native.torch_archive import archive, plain, tensor_pickle
+from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 from megatron_ext.errors import DataError
 from megatron_ext.train.configure import configure
 

@@ -122,7 +122,7 @@ def test_the_variables_of_cuda_are_set_before_torch_is_there(tmp_path: Path) -> 
         "            print('torch', os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'), flush=True)\n"
         "            os._exit(0)\n"
         "sys.meta_path.insert(0, Watch())\n"
-        "from megatron_ext.resilience.report import RunStatus\n"
+        "from megatron_ext.resilience.process_end import RunStatus\n"
         "from pretrain_gpt import main\n"
         "main(sys.argv[1:], RunStatus(rank=0))\n"
     )

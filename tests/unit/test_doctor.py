@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.device.survey import Gpu, Survey, driver_version, links
+from megatron_ext.doctor import gpus, machine, network, software, variables
+from megatron_ext.doctor.examine import examine, exit_code
+from megatron_ext.doctor.finding import Finding, Launch
 from megatron_ext.train.configure import configure
-from megatron_ext.verify.doctor import gpus, machine, network, software, variables
-from megatron_ext.verify.doctor.examine import examine, exit_code
-from megatron_ext.verify.doctor.finding import Finding, Launch
 from tests.unit.wrong_flags import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,8 +158,8 @@ def test_versions_that_are_missing_or_wrong(tmp_path: Path):
     (tmp_path / "packaging").symlink_to(packaging)
     program = (
         "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + sys.argv[1:]\n"
-        "from megatron_ext.verify.doctor.software import packages_are_the_tested_ones as check\n"
-        "from megatron_ext.verify.doctor.finding import Launch\n"
+        "from megatron_ext.doctor.software import packages_are_the_tested_ones as check\n"
+        "from megatron_ext.doctor.finding import Launch\n"
         "print(*(finding.what for finding in check(Launch({}))), sep='\\n')"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

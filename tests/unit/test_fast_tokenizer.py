@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from megatron_ext.data import preprocess
-from megatron_ext.data.preprocess import EncodeJob, encode_files
+from megatron_ext.data.prepare import preprocess
+from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.tokenizer.batch import (
     fast_encoder,
     first_difference,

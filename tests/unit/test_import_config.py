@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.foreign.translate import KINDS, SOURCES, Translation, leaves, read, translate
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, leaves, read, translate
 from megatron_ext.train.configure import configure
 from tools.import_config import report
 

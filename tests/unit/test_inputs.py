@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_ext.data import documents
-from megatron_ext.data.documents import InputHashes, Place, Record, read_blocks
-from megatron_ext.data.inputs import find_files, zstd_module
+from megatron_ext.data.prepare import documents
+from megatron_ext.data.prepare.documents import InputHashes, Place, Record, read_blocks
+from megatron_ext.data.prepare.inputs import find_files, zstd_module
 from megatron_ext.errors import ConfigurationError, DataError
 
 zstd = zstd_module("test")

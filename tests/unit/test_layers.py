@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.config import layers as described
+from megatron_ext.config.dry_run import describe
 from megatron_ext.config.flops import active_parameters, flops_per_token
 from megatron_ext.config.layers import Attention, Layer, layers, stack
 from megatron_ext.config.parameters import count, count_per_rank, layer_parameters, parameters
-from megatron_ext.config.report import describe
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.flops import forward_flops

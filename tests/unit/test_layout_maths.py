@@ -14,12 +14,14 @@ from megatron_ext.config.batch import (
     samples_at_iteration,
     training_steps,
 )
+from megatron_ext.config.dry_run import describe
 from megatron_ext.config.flops import (
     active_parameters,
     flops_per_token,
     parameters_without_embeddings,
 )
-from megatron_ext.config.layout import (
+from megatron_ext.config.parameters import count, count_per_rank
+from megatron_ext.config.ranks import (
     AXES,
     axis_sizes,
     chunk_layers,
@@ -29,12 +31,10 @@ from megatron_ext.config.layout import (
     groups,
     rank_of,
 )
-from megatron_ext.config.parameters import count, count_per_rank
-from megatron_ext.config.report import describe
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
-from megatron_ext.config.state import divided, state_bytes
-from megatron_ext.config.validate import problems
+from megatron_ext.config.state_bytes import divided, state_bytes
+from megatron_ext.rules.validate import problems
 from tests.unit.wrong_flags import BASE
 
 LAYOUTS = [

@@ -19,11 +19,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_ext.data import documents, long_texts, parquet, workers
-from megatron_ext.data.documents import Record
-from megatron_ext.data.inputs import find_files
-from megatron_ext.data.long_texts import split_strings
-from megatron_ext.data.preprocess import EncodeJob, encode_files
+from megatron_ext.data.prepare import documents, long_texts, parquet, workers
+from megatron_ext.data.prepare.documents import Record
+from megatron_ext.data.prepare.inputs import find_files
+from megatron_ext.data.prepare.long_texts import split_strings
+from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer import batch, text
 from megatron_ext.tokenizer.batch import plain_encoder, probe_texts

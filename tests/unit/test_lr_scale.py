@@ -9,7 +9,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.config.options import options
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
-from megatron_ext.resilience.report import RunStatus
+from megatron_ext.resilience.process_end import RunStatus
 from pretrain_gpt import main
 from tests.unit.wrong_flags import BASE
 

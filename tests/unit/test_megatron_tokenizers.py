@@ -12,7 +12,7 @@ import pytest
 from megatron.core.tokenizers.text.libraries import MegatronHFTokenizer, TikTokenTokenizer
 from tokenizers import Tokenizer
 
-from megatron_ext.data.preprocess import EncodeJob, encode_files
+from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.batch import fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import build_tokenizer, tokenizer_from_flags

@@ -10,7 +10,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.inspect import Summary, document_tokens, summarize
 from megatron_ext.data.integrity import check_token_ids
-from megatron_ext.data.merge import Merged, find_prefixes, merge_indexed_files
+from megatron_ext.data.prepare.merge import Merged, find_prefixes, merge_indexed_files
 from megatron_ext.errors import ConfigurationError, DataError
 
 ROOT = Path(__file__).parents[2]

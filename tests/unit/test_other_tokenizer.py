@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from megatron_ext.data.manifest import made_with
-from megatron_ext.data.merge import merge_indexed_files
-from megatron_ext.data.preprocess import EncodeJob, encode_files
+from megatron_ext.data.prepare.merge import merge_indexed_files
+from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError
 from megatron_ext.train.configure import configure
 from megatron_ext.train.datasets import datasets_of_run, tokenizer_of_run

@@ -13,7 +13,6 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.config.flops import flops_per_token
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
-from megatron_ext.config.validate import problems
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.choices import flags, layouts
 from megatron_ext.plan.estimate import step_time
@@ -23,6 +22,7 @@ from megatron_ext.plan.memory import memory
 from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
 from megatron_ext.plan.shapes import Shapes
+from megatron_ext.rules.validate import problems
 from megatron_ext.train.configure import configure
 from tools.plan import main
 

@@ -5,8 +5,8 @@ import pytest
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.parameters import count_per_rank, parameters, stages
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.validate import problems
 from megatron_ext.plan.shapes import Shapes
+from megatron_ext.rules.validate import problems
 
 BASE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 "

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_ext.data import encode
-from megatron_ext.data.preprocess import EncodeJob, encode_files
+from megatron_ext.data.prepare import encode
+from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.batch import plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import build_tokenizer

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from megatron_ext.data.indexed import IndexedWriter, Written
-from megatron_ext.data.journal import Progress
-from megatron_ext.data.preprocess import EncodeJob, encode_files
+from megatron_ext.data.prepare.journal import Progress
+from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
 
 TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"

@@ -21,7 +21,7 @@ from megatron_ext.errors import (
     StorageError,
 )
 from megatron_ext.resilience import exit_record
-from megatron_ext.resilience.report import RunStatus, is_lost_peer, run_guarded
+from megatron_ext.resilience.process_end import RunStatus, is_lost_peer, run_guarded
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("failing_rank.py")
@@ -180,7 +180,7 @@ def test_under_torchrun_rank_0_alone_tells_configuration_errors():
 
 CHILDREN = """
 import multiprocessing, sys, time
-from megatron_ext.resilience.report import end_process
+from megatron_ext.resilience.process_end import end_process
 if __name__ == "__main__":
     context = multiprocessing.get_context("fork")
     manager = context.Manager()

@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron_ext.checkpoint import bits, sweep, torch_dist
-from megatron_ext.checkpoint.torch_archive import archive, place_of_elements, tensor_pickle
-from megatron_ext.checkpoint.torch_dist import DTYPES, Chunk, Tensor
+from megatron_ext.checkpoint import copying as sweep
+from megatron_ext.checkpoint import dtypes as bits
+from megatron_ext.checkpoint.native import torch_dist
+from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, tensor_pickle
+from megatron_ext.checkpoint.native.torch_dist import DTYPES, Chunk, Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,7 +139,7 @@ def test_a_file_from_parts_and_back(tmp_path: Path) -> None:
 def test_converting_imports_neither_torch_nor_the_engine() -> None:
     """They take longer than the conversion of a gigabyte."""
     check = (
-        "import sys, megatron_ext.checkpoint.hf_export, megatron_ext.checkpoint.hf_import\n"
+        "import sys, megatron_ext.checkpoint.huggingface.exporter, megatron_ext.checkpoint.huggingface.importer\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'megatron.core', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0

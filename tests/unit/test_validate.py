@@ -16,7 +16,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.config.blend import Blend, read_blend
 from megatron_ext.config.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.validate import RULES, problems
+from megatron_ext.rules.validate import RULES, problems
 from megatron_ext.train.configure import configure
 from tests.unit.errors_page import answers, errors_page
 from tests.unit.wrong_flags import BASE, EXAMPLES, SEVERAL

@@ -6,7 +6,8 @@ Read from Megatron-LM as the megatron-core 0.19.2 wheel holds it; tests/unit/tes
 wheel and fails when an option is missing here, is listed twice, or takes another number of values.
 """
 
-from megatron_ext.config.refused import data, layout, model, other_programs, run, spellings, training
+from megatron_ext.config.refused import data, model, other_programs, run, spellings, training
+from megatron_ext.config.refused import parallelism as layout
 
 REFUSED: tuple[tuple[str, str], ...] = tuple(
     entry for part in (spellings, layout, model, training, data, run, other_programs) for entry in part.REFUSED

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from megatron_ext.checkpoint.save import Kept, Save
+from megatron_ext.checkpoint.native.save import Kept, Save
 from megatron_ext.errors import NumericError, StorageError
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.resilience.report import RunStatus
+from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.telemetry.communication import CommunicationClock
 from megatron_ext.telemetry.console import Console

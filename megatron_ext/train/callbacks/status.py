@@ -1,6 +1,6 @@
 """Keep the failure report informed of the step that is being worked on."""
 
-from megatron_ext.resilience.report import RunStatus
+from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.train.trainer import Callback, Trainer
 
 

@@ -28,7 +28,11 @@ from typing import Any
 VERSION = 1
 """Raise it when what is run or written down changes, so that kept results are not compared with others."""
 
-_PRELOAD = ("megatron_ext.verify.preload", "megatron_ext.train.pretrain", "megatron_ext.checkpoint.hf_export")
+_PRELOAD = (
+    "megatron_ext.verify.preload",
+    "megatron_ext.train.pretrain",
+    "megatron_ext.checkpoint.huggingface.exporter",
+)
 
 _TIMEOUT = 1800.0  # seconds of a stage, which takes a few: the machine may be busy
 

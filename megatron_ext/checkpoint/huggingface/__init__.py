@@ -1,0 +1,1 @@
+"""Weights and tokenizers between our checkpoints and Hugging Face folders."""

@@ -1,0 +1,331 @@
+"""From a checkpoint to a Hugging Face folder: safetensors, `config.json`, tokenizer and model card.
+
+One process without process groups and without torch. Every shard is read once from its beginning to its end, its
+rows are written to their places in the files, whatever layout saved it, and its checksum is held to the manifest.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.checkpoint.copying import BLOCK, Files, Made, Part, Passed, Stretch, scatter, write_all
+from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
+from megatron_ext.checkpoint.huggingface.folder import INDEX, SINGLE
+from megatron_ext.checkpoint.huggingface.importer import copy_tokenizer
+from megatron_ext.checkpoint.huggingface.safetensors import Entry
+from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
+from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
+from megatron_ext.checkpoint.native.folder import flush
+from megatron_ext.checkpoint.native.torch_archive import WIDTH
+from megatron_ext.checkpoint.native.torch_dist import DTYPES
+from megatron_ext.config.families import Arranged, Family, arrangement, family_of
+from megatron_ext.config.hf_config import hf_config
+from megatron_ext.config.parameters import count
+from megatron_ext.config.schema import Config
+from megatron_ext.config.untrusted import load_json, read_file
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.tokenizer.build import tokenizer_from_flags
+from megatron_ext.tokenizer.protocol import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Exported:
+    path: Path
+    family: Family
+    size: int
+    """Bytes of the weights."""
+    files: int
+    tokenizer: list[str]
+    """Names of the tokenizer's files; none where it was left out or is not at hand."""
+
+
+def export_huggingface(
+    source: SavedModel,
+    destination: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int = 5 * 10**9,
+    with_tokenizer: bool = True,
+    check_tokenizer: Callable[[Path, Config, Tokenizer], object] | None = None,
+) -> Exported:
+    """Write the folder `destination`, which must not exist or be empty.
+
+    Args:
+        dtype: of the weights written, as in safetensors; default the checkpoint's.
+        max_shard_size: bytes of one safetensors file; a larger tensor gets a file of its own.
+        with_tokenizer: whether to write the tokenizer's files.
+        check_tokenizer: is called, before any weights are written, with the folder of the tokenizer's files, the run's
+            configuration and the tokenizer of training; what it raises ends the export. See
+            megatron_ext.verify.exported_tokenizer.
+    Raises:
+        ConfigurationError: no family has the model's shape, the destination is not empty, or the tokenizer cannot be
+            written as tokenizer.json.
+        DataError: the checkpoint is damaged.
+        OSError: the destination cannot be written.
+    """
+    final = Path(destination)
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise ConfigurationError(f"--save {final} exists and is not an empty folder; give a new one")
+    family = family_of(source.config)
+    source.check()
+    code = dtype or source.dtype()
+    beside = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        arranged = arrangement(source.config, family)
+        shapes = {name: shape for part in arranged for name, shape in part.tensor_shapes().items()}
+        entries = _files(beside, shapes, code, max_shard_size)
+        tokenizer = _tokenizer_of_training(source.config)
+        copied = _copy(source, beside, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
+        names = [name for name in copied if name != _GENERATION]
+        if with_tokenizer and tokenizer is not None and _is_converted(source.config):
+            from megatron_ext.tokenizer.exported import write_tokenizer  # imports numpy
+
+            names = sorted({*names, *write_tokenizer(tokenizer, beside)})
+        _write_beside(beside, source, family, code, tokenizer)
+        if names and tokenizer is not None and check_tokenizer is not None:
+            check_tokenizer(beside, source.config, tokenizer)
+        with Files(os.O_WRONLY) as files:
+            _write_weights(source, arranged, entries, files)
+        for path in (*beside.iterdir(), beside):
+            flush(path)
+        if final.exists():
+            final.rmdir()
+        beside.rename(final)
+        flush(final.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    size = sum(map(math.prod, shapes.values())) * WIDTH[code]
+    return Exported(final, family, size, len({entry.path for entry in entries.values()}), names)
+
+
+def _write_weights(source: SavedModel, arranged: list[Arranged], entries: Mapping[str, Entry], files: Files) -> None:
+    """Sweep the checkpoint's shards, all of them where it has a manifest.
+
+    Raises:
+        DataError: they are not what the manifest says.
+    """
+    shards, problems = source.damage()
+    parts: dict[str, list[tuple[int, Part]]] = {name: [] for name in shards}
+    for one in arranged:
+        dtype = source.dtype(one.parameter.name)
+        for piece in source.pieces(one.parameter.name):
+            found = _parts(piece, one, entries, dtype, files)
+            parts.setdefault(piece.file, []).extend(found)
+    for name, wanted in parts.items():
+        path, expected = source.path / name, shards.get(name)
+        try:
+            size, checksum = scatter(path, _all(wanted, path), checksum=expected is not None)
+        except (EOFError, FileNotFoundError) as error:
+            raise DataError(f"{source.path} is damaged ({error}). Take an earlier checkpoint.") from error
+        if expected is not None and size != expected["bytes"]:
+            problems.append(f"{name} has {size} bytes instead of {expected['bytes']}")
+        elif expected is not None and f"{checksum:08x}" != expected["crc32"]:
+            problems.append(f"{name} has another checksum than {expected['crc32']}")
+    if problems:
+        raise DataError(f"{source.path} is damaged ({', '.join(problems[:5])}). Take an earlier checkpoint.")
+
+
+def _all(wanted: list[tuple[int, Part]], path: Path) -> Iterator[Part]:
+    """The whole file: the wanted parts, and what lies between them."""
+    position = 0
+    for offset, part in sorted(wanted, key=lambda place: place[0]):
+        if offset < position:
+            raise DataError(f"{path}: two tensors overlap at {offset}. Take an earlier checkpoint.")
+        if offset > position:
+            yield Passed(offset - position)
+        yield part
+        position = offset + part.length
+    rest = path.stat().st_size - position
+    if rest < 0:
+        raise EOFError(f"{path} ends {-rest} bytes too early")
+    if rest:
+        yield Passed(rest)
+
+
+def _parts(
+    piece: Piece, arranged: Arranged, entries: Mapping[str, Entry], dtype: str, files: Files
+) -> Iterator[tuple[int, Part]]:
+    """Where in the shard which rows of a piece lie, and where they belong; padding of the vocabulary is left out."""
+    rows, *columns = piece.shape
+    width = WIDTH[dtype] * math.prod(columns)
+    for run in arranged.runs:
+        low, high = max(run.start, piece.row), min(run.start + run.count, piece.row + rows)
+        entry, shift = entries[run.tensor], run.tensor_start - run.start
+        if low >= high:
+            continue
+        if piece.array is not None:
+            target = _Target(entry, arranged.transposed, low + shift, piece.column, files)
+            target.put(piece.array[low - piece.row : high - piece.row], dtype)
+            continue
+        offset = piece.offset + (low - piece.row) * width
+        if not arranged.transposed and entry.dtype == dtype and tuple(columns) == entry.shape[1:]:
+            yield offset, Stretch((high - low) * width, files, entry.path, entry.place(low + shift))
+            continue
+        step = max(1, BLOCK // width)
+        for start in range(low, high, step):
+            target = _Target(entry, arranged.transposed, start + shift, piece.column, files)
+            shape = (min(step, high - start), *columns)
+            part = Made(shape[0] * width, partial(target.put_bytes, shape=shape, dtype=dtype))
+            yield offset + (start - low) * width, part
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where rows of a parameter belong that cannot be copied as they are."""
+
+    entry: Entry
+    transposed: bool
+    row: int
+    column: int
+    files: Files
+
+    def put_bytes(self, source: memoryview, shape: tuple[int, ...], dtype: str) -> None:
+        import numpy as np
+
+        from megatron_ext.checkpoint.dtypes import ARRAYS
+
+        self.put(np.frombuffer(source, ARRAYS[dtype]).reshape(shape), dtype)
+
+    def put(self, values: "npt.NDArray", dtype: str) -> None:
+        import numpy as np
+
+        from megatron_ext.checkpoint.dtypes import converted
+
+        rows, columns = values.shape[0], slice(self.column, self.column + math.prod(values.shape[1:]))
+        values = converted(values, dtype, self.entry.dtype)
+        if self.transposed:
+            self.entry.whole(writable=True).T[self.row : self.row + rows, columns] = values
+        elif values.shape[1:] == self.entry.shape[1:]:
+            bits = memoryview(np.ascontiguousarray(values)).cast("B")
+            write_all(self.files[self.entry.path], self.entry.place(self.row), bits)
+        else:
+            self.entry.rows(self.row, rows, writable=True)[:, columns] = values
+
+
+def _files(folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, max_size: int) -> dict[str, Entry]:
+    """Make the safetensors files, and the index where there are several."""
+    width = WIDTH[code]
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = total = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * width
+        if groups[-1] and filled + size > max_size:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = shape
+        filled += size
+        total += size
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    names = [SINGLE] if len(groups) == 1 else names
+    entries = {}
+    for name, group in zip(names, groups, strict=True):
+        entries |= hf_safetensors.create(folder / name, group, code)
+    if len(groups) > 1:
+        weight_map = {name: entry.path.name for name, entry in sorted(entries.items())}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return entries
+
+
+_GENERATION = "generation_config.json"
+
+
+def _write_beside(folder: Path, source: SavedModel, family: Family, code: str, tokenizer: Tokenizer | None) -> None:
+    """Everything but the weights and the tokenizer."""
+    path = folder / _GENERATION
+    generation = _generation(path) if path.exists() else {}
+    if not generation:
+        generation = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer is not None else None}
+        _write_json(path, generation)
+    content = hf_config(source.config, family, DTYPES[code])
+    content |= {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
+    _write_json(folder / "config.json", content)
+    (folder / "README.md").write_text(_model_card(source, family, code), encoding="utf-8")
+
+
+def _copy(source: SavedModel, folder: Path, names: Sequence[str]) -> list[str]:
+    """Copy those of the tokenizer's files that have these names, and return the names."""
+    data = source.config.data
+    if data.tokenizer_type not in (None, "HuggingFaceTokenizer"):
+        found = {name: path for name, path in tokenizer_files(data).items() if name in names and path.is_file()}
+        for name, path in found.items():
+            shutil.copyfile(path, folder / name)
+        return list(found)
+    for origin in (source.path / TOKENIZER, *([Path(data.tokenizer_model)] if data.tokenizer_model else ())):
+        if found := copy_tokenizer(origin, folder, names):
+            return found
+    return []
+
+
+def _generation(path: Path) -> dict[str, Any]:
+    try:
+        content = load_json(read_file(path, 1 << 20))
+    except ValueError as error:
+        raise DataError(f"generation_config.json beside the tokenizer cannot be read: {error}; remove it") from None
+    if not isinstance(content, dict):
+        raise DataError("generation_config.json beside the tokenizer is no JSON object; remove it")
+    return content
+
+
+def _is_converted(config: Config) -> bool:
+    """Whether the files are made from the tokenizer; a Hugging Face folder is copied as it is."""
+    data = config.data
+    return data.tokenizer_type != "HuggingFaceTokenizer" or data.tokenizer_special_tokens is not None
+
+
+def _tokenizer_of_training(config: Config) -> Tokenizer | None:
+    """None, where the configuration names none with a text, or its files are no longer there."""
+    if config.data.tokenizer_type in (None, "NullTokenizer"):
+        return None
+    try:
+        return tokenizer_from_flags(config.data)
+    except ConfigurationError:
+        return None
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _model_card(source: SavedModel, family: Family, code: str) -> str:
+    model = source.config.model
+    heads = f"{model.num_attention_heads}, {model.num_key_value_heads}, {model.kv_channels}"
+    experts = ""
+    if model.num_experts is not None:
+        experts = f"| experts, of them for each token, width | {model.num_experts}, {model.moe_router_topk}, "
+        experts += f"{model.expert_ffn_hidden_size} |\n"
+    return f"""\
+---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {family.architecture}, {count(source.config) / 1e6:,.1f}M parameters
+
+Exported from the training checkpoint `{source.path.name}` by `tools/convert_checkpoint.py to-hf`.
+
+| | |
+|---|---|
+| layers, hidden size, MLP width | {model.num_layers}, {model.hidden_size}, {model.ffn_hidden_size} |
+{experts}| heads, key/value heads, head size | {heads} |
+| vocabulary | {source.config.data.vocab_size} |
+| trained with sequences of | {model.seq_length or "unknown"} tokens |
+| weights | {code} |
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+"""

@@ -1,0 +1,207 @@
+"""From a Hugging Face folder to a checkpoint that `--load` begins from: iteration 0, weights alone.
+
+One process without process groups and without torch, and a few blocks of a megabyte in memory. The checkpoint has
+the names and shapes that megatron-core gives the model in any layout (layers and experts stacked), so that every layout
+reads it.
+"""
+
+import functools
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.copying import BLOCK, Files, Literal, Made, Part, Stretch, Zeros, gather
+from megatron_ext.checkpoint.huggingface.folder import HFFolder, safe_file
+from megatron_ext.checkpoint.huggingface.safetensors import Entry
+from megatron_ext.checkpoint.native import manifest, torch_dist
+from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, TOKENIZER, write_versions
+from megatron_ext.checkpoint.native.folder import CONFIG, make_partial, publish, saved_iterations
+from megatron_ext.checkpoint.native.torch_archive import WIDTH, archive, tensor_pickle
+from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
+from megatron_ext.config.families import Arranged, arrangement
+from megatron_ext.config.files import to_yaml
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError, DataError
+
+_CHUNK_BYTES = 32 << 20
+# Modules for which megatron-core saves an object beside the weights, which is empty without FP8.
+_WITH_EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv")
+_WITH_EXTRA_STATE_IF_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
+
+
+def import_huggingface(source: str | Path, destination: str | Path) -> Path:
+    """Write the checkpoint of iteration 0 into the folder `destination`. The dtype of the weights is kept.
+
+    Returns:
+        The checkpoint's own folder.
+    Raises:
+        ConfigurationError: the source cannot be read as a model of ours, or the destination has checkpoints.
+        DataError: the source's tensors are not those that its `config.json` describes.
+        OSError: the destination cannot be written.
+    """
+    folder = HFFolder(source)
+    precision = {"BF16": "bf16", "F16": "fp16"}.get(folder.dtype())
+    config = resolve({**folder.values, **({precision: True} if precision else {})}, Facts())
+    folder.check(config)
+    if saved_iterations(destination):
+        raise ConfigurationError(f"--save {destination} holds checkpoints already; give a new folder")
+    partial = make_partial(destination, 0)
+    try:
+        with Files(os.O_RDONLY) as files:
+            metadata, written = _write_shard(partial / "__0_0.distcp", config, folder, files)
+        (partial / ".metadata").write_bytes(metadata)
+        (partial / "metadata.json").write_text(
+            json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+        )
+        (partial / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+        copy_tokenizer(folder.path, partial / TOKENIZER)
+        write_versions(partial)
+        others = [path for path in manifest.all_files(partial) if path.name not in written]
+        manifest.write(partial, written | manifest.describe(partial, others))
+        return publish(destination, 0)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def copy_tokenizer(source: Path, destination: Path, wanted: Sequence[str] = HUGGINGFACE_FILES) -> list[str]:
+    """Copy those of the tokenizer's files that `source` has; returns their names."""
+    names = [name for name in wanted if (source / name).exists()]
+    if names:
+        destination.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        shutil.copyfile(safe_file(source, name), destination / name)
+    return names
+
+
+_STACKED = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.*)")
+
+
+def stacked_key(name: str) -> tuple[str, tuple[int, ...]]:
+    """A parameter's key in a checkpoint, and its place there: the layers of a model are one tensor, and so are the
+    experts of a layer: [layers, ...] or [layers, experts, ...]."""
+    found = _STACKED.fullmatch(name)
+    if found is None:
+        return name, ()
+    layer, expert, rest = found.groups()
+    if expert is None:
+        return f"decoder.layers.{rest}", (int(layer),)
+    return f"decoder.layers.mlp.experts.experts.{rest}", (int(layer), int(expert))
+
+
+def stack_sizes(config: Config, place: tuple[int, ...]) -> tuple[int, ...]:
+    """How many layers, and experts, the tensor holds in which a parameter has this place."""
+    return (config.model.num_layers, config.model.num_experts or 0)[: len(place)]
+
+
+def _weights(config: Config, folder: HFFolder) -> Iterator["_Item"]:
+    """The chunks of all weights, in the order in which they are written."""
+    dtype = folder.dtype()
+    for arranged in arrangement(config, folder.family):
+        key, place = stacked_key(arranged.parameter.name)
+        rows, *rest = arranged.parameter.shape
+        size = (*stack_sizes(config, place), rows, *rest)
+        row_bytes = WIDTH[dtype] * math.prod(rest)
+        per_chunk = max(1, _CHUNK_BYTES // row_bytes)
+        for start in range(0, rows, per_chunk):
+            part = range(start, min(start + per_chunk, rows))
+            offsets = (*place, start, *(0 for _ in rest))
+            sizes = (*(1 for _ in place), len(part), *rest)
+            yield _Item(key, offsets, sizes, size, len(part) * row_bytes, arranged, part)
+
+
+@dataclass(frozen=True)
+class _Item:
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor_size: tuple[int, ...]
+    length: int
+    arranged: Arranged
+    rows: range
+
+
+def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> tuple[bytes, manifest.Files]:
+    """Write the file of all weights and objects; returns the checkpoint's metadata, and the file's own entry."""
+    dtype, parts, position = folder.dtype(), list[Part](), 0
+    objects: dict[str, Chunk] = {}
+    for key, value in _objects(config):
+        content, _ = archive(pickle.dumps([value], protocol=2), None)
+        objects[key] = Chunk((), (), path.name, position, len(content))
+        parts.append(Literal(len(content), content))
+        position += len(content)
+    chunks: dict[tuple[str, tuple[int, ...]], list[Chunk]] = {}
+    for item in _weights(config, folder):
+        head, tail = archive(tensor_pickle(item.sizes, dtype), item.length)
+        parts += [
+            Literal(len(head), head),
+            *_elements(folder, item.arranged, item.rows, dtype, files),
+            Literal(len(tail), tail),
+        ]
+        length = len(head) + item.length + len(tail)
+        chunk = Chunk(item.offsets, item.sizes, path.name, position, length)
+        chunks.setdefault((item.key, item.tensor_size), []).append(chunk)
+        position += length
+    try:
+        size, checksum = gather(path, parts)
+    except EOFError as error:
+        raise DataError(f"{error}. Download or write it again.") from error
+    assert size == position
+    tensors = {key: Tensor(dtype, size, tuple(found)) for (key, size), found in chunks.items()}
+    return torch_dist.write(tensors, objects), {path.name: {"bytes": size, "crc32": f"{checksum:08x}"}}
+
+
+def _elements(folder: HFFolder, arranged: Arranged, rows: range, dtype: str, files: Files) -> Iterator[Part]:
+    """The elements of these rows of a parameter; padding, which comes last, is zero."""
+    width = WIDTH[dtype] * math.prod(arranged.parameter.shape[1:])
+    covered = rows.start
+    for run in arranged.runs:
+        low, high = max(run.start, rows.start), min(run.start + run.count, rows.stop)
+        if low >= high:
+            continue
+        assert low == covered, f"{arranged.parameter.name}: its runs are not in order"
+        covered = high
+        entry, first = folder.entries[run.tensor], run.tensor_start + low - run.start
+        if not arranged.transposed and entry.dtype == dtype:
+            yield Stretch((high - low) * width, files, entry.path, entry.place(first))
+            continue
+        step = max(1, BLOCK // width)
+        for start in range(first, first + high - low, step):
+            part = range(start, min(start + step, first + high - low))
+            yield Made(len(part) * width, functools.partial(_convert, entry, arranged.transposed, part, dtype))
+    if covered < rows.stop:
+        yield Zeros((rows.stop - covered) * width)
+
+
+def _convert(entry: Entry, transposed: bool, rows: range, dtype: str, target: memoryview) -> None:
+    """Fill `target` with rows of a parameter that lie there in another dtype or transposed."""
+    import numpy as np
+
+    from megatron_ext.checkpoint.dtypes import ARRAYS, converted
+
+    part = entry.whole().T[rows.start : rows.stop] if transposed else entry.rows(rows.start, len(rows))
+    values = np.frombuffer(target, ARRAYS[dtype]).reshape(part.shape)
+    values[...] = converted(part, entry.dtype, dtype)
+
+
+def _objects(config: Config) -> Iterator[tuple[str, Any]]:
+    layers = config.model.num_layers
+    modules = (*_WITH_EXTRA_STATE, *(_WITH_EXTRA_STATE_IF_DENSE if config.model.num_experts is None else ()))
+    for layer in range(layers):
+        for module in modules:
+            yield f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", None
+    yield (
+        "common_state/shard_0_1",
+        {
+            "weights_only": True,
+            "iteration": 0,
+            "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False},
+        },
+    )

@@ -1,0 +1,150 @@
+"""The safetensors format, read and written in place: a header, then the bytes of every tensor. No torch here.
+
+    8 bytes    length of the header, little-endian
+    header     JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, perhaps "__metadata__"
+    data       the tensors, without gap or overlap
+
+The safetensors package writes a file from tensors that are all in memory. Here a tensor is a place in a file, of which
+only the part that is copied is ever read or written. A header is checked before anything is believed.
+"""
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+_LARGEST_HEADER = 32 << 20  # 200,000 tensors; a file that claims more is damaged or hostile
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one index of the first dimension."""
+        return math.prod(self.shape[1:]) * _BYTES[self.dtype]
+
+    def place(self, row: int) -> int:
+        """Of a row in the file."""
+        return self.offset + row * self.row_bytes
+
+    def rows(self, start: int, count: int, *, writable: bool = False) -> "npt.NDArray":
+        """A view of `count` rows (all other dimensions whole) in the file; bfloat16 are uint16."""
+        import numpy as np
+
+        from megatron_ext.checkpoint.dtypes import ARRAYS
+
+        mode, shape = "r+" if writable else "c", (count, *self.shape[1:])
+        return np.memmap(self.path, dtype=ARRAYS[self.dtype], mode=mode, offset=self.place(start), shape=shape)
+
+    def whole(self, *, writable: bool = False) -> "npt.NDArray":
+        """A view of all of it."""
+        return self.rows(0, self.shape[0], writable=writable)
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a file.
+
+    Raises:
+        DataError: the header is no safetensors header, or does not describe this file's bytes exactly.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+                raise _wrong(path, f"its header claims {length} bytes, of a file of {size}")
+            content = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise _wrong(path, f"its header is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise _wrong(path, "its header is not a JSON object")
+    content.pop("__metadata__", None)
+    spans = [_span(path, name, entry) for name, entry in content.items()]
+    position = 0
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            what = "overlaps the one before it" if begin < position else "leaves a gap before it"
+            raise _wrong(path, f"tensor {name} at data offset {begin} {what}, which ends at {position}")
+        position = end
+    if position != size - 8 - length:
+        raise _wrong(path, f"its tensors cover {position} of {size - 8 - length} data bytes; it may be cut short")
+    return {
+        name: Entry(path, content[name]["dtype"], tuple(content[name]["shape"]), 8 + length + begin)
+        for begin, _, name in spans
+    }
+
+
+def create(path: Path, tensors: Mapping[str, Sequence[int]], dtype: str) -> dict[str, Entry]:
+    """Make a file for tensors of these shapes, all of one dtype. Their bytes are zero until they are written.
+
+    Raises:
+        OSError: there is no space for all of it.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in tensors.items():
+        end = position + math.prod(shape) * _BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        free = shutil.disk_usage(path.parent).free
+        if position > free:
+            # Allocating all of it would tell as well, but where the disk is memory, it writes everything twice.
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({position:,} bytes of {free:,})", str(path))
+        file.truncate(8 + len(text) + position)
+    start = 8 + len(text)
+    return {
+        name: Entry(path, dtype, tuple(shape), start + header[name]["data_offsets"][0])
+        for name, shape in tensors.items()
+    }
+
+
+def _span(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
+    try:
+        begin, end = entry["data_offsets"]
+        shape, width = entry["shape"], _BYTES[entry["dtype"]]
+        numbers = [begin, end, *shape]
+        right = all(type(number) is int and number >= 0 for number in numbers)
+        right = right and end - begin == math.prod(shape) * width
+    except (TypeError, ValueError, KeyError):
+        right = False
+        begin = end = 0
+    if not right:
+        raise _wrong(path, f"the entry of tensor {name} contradicts itself: {json.dumps(entry)[:200]}")
+    return begin, end, name
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _wrong(path: Path, why: str) -> DataError:
+    return DataError(f"{path} is no whole safetensors file: {why}. Download or write it again.")

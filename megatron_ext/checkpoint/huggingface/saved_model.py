@@ -1,0 +1,155 @@
+"""The weights of a checkpoint, as places in its files, for one process without torch."""
+
+import io
+import math
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from megatron_ext.checkpoint.huggingface.importer import stack_sizes, stacked_key
+from megatron_ext.checkpoint.inside import check_folder, file_inside
+from megatron_ext.checkpoint.native import manifest, torch_dist
+from megatron_ext.checkpoint.native.companions import kept_tokenizer
+from megatron_ext.checkpoint.native.folder import CONFIG, checkpoint_at
+from megatron_ext.checkpoint.native.torch_archive import WIDTH, place_of_elements
+from megatron_ext.checkpoint.native.torch_dist import DTYPES, Chunk
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.families import arrangement, family_of
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A saved part of a parameter: [rows, columns], or [rows] of a vector."""
+
+    row: int
+    """Of its first element in the parameter."""
+    column: int
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    """Of its first element in the file."""
+    array: "npt.NDArray | None" = None
+    """The elements themselves, where they do not lie in order in the file."""
+
+
+class SavedModel:
+    """The weights and the configuration of a checkpoint.
+
+    Args:
+        folder: a `--save` folder, whose latest checkpoint is taken, or one checkpoint in it.
+
+    Raises:
+        ConfigurationError: there is no checkpoint, or none with its `config.yaml`.
+        DataError: it is damaged.
+    """
+
+    def __init__(self, folder: str | Path):
+        path = checkpoint_at(Path(folder))
+        if path is None:
+            raise ConfigurationError(f"--load {folder} holds no checkpoint; name a folder that --save wrote")
+        self.path = path
+        self._elements = lru_cache(64)(_elements)  # a chunk may hold several experts
+        check_folder(self.path)
+        self.config = _config(self.path)
+        try:
+            with file_inside(self.path, ".metadata").open("rb") as file:
+                self.tensors = torch_dist.read(file)
+        except (OSError, pickle.UnpicklingError) as error:
+            raise DataError(f"{self.path}/.metadata cannot be read: {error}. Take an earlier checkpoint.") from error
+
+    def check(self) -> None:
+        """Whether every parameter of the configuration is there.
+
+        Raises:
+            DataError: naming every tensor that is missing, has another shape, or a dtype that is not supported.
+        """
+        problems = []
+        for arranged in arrangement(self.config, family_of(self.config)):
+            parameter = arranged.parameter
+            key, place = stacked_key(parameter.name)
+            expected = (*stack_sizes(self.config, place), *parameter.shape)
+            entry = self.tensors.get(key)
+            if entry is None:
+                problems.append(f"{key} is missing; it should have shape {list(expected)}")
+            elif entry.size != expected:
+                problems.append(f"{key} has shape {list(entry.size)}; by {CONFIG} it should be {list(expected)}")
+            elif entry.dtype not in WIDTH:
+                problems.append(f"{key} has dtype {entry.dtype}; supported are {', '.join(DTYPES.values())}")
+        if problems:
+            problems = list(dict.fromkeys(problems))
+            raise DataError(f"{self.path} does not match its {CONFIG}: {'; '.join(problems)}")
+
+    def dtype(self, name: str = "embedding.word_embeddings.weight") -> str:
+        """The dtype of a parameter's weights, as in safetensors."""
+        return self.tensors[stacked_key(name)[0]].dtype
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        """The saved pieces of a parameter.
+
+        Raises:
+            DataError: one of them cannot be read.
+        """
+        key, place = stacked_key(name)
+        for chunk in self.tensors[key].chunks:
+            inside = [index - start for index, start in zip(place, chunk.offsets, strict=False)]
+            if all(0 <= index < size for index, size in zip(inside, chunk.sizes, strict=False)):
+                yield self._piece(key, chunk, tuple(inside))
+
+    def damage(self) -> tuple[manifest.Files, list[str]]:
+        """The manifest's entries of the shards, and what else is not as it says; no entries, where there is none."""
+        try:
+            files = manifest.read(self.path) or {}
+        except ValueError as error:
+            return {}, [str(error)]
+        shards = {name: entry for name, entry in files.items() if name.endswith(".distcp")}
+        return shards, manifest.problems(self.path, {name: files[name] for name in files.keys() - shards.keys()})
+
+    def _piece(self, key: str, chunk: Chunk, inside: tuple[int, ...]) -> Piece:
+        row, *column = chunk.offsets[len(inside) :]
+        shape = chunk.sizes[len(inside) :]
+        at, array = self._elements(file_inside(self.path, chunk.file), key, chunk, self.tensors[key].dtype)
+        if array is not None:
+            return Piece(row, column[0] if column else 0, shape, chunk.file, 0, array[inside])
+        for axis, index in enumerate(inside):
+            at += index * math.prod(chunk.sizes[axis + 1 :]) * WIDTH[self.tensors[key].dtype]
+        return Piece(row, column[0] if column else 0, shape, chunk.file, at)
+
+
+def _elements(path: Path, key: str, chunk: Chunk, dtype: str) -> "tuple[int, npt.NDArray | None]":
+    """Where a chunk's elements begin in the file; or where they are not in order, the elements."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            place = place_of_elements(file, chunk.offset, chunk.length, chunk.sizes, dtype)
+            return (0, _read(file, chunk, dtype)) if place is None else (place, None)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise DataError(f"{path}: {key} cannot be read: {error}. Take an earlier checkpoint.") from error
+
+
+def _read(file: BinaryIO, chunk: Chunk, dtype: str) -> "npt.NDArray":
+    """Through torch, which takes seconds to import: a shard that holds its elements in another order."""
+    import torch
+
+    from megatron_ext.checkpoint.dtypes import ARRAYS
+
+    file.seek(chunk.offset)
+    tensor = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
+    if tuple(tensor.shape) != chunk.sizes or tensor.dtype != getattr(torch, DTYPES[dtype]):
+        raise RuntimeError(f"{tensor.dtype} {list(tensor.shape)} instead of {DTYPES[dtype]} {list(chunk.sizes)}")
+    bits = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return bits.view(ARRAYS[dtype]).reshape(chunk.sizes)
+
+
+def _config(path: Path) -> Config:
+    if not (path / CONFIG).exists():
+        raise ConfigurationError(f"{path} has no {CONFIG}, which says what model it holds; resume and save it once")
+    values = parse(["--config", str(path / CONFIG)]).values
+    return resolve({**values, **kept_tokenizer(values, path)}, Facts())

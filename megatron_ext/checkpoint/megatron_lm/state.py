@@ -1,0 +1,125 @@
+"""Checkpoints that Megatron-LM wrote (0.19, torch_dist), read as ours.
+
+Its tensors have our names and cuts, but for two: a layer's norms lie under the matrix that they precede (as Transformer
+Engine fuses them; since 0.19 also without it), and the fp32 copies of 16-bit weights under `fp32_param` where the
+optimizer is not distributed. What is no tensor is arranged in another way: its flags are an argparse.Namespace
+(`args`), the position on the curves is the scheduler's. Its random generators cannot become ours.
+"""
+
+from argparse import Namespace
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+from megatron_ext.checkpoint.megatron_lm.arguments import model_flags
+from megatron_ext.config.options import flag_of
+from megatron_ext.config.resolve import padded_vocabulary
+from megatron_ext.config.saved import model_names
+from megatron_ext.config.schema import Config
+
+_OTHER_NAMES = (
+    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
+    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+    ("optimizer.state.param.", "optimizer.state.fp32_param."),
+)
+# Whole tensors by the names of the weights; the others are flat buffers that belong to one layout.
+_READABLE = "fully_reshardable"
+
+
+def wrote(common: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint with this common state is Megatron-LM's."""
+    return isinstance(common.get("args"), Namespace)
+
+
+def different_flags(common: Mapping[str, Any], config: Config) -> list[str]:
+    """The flags of the model that the checkpoint was trained with otherwise."""
+    args = vars(common["args"])
+    was = model_flags(args)
+    ours = vars(config.model)
+    without_effect = {"vocab_size"}  # its tokenizer may have more; the padded size tells
+    if not ours["group_query_attention"] and not was.get("group_query_attention"):
+        without_effect |= {"num_query_groups"}
+    if not ours["disable_bias_linear"] and not was["disable_bias_linear"]:
+        without_effect |= {"add_qkv_bias"}
+    if not ours["use_rope_scaling"] and not was.get("use_rope_scaling"):
+        without_effect |= {name for name in ours if name.startswith("rope_scaling")}
+    names = [name for name in model_names(was, finetune=config.checkpoint.finetune) if name not in without_effect]
+    found = [
+        f"{flag_of(name)} {was[name]} (given: {ours[name]})"
+        for name in names
+        if was.get(name) is not None and was[name] != ours[name]
+    ]
+    padded = was.get("padded_vocab_size")
+    entries = config.data.vocab_size
+    if padded is not None and entries is not None:
+        divisor, ranks = args.get("make_vocab_size_divisible_by", 128), args.get("tensor_model_parallel_size", 1)
+        if padded_vocabulary(entries, divisor, ranks) != padded:
+            found.append(f"a vocabulary that is padded to {padded} entries (given: --vocab-size {entries})")
+    return found
+
+
+def optimizer_is_readable(common: Mapping[str, Any]) -> bool:
+    """Whether its optimizer state, where there is any, does not belong to one layout alone."""
+    return all(kind == _READABLE for kind in _values(common.get("optimizer"), ("param_state_sharding_type",)))
+
+
+def as_ours(common: Mapping[str, Any]) -> dict[str, Any]:
+    """The common state in our terms, without the optimizer's where there is none."""
+    args, scheduler = common["args"], common.get("opt_param_scheduler", {})
+    consumed = getattr(args, "consumed_train_samples", 0)
+    state = {
+        "iteration": common["iteration"],
+        "consumed_samples": consumed,
+        "consumed_tokens": consumed * args.seq_length,
+        "scheduled_samples": scheduler.get("num_steps", consumed),
+    }
+    translated: dict[str, Any] = {"iteration": common["iteration"], "train_state": state}
+    if "optimizer" in common:
+        updates = [int(step) for step in _values(common["optimizer"], ("common_step", "step"))]
+        scaler = next(_values(common["optimizer"], ("grad_scaler",)), None) or {}
+        translated["optimizer_step"] = max(updates, default=0)
+        translated["grad_scaler"] = {
+            name: value.item() if hasattr(value, "item") else value for name, value in scaler.items()
+        }
+    return translated
+
+
+def rename(state_dict: dict[str, Any], saved: Collection[str]) -> dict[str, list[str]]:
+    """Give the tensors to be read the names that the checkpoint has them under, in place.
+
+    Returns:
+        By chunk of the model: the extra states of modules, which only Transformer Engine's have, and which are taken
+        out, for they may hold any object.
+    """
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, ShardedBase):
+            names = [value.key]
+            for ours, theirs in _OTHER_NAMES:
+                names += [name.replace(ours, theirs) for name in names]
+            value.key = next((name for name in names if name in saved), value.key)
+        return value
+
+    dict_list_map_inplace(renamed, state_dict)
+    taken: dict[str, list[str]] = {}
+    for key, part in state_dict.items():
+        if key.startswith("model"):
+            taken[key] = [name for name in part if name.endswith("._extra_state")]
+            for name in taken[key]:
+                del part[name]
+    return taken
+
+
+def _values(content: Any, names: tuple[str, ...]) -> Iterator[Any]:
+    """What lies under these names, however deep."""
+    if isinstance(content, Mapping):
+        for name, value in content.items():
+            if name in names:
+                yield value
+            else:
+                yield from _values(value, names)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _values(value, names)

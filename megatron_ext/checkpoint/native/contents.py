@@ -1,0 +1,251 @@
+"""What a checkpoint holds, as the state dict that megatron-core's dist_checkpointing reads and writes.
+
+Tensors are saved once for the whole model, by global name and place, so that no layout shows in them. The state of
+the random generators is saved for every rank, by its place in the grid of ranks, and can only be used in that grid.
+"""
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+
+from megatron_ext.checkpoint.native import optimizer_state
+from megatron_ext.checkpoint.native.saveable import Saveable
+from megatron_ext.checkpoint.native.saved_rows import joined, pieces
+from megatron_ext.checkpoint.native.snapshot import Copy
+from megatron_ext.model.names import unwrapped
+from megatron_ext.optim.offload import reload_model_params
+from megatron_ext.parallel.rows import RowShard, row_shard
+
+# What megatron-core's readers want to know of the tensors' names and cuts.
+CONTENT_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
+
+@dataclass
+class Contents:
+    state_dict: ShardedStateDict
+    weights: dict[str, ShardedBase]
+    """This rank's weights by name, part of the state dict: the optimizer's state is cut as they are."""
+    names: dict[int, str]
+    """Name of each weight by its parameter's id(). megatron-core takes the parameters out of `weights` on loading."""
+    rows: dict[str, RowShard]
+    """Of the weights that this rank holds in part."""
+
+
+@dataclass
+class Taken:
+    """All of a run that a checkpoint holds, at one moment: what `copy` made of its tensors, and numbers."""
+
+    models: Contents
+    """The weights themselves: the run's own."""
+    state_dict: ShardedStateDict
+    """Of the models, with what `copy` made."""
+    optimizer: list[optimizer_state.Taken]
+    others: dict[str, Any]
+
+
+def take(run: Saveable, copy: Copy, models: Contents | None = None) -> Taken:
+    """Everything of `run` that a resumed run needs, but for what the flags leave out. Not collective.
+
+    Args:
+        copy: makes a tensor that the training does not change, from a name of it and the tensor; those that other
+            ranks write are not copied.
+        models: of an earlier save of this run, which saves the time to ask the modules once more.
+    """
+    if models is None or models.rows or not _of_the_run(models, run):
+        models = models_of(run)
+    state_dict = {key: _copied(value, copy, (key,)) for key, value in models.state_dict.items()}
+    others: dict[str, Any] = {"train_state": asdict(run.state), "iteration": run.state.iteration}
+    taken = []
+    if not run.config.checkpoint.no_save_optim:
+        written = {
+            id(weight.data)
+            for weight in models.weights.values()
+            if is_main_replica(weight.replica_id)  # pyright: ignore[reportAttributeAccessIssue]
+        }
+        taken = optimizer_state.take(run.optimizer, run.config.optimizer, copy, written)
+        others |= {
+            "optimizer_step": optimizer_state.step_count(run.optimizer),
+            "grad_scaler": _grad_scaler_state(run),
+        }
+    if not run.config.checkpoint.no_save_rng:
+        others |= {"rng_grid": rng_grid(run), "rng_state": _rng_state(run)}
+    return Taken(models, state_dict, taken, others)
+
+
+def to_save(taken: Taken, exchange: optimizer_state.Exchange) -> ShardedStateDict:
+    """What this rank writes. Collective over the data-parallel ranks where they have shards of the optimizer."""
+    state_dict = {**taken.state_dict, **taken.others}
+    if taken.optimizer:
+        state_dict["optimizer"] = optimizer_state.state_to_save(taken.optimizer, taken.models.weights, exchange)
+    return state_dict
+
+
+def _of_the_run(models: Contents, run: Saveable) -> bool:
+    """Whether all tensors lie in the memory that the run has now: a module may have made one for its state dict."""
+    chunks = [*_chunks(run).values()]
+    own = {
+        tensor.untyped_storage().data_ptr() for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())
+    }
+    return all(
+        value.data.untyped_storage().data_ptr() in own
+        for value in nested_values(models.state_dict)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None
+    )
+
+
+def _copied(value: Any, copy: Copy, name: tuple[Any, ...]) -> Any:
+    """The same with copies for tensors, but for those that another rank writes."""
+    if isinstance(value, dict):
+        return {key: _copied(inner, copy, (*name, key)) for key, inner in value.items()}
+    if not isinstance(value, ShardedTensor | ShardedTensorFactory):
+        return value
+    if value.data is None or not is_main_replica(value.replica_id):
+        return replace(value)
+    return replace(value, data=copy(name, value.data.detach()))
+
+
+def size(state_dict: ShardedStateDict) -> int:
+    """Bytes of the tensors that this rank writes: of those that several ranks hold, one does."""
+    return sum(
+        value.data.numel() * value.data.element_size()
+        for value in nested_values(state_dict)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory)
+        and value.data is not None
+        and is_main_replica(value.replica_id)
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a checkpoint to use, besides the weights."""
+
+    optimizer: bool
+    rng: bool
+    progress: bool
+    """Iteration, position in the data, and the sums of the current logging interval."""
+
+
+def to_load(run: Saveable, parts: Parts) -> Contents:
+    """Where to read the tensors of a checkpoint into."""
+    contents = models_of(run)
+    if parts.optimizer:
+        contents.state_dict["optimizer"] = optimizer_state.state_to_load(
+            run.optimizer, run.config.optimizer, contents.weights
+        )
+    if parts.rng:
+        contents.state_dict["rng_state"] = _rng_state(run)
+    return contents
+
+
+def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, Any]) -> None:
+    """Put what was read into `run`."""
+    for key, chunk in _chunks(run).items():
+        if not contents.rows:
+            chunk.load_state_dict(loaded[key])
+    # Rows are the optimizer's own: where it is loaded, they come with it, and not rounded to 16 bits.
+    with_optimizer = parts.optimizer and _dtype(run) != torch.float32
+    for name, shard in contents.rows.items():
+        key, _, inner = name.partition(".")
+        if shard.local.numel() and not with_optimizer:
+            shard.local.copy_(joined(shard, loaded[key][inner]))
+    if parts.optimizer:
+        _restore_optimizer(run, contents, loaded)
+    else:
+        reload_model_params(run.optimizer)  # into the fp32 copies of 16-bit weights
+    if parts.progress:
+        names = {field.name for field in fields(run.state)}
+        for name, value in loaded["train_state"].items():
+            if name in names:
+                setattr(run.state, name, value)
+        if not parts.optimizer:
+            run.state.scheduled_samples = 0  # as Megatron-LM: the curve's position goes with the optimizer
+    if parts.rng:
+        run.device.set_rng_state(loaded["rng_state"]["dropout"])
+        _tracker().set_states(loaded["rng_state"]["tracker"])
+
+
+def _restore_optimizer(run: Saveable, contents: Contents, loaded: dict[str, Any]) -> None:
+    optimizer_state.restore(run.optimizer, run.config.optimizer, contents.names, loaded.get("optimizer", {}))
+    if contents.rows:
+        run.optimizer.reload_model_params()  # from rows to weights
+    optimizer_state.set_step_count(run.optimizer, loaded["optimizer_step"])
+    if loaded["grad_scaler"]:
+        for part in _scaled_parts(run):
+            part.grad_scaler.load_state_dict(
+                {**loaded["grad_scaler"], "scale": torch.tensor([loaded["grad_scaler"]["scale"]], dtype=torch.float32)}
+            )
+
+
+def rng_grid(run: Saveable) -> list[int]:
+    """Sizes of the grid in which every rank has a place of its own: pipeline, data, tensor."""
+    return [run.groups.pp.size(), run.groups.dp_cp.size(), run.groups.tp.size()]
+
+
+def _rng_state(run: Saveable) -> ShardedObject:
+    place = (run.groups.pp.rank(), run.groups.dp_cp.rank(), run.groups.tp.rank())
+    tracked = {name: state.clone() for name, state in _tracker().get_states().items()}
+    state = {"dropout": run.device.rng_state(), "tracker": tracked}
+    return ShardedObject("rng_state", state, tuple(rng_grid(run)), place)
+
+
+def _tracker() -> Any:
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
+def _chunks(run: Saveable) -> dict[str, Any]:
+    """The model chunks without their wrappers, under Megatron-LM's names."""
+    chunks = unwrapped(run.chunks)
+    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
+
+
+def models_of(run: Saveable) -> Contents:
+    """The model chunks alone, by reference."""
+    metadata = {**CONTENT_METADATA, "dp_cp_group": run.groups.dp_cp}
+    state_dict, found = {}, {}
+    for key, chunk in _chunks(run).items():
+        state_dict[key] = chunk.sharded_state_dict(metadata=metadata)
+        found |= {
+            f"{key}.{name}": value
+            for name, value in state_dict[key].items()
+            if isinstance(value, ShardedTensor | ShardedTensorFactory)
+        }
+    names = {id(weight.data): name for name, weight in found.items()}
+    rows = {name: shard for name, weight in found.items() if (shard := row_shard(weight.data)) is not None}
+    for name, shard in rows.items():
+        key, _, inner = name.partition(".")
+        weight = found[name]
+        if not shard.local.numel():
+            del state_dict[key][inner]  # an empty entry would be saved, as one of all ranks
+            continue
+        state_dict[key][inner] = pieces(weight, shard, shard.local.to(_dtype(run)), weight.key)
+    return Contents(state_dict, found, names, rows)
+
+
+def _dtype(run: Saveable) -> torch.dtype:
+    """In which a checkpoint holds the weights: that of the forward pass. Their fp32 masters are optimizer state."""
+    return getattr(torch, run.config.training.params_dtype)
+
+
+def _scaled_parts(run: Saveable) -> list[Any]:
+    return [part for part in optimizer_state.parts(run.optimizer) if getattr(part, "grad_scaler", None) is not None]
+
+
+def _grad_scaler_state(run: Saveable) -> dict[str, float | int]:
+    """Of the dynamic loss scale; empty without one. All parts scale alike."""
+    state = next((part.grad_scaler.state_dict() for part in _scaled_parts(run)), {})
+    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}

@@ -1,0 +1,184 @@
+"""Read a checkpoint."""
+
+import pickle
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
+from megatron_ext.checkpoint.native import contents
+from megatron_ext.checkpoint.native.folder import RELEASE, Found, find_to_load
+from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files
+from megatron_ext.checkpoint.native.saveable import Saveable
+from megatron_ext.checkpoint.native.verify import damage
+from megatron_ext.errors import DataError, StorageError, TrainingError
+
+# What the engine and torch raise for a file that is cut short, altered or missing, or for other tensors than wanted.
+_UNREADABLE = (
+    CheckpointException,
+    CheckpointingException,
+    pickle.UnpicklingError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+)
+
+
+def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
+    """Put the latest checkpoint of `folder`, or the one that it is, into `run`. Collective.
+
+    In the layout that saved it, the run then goes on exactly as if it had not been interrupted, unless --finetune and
+    the like leave parts of it aside. A checkpoint that is
+    not as its manifest says is passed over with a warning, for the next newest, unless --no-fallback forbids it.
+
+    Returns:
+        Its iteration; None where the folder holds no checkpoint.
+    Raises:
+        DataError: none is as it was written, or the first that is cannot be read, or is of another model.
+        StorageError: the folder cannot be read.
+    """
+    found = _first_undamaged(run, _agree_on_candidates(run, folder), folder)
+    if found is None:
+        return None
+    try:
+        # Megatron-FSDP's shards stand where the weights are, until a forward pass or this.
+        weights = run.gathered_parameters() if run.config.layout.use_megatron_fsdp else nullcontext()
+        with no_code_from_files(found.path), weights:
+            _read(run, found)
+    except _UNREADABLE as error:
+        raise DataError(
+            f"the checkpoint {found.path} cannot be read as one of this model: {_reason(error)}. Compare its "
+            "config.yaml with the flags given; if they agree, it is damaged: move it away, and the one before is used."
+        ) from error
+    return found.iteration
+
+
+def _first_undamaged(run: Saveable, candidates: list[Found], folder: str | Path) -> Found | None:
+    damaged = []
+    for found in candidates:
+        if found.warning:
+            _warn(run, found.warning)
+        problems = damage(found.path)
+        if not problems:
+            if problems is None:
+                _warn(run, f"{found.path} has no manifest: whether it is damaged is not known")
+            if damaged:
+                _warn(run, f"{'; '.join(damaged)}; using the next whole checkpoint, {found.path}")
+            return found
+        damaged.append(f"the checkpoint {found.path} is damaged ({', '.join(problems[:5])})")
+        if run.config.checkpoint.no_fallback:
+            others = [str(other.iteration) for other in candidates if other is not found]
+            offer = f"leave --no-fallback out to use another: {', '.join(others)}" if others else "there is no other"
+            raise DataError(f"{damaged[0]}; {offer}.")
+    if damaged:
+        raise DataError(
+            f"{'; '.join(damaged)}; there is no whole checkpoint in {folder}. Give another folder with --load."
+        )
+    return None
+
+
+def _read(run: Saveable, found: Found) -> None:
+    path = found.path
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    megatrons = megatron_lm.wrote(common)
+    translated = _as_ours(run, path, common) if megatrons else common
+    parts = _wanted(run, found, translated)
+    to_load = contents.to_load(run, parts)
+    without: dict[str, list[str]] = {}
+    if megatrons:
+        without = megatron_lm.rename(to_load.state_dict, SafeReader(path).read_metadata().state_dict_metadata)
+    # Not every rank reads every tensor: no need for the engine to see that they all do.
+    loaded: Any = dist_checkpointing.load(to_load.state_dict, str(path), validate_access_integrity=False)
+    if megatrons:
+        loaded |= {name: value for name, value in translated.items() if name != "optimizer"}
+        for chunk, names in without.items():
+            loaded[chunk] |= dict.fromkeys(names)
+    contents.restore(run, to_load, parts, loaded)
+
+
+def _as_ours(run: Saveable, path: Path, common: Mapping[str, Any]) -> dict[str, Any]:
+    """The common state of a checkpoint that Megatron-LM wrote, if it is one that can be used."""
+    different = megatron_lm.different_flags(common, run.config)
+    if different:
+        raise DataError(
+            f"the checkpoint {path}, which Megatron-LM wrote, has {', '.join(different)}; give the flags that it was "
+            "trained with."
+        )
+    flags = run.config.checkpoint
+    if not (flags.finetune or flags.no_load_optim or megatron_lm.optimizer_is_readable(common)):
+        raise DataError(
+            f"the checkpoint {path}, which Megatron-LM wrote, has its optimizer state in flat buffers that only its "
+            "own layout can read; save it there with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim to go "
+            "on with a new optimizer."
+        )
+    return megatron_lm.as_ours(common)
+
+
+def _wanted(run: Saveable, found: Found, common: Mapping[str, Any]) -> contents.Parts:
+    """What the flags ask for, of what is there."""
+    path = found.path
+    # Made from a Hugging Face model, or released by somebody: training begins with a new optimizer.
+    if common.get("weights_only") or found.path.name == RELEASE:
+        return contents.Parts(optimizer=False, rng=False, progress=False)
+    flags = run.config.checkpoint
+    optimizer = not (flags.finetune or flags.no_load_optim)
+    if optimizer and "optimizer_step" not in common:
+        raise DataError(
+            f"the checkpoint {path} was saved without optimizer state; add --no-load-optim to go on with a new one, "
+            "or --finetune to begin at iteration 0."
+        )
+    rng = not (flags.finetune or flags.no_load_rng)
+    grid = common.get("rng_grid")
+    if rng and grid != contents.rng_grid(run):
+        whose = (
+            f"{path} was saved by (pipeline, data, tensor) = {tuple(grid)} ranks"
+            if grid
+            else f"{path} holds no random state that can be used here"
+        )
+        _warn(run, f"{whose}: dropout goes on from new random numbers")
+        rng = False
+    return contents.Parts(optimizer=optimizer, rng=rng, progress=not flags.finetune)
+
+
+def _agree_on_candidates(run: Saveable, folder: str | Path) -> list[Found]:
+    """The first rank looks and tells: on a network file system others may still see an older folder."""
+    answer: list[list[Found] | TrainingError] = [[]]
+    if run.rank == 0:
+        try:
+            answer = [find_to_load(folder, run.config.checkpoint.ckpt_step)]
+        except DataError as error:
+            answer = [error]
+        except OSError as error:
+            answer = [StorageError(f"--load {folder}: {error.strerror}. Fix the folder, or give another one.")]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    [found] = answer
+    if isinstance(found, TrainingError):
+        raise found
+    return found
+
+
+def _warn(run: Saveable, text: str) -> None:
+    if run.rank == 0:
+        print(f"warning: {text}", file=sys.stderr)
+
+
+def _reason(error: BaseException) -> str:
+    """The engine's own words, the first of many lines."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip() or type(error).__name__
+    # torch's first lines on a pickle that it refuses say how to run it all the same; what it asks for comes after them.
+    asked = [line.partition(". Please use")[0] for line in text.splitlines() if " GLOBAL " in line]
+    text = asked[0] if asked else text
+    return f"{type(error).__name__}: {text.splitlines()[0][:300]}"

@@ -1,0 +1,60 @@
+"""Which checkpoints to keep: the last --keep-last-checkpoints, and every --save-retain-interval steps one for good."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_ext.checkpoint.native.folder import iteration_folder, remove, saved_iterations
+from megatron_ext.checkpoint.native.saveable import Saveable
+from megatron_ext.checkpoint.native.verify import damage
+
+
+def expired(saved: Sequence[int], newest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
+    """The iterations that may go once `newest` is saved; those above it belong to another course of the run and stay.
+
+    With a retain interval alone, one checkpoint is kept besides, as in Megatron-LM. Without either, all are.
+    """
+    if keep_last is None and retain_interval is None:
+        return []
+    older = [iteration for iteration in sorted(saved) if iteration <= newest]
+    return [
+        iteration
+        for iteration in older[: -(keep_last or 1)]
+        if retain_interval is None or iteration % retain_interval != 0
+    ]
+
+
+def remove_expired(run: Saveable, folder: str | Path, newest: int) -> None:
+    """Remove what the flags do not keep, if `newest` proves to be whole when it is read back. Collective."""
+    flags = run.config.checkpoint
+    answer: list[list[int]] = [[]]
+    if run.rank == 0:
+        saved = [iteration for iteration in saved_iterations(folder) if not _is_link(folder, iteration)]
+        answer = [expired(saved, newest, flags.keep_last_checkpoints, flags.save_retain_interval)]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    [old] = answer
+    if not old:
+        return
+    problems = damage(iteration_folder(folder, newest))
+    if run.rank != 0:
+        return
+    if problems or problems is None:
+        text = ", ".join(problems or ["no manifest"])
+        _warn(f"{iteration_folder(folder, newest)} is not whole ({text}): earlier checkpoints are kept. Check the disk")
+        return
+    for iteration in old:
+        try:
+            remove(folder, iteration)
+        except OSError as error:
+            _warn(f"{iteration_folder(folder, iteration)} cannot be removed: {error.strerror}")
+
+
+def _is_link(folder: str | Path, iteration: int) -> bool:
+    """Somebody has put it elsewhere, to keep it."""
+    return iteration_folder(folder, iteration).is_symlink()
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)

@@ -1,0 +1,127 @@
+"""Read what others have pickled without letting it run anything, or change anything.
+
+The format keeps two kinds of pickle: `.metadata`, which says where every tensor lies, and small objects (the state of
+the random generators) inside the shards. torch reads both with an unpickler that builds whatever they ask for. Inside
+`no_code_from_files()` torch's objects are made here from the first, read as plain data (`torch_dist.py`), and the
+second is read as `torch.load(weights_only=True)` reads it, without those of the classes added by megatron-core that do
+more than to hold what they are given.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.serialization
+from megatron.core.dist_checkpointing.strategies import torch as engine_torch
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+
+from megatron_ext.checkpoint.inside import check_folder, file_inside
+from megatron_ext.checkpoint.native import torch_dist
+
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch; it also overrides an explicit weights_only=False
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+# Of the classes that megatron-core lets torch make, those of these modules only hold what they are given: flags, enums.
+# Others do not, such as numpy's arrays, whose state is taken from the file as it stands, addresses of memory included.
+_HARMLESS = ("argparse", "types", "signal", "pathlib", "megatron.core.")
+
+
+class SafeReader(FileSystemReader):
+    """torch's reader of a checkpoint folder, for a folder that anybody may have written."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """What the checkpoint holds and where.
+
+        Raises:
+            pickle.UnpicklingError: the file is damaged, or asks for something else than metadata.
+            DataError: it, or a file that it names, is missing, is no file, or a link out of the folder.
+            OSError: it cannot be read.
+        """
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        with file_inside(path.parent, path.name).open("rb") as file:
+            content = read_metadata(file)
+        for name in {place.relative_path for place in content.storage_data.values()}:
+            file_inside(path.parent, name)
+        content.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return content
+
+
+def read_metadata(file: IO[bytes]) -> metadata.Metadata:
+    """Torch's metadata, made from what the file says.
+
+    Raises:
+        pickle.UnpicklingError: it is damaged, asks for another class, or names a file outside of its own folder.
+    """
+    saved = torch_dist.read_all(file)
+    entries: dict[str, Any] = {name: _entry(tensor) for name, tensor in saved.tensors.items()}
+    places = {
+        metadata.MetadataIndex(name, chunk.offsets, number): _place(chunk)
+        for name, tensor in saved.tensors.items()
+        for number, chunk in enumerate(tensor.chunks)
+    }
+    entries |= dict.fromkeys(saved.objects, metadata.BytesStorageMetadata())
+    places |= {metadata.MetadataIndex(name): _place(chunk) for name, chunk in saved.objects.items()}
+    return metadata.Metadata(entries, storage_data=places)
+
+
+def _entry(tensor: torch_dist.Tensor) -> metadata.TensorStorageMetadata:
+    given = tensor.properties
+    properties = metadata.TensorProperties(
+        dtype=getattr(torch, torch_dist.DTYPES.get(tensor.dtype, tensor.dtype)),
+        requires_grad=given.requires_grad,
+        memory_format=_FORMATS[given.memory_format],
+        pin_memory=given.pin_memory,
+    )
+    if hasattr(properties, "strides"):  # older versions of torch do not note them
+        properties.strides = given.strides
+    chunks = [
+        metadata.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
+    ]
+    return metadata.TensorStorageMetadata(properties, torch.Size(tensor.size), chunks)
+
+
+def _place(chunk: torch_dist.Chunk) -> _StorageInfo:
+    return _StorageInfo(chunk.file, chunk.offset, chunk.length)
+
+
+@contextmanager
+def no_code_from_files(checkpoint: Path) -> Iterator[None]:
+    """megatron-core's loading functions read no free pickle inside, and no file that lies outside of the checkpoint.
+
+    Raises:
+        DataError: the folder holds something else than files and folders.
+    """
+    check_folder(checkpoint)
+    reader, added = engine_torch.FileSystemReader, torch.serialization.get_safe_globals()
+    before = os.environ.get(_WEIGHTS_ONLY)
+    engine_torch.FileSystemReader = SafeReader
+    os.environ[_WEIGHTS_ONLY] = "1"
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([_inert(kind) for kind in added if _module(kind).startswith(_HARMLESS)])
+    try:
+        yield
+    finally:
+        engine_torch.FileSystemReader = reader
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(added)
+        if before is None:
+            del os.environ[_WEIGHTS_ONLY]
+        else:
+            os.environ[_WEIGHTS_ONLY] = before
+
+
+def _module(kind: Any) -> str:
+    """Of a class or function that torch may make, or of the pair of such and its name."""
+    return getattr(kind[0] if isinstance(kind, tuple) else kind, "__module__", "") or ""
+
+
+def _inert(kind: Any) -> Any:
+    """torch sets any attribute of an object whose class it may make: not of one that the whole process shares."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return partial(kind), f"{kind.__module__}.{kind.__qualname__}"
+    return kind

@@ -1,0 +1,284 @@
+"""Write a checkpoint."""
+
+import errno
+import json
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_ext.checkpoint import checksums
+from megatron_ext.checkpoint.native import contents, manifest
+from megatron_ext.checkpoint.native.companions import keep_tokenizer, write_versions
+from megatron_ext.checkpoint.native.folder import (
+    CONFIG,
+    DATA,
+    iteration_folder,
+    make_partial,
+    partial_folder,
+    publish,
+    saved_iterations,
+)
+from megatron_ext.checkpoint.native.optimizer_state import IN_PLACE, Exchange
+from megatron_ext.checkpoint.native.retention import remove_expired
+from megatron_ext.checkpoint.native.saveable import Saveable
+from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, as_it_is
+from megatron_ext.config.files import to_yaml
+from megatron_ext.errors import StorageError
+
+
+def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
+    """Save all of `run` into `folder`, and make it the latest checkpoint there. Collective.
+
+    Returns:
+        The checkpoint, `folder/iter_*`. It is on the disk when this returns.
+    Raises:
+        StorageError: it cannot be written, on every rank. Earlier checkpoints are as they were.
+    """
+    return Save(run, folder, background=False).finish()
+
+
+class Kept:
+    """What the background saves of one run hand on, so that later ones stop the training for a copy alone."""
+
+    def __init__(self) -> None:
+        self.memory = HostMemory()
+        self.exchange = Exchange(HostGroups().of, torch.device("cpu"))
+        self.strategy = _PlannedOnce(cached_metadata=True)
+        self.models: contents.Contents | None = None
+        self.size: int | None = None
+        """Bytes of a checkpoint, once one was begun."""
+
+
+class _PlannedOnce(TorchDistSaveShardedStrategy):
+    """The engine's plan of the first save serves all of them: a run's tensors do not change their names and cuts.
+
+    (By itself, the engine takes a plan for settled after two that are equal.) It asks no other rank then.
+    """
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, async_strategy: Any) -> Any:
+        if save_state_dict_ret[1] is not None:  # on the first rank, which writes it
+            self.cached_global_metadata = save_state_dict_ret[1]
+        self.validated_cache_reuse = True
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)
+
+
+class Save:
+    """A save in progress: begun here, ended by `finish`. Both are collective and raise as `save_checkpoint` does.
+
+    In the background, a thread writes a copy that was taken when the save began; until `finish`, the checkpoint has
+    no name yet. (The engine would fork a process for it, which holds what the training process has open.) With what
+    was `kept` of an earlier save of the run, that thread also plans, and exchanges shards, in groups of its own.
+    """
+
+    def __init__(self, run: Saveable, folder: str | Path, *, background: bool, kept: Kept | None = None):
+        self.run, self.folder, self.iteration = run, folder, run.state.iteration
+        self._partial = partial_folder(folder, self.iteration)
+        self._kept = kept or Kept()
+        self._files: manifest.Files | str = {}
+        self._request: AsyncRequest | None = None
+        self._thread: threading.Thread | None = None
+        planned = background and self._kept.size is not None
+        with self._failures():
+            _on_first_rank(run, folder, self._begin)
+            with run.gathered_parameters():
+                copy = self._kept.memory.copy if background else as_it_is
+                taken = contents.take(run, copy, self._kept.models)
+                if background:
+                    run.device.synchronize()
+                    self._kept.models = taken.models
+                if not planned:
+                    self._prepare(taken, background)
+                if not background:
+                    self._write(None)
+            if background:
+                arguments = (taken if planned else None,)
+                self._thread = threading.Thread(target=self._write_aside, args=arguments, daemon=True)
+                self._thread.start()
+
+    def written(self) -> bool:
+        """Whether all ranks have written their shards, so that `finish` need not wait. Collective."""
+        waiting = torch.tensor(int(self._thread is not None and self._thread.is_alive()))
+        waiting = waiting.to(self.run.device.torch_device)
+        torch.distributed.all_reduce(waiting, op=torch.distributed.ReduceOp.MAX)
+        return not waiting.item()
+
+    def join(self) -> None:
+        """Wait for this rank's shards. Not collective."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> Path:
+        """Wait for the shards, and give the checkpoint its name."""
+        self.join()
+        torch.distributed.barrier()
+        with self._failures():
+            files = _gather_files(self.folder, self._files)
+            assert self._request is not None
+            for finalize in self._request.finalize_fns:
+                finalize()
+            _on_first_rank(self.run, self.folder, lambda: self._publish(files))
+        remove_expired(self.run, self.folder, self.iteration)
+        return iteration_folder(self.folder, self.iteration)
+
+    def _begin(self) -> None:
+        """Make the folder, if it is known that the disk has room."""
+        make_partial(self.folder, self.iteration)
+        if self._kept.size is not None:
+            _check_space(self.folder, self._kept.size)
+
+    def _prepare(self, taken: contents.Taken, background: bool) -> None:
+        """The engine's plan, of a first save or of one that the training waits for. Collective."""
+        state_dict = contents.to_save(taken, self._kept.exchange if background else IN_PLACE)
+        sizes: list[int] = [0] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(sizes, contents.size(state_dict))
+        _on_first_rank(self.run, self.folder, lambda: _check_space(self.folder, sum(sizes)))
+        strategy = self._kept.strategy if background else TorchDistSaveShardedStrategy()
+        self._request = _request(state_dict, self._partial, strategy, validate=True)
+        if background:
+            self._kept.size = sum(sizes)
+
+    def _write_aside(self, taken: contents.Taken | None) -> None:
+        """`_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
+        self.run.device.bind_thread()
+        self._write(taken)
+
+    def _write(self, taken: contents.Taken | None) -> None:
+        """This rank's shards. Failures wait for `finish`.
+
+        Args:
+            taken: what to write, where it is not planned yet.
+        """
+        try:
+            if taken is not None:
+                state_dict = contents.to_save(taken, self._kept.exchange)
+                self._request = _request(state_dict, self._partial, self._kept.strategy, validate=False)
+            assert self._request is not None
+            written = checksums.watch(self._request)
+            write_shards(self._request, _on_host(self._request))
+            self._files = written.files()
+            if self.run.rank == 0:
+                self._write_beside()
+        except OSError as error:
+            self._files = f"{error.strerror}: {error.filename}"
+        except Exception as error:
+            self._files = f"{type(error).__name__}: {error}"
+
+    def _write_beside(self) -> None:
+        """What rank 0 adds to the shards."""
+        (self._partial / CONFIG).write_text(to_yaml(self.run.config), encoding="utf-8")
+        if self.run.data_record is not None:
+            (self._partial / DATA).write_text(json.dumps(self.run.data_record, indent=1) + "\n", encoding="utf-8")
+        earlier = (iteration_folder(self.folder, step) for step in reversed(saved_iterations(self.folder)))
+        keep_tokenizer(self.run.config.data, self._partial, earlier)
+        write_versions(self._partial)
+
+    def _publish(self, shards: manifest.Files) -> None:
+        """The manifest; then the checkpoint gets its name."""
+        others = [path for path in manifest.all_files(self._partial) if path.suffix != ".distcp"]
+        manifest.write(self._partial, shards | manifest.describe(self._partial, others))
+        publish(self.folder, self.iteration)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Whatever fails inside leaves no partial folder, and is a StorageError."""
+        try:
+            yield
+        except CheckpointException as error:
+            # The engine tells every rank of a failure, but only the first rank its reason.
+            reason = "; ".join(str(failure[0]) for failure in error.failures.values())
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise _storage_error(self.folder, reason or "writing failed; rank 0 says why") from error
+        except OSError as error:  # of the engine's last file, which rank 0 writes alone
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise _storage_error(self.folder, f"{error.strerror}: {error.filename}") from error
+        except StorageError:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise
+
+
+def write_shards(request: AsyncRequest, buckets: Any) -> None:
+    """The engine's writer, here and now."""
+    if request.async_fn is not None:
+        rank, _, results = request.async_fn_args
+        with checksums.without_checksums_of_torch():
+            request.async_fn(rank, buckets, results, **request.async_fn_kwargs)
+
+
+def _check_space(folder: str | Path, size: int) -> None:
+    """Better to find out before the write than in the middle of it."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        reason = f"{os.strerror(errno.ENOSPC)} ({size:,} bytes are needed, {free:,} are free)"
+        raise OSError(errno.ENOSPC, reason, str(folder))
+
+
+def _request(
+    state_dict: ShardedStateDict, folder: Path, strategy: TorchDistSaveShardedStrategy, *, validate: bool
+) -> AsyncRequest:
+    """Who writes what, and how the engine ends the save. Collective, where it is to be validated.
+
+    Args:
+        validate: whether all ranks together have every part of every tensor once.
+    """
+    # The results of a write in this process need not cross a process boundary; the engine's own queue would start a
+    # process for it, which takes seconds.
+    filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
+    request = dist_checkpointing.save(
+        state_dict,
+        str(folder),
+        strategy,
+        validate_access_integrity=validate,
+        content_metadata=dict(contents.CONTENT_METADATA),
+        async_sharded_save=True,
+        async_strategy="mcore",
+    )
+    assert request is not None
+    return request
+
+
+def _on_host(request: AsyncRequest) -> Any:
+    """The engine's (file, key, (objects, tensors)) with all tensors in host memory."""
+    return None if request.preload_fn is None else request.preload_fn()  # None: this rank writes nothing
+
+
+def _gather_files(folder: str | Path, own: manifest.Files | str) -> manifest.Files:
+    """The files of all ranks; where one failed, every rank raises."""
+    answers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, own)
+    for answer in answers:
+        if isinstance(answer, str):
+            raise _storage_error(folder, answer)
+    return {name: entry for answer in answers for name, entry in answer.items()}
+
+
+def _on_first_rank(run: Saveable, folder: str | Path, action: Callable[[], object]) -> None:
+    """Call `action` on rank 0 while all wait; where it fails, every rank raises."""
+    problem: list[str | None] = [None]
+    if run.rank == 0:
+        try:
+            action()
+        except OSError as error:
+            problem = [f"{error.strerror}: {error.filename}"]
+    torch.distributed.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise _storage_error(folder, problem[0])
+
+
+def _storage_error(folder: str | Path, reason: str) -> StorageError:
+    return StorageError(
+        f"cannot save a checkpoint to {folder}: {reason}. Earlier checkpoints there are whole. Free space or fix the "
+        "permission, or give another folder with --save, and resume with --load."
+    )

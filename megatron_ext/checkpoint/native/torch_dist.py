@@ -1,0 +1,316 @@
+"""The `.metadata` of a torch_dist checkpoint, read and written without torch.
+
+It is a pickle of torch's own classes, which say where every tensor lies. Here it is read as data (`inert_pickle.py`),
+of which every number and name is checked, and written from such. `safe_reading.py` makes torch's own objects from it.
+"""
+
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeGuard
+
+from megatron_ext.checkpoint.inert_pickle import Global, Made, plain_text
+from megatron_ext.checkpoint.inert_pickle import read as read_inert
+from megatron_ext.checkpoint.native.torch_archive import plain
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Of weights, by their name in safetensors. Files may hold tensors of other dtypes, which nobody here reads."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_FILES = "torch.distributed.checkpoint.filesystem"
+_ENGINE = "megatron.core.dist_checkpointing.strategies.torch"
+_LARGEST = 1 << 29  # bytes of .metadata; a model of 200,000 tensors has some 75 million
+_LARGEST_NUMBER = 1 << 62
+_MOST_DIMENSIONS = 64
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A saved part of a tensor."""
+
+    offsets: tuple[int, ...]
+    """Of its first element, by dimension."""
+    sizes: tuple[int, ...]
+    file: str
+    """Beside the metadata."""
+    offset: int
+    """Of what `torch.save` wrote, in the file."""
+    length: int
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What torch notes of a tensor besides its dtype."""
+
+    requires_grad: bool = False
+    memory_format: int = 0
+    """torch's number: 0 contiguous, 1 channels last, 2 preserved."""
+    pin_memory: bool = False
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A saved tensor."""
+
+    dtype: str
+    """As in safetensors where it is one of those, else torch's own name."""
+    size: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    properties: Properties = field(default=Properties(), compare=False)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """All that a checkpoint's metadata says."""
+
+    tensors: dict[str, Tensor]
+    objects: dict[str, Chunk]
+    """Where what is no tensor lies; without offsets and sizes."""
+
+
+def read(file: IO[bytes]) -> dict[str, Tensor]:
+    """All tensors of a checkpoint. Raises as `read_all` does."""
+    return read_all(file).tensors
+
+
+def read_objects(file: IO[bytes]) -> dict[str, Chunk]:
+    """Where the objects of a checkpoint lie that are no tensors. Raises as `read_all` does."""
+    return read_all(file).objects
+
+
+def read_all(file: IO[bytes]) -> Saved:
+    """All that a checkpoint's metadata says.
+
+    Raises:
+        pickle.UnpicklingError: the metadata is damaged, asks for a class that no checkpoint needs, names a file outside
+            of its own folder, or contradicts itself.
+    """
+    content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise pickle.UnpicklingError(f".metadata is larger than {_LARGEST:,} bytes")
+    try:
+        return _saved(read_inert(content, ALLOWED))
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(f".metadata {error}") from None
+
+
+def check_name(name: Any) -> None:
+    """Raises pickle.UnpicklingError where the file of a chunk is not one beside the metadata."""
+    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", "..") or "\0" in name:
+        raise pickle.UnpicklingError(f"names the file {plain_text(name)}, which is not one beside it")
+
+
+def write(tensors: Mapping[str, Tensor], objects: Mapping[str, Chunk]) -> bytes:
+    """The metadata of these; an object has neither offsets nor sizes."""
+    saved = [(name, _object("TensorStorageMetadata", _tensor(tensor))) for name, tensor in tensors.items()]
+    saved += [(name, _object("BytesStorageMetadata", {})) for name in objects]
+    places = [(_index(name, None, None), _place(chunk)) for name, chunk in objects.items()]
+    for name, tensor in tensors.items():
+        places += [(_index(name, chunk.offsets, number), _place(chunk)) for number, chunk in enumerate(tensor.chunks)]
+    content = {
+        "state_dict_metadata": _dictionary((plain(name), entry) for name, entry in saved),
+        "storage_data": _dictionary(places),
+        "planner_data": plain(None),
+        "storage_meta": plain(None),
+    }
+    return b"\x80\2" + _object("Metadata", content) + b"."
+
+
+def _tensor(tensor: Tensor) -> dict[str, bytes]:
+    properties = (
+        b"("
+        + _global("torch", DTYPES[tensor.dtype])
+        + _global("torch.serialization", "_get_layout")
+        + plain("torch.strided")
+        + b"\x85R\x89"  # its layout; no gradient
+        + _global(_METADATA, "_MEM_FORMAT_ENCODING")
+        + plain(0)
+        + b"\x85R\x89t"  # in order; not pinned
+    )
+    chunks = (
+        _object("ChunkStorageMetadata", {"offsets": _size(chunk.offsets), "sizes": _size(chunk.sizes)})
+        for chunk in tensor.chunks
+    )
+    return {
+        "properties": _global(_METADATA, "TensorProperties") + b")\x81" + properties + b"b",
+        "size": _size(tensor.size),
+        "chunks": b"](" + b"".join(chunks) + b"e",
+    }
+
+
+def _index(name: str, offsets: tuple[int, ...] | None, number: int | None) -> bytes:
+    state = {"fqn": plain(name), "index": plain(number)}
+    return _object("MetadataIndex", state if offsets is None else state | {"offset": _size(offsets)})
+
+
+def _place(chunk: Chunk) -> bytes:
+    state = {"relative_path": plain(chunk.file), "offset": plain(chunk.offset), "length": plain(chunk.length)}
+    return _global(_FILES, "_StorageInfo") + b")\x81" + _dictionary(_named(state)) + b"b"
+
+
+def _object(name: str, state: Mapping[str, bytes]) -> bytes:
+    """The opcodes of an object of torch's metadata whose attributes these are."""
+    return _global(_METADATA, name) + b")\x81" + _dictionary(_named(state)) + b"b"
+
+
+def _named(state: Mapping[str, bytes]) -> Iterable[tuple[bytes, bytes]]:
+    return ((plain(name), value) for name, value in state.items())
+
+
+def _dictionary(items: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"}(" + b"".join(key + value for key, value in items) + b"u"
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def _size(numbers: tuple[int, ...]) -> bytes:
+    return _global("torch", "Size") + b"(" + b"".join(map(plain, numbers)) + b"t\x85R"
+
+
+def _saved(content: Any) -> Saved:
+    state = _state(content, _METADATA, "Metadata")
+    entries, stored = state.get("state_dict_metadata"), state.get("storage_data")
+    if type(entries) is not dict or type(stored) is not dict:
+        raise _wrong("has no tables of tensors and places")
+    places = dict(_keyed_place(key, place) for key, place in stored.items())
+    if len(places) != len(stored):
+        raise _wrong("gives a tensor two places")
+    tensors: dict[str, Tensor] = {}
+    left = len(places)  # every chunk has a place of its own: what is named again and again is not followed
+    for name, entry in entries.items():
+        if type(name) is not str:
+            raise _wrong(f"has {plain_text(name)} for a tensor's name")
+        if _is(entry, _METADATA, "TensorStorageMetadata"):
+            tensors[name] = _read_tensor(name, entry, places, left)
+            left -= len(tensors[name].chunks)
+        elif not _is(entry, _METADATA, "BytesStorageMetadata"):
+            raise _wrong(f"has {plain_text(entry)} where it should describe {plain_text(name)}")
+    if any(name in tensors for name, offsets in places if offsets is None):
+        raise _wrong("has a tensor that is an object, too")
+    objects = {name: Chunk((), (), *place) for (name, offsets), place in places.items() if offsets is None}
+    return Saved(tensors, objects)
+
+
+_Place = tuple[str, int, int]  # file, offset, length
+
+
+def _keyed_place(key: Any, place: Any) -> tuple[tuple[str, tuple[int, ...] | None], _Place]:
+    index, state = _state(key, _METADATA, "MetadataIndex"), _state(place, _FILES, "_StorageInfo")
+    name, offsets = index.get("fqn"), index.get("offset")
+    if type(name) is not str:
+        raise _wrong(f"has {plain_text(name)} for a tensor's name")
+    if state.get("transform_descriptors") is not None:
+        raise _wrong(f"says that {plain_text(name)} is compressed, which is not read")
+    check_name(state.get("relative_path"))
+    offset, length = _numbers((state.get("offset"), state.get("length")))
+    return (name, None if offsets is None else _read_size(offsets)), (state["relative_path"], offset, length)
+
+
+def _read_tensor(name: str, entry: Made, places: Mapping[Any, _Place], most: int) -> Tensor:
+    state = _state(entry, _METADATA, "TensorStorageMetadata")
+    size, chunks = _read_size(state.get("size")), state.get("chunks")
+    dtype, properties = _read_properties(state.get("properties"))
+    if type(chunks) is not list or len(chunks) > most:
+        raise _wrong(f"places {plain_text(name)} more often than it has places")
+    found = tuple(_read_chunk(name, chunk, size, places) for chunk in chunks)
+    return Tensor(_code(dtype), size, found, properties)
+
+
+def _read_chunk(name: str, chunk: Any, size: tuple[int, ...], places: Mapping[Any, _Place]) -> Chunk:
+    state = _state(chunk, _METADATA, "ChunkStorageMetadata")
+    offsets, sizes = _read_size(state.get("offsets")), _read_size(state.get("sizes"))
+    inside = len(offsets) == len(sizes) == len(size)
+    if not inside or any(start + length > whole for start, length, whole in zip(offsets, sizes, size, strict=True)):
+        raise _wrong(f"has a part of {plain_text(name)} at {list(offsets)} that is not in {list(size)}")
+    if (name, offsets) not in places:
+        raise _wrong(f"has no place for {plain_text(name)} at {list(offsets)}")
+    return Chunk(offsets, sizes, *places[name, offsets])
+
+
+def _read_properties(made: Any) -> tuple[str, Properties]:
+    """dtype, layout, requires_grad, memory format, pin_memory, and in newer versions of torch the strides."""
+    state = made.state if _is(made, _METADATA, "TensorProperties") else None
+    if type(state) is not tuple or len(state) not in (5, 6):
+        raise _wrong("has a tensor without its properties")
+    dtype, layout, grad, form, pinned, strides = (*state, None)[:6]
+    if type(dtype) is not Global or dtype.module != "torch" or dtype.name not in WIDTHS:
+        raise _wrong(f"has {plain_text(dtype)} for a dtype")
+    if not _is(layout, "torch.serialization", "_get_layout") or layout.args != ("torch.strided",):
+        raise _wrong("has a tensor that is not strided")
+    if not _is(form, _METADATA, "_MEM_FORMAT_ENCODING") or form.args not in ((0,), (1,), (2,)):
+        raise _wrong("has an unknown memory format")
+    if type(grad) is not bool or type(pinned) is not bool:
+        raise _wrong("has tensor properties that are neither true nor false")
+    return dtype.name, Properties(grad, form.args[0], pinned, None if strides is None else _numbers(strides))
+
+
+def _is(made: Any, module: str, name: str) -> TypeGuard[Made]:
+    return type(made) is Made and made.kind == Global(module, name)
+
+
+def _state(made: Any, module: str, name: str) -> dict[str, Any]:
+    """The attributes of an object that must be of this class."""
+    if not _is(made, module, name) or type(made.state) is not dict:
+        what = made.kind.name if type(made) is Made else plain_text(made)
+        raise _wrong(f"holds {what} where a {name} belongs")
+    return made.state
+
+
+def _read_size(made: Any) -> tuple[int, ...]:
+    numbers = made.args[0] if _is(made, "torch", "Size") and len(made.args) == 1 else None
+    return _numbers(numbers)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if type(values) is not tuple or len(values) > _MOST_DIMENSIONS:
+        raise _wrong(f"has {plain_text(values)} for sizes")
+    for value in values:
+        if type(value) is not int or not 0 <= value < _LARGEST_NUMBER:
+            raise _wrong(f"has {plain_text(value)} for a size or a place")
+    return values
+
+
+def _wrong(what: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(what)
+
+
+def _code(dtype: str) -> str:
+    return next((code for code, name in DTYPES.items() if name == dtype), dtype)
+
+
+WIDTHS = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Bytes of an element, by torch's name."""
+
+ALLOWED: frozenset[tuple[str, str]] = frozenset(
+    [
+        (module, name)
+        for module, names in {
+            _METADATA: (
+                *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+                *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+            ),
+            _PLANNER: ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+            _FILES: ("_StorageInfo",),
+            _ENGINE: ("MCoreMetadata", "MCoreSavePlan"),
+            "collections": ("OrderedDict",),
+            "torch": ("Size", *WIDTHS),
+            "torch.serialization": ("_get_layout",),
+            "pathlib": ("PosixPath",),
+            "pathlib._local": ("PosixPath",),  # of Python 3.13
+        }.items()
+        for name in names
+    ]
+)
+"""By these, torch and megatron-core write the metadata of a checkpoint."""

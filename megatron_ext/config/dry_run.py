@@ -1,0 +1,162 @@
+"""What `--dry-run` prints: the layout rank by rank, and the sizes of model, batch and run."""
+
+from collections import Counter
+
+from megatron_ext.config.batch import batch_phases, num_microbatches, training_steps
+from megatron_ext.config.flops import (
+    active_parameters,
+    flops_per_token,
+    parameters_without_embeddings,
+)
+from megatron_ext.config.layers import Experts, layers
+from megatron_ext.config.parameters import count, count_per_rank
+from megatron_ext.config.ranks import (
+    axis_sizes,
+    chunk_layers,
+    coordinates,
+    expert_axis_sizes,
+    expert_coordinates,
+    rank_of,
+)
+from megatron_ext.config.schema import Config
+from megatron_ext.config.state_bytes import state_bytes
+
+_MOST_RANKS_LISTED = 64
+
+
+def describe(config: Config) -> str:
+    """The report on a validated configuration."""
+    sections = [_formula(config), _model(config), _stages(config), _batch(config), _run(config), _ranks(config)]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _formula(config: Config) -> list[str]:
+    sizes = axis_sizes(config.layout)
+    switches = [
+        ("sequence parallel", config.layout.sequence_parallel),
+        ("distributed optimizer", config.layout.use_distributed_optimizer),
+        ("overlapped gradient reduction", config.layout.overlap_grad_reduce),
+        ("overlapped parameter gathering", config.layout.overlap_param_gather),
+        (
+            f"{config.optimizer.optimizer_offload_fraction:.0%} of the optimizer state in host memory",
+            config.optimizer.optimizer_cpu_offload,
+        ),
+        ("weights, gradients and optimizer state in host memory", config.layout.torch_fsdp2_cpu_offload),
+    ]
+    lines = [f"world size {config.layout.world_size} = TP {sizes.tp} x PP {sizes.pp} x CP {sizes.cp} x DP {sizes.dp}"]
+    if config.model.num_experts is not None:
+        experts = expert_axis_sizes(config.layout)
+        lines.append(
+            f"experts on them: ETP {experts.etp} x EP {experts.ep} x expert DP {experts.edp} x PP {experts.pp}"
+        )
+    given = [name for name, on in switches if on]
+    if given:
+        lines.append("with " + ", ".join(given))
+    return lines
+
+
+def _model(config: Config) -> list[str]:
+    padding = config.model.padded_vocab_size - (config.data.vocab_size or config.model.padded_vocab_size)
+    total = count(config) - padding * config.model.hidden_size * _vocabulary_matrices(config)
+    return [
+        *_experts(config),
+        f"parameters           {total:,} ({parameters_without_embeddings(config):,} without embeddings and output)",
+        f"vocabulary           {config.model.padded_vocab_size:,} rows, {padding:,} of them padding",
+        f"FLOPs per token      {flops_per_token(config):,} (forward and backward, causal attention)",
+    ]
+
+
+def _experts(config: Config) -> list[str]:
+    every_layer = layers(config)
+    mixtures = Counter(layer.experts for layer in every_layer if layer.experts is not None)
+    if not mixtures:
+        return []
+    return [
+        *(_mixture(experts, number, len(every_layer)) for experts, number in mixtures.items()),
+        f"active parameters    {active_parameters(config):,} for each token, vocabulary padding included",
+    ]
+
+
+def _mixture(experts: Experts, number: int, of: int) -> str:
+    beside = f", and shared ones of width {experts.shared.width:,}" if experts.shared is not None else ""
+    where = f", in {number} of {of} layers" if number < of else ""
+    each = f"{experts.top_k} of {experts.count} of width {experts.mlp.width:,}"
+    return f"experts              {each} for each token{beside}{where}"
+
+
+def _vocabulary_matrices(config: Config) -> int:
+    return 2 if config.model.untie_embeddings_and_output_weights else 1
+
+
+def _stages(config: Config) -> list[str]:
+    per_rank, of_experts = count_per_rank(config), count_per_rank(config, experts=True)
+    bytes_each, bytes_of_experts = state_bytes(config).total, state_bytes(config, expert=True).total
+    each = f"{bytes_each:g} bytes a parameter"
+    if any(of_experts) and bytes_of_experts != bytes_each:
+        each += f", {bytes_of_experts:g} of an expert"
+    lines = ["stage  layers                          parameters per rank  weights + gradients + optimizer per rank"]
+    for stage, chunks in enumerate(chunk_layers(config)):
+        layers = " ".join(_layer_range(chunk) for chunk in chunks)
+        rest = per_rank[stage] - of_experts[stage]
+        memory = _bytes(rest * bytes_each + of_experts[stage] * bytes_of_experts)
+        lines.append(f"{stage:5d}  {layers:<30}  {per_rank[stage]:>19,}  {memory} ({each})")
+    return lines
+
+
+def _batch(config: Config) -> list[str]:
+    training, data_size = config.training, config.layout.data_parallel_size
+    microbatches = num_microbatches(config, training.global_batch_size)
+    lines = [
+        f"micro batch          {training.micro_batch_size} samples of {config.model.seq_length:,} tokens",
+        f"microbatches         {microbatches} per rank and step",
+        f"effective batch      {training.micro_batch_size} x {microbatches} x DP {data_size} = "
+        f"{training.global_batch_size:,} samples (TP, CP and PP do not count)",
+        f"tokens per step      {training.global_batch_size * config.model.seq_length:,}",
+    ]
+    stages = config.layout.pipeline_model_parallel_size
+    if stages > 1:
+        useful = config.layout.virtual_pipeline_model_parallel_size * microbatches
+        lines.append(f"pipeline bubble      {(stages - 1) / (useful + stages - 1):.1%} of the time, (p-1)/(v*m+p-1)")
+    return lines
+
+
+def _run(config: Config) -> list[str]:
+    phases = batch_phases(config)
+    samples = sum(phase.steps * phase.global_batch_size for phase in phases)
+    tokens = samples * config.model.seq_length
+    lines = [f"run                  {training_steps(config):,} steps, {samples:,} samples, {tokens:,} tokens"]
+    if config.training.rampup_batch_size is not None:
+        lines.append(f"batch ramp-up        from {phases[0].global_batch_size} in {len(phases)} phases")
+    return lines
+
+
+def _ranks(config: Config) -> list[str]:
+    layout, world = config.layout, config.layout.world_size
+    if world <= _MOST_RANKS_LISTED:
+        experts = config.model.num_experts is not None
+        lines = ["rank  (tp, cp, dp, pp)" + ("  (etp, ep, edp, pp)" if experts else "")]
+        for rank in range(world):
+            place = f"  {tuple(expert_coordinates(layout, rank))}" if experts else ""
+            lines.append(f"{rank:4d}  {tuple(coordinates(layout, rank))}{place}")
+        return lines
+    lines = ["stage  ranks          rank: (tp, cp, dp, pp)"]
+    per_stage = world // layout.pipeline_model_parallel_size
+    for stage in range(layout.pipeline_model_parallel_size):
+        first = rank_of(layout, coordinates(layout, 0)._replace(pp=stage))
+        some = ", ".join(f"{rank}: {tuple(coordinates(layout, rank))}" for rank in range(first, first + 3))
+        span = f"{first}-{first + per_stage - 1}"
+        lines.append(f"{stage:5d}  {span:<13}  {some}, ...")
+    return lines
+
+
+def _layer_range(layers: range) -> str:
+    if not layers:
+        return "none"
+    return f"{layers.start}" if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count / 1e3:.2f} kB"

@@ -1,0 +1,89 @@
+"""How far an interrupted preprocessing run came, and what a finished one was made from.
+
+`<prefix>.partial.json` is replaced every few seconds, after the tokens that it speaks of are on the disk.
+`<prefix>_manifest.json` is written at the end; nothing in it depends on the machine, the time or the workers.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.data.indexed import Written
+from megatron_ext.data.prepare.documents import InputHashes, Place
+from megatron_ext.data.prepare.encode import Sample
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Totals so far; the bytes of text are those of the records, the bytes read those of the files."""
+
+    documents: int = 0
+    skipped: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+    bytes_read: int = 0
+    bytes_total: int | None = None  # None if the standard input is among the inputs
+
+
+@dataclass
+class Journal:
+    """What a run needs to go on where an earlier one stopped."""
+
+    job: dict[str, Any]  # all that decides the output
+    place: Place = Place()  # noqa: RUF009 (frozen)
+    progress: Progress = Progress()
+    written: list[Written] = field(default_factory=list)
+    blocks: int = 0
+    samples: list[tuple[int, Sample]] = field(default_factory=list)
+    hashes: InputHashes = field(default_factory=InputHashes)
+
+    def save(self, path: Path) -> None:
+        """Replace the file in one step."""
+        done = {number: found for number, found in self.hashes.found.items() if number < self.place.file}
+        text = json.dumps(
+            {
+                "job": self.job,
+                "place": vars(self.place),
+                "progress": vars(self.progress),
+                "written": [vars(one) for one in self.written],
+                "blocks": self.blocks,
+                "samples": [(number, vars(sample)) for number, sample in self.samples],
+                "hashes": done,
+            }
+        )
+        _write_whole(path, text)
+
+    @staticmethod
+    def load(path: Path) -> "Journal | None":
+        """What `save` wrote; None if there is no such file or it is not readable."""
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            return Journal(
+                job=fields["job"],
+                place=Place(**fields["place"]),
+                progress=Progress(**fields["progress"]),
+                written=[Written(**one) for one in fields["written"]],
+                blocks=fields["blocks"],
+                samples=[(number, Sample(**sample)) for number, sample in fields["samples"]],
+                hashes=InputHashes(
+                    {int(number): (digest, size) for number, (digest, size) in fields["hashes"].items()}
+                ),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def write_manifest(path: Path, content: dict[str, Any]) -> None:
+    """Write the manifest in one step, with a line for each field."""
+    _write_whole(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".new")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,299 @@
+"""Text files to .bin/.idx, one pair per JSON key, byte for byte what Megatron-LM's own tool writes.
+
+Workers turn blocks of records into token bytes; the parent writes them in input order, so that the files do not
+depend on the number of workers. Only a few blocks are in flight: memory does not grow with the corpus. Every few
+seconds the parent notes how far it is; a run that was killed goes on from there when it is started again.
+
+    encode_files(EncodeJob(inputs=("corpus.jsonl",), output_prefix="data/corpus", tokenizer_type="ByteTokenizer"))
+    -> data/corpus_text_document.bin, data/corpus_text_document.idx, data/corpus_manifest.json
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from megatron_ext.data.indexed import IndexedWriter, Written, token_dtype
+from megatron_ext.data.prepare.documents import Block, read_blocks
+from megatron_ext.data.prepare.encode import BlockEncoder, EncodedBlock, OnError, Sample
+from megatron_ext.data.prepare.inputs import InputFile, find_files
+from megatron_ext.data.prepare.journal import Journal, Progress, write_manifest
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.tokenizer.batch import fast_encoder, first_difference, plain_encoder, probe_texts
+from megatron_ext.tokenizer.build import tokenizer_from_flags
+from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer
+from megatron_ext.tokenizer.record import tokenizer_record
+from megatron_ext.tokenizer.text import beginning
+
+_FIRST_SAMPLE_CHARACTERS = 1 << 16
+_SECOND_SAMPLE_TEXTS = 64
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """What to encode and how; the fields are the flags of tools/preprocess_data.py."""
+
+    inputs: tuple[str, ...]
+    output_prefix: str
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_special_tokens: tuple[str, ...] | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    split_on: str | None = None
+    workers: int = 1
+    on_error: OnError = "fail"
+    fast_tokenizer: bool = True
+    commit_interval: float = 2.0  # seconds
+
+    def output(self, key: str) -> str:
+        return f"{self.output_prefix}_{key}_document"
+
+
+def encode_files(
+    job: EncodeJob,
+    report: Callable[[Progress], None] = lambda progress: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Progress:
+    """Run the job.
+
+    Args:
+        job: what to do. If an earlier run of the same job was killed, this one goes on where that one stopped.
+        report: called at the beginning and after each block.
+        note: called with what the user should know: which encoder runs, what was left out.
+
+    Raises:
+        ConfigurationError: a flag cannot work.
+        DataError: a document cannot be read or encoded; the text names file and line.
+    """
+    if job.workers < 1:
+        raise ConfigurationError(f"--workers {job.workers} must be 1 or more")
+    folder = Path(job.output_prefix).parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"--output-prefix {job.output_prefix}: the folder {folder} does not exist; make it")
+    files = find_files(job.inputs)
+    tokenizer = tokenizer_from_flags(job)
+    try:
+        return _Run(job, files, tokenizer, note).encode(report)
+    except _Differs as error:
+        note(f"the fast tokenizer differs from {job.tokenizer_type} on {error.text!r}: all again without it")
+        return _Run(replace(job, fast_tokenizer=False), files, tokenizer, note).encode(report)
+
+
+class _Differs(Exception):
+    """The second sample shows that the fast encoder cannot be used."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.text = text
+
+
+class _Run:
+    """One pass over the inputs, from the beginning or from where the journal says."""
+
+    def __init__(self, job: EncodeJob, files: Sequence[InputFile], tokenizer: Tokenizer, note: Callable[[str], None]):
+        self._job = job
+        self._files = files
+        self._tokenizer = tokenizer
+        self._note = note
+        self._reference = plain_encoder(tokenizer)
+        self._is_fast = False
+        self._journal_path = Path(f"{job.output_prefix}.partial.json")
+        self._can_continue = not any(file.is_standard_input for file in files)
+        self._journal = self._find_journal()
+        dtype = token_dtype(tokenizer.vocab_size)
+        starts = zip(job.json_keys, self._journal.written, strict=True)
+        self._writers = [IndexedWriter(job.output(key), dtype, written) for key, written in starts]
+
+    def encode(self, report: Callable[[Progress], None]) -> Progress:
+        report(self._journal.progress)
+        try:
+            self._encode_all(report)
+            self._check_second_sample()
+            if self._journal.progress.tokens == 0:
+                raise DataError(
+                    f"--input {' '.join(self._job.inputs)}: {self._journal.progress.documents} documents and not one "
+                    "token in them"
+                )
+        except _Differs:
+            self._discard()
+            raise
+        except BaseException:
+            # What is noted can be used again, by the next run; what is not noted is lost in any case.
+            if self._journal_path.exists():
+                for writer in self._writers:
+                    writer.close()
+            else:
+                self._discard()
+            raise
+        for writer in self._writers:
+            writer.finish()
+        self._write_manifest()
+        self._journal_path.unlink(missing_ok=True)
+        return self._journal.progress
+
+    def _find_journal(self) -> Journal:
+        job = self._job
+        identity = {
+            "inputs": [file.state() for file in self._files],
+            "tokenizer": self._tokenizer.identity(),
+            "json_keys": list(job.json_keys),
+            "append_eod": job.append_eod,
+            "split_on": job.split_on,
+        }
+        sizes = [file.size() for file in self._files]
+        total = None if None in sizes else sum(size for size in sizes if size)
+        fresh = Journal(job=identity, progress=Progress(bytes_total=total), written=[Written() for _ in job.json_keys])
+        found = Journal.load(self._journal_path) if self._can_continue else None
+        if found is not None:
+            outputs = zip(job.json_keys, found.written, strict=False)
+            if found.job == identity and all(IndexedWriter.holds(job.output(key), done) for key, done in outputs):
+                self._note(f"going on behind {found.progress.documents} documents that an earlier run encoded")
+                return found
+            self._note(f"{self._journal_path} is of other inputs or flags: starting from the beginning")
+        self._journal_path.unlink(missing_ok=True)
+        return fresh
+
+    def _encode_all(self, report: Callable[[Progress], None]) -> None:
+        job, journal = self._job, self._journal
+        blocks = read_blocks(self._files, job.json_keys, job.split_on, journal.place, journal.hashes)
+        first = next(blocks, None)
+        if first is None:
+            return
+        encoder = BlockEncoder(
+            self._tokenizer, self._choose_encoder(first), job.json_keys, job.append_eod, job.on_error
+        )
+        blocks = _behind([first], blocks)
+        del first  # it can be a document of 100 MB
+        if job.workers == 1:
+            encoded_blocks = map(encoder, blocks)
+        else:
+            from megatron_ext.data.prepare.workers import encode_in_processes  # multiprocessing takes a while to import
+
+            locked = [descriptor for writer in self._writers for descriptor in writer.descriptors()]
+            start = partial(_start_worker, job, self._is_fast)
+            encoded_blocks = encode_in_processes(job.workers, encoder, start, locked, blocks)
+        committed = time.monotonic()
+        for encoded in encoded_blocks:
+            self._add(encoded)
+            report(journal.progress)
+            if self._can_continue and time.monotonic() - committed >= job.commit_interval:
+                journal.written = [writer.commit() for writer in self._writers]
+                journal.save(self._journal_path)
+                committed = time.monotonic()
+
+    def _add(self, encoded: EncodedBlock) -> None:
+        journal = self._journal
+        for writer, (tokens, lengths) in zip(self._writers, encoded.columns, strict=True):
+            writer.add_tokens(tokens.data, lengths)
+        if self._job.on_error == "log":
+            for problem in encoded.problems:
+                self._note(f"left out: {problem}")
+        done = journal.progress
+        journal.progress = Progress(
+            documents=done.documents + encoded.documents,
+            skipped=done.skipped + len(encoded.problems),
+            text_bytes=done.text_bytes + encoded.text_bytes,
+            tokens=done.tokens + sum(int(lengths.sum()) for _, lengths in encoded.columns),
+            bytes_read=encoded.bytes_read,
+            bytes_total=done.bytes_total,
+        )
+        journal.place = encoded.end
+        if self._is_fast and encoded.sample is not None:
+            _spread(journal.samples, journal.blocks, encoded.sample)
+        journal.blocks += 1
+
+    def _choose_encoder(self, first: Block) -> BatchEncoder:
+        """The fast encoder, if there is one and it gives the reference's ids on probes and on the first block."""
+        if not self._job.fast_tokenizer:
+            return self._reference
+        try:
+            fast = fast_encoder(self._tokenizer)
+        except ValueError as error:
+            self._note(f"no fast tokenizer: {error}")
+            return self._reference
+        texts = probe_texts(self._tokenizer) + _first_sample(first, self._job.json_keys)
+        different = first_difference(fast, self._reference, texts)
+        if different is not None:
+            kind = self._job.tokenizer_type
+            self._note(f"no fast tokenizer: it differs from {kind} on {different[:200]!r}")
+            return self._reference
+        self._note(f"fast tokenizer: equal on {len(texts)} texts; a second sample is compared at the end")
+        self._is_fast = True
+        return fast
+
+    def _check_second_sample(self) -> None:
+        for _, sample in self._journal.samples:
+            if self._reference([sample.text])[0].tolist() != sample.ids:
+                raise _Differs(sample.text[:200])
+
+    def _discard(self) -> None:
+        self._journal_path.unlink(missing_ok=True)
+        for writer in self._writers:
+            writer.discard()
+
+    def _write_manifest(self) -> None:
+        progress, found = self._journal.progress, self._journal.hashes.found
+        write_manifest(
+            Path(f"{self._job.output_prefix}_manifest.json"),
+            {
+                "inputs": [
+                    {"path": file.path, "bytes": found[number][1], "sha256": found[number][0]}
+                    for number, file in enumerate(self._files)
+                ],
+                "tokenizer": tokenizer_record(self._tokenizer),
+                "append_eod": self._job.append_eod,
+                "split_on": self._job.split_on,
+                "documents": progress.documents,
+                "skipped": progress.skipped,
+                "tokens": progress.tokens,
+                "outputs": {
+                    self._job.output(key): asdict(writer.written)
+                    for key, writer in zip(self._job.json_keys, self._writers, strict=True)
+                },
+            },
+        )
+
+
+def _start_worker(job: EncodeJob, is_fast: bool) -> BlockEncoder:
+    tokenizer = tokenizer_from_flags(job)
+    encoder = fast_encoder(tokenizer) if is_fast else plain_encoder(tokenizer)
+    return BlockEncoder(tokenizer, encoder, job.json_keys, job.append_eod, job.on_error)
+
+
+def _first_sample(block: Block, keys: Sequence[str]) -> list[str]:
+    texts: list[str] = []
+    left = _FIRST_SAMPLE_CHARACTERS
+    for record in block.records():
+        try:
+            found = record.texts(keys)
+        except DataError:
+            continue
+        for text in found:
+            texts.append(beginning(text, left))
+            left -= len(texts[-1])
+        if left <= 0:
+            break
+    return texts
+
+
+def _spread(samples: list[tuple[int, Sample]], number: int, sample: Sample) -> None:
+    """Keep the samples of every n-th block, n a power of two that grows with the input: evenly over all of it."""
+    stride = 1
+    while number // stride >= _SECOND_SAMPLE_TEXTS:
+        stride *= 2
+    if number % stride == 0:
+        samples[:] = [kept for kept in samples if kept[0] % stride == 0]
+        samples.append((number, sample))
+
+
+def _behind(first: list[Block], blocks: Iterator[Block]) -> Iterator[Block]:
+    """The one block of the list, of which nothing is kept, and then the others."""
+    yield first.pop()
+    yield from blocks

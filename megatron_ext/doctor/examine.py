@@ -1,0 +1,16 @@
+"""All checks of a launch, one after another."""
+
+from megatron_ext.doctor import gpus, machine, network, software, variables
+from megatron_ext.doctor.finding import Finding, Launch
+
+CHECKS = (*software.CHECKS, *gpus.CHECKS, *network.CHECKS, *variables.CHECKS, *machine.CHECKS)
+
+
+def examine(launch: Launch) -> list[Finding]:
+    """What every check found, in their order."""
+    return [finding for check in CHECKS for finding in check(launch)]
+
+
+def exit_code(findings: list[Finding]) -> int:
+    """0 without an error, else that of the first."""
+    return next((finding.exit_code for finding in findings if finding.level == "error"), 0)

@@ -1,0 +1,153 @@
+"""DeepSpeed's JSON configuration. Key names and meanings: DeepSpeed's configuration reference."""
+
+from megatron_ext.foreign.meanings import (
+    ADAM,
+    FULL_RECOMPUTE,
+    OFF,
+    OTHER_OPTIMIZER,
+    SGD,
+    ZERO_STAGE,
+    Cases,
+    Default,
+    Fact,
+    Flags,
+    NoCounterpart,
+    Table,
+    only_off,
+    switch,
+)
+
+_BUCKET = NoCounterpart(
+    "buckets are counted in parameters, not in bytes of one collective: --ddp-bucket-size, whose default fits"
+)
+_OFFLOAD_BUFFERS = NoCounterpart("copies between GPU and host are sized by the optimizer itself")
+_LIVE = NoCounterpart("weights are gathered layer by layer and freed after use; there is no limit to set")
+_CHECKPOINTING = NoCounterpart("recomputed layers keep their one input on their own device")
+_ON_DEVICE = {"none": OFF, "null": OFF, "cpu": Flags("--optimizer-cpu-offload")}
+
+TABLE: Table = {
+    "train_batch_size": Fact("global_batch_size"),
+    "train_micro_batch_size_per_gpu": Fact("micro_batch_size"),
+    "gradient_accumulation_steps": Fact("accumulation"),
+    "gradient_clipping": Flags("--clip-grad {}"),
+    "steps_per_print": Flags("--log-interval {}"),
+    "wall_clock_breakdown": switch("--timing-log-level 2"),
+    "prescale_gradients": only_off("gradients are divided once, by the global batch's tokens, after the reduction"),
+    "gradient_predivide_factor": NoCounterpart("gradients are reduced in fp32 with --bf16: nothing overflows"),
+    "sparse_gradients": only_off("embedding gradients are dense"),
+    "communication_data_type": NoCounterpart("gradients are reduced in fp32 with --bf16, else in their own precision"),
+    "data_types.grad_accum_dtype": Cases(
+        {"fp32": Flags("--accumulate-allreduce-grads-in-fp32")},
+        NoCounterpart("gradients are accumulated in their own precision, or in fp32"),
+    ),
+    "zero_allow_untested_optimizer": Default("every optimizer here is tested with sharding"),
+    "zero_force_ds_cpu_optimizer": NoCounterpart("there is one CPU optimizer, which --optimizer-cpu-offload chooses"),
+    "fp16.enabled": switch("--fp16"),
+    "fp16.loss_scale": Cases({"0": Default("dynamic loss scale, as without a flag")}, Flags("--loss-scale {}")),
+    "fp16.initial_scale_power": Flags("--initial-loss-scale {}", lambda power: 2 ** int(power)),
+    "fp16.loss_scale_window": Flags("--loss-scale-window {}"),
+    "fp16.hysteresis": Flags("--hysteresis {}"),
+    "fp16.min_loss_scale": Flags("--min-loss-scale {}"),
+    "fp16.auto_cast": only_off("weights and activations are in half precision throughout; the loss is in fp32"),
+    "fp16.consecutive_hysteresis": only_off("a good step does not restore the hysteresis"),
+    "bf16.enabled": switch("--bf16"),
+    "zero_optimization.stage": ZERO_STAGE,
+    "zero_optimization.offload_optimizer.device": Cases(
+        _ON_DEVICE, NoCounterpart("offloading to disk is not supported; --optimizer-cpu-offload keeps it in memory")
+    ),
+    "zero_optimization.offload_optimizer.pin_memory": Cases(
+        {"true": Default("host memory is pinned on a GPU machine")},
+        NoCounterpart("host memory is pinned on a GPU machine, unless --no-pin-cpu-grads --no-pin-cpu-params"),
+    ),
+    "zero_optimization.offload_optimizer.ratio": Flags("--optimizer-offload-fraction {}"),
+    "zero_optimization.offload_optimizer.buffer_count": _OFFLOAD_BUFFERS,
+    "zero_optimization.offload_optimizer.fast_init": Default("the optimizer's state is made where it stays"),
+    "zero_optimization.offload_param.device": Cases(
+        {"none": OFF, "null": OFF, "cpu": Flags("--torch-fsdp2-cpu-offload")},
+        NoCounterpart("offloading to disk is not supported; --torch-fsdp2-cpu-offload keeps weights in memory"),
+    ),
+    "zero_optimization.offload_param.pin_memory": Cases(
+        {"true": Default("host memory is pinned on a GPU machine"), "false": Flags("--no-pin-cpu-params")},
+        NoCounterpart("neither true nor false"),
+    ),
+    "zero_optimization.allgather_partitions": Default("weights are gathered by all-gather collectives"),
+    "zero_optimization.allgather_bucket_size": _BUCKET,
+    "zero_optimization.reduce_scatter": Default("sharded gradients are reduced by reduce-scatter collectives"),
+    "zero_optimization.reduce_bucket_size": _BUCKET,
+    "zero_optimization.overlap_comm": switch("--overlap-grad-reduce"),
+    "zero_optimization.contiguous_gradients": Default("gradients lie in contiguous buffers"),
+    "zero_optimization.sub_group_size": NoCounterpart("the update runs over all of a rank's shards at once"),
+    "zero_optimization.stage3_prefetch_bucket_size": _LIVE,
+    "zero_optimization.stage3_param_persistence_threshold": _LIVE,
+    "zero_optimization.stage3_max_live_parameters": _LIVE,
+    "zero_optimization.stage3_max_reuse_distance": _LIVE,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": Default(
+        "checkpoints are sharded; `tools/convert_checkpoint.py to-hf` writes the whole model"
+    ),
+    "zero_optimization.round_robin_gradients": only_off("gradients are sharded evenly, by element"),
+    "zero_optimization.zero_hpz_partition_size": NoCounterpart("no second copy of the weights inside a machine"),
+    "zero_optimization.zero_quantized_weights": only_off("weights are gathered in their own precision"),
+    "zero_optimization.zero_quantized_gradients": only_off("gradients are reduced in full precision"),
+    "optimizer.type": Cases(
+        {"adam": ADAM, "adamw": ADAM, "fusedadam": ADAM, "cpuadam": ADAM, "sgd": SGD}, OTHER_OPTIMIZER
+    ),
+    "optimizer.params.lr": Flags("--lr {}"),
+    "optimizer.params.betas": Flags("--adam-beta1 {0} --adam-beta2 {1}"),
+    "optimizer.params.eps": Flags("--adam-eps {}"),
+    "optimizer.params.weight_decay": Flags("--weight-decay {}"),
+    "optimizer.params.momentum": Flags("--sgd-momentum {}"),
+    "optimizer.params.adam_w_mode": Cases(
+        {"true": Default("--optimizer adam is AdamW: decoupled weight decay")},
+        NoCounterpart("--optimizer adam is AdamW: there is no Adam with weight decay inside the gradient"),
+    ),
+    "optimizer.params.torch_adam": Default("the fused kernel is used where there is one"),
+    "optimizer.params.fused": Default("the fused kernel is used where there is one"),
+    "scheduler.type": Cases(
+        {
+            "warmuplr": Flags("--lr-decay-style constant"),
+            "warmupdecaylr": Flags("--lr-decay-style linear"),
+            "warmupcosinelr": Flags("--lr-decay-style cosine"),
+        },
+        NoCounterpart("the curves are constant, linear, cosine, inverse-square-root and WSD: --lr-decay-style"),
+    ),
+    "scheduler.params.warmup_min_lr": Flags("--lr-warmup-init {}"),
+    "scheduler.params.warmup_max_lr": Flags("--lr {}"),
+    "scheduler.params.warmup_num_steps": Flags("--lr-warmup-iters {}"),
+    "scheduler.params.total_num_steps": Flags("--lr-decay-iters {}"),
+    "scheduler.params.warmup_type": Cases(
+        {"linear": Default("the warmup is linear")}, NoCounterpart("the warmup is linear, not logarithmic")
+    ),
+    "pipeline.stages": Cases(
+        {"auto": NoCounterpart("give the number of stages: --pipeline-model-parallel-size")}, Fact("pipeline")
+    ),
+    "pipeline.partition_method": Cases(
+        {"uniform": Default("every stage has the same number of layers")},
+        NoCounterpart("every stage has the same number of layers, unless flags for the first and last stage say so"),
+    ),
+    "pipeline.activation_checkpoint_interval": Cases({"0": OFF}, Flags(FULL_RECOMPUTE)),
+    "activation_checkpointing.partition_activations": Cases(
+        {"false": OFF}, NoCounterpart("--sequence-parallel stores activations once instead of on every rank")
+    ),
+    "activation_checkpointing.number_checkpoints": NoCounterpart("--recompute-num-layers counts layers of a unit"),
+    "activation_checkpointing.cpu_checkpointing": only_off("recomputed layers keep their one input on the GPU"),
+    "activation_checkpointing.contiguous_memory_optimization": _CHECKPOINTING,
+    "activation_checkpointing.synchronize_checkpoint_boundary": _CHECKPOINTING,
+    "activation_checkpointing.profile": only_off("--timing-log-level 2 times the parts of a step"),
+    "tensorboard.enabled": Default("--tensorboard-dir turns it on"),
+    "tensorboard.output_path": Flags("--tensorboard-dir {}"),
+    "wandb.enabled": Default("--wandb-project turns it on"),
+    "wandb.project": Flags("--wandb-project {}"),
+    "wandb.team": Flags("--wandb-entity {}"),
+    "flops_profiler.enabled": switch("--log-throughput"),
+}
+
+IMPLIED = {
+    "scheduler.type": "DeepSpeed's warmup is logarithmic unless warmup_type says linear; ours is linear",
+    "optimizer.type": "DeepSpeed's Adam decouples its weight decay too, unless adam_w_mode is false",
+}
+"""What a key brings with it that the file does not say."""
+
+# A scheduler sets the rate at every step, whatever the optimizer's was.
+SHADOWED = {"optimizer.params.lr": "scheduler.params.warmup_max_lr"}
+DEFAULT_ACCUMULATION = None
+"""DeepSpeed derives whichever of its three batch sizes is not given."""

@@ -1,0 +1,228 @@
+"""Another program's configuration file, key by key, as flags of ours.
+
+    result = translate("axolotl", read("config.yaml"))
+    result.command        # {"--lr": "2e-05", "--bf16": "", ...}
+    result.keys           # what became of every key; none is dropped
+
+A flag that this version refuses is not printed: the parser's own reason takes its place.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.untrusted import MOST_YAML, load_json, load_yaml, read_file
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.foreign import accelerate, axolotl, deepspeed
+from megatron_ext.foreign.meanings import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart
+from megatron_ext.foreign.parallel_sizes import Layout, solve
+
+SOURCES: dict[str, ModuleType] = {"deepspeed": deepspeed, "accelerate": accelerate, "axolotl": axolotl}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What became of one key: its flags, or why there are none."""
+
+    name: str
+    value: Any
+    became: str
+    """One of KINDS."""
+    flags: str = ""
+    reason: str = ""
+
+
+KINDS = {
+    "flags": "flags",
+    "layout": "sizes of the layout",
+    "launch": "given to torchrun",
+    "default": "needs no flag",
+    "none": "no counterpart",
+    "unknown": "unknown",
+}
+
+
+_WITH_THE_WEIGHTS = "the optimizer's state is in host memory where the weights are"
+_CONTAINED = {
+    ("--overlap-grad-reduce", "--use-torch-fsdp2"): "FSDP2 reduces while the backward pass still runs",
+    ("--optimizer-cpu-offload", "--torch-fsdp2-cpu-offload"): _WITH_THE_WEIGHTS,
+    ("--optimizer-offload-fraction", "--torch-fsdp2-cpu-offload"): _WITH_THE_WEIGHTS,
+}
+"""What a flag does already beside another, and why."""
+
+_SHARDING = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--use-distributed-optimizer"}
+
+
+@dataclass(frozen=True)
+class Translation:
+    keys: tuple[Key, ...]
+    layout: Layout
+    command: dict[str, str]
+    """Flag -> its values as one text, empty for a switch."""
+
+    def words(self) -> list[str]:
+        """The flags as a command line."""
+        return [word for flag, value in self.command.items() for word in (flag, *shlex.split(value))]
+
+
+def read(path: str) -> dict[str, Any]:
+    """The content of a JSON or YAML file.
+
+    Raises:
+        ConfigurationError: it cannot be read, is neither, names a key twice, or is no mapping.
+    """
+    try:
+        raw = read_file(path, MOST_YAML, pipes=True)
+        content = load_json(raw) if path.endswith(".json") else load_yaml(raw.decode())
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}; give the path of a configuration file") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or not content:
+        raise ConfigurationError(f"{path}: expected names and values, as in `train_batch_size: 32`")
+    return content
+
+
+def translate(source: str, content: Mapping[str, Any], world_size: int | None = None) -> Translation:
+    """Translate `content`, a file of the program `source` (a key of SOURCES).
+
+    Raises:
+        ConfigurationError: sizes that contradict each other.
+    """
+    module = SOURCES[source]
+    facts: dict[str, int] = {}
+    found = [_translate_key(name, value, module, facts) for name, value in leaves(content)]
+    present = {key.name for key in found if key.became == "flags"}
+    found = [_shadow(key, module.SHADOWED, present) for key in found]
+    layout = solve(facts, world_size, module.DEFAULT_ACCUMULATION)
+    command: dict[str, str] = {}
+    for index, key in enumerate(found):
+        found[index] = accepted = _refused(key)
+        command |= split_flags(accepted.flags)
+    sizes = {flag: value for flag, value in layout.flags().items() if _refusal(f"{flag} {value}") is None}
+    missing = [f"{flag} {value}" for flag, value in layout.flags().items() if flag not in sizes]
+    found += [Key(flags, "", "none", reason=_refusal(flags) or "") for flags in missing]
+    for (flag, beside), reason in _CONTAINED.items():
+        if beside in command and command.pop(flag, None) is not None:
+            found = [_contained(key, flag, reason) for key in found]
+    if "shard" in facts and not _SHARDING & command.keys():
+        found = [_unsharded(key) for key in found]
+    return Translation(tuple(found), layout, sizes | command)
+
+
+def leaves(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is not a mapping; a list is a value unless it holds mappings."""
+    if isinstance(content, Mapping) and content:
+        for name, value in content.items():
+            yield from leaves(value, f"{path}.{name}" if path else str(name))
+    elif isinstance(content, list) and any(isinstance(item, Mapping) for item in content):
+        for index, item in enumerate(content):
+            yield from leaves(item, f"{path}.{index}")
+    else:
+        yield path, content
+
+
+def split_flags(text: str) -> dict[str, str]:
+    """`--a 1 --b` -> {"--a": "1", "--b": ""}."""
+    found: dict[str, str] = {}
+    flag = ""
+    for word in shlex.split(text):
+        if word.startswith("--"):
+            flag = word
+            found[flag] = ""
+        else:
+            found[flag] = f"{found[flag]} {shlex.quote(word)}".strip()
+    return found
+
+
+def _translate_key(name: str, value: Any, module: ModuleType, facts: dict[str, int]) -> Key:
+    meaning = module.TABLE.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+    if meaning is None:
+        return Key(name, value, "unknown", reason="not a key that this tool knows")
+    if value == "auto" and not (isinstance(meaning, Cases) and "auto" in meaning.by_value):
+        return Key(name, value, "none", reason="filled in by another program; give the flag itself")
+    key = _apply(name, value, meaning, facts)
+    if key.became == "flags" and name in module.IMPLIED:
+        key = replace(key, reason=module.IMPLIED[name])
+    return key
+
+
+def _apply(name: str, value: Any, meaning: Meaning, facts: dict[str, int]) -> Key:
+    while isinstance(meaning, Cases):
+        meaning = meaning.by_value.get(_text(value).lower(), meaning.otherwise)
+    match meaning:
+        case Default(reason):
+            return Key(name, value, "default", reason=reason)
+        case NoCounterpart(reason):
+            return Key(name, value, "none", reason=reason)
+        case Launch(template):
+            return Key(name, value, "launch", reason=template.format(_text(value)))
+        case Fact(fact):
+            return _note_fact(name, value, fact, facts)
+        case Flags(template, convert):
+            try:
+                values = [_text(convert(item)) for item in (value if isinstance(value, list) else [value])]
+                return Key(name, value, "flags", template.format(*_fill(template, values)))
+            except (ValueError, TypeError, IndexError):
+                return Key(name, value, "unknown", reason=f"{value!r} is no value that can be read")
+    raise AssertionError(f"{name}: {meaning!r}")
+
+
+def _fill(template: str, values: list[str]) -> list[str]:
+    quoted = [shlex.quote(value) for value in values]
+    return quoted * template.count("{}") if "{}" in template else quoted
+
+
+def _note_fact(name: str, value: Any, fact: str, facts: dict[str, int]) -> Key:
+    try:
+        size = int(value)
+    except (ValueError, TypeError):
+        return Key(name, value, "unknown", reason=f"{value!r} is not an integer")
+    if facts.setdefault(fact, size) != size:
+        raise ConfigurationError(f"{name} {size} contradicts another key, which says {facts[fact]}; keep one of them")
+    return Key(name, value, "layout", reason=fact.replace("_", " "))
+
+
+def _shadow(key: Key, shadowed: Mapping[str, str], present: set[str]) -> Key:
+    winner = shadowed.get(key.name)
+    if winner is None or winner not in present or key.became != "flags":
+        return key
+    return Key(key.name, key.value, "none", reason=f"{winner} takes its place in that program too")
+
+
+def _contained(key: Key, flag: str, reason: str) -> Key:
+    return Key(key.name, key.value, "default", reason=reason) if key.flags.split()[:1] == [flag] else key
+
+
+def _unsharded(key: Key) -> Key:
+    """A number of shards alone shards nothing here: say what would."""
+    if (key.became, key.reason) != ("layout", "shard"):
+        return key
+    return replace(key, reason="shard; no flag above shards anything: add --use-torch-fsdp2 (or take fewer ranks)")
+
+
+def _refused(key: Key) -> Key:
+    """The key as it is, or without counterpart where our own parser refuses the flag."""
+    refusal = _refusal(key.flags)
+    return key if refusal is None else Key(key.name, key.value, "none", reason=refusal)
+
+
+def _refusal(flags: str) -> str | None:
+    try:
+        parse(shlex.split(flags))
+    except ConfigurationError as error:
+        return "; ".join(error.problems)
+    return None
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value)

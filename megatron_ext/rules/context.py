@@ -1,0 +1,119 @@
+"""Rules about samples that are divided: between context-parallel ranks, or into documents."""
+
+import math
+from collections.abc import Iterator
+
+from megatron_ext.config.resolve import Facts, positive
+from megatron_ext.config.schema import Config
+from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, use
+
+_EXCHANGES = ("p2p", "all_gather", "a2a")
+
+
+def exchange_of_keys_is_known(config: Config, facts: Facts) -> Iterator[str]:
+    for given in sorted(set(config.layout.cp_comm_type) - set(_EXCHANGES)):
+        if given == "a2a+p2p":
+            yield (
+                "--cp-comm-type a2a+p2p exchanges heads inside a machine and keys between machines, for which there "
+                "are no groups here; use --cp-comm-type p2p, or a2a"
+            )
+        else:
+            yield f"--cp-comm-type {given} is not one of {', '.join(_EXCHANGES)}; use --cp-comm-type p2p"
+
+
+def every_layer_has_its_exchange(config: Config, facts: Facts) -> Iterator[str]:
+    kinds, layers = config.layout.cp_comm_type, config.model.num_layers
+    if len(kinds) != 1 and len(kinds) != layers:
+        yield (
+            f"--cp-comm-type names {len(kinds)} exchanges, but it takes one for all layers or one for each of "
+            f"--num-layers {layers}; use --cp-comm-type p2p"
+        )
+
+
+def context_chunks_are_equal(config: Config, facts: Facts) -> Iterator[str]:
+    layout, length = config.layout, config.model.seq_length
+    size, tensor = layout.context_parallel_size, layout.tensor_model_parallel_size
+    if not positive(size, tensor, length) or size == 1:
+        return
+    # Two chunks a rank, and under sequence parallelism a tensor-parallel rank's part of both.
+    unit = math.lcm(2 * size, size * tensor) if layout.sequence_parallel else 2 * size
+    if length % unit:
+        parts = f"2 x --context-parallel-size {size}"
+        if layout.sequence_parallel:
+            parts = f"{parts} chunks, or its part not by --tensor-model-parallel-size {tensor} (--sequence-parallel)"
+        yield (
+            f"--seq-length {length} is not divisible by {parts}; "
+            f"use --seq-length {listed(nearest_multiples(length, unit))}"
+        )
+
+
+def heads_divide_over_context_ranks(config: Config, facts: Facts) -> Iterator[str]:
+    layout, model = config.layout, config.model
+    size, tensor = layout.context_parallel_size, layout.tensor_model_parallel_size
+    groups = model.num_key_value_heads
+    if "a2a" not in layout.cp_comm_type or not positive(size, tensor, groups, model.num_attention_heads):
+        return
+    if size > 1 and groups % (size * tensor):
+        kind = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
+        working = [n for n in divisors(groups // tensor) if n > 1] if groups % tensor == 0 else []
+        yield (
+            f"--cp-comm-type a2a gives every rank whole key and value heads, but {kind} {groups} is not divisible by "
+            f"--context-parallel-size {size} x --tensor-model-parallel-size {tensor}; use --cp-comm-type p2p, or "
+            f"all_gather{', or ' + use('--context-parallel-size', working).removeprefix('use ') if working else ''}"
+        )
+
+
+def blocks_have_no_attention_dropout(config: Config, facts: Facts) -> Iterator[str]:
+    layout, data, dropout = config.layout, config.data, config.model.attention_dropout
+    if dropout <= 0.0:
+        return
+    if data.reset_attention_mask:
+        yield (
+            f"--reset-attention-mask computes attention document by document, whose kernels have no dropout, but "
+            f"--attention-dropout is {dropout:g}; use --attention-dropout 0"
+        )
+    elif layout.context_parallel_size > 1 and not set(layout.cp_comm_type) <= {"a2a"}:
+        kinds = " ".join(layout.cp_comm_type)
+        yield (
+            f"--cp-comm-type {kinds} puts attention together from blocks, whose kernels have no dropout, "
+            f"but --attention-dropout is {dropout:g}; use --attention-dropout 0, or --cp-comm-type a2a"
+        )
+
+
+def documents_need_all_keys(config: Config, facts: Facts) -> Iterator[str]:
+    layout, kinds = config.layout, config.layout.cp_comm_type
+    if not config.data.reset_attention_mask or layout.context_parallel_size <= 1:
+        return
+    flags = f"--context-parallel-size {layout.context_parallel_size} --cp-comm-type {' '.join(kinds)}"
+    if "p2p" in kinds:
+        yield (
+            f"--reset-attention-mask needs all keys of a document at once, which the ring of {flags} never has; "
+            f"use --cp-comm-type all_gather"
+        )
+    elif len(set(kinds)) > 1:
+        yield (
+            f"--reset-attention-mask finds the documents for one exchange, not for several ({flags}); "
+            f"use --cp-comm-type all_gather"
+        )
+
+
+def documents_need_our_attention(config: Config, facts: Facts) -> Iterator[str]:
+    flags = [("--reset-attention-mask", config.data.reset_attention_mask)]
+    flags.append(("--reset-position-ids", config.data.reset_position_ids))
+    given = [flag for flag, on in flags if on]
+    if given and config.model.transformer_impl != "local":
+        yield (
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} of this program's own attention, but "
+            f"--transformer-impl is {config.model.transformer_impl}; use --transformer-impl local"
+        )
+
+
+RULES = (
+    exchange_of_keys_is_known,
+    every_layer_has_its_exchange,
+    context_chunks_are_equal,
+    heads_divide_over_context_ranks,
+    blocks_have_no_attention_dropout,
+    documents_need_all_keys,
+    documents_need_our_attention,
+)

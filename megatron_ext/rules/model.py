@@ -1,0 +1,163 @@
+"""Rules about the model's shape."""
+
+import importlib.util
+from collections.abc import Iterator
+
+from megatron_ext.config.resolve import Facts, positive
+from megatron_ext.config.schema import Config
+from megatron_ext.rules.suggest import divisors, groups_fit, listed, nearest_multiples, tensor_sizes, use
+
+
+def heads_divide_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    heads, size = config.model.num_attention_heads, config.layout.tensor_model_parallel_size
+    if positive(heads, size) and heads % size:
+        fix = use("--tensor-model-parallel-size", tensor_sizes(config))
+        fix = fix or f"use --num-attention-heads {listed(nearest_multiples(heads, size))}"
+        yield f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {size}; {fix}"
+
+
+def query_groups_fit_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    model, size = config.model, config.layout.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if not model.group_query_attention or not positive(heads, groups, size):
+        return
+    if heads % size == 0 and not groups_fit(groups, size):
+        working = [g for g in divisors(heads) if groups_fit(g, size)]
+        yield (
+            f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {size}; "
+            f"use --num-query-groups {listed(working)}"
+        )
+
+
+def heads_divide_by_query_groups(config: Config, facts: Facts) -> Iterator[str]:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if not positive(heads, groups):
+        return
+    if not model.group_query_attention:
+        if groups != heads:
+            yield f"--num-query-groups {groups} has no effect without --group-query-attention; give both or neither"
+    elif heads % groups:
+        yield (
+            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
+            f"use --num-query-groups {listed(divisors(heads))}"
+        )
+
+
+def head_size_is_whole(config: Config, facts: Facts) -> Iterator[str]:
+    model = config.model
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if positive(hidden, heads) and model.kv_channels is None:
+        working = nearest_multiples(hidden, heads)
+        yield (
+            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use --hidden-size "
+            f"{listed(working)}, or give the size of one head: --kv-channels {max(hidden // heads // 2 * 2, 2)}"
+        )
+
+
+def rotary_channels_are_even(config: Config, facts: Facts) -> Iterator[str]:
+    model = config.model
+    if model.position_embedding_type != "rope" or not positive(model.kv_channels):
+        return
+    if not 0 < model.rotary_percent <= 1:
+        yield f"--rotary-percent {model.rotary_percent:g} is not above 0 and at most 1; use --rotary-percent 1"
+    elif int(model.kv_channels * model.rotary_percent) % 2 or int(model.kv_channels * model.rotary_percent) == 0:
+        rotated = int(model.kv_channels * model.rotary_percent)
+        fix = "--kv-channels " + str(model.kv_channels + 1) if model.rotary_percent == 1 else "--rotary-percent 1"
+        yield (
+            f"--kv-channels {model.kv_channels} with --rotary-percent {model.rotary_percent:g} rotates {rotated} "
+            f"channels of each head, but they turn in pairs; use {fix}"
+        )
+
+
+def mlp_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    width, size = config.model.ffn_hidden_size, config.layout.tensor_model_parallel_size
+    if positive(width, size) and width % size:
+        yield (
+            f"--ffn-hidden-size {width} is not divisible by --tensor-model-parallel-size {size}; "
+            f"use --ffn-hidden-size {listed(nearest_multiples(width, size))}"
+        )
+
+
+def one_activation(config: Config, facts: Facts) -> Iterator[str]:
+    model = config.model
+    switches = [
+        ("--swiglu", model.swiglu),
+        ("--squared-relu", model.squared_relu),
+        ("--openai-gelu", model.openai_gelu),
+    ]
+    given = [flag for flag, on in switches if on]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} name different activations; keep one of them"
+
+
+def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:
+    model = config.model
+    rows, length = model.max_position_embeddings, model.seq_length
+    if model.position_embedding_type == "learned_absolute" and positive(rows, length) and rows < length:
+        yield (
+            f"--max-position-embeddings {rows} is below --seq-length {length}, so that the last tokens have no "
+            f"position; use --max-position-embeddings {length}"
+        )
+
+
+def rope_scaling_has_rope(config: Config, facts: Facts) -> Iterator[str]:
+    model = config.model
+    if not model.use_rope_scaling:
+        return
+    if model.position_embedding_type != "rope":
+        yield (
+            f"--use-rope-scaling needs rotary positions, but --position-embedding-type is "
+            f"{model.position_embedding_type}; use --position-embedding-type rope"
+        )
+    if model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
+        yield (
+            f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor:g} is not below "
+            f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor:g}; use 1 and 4"
+        )
+
+
+def no_position_embedding_has_rope(config: Config, facts: Facts) -> Iterator[str]:
+    kind = config.model.position_embedding_type
+    if config.model.no_position_embedding and kind != "rope":
+        yield (
+            f"--no-position-embedding with --position-embedding-type {kind} is refused, as by Megatron, which takes it "
+            "with rope alone; for rotary positions use --position-embedding-type rope, to train without any leave it "
+            "out and use --position-embedding-type none"
+        )
+
+
+def vocabulary_fits_its_padding(config: Config, facts: Facts) -> Iterator[str]:
+    model, size = config.model, config.layout.tensor_model_parallel_size
+    vocabulary = config.data.vocab_size or 0
+    if not positive(vocabulary, model.padded_vocab_size, size):
+        return
+    if model.padded_vocab_size < vocabulary or model.padded_vocab_size % size:
+        yield (
+            f"--padded-vocab-size {model.padded_vocab_size} must be at least the vocabulary's {vocabulary} "
+            f"entries and divisible by --tensor-model-parallel-size {size}; leave it out to have it derived"
+        )
+
+
+def transformer_engine_is_installed(config: Config, facts: Facts) -> Iterator[str]:
+    if config.model.transformer_impl == "transformer_engine" and not importlib.util.find_spec("transformer_engine"):
+        yield (
+            "--transformer-impl transformer_engine: the package transformer_engine is not installed; "
+            "use --transformer-impl local, which needs no build"
+        )
+
+
+RULES = (
+    heads_divide_by_tensor_size,
+    query_groups_fit_tensor_size,
+    heads_divide_by_query_groups,
+    head_size_is_whole,
+    rotary_channels_are_even,
+    mlp_divides_by_tensor_size,
+    one_activation,
+    positions_cover_the_sequence,
+    rope_scaling_has_rope,
+    no_position_embedding_has_rope,
+    vocabulary_fits_its_padding,
+    transformer_engine_is_installed,
+)

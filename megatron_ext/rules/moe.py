@@ -1,0 +1,146 @@
+"""Rules about a mixture of experts, and the ranks that share it."""
+
+from collections.abc import Iterator
+
+from megatron_ext.config.resolve import Facts, positive
+from megatron_ext.config.schema import Config
+from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
+
+
+def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
+    model = config.model
+    kinds, weights = model.moe_router_load_balancing_type or (), model.moe_aux_loss_coeff or ()
+    if len(kinds) > 1 or len(weights) > 1:
+        yield (
+            f"--moe-router-load-balancing-type {' '.join(kinds) or 'aux_loss'} with --moe-aux-loss-coeff "
+            f"{' '.join(f'{weight:g}' for weight in weights) or 0}: one load-balancing loss is supported; "
+            "use --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+        )
+    elif model.load_balancing_coefficient < 0:
+        yield f"--moe-aux-loss-coeff {model.load_balancing_coefficient:g} is below 0; use --moe-aux-loss-coeff 0.01"
+    if model.moe_z_loss_coeff is not None and model.moe_z_loss_coeff <= 0:
+        yield f"--moe-z-loss-coeff {model.moe_z_loss_coeff:g} is not above 0; use --moe-z-loss-coeff 1e-3"
+
+
+def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
+    model, layout = config.model, config.layout
+    if model.num_experts is not None:
+        return
+    given = [
+        ("--expert-model-parallel-size", layout.expert_model_parallel_size > 1),
+        ("--expert-tensor-parallel-size", layout.expert_tensor_size != layout.tensor_model_parallel_size),
+        ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size is not None),
+        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size is not None),
+        ("--moe-grouped-gemm", model.moe_grouped_gemm),
+        ("--moe-aux-loss-coeff", model.load_balancing_coefficient != 0.0),
+        ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
+    ]
+    flags = [flag for flag, there in given if there]
+    if flags:
+        yield f"{', '.join(flags)} without --num-experts: there are no experts; add --num-experts 8, or leave it out"
+
+
+def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
+    experts, ranks = config.model.num_experts, config.layout.expert_model_parallel_size
+    if positive(experts, ranks) and experts % ranks:  # pyright: ignore[reportOptionalOperand]
+        yield (
+            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ranks}; "
+            f"use --expert-model-parallel-size {listed(divisors(experts or 1))}"
+        )
+
+
+def a_token_has_enough_experts(config: Config, facts: Facts) -> Iterator[str]:
+    model = config.model
+    if not positive(model.num_experts, model.moe_router_topk):
+        return
+    if model.moe_router_topk > (model.num_experts or 0):
+        yield (
+            f"--moe-router-topk {model.moe_router_topk} is above --num-experts {model.num_experts}; "
+            f"use --moe-router-topk {model.num_experts}"
+        )
+    if model.moe_router_topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+        yield (
+            "--moe-router-topk 1 without --moe-router-pre-softmax gives every expert the weight 1, so that the router "
+            "learns nothing; add --moe-router-pre-softmax"
+        )
+
+
+def expert_ranks_fit_the_stage(config: Config, facts: Facts) -> Iterator[str]:
+    layout = config.layout
+    world, stages = layout.world_size, layout.pipeline_model_parallel_size
+    tensor, experts, expert_tensor = (
+        layout.tensor_model_parallel_size,
+        layout.expert_model_parallel_size,
+        layout.expert_tensor_size,
+    )
+    if not positive(world, stages, tensor, experts, expert_tensor, config.model.num_experts):
+        return
+    if world % (stages * tensor) or world // stages % (experts * expert_tensor) == 0:
+        return
+    stage = world // stages
+    working = [n for n in divisors(config.model.num_experts or 1) if stage % (n * expert_tensor) == 0]
+    fixes = [f"--expert-model-parallel-size {listed(working)}"] if working else []
+    fixes += [] if working else [f"--expert-tensor-parallel-size {listed(divisors(stage)[:4])}"]
+    yield (
+        f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} = "
+        f"{experts * expert_tensor} does not divide the {stage} ranks of a pipeline stage, among which the experts are "
+        f"shared (world size {world} / --pipeline-model-parallel-size {stages}); use {fixes[0]}"
+    )
+
+
+def expert_width_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    model, layout = config.model, config.layout
+    if model.num_experts is None:
+        return
+    width, size = model.expert_ffn_hidden_size, layout.expert_tensor_size
+    if positive(width, size) and width % size:
+        yield (
+            f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {size}; "
+            f"use --moe-ffn-hidden-size {listed(nearest_multiples(width, size))}, or --expert-tensor-parallel-size 1"
+        )
+    shared, size = model.moe_shared_expert_intermediate_size, layout.tensor_model_parallel_size
+    if positive(shared, size) and shared % size:  # pyright: ignore[reportOptionalOperand]
+        yield (
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size {size}; "
+            f"use --moe-shared-expert-intermediate-size {listed(nearest_multiples(shared or 0, size))}"
+        )
+
+
+def experts_are_computed_by_us(config: Config, facts: Facts) -> Iterator[str]:
+    """What a mixture of experts does not go with."""
+    model, layout = config.model, config.layout
+    if model.num_experts is None:
+        return
+    if not model.disable_bias_linear:
+        yield "--num-experts with biases in the linear layers: experts have none; add --disable-bias-linear"
+    if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
+        yield (
+            f"--num-experts with --tensor-model-parallel-size {layout.tensor_model_parallel_size} would route every "
+            "token on every tensor-parallel rank; add --sequence-parallel"
+        )
+    if layout.moe_token_dispatcher_type == "flex":
+        yield (
+            "--moe-token-dispatcher-type flex sends tokens with DeepEP or HybridEP, which have to be built; "
+            "use --moe-token-dispatcher-type alltoall"
+        )
+    if model.transformer_impl != "local":
+        yield (
+            f"--num-experts with --transformer-impl {model.transformer_impl}: the experts are ours, on plain torch; "
+            "use --transformer-impl local"
+        )
+    if config.training.torch_compile:
+        yield (
+            "--num-experts with --torch-compile: how many tokens an expert gets differs at every step, and each "
+            "number would be compiled anew; leave --torch-compile out"
+        )
+
+
+RULES = (
+    auxiliary_losses_are_losses,
+    expert_flags_need_experts,
+    experts_divide_over_ranks,
+    a_token_has_enough_experts,
+    expert_ranks_fit_the_stage,
+    expert_width_divides_by_tensor_size,
+    experts_are_computed_by_us,
+)

@@ -1,0 +1,82 @@
+"""Rules about profiling: the range of steps, the ranks, which profiler an option belongs to, and what can be timed."""
+
+from collections.abc import Iterator
+
+from megatron_ext.config.options import flag_of
+from megatron_ext.config.resolve import Facts
+from megatron_ext.config.schema import Config
+from megatron_ext.rules.ranks import runs_on_cpu
+
+_OF_TORCH = ("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack", "pytorch_profiler_collect_chakra")
+_OF_NSIGHT = {"record_shapes": "use --pytorch-profiler-collect-shapes", "nvtx_ranges": "leave it out"}
+
+
+def profile_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
+    profiling = config.profiling
+    if profiling.profile and not 0 <= profiling.profile_step_start < profiling.profile_step_end:
+        start = max(profiling.profile_step_start, 0)
+        yield (
+            f"--profile-step-start {profiling.profile_step_start} is not below --profile-step-end "
+            f"{profiling.profile_step_end}; use --profile-step-start {start} --profile-step-end {start + 2}"
+        )
+
+
+def profiled_ranks_exist(config: Config, facts: Facts) -> Iterator[str]:
+    ranks, world = config.profiling.profile_ranks or (), config.layout.world_size
+    wrong = [rank for rank in ranks if not 0 <= rank < world]
+    if wrong and world > 0:
+        yield (
+            f"--profile-ranks {' '.join(map(str, ranks))}: there is no rank {wrong[0]} among {world}; "
+            f"use ranks from 0 to {world - 1}"
+        )
+
+
+def options_are_of_the_chosen_profiler(config: Config, facts: Facts) -> Iterator[str]:
+    profiling = config.profiling
+    if not profiling.profile:
+        return
+    if profiling.use_pytorch_profiler:
+        for name, fix in _OF_NSIGHT.items():
+            if getattr(profiling, name):
+                yield f"{flag_of(name)} is Nsight's, but --use-pytorch-profiler chooses torch's profiler; {fix}"
+        return
+    given = [flag_of(name) for name in _OF_TORCH if getattr(profiling, name)]
+    if given:
+        yield f"{' '.join(given)} without --use-pytorch-profiler: Nsight's profiler does not read it; add that switch"
+    elif runs_on_cpu(config, facts):
+        yield (
+            "--profile marks steps for Nsight Systems, which traces GPUs, but the run is on CPU processes; "
+            "add --use-pytorch-profiler for traces by torch"
+        )
+
+
+def recorded_memory_is_of_a_gpu(config: Config, facts: Facts) -> Iterator[str]:
+    if config.profiling.record_memory_history and runs_on_cpu(config, facts):
+        yield (
+            "--record-memory-history records the allocator of GPU memory, but the run is on CPU processes; leave it "
+            "out (--profile --use-pytorch-profiler traces a CPU)"
+        )
+
+
+def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
+    layout = config.layout
+    if not config.logging.log_communication_share:
+        return
+    by_streams = [("--use-torch-fsdp2", layout.use_torch_fsdp2), ("--use-megatron-fsdp", layout.use_megatron_fsdp)]
+    instances = layout.num_distributed_optimizer_instances
+    by_streams.append((f"--num-distributed-optimizer-instances {instances}", instances > 1))
+    given = [flag for flag, on in by_streams if on]
+    if given:
+        yield (
+            f"--log-communication-share times collectives and waits for them, but with {' and '.join(given)} one "
+            "stream of a GPU waits for another; leave it out (--profile --use-pytorch-profiler shows such waits)"
+        )
+
+
+RULES = (
+    communication_can_be_timed,
+    profile_has_a_range,
+    profiled_ranks_exist,
+    options_are_of_the_chosen_profiler,
+    recorded_memory_is_of_a_gpu,
+)

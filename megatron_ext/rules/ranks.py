@@ -1,0 +1,109 @@
+"""Rules about how the ranks share the work."""
+
+import math
+from collections.abc import Iterator
+
+from megatron_ext.config.resolve import Facts, positive
+from megatron_ext.config.schema import Config
+from megatron_ext.rules.suggest import listed, nearest_multiples, pipeline_sizes, tensor_sizes, use
+
+
+def ranks_are_those_of_the_launch(config: Config, facts: Facts) -> Iterator[str]:
+    given, launched = config.layout.world_size, facts.world_size
+    if launched is not None and given != launched:
+        yield (
+            f"--world-size {given}, but {launched} ranks were started; leave --world-size out, start {given} ranks, "
+            f"or add --dry-run to check the layout alone"
+        )
+
+
+def world_is_a_multiple_of_the_model(config: Config, facts: Facts) -> Iterator[str]:
+    layout = config.layout
+    world, tensor, stages = layout.world_size, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    context, need = layout.context_parallel_size, layout.model_parallel_size
+    if not positive(world, tensor, context, stages) or world % need == 0:
+        return
+    fixes = [f"start {listed(nearest_multiples(world, need))} ranks"]
+    fixes += [fix for fix in (use("--tensor-model-parallel-size", tensor_sizes(config)),) if fix]
+    fixes += [fix for fix in (use("--pipeline-model-parallel-size", pipeline_sizes(config)),) if fix]
+    yield (
+        f"world size {world} is not a multiple of --tensor-model-parallel-size {tensor} x "
+        f"{f'--context-parallel-size {context} x ' if context > 1 else ''}"
+        f"--pipeline-model-parallel-size {stages} = {need}; {', or '.join(fixes)}"
+    )
+
+
+def sequence_parallel_needs_tensor_parallel(config: Config, facts: Facts) -> Iterator[str]:
+    layout, length = config.layout, config.model.seq_length
+    size = layout.tensor_model_parallel_size
+    if not layout.sequence_parallel or size < 1:
+        return
+    if size == 1:
+        working = [s for s in tensor_sizes(config) if s > 1]
+        fix = f"{use('--tensor-model-parallel-size', working)}, or " if working else ""
+        yield (
+            f"--sequence-parallel splits the sequence between tensor-parallel ranks, but --tensor-model-parallel-size "
+            f"is 1; {fix}leave --sequence-parallel out"
+        )
+    elif positive(length) and length % size:
+        yield (
+            f"--sequence-parallel: --seq-length {length} is not divisible by --tensor-model-parallel-size {size}; "
+            f"use --seq-length {listed(nearest_multiples(length, size))}"
+        )
+
+
+def parameter_gathering_needs_the_distributed_optimizer(config: Config, facts: Facts) -> Iterator[str]:
+    layout = config.layout
+    if not layout.overlap_param_gather:
+        return
+    needs = [("--use-distributed-optimizer", layout.use_distributed_optimizer)]
+    needs.append(("--overlap-grad-reduce", layout.overlap_grad_reduce))
+    missing = [flag for flag, given in needs if not given]
+    if missing:
+        yield f"--overlap-param-gather needs {' and '.join(missing)}; add {' '.join(missing)}"
+
+
+def distributed_optimizer_shards_adam(config: Config, facts: Facts) -> Iterator[str]:
+    rule = config.optimizer.optimizer
+    if config.layout.use_distributed_optimizer and rule != "adam":
+        yield f"--use-distributed-optimizer shards Adam's state, not that of --optimizer {rule}; use --optimizer adam"
+
+
+def runs_on_cpu(config: Config, facts: Facts) -> bool:
+    """Whether the ranks are CPU processes, as --device says or this machine's lack of a GPU."""
+    return config.layout.device == "cpu" or (config.layout.device == "auto" and not facts.cuda_available)
+
+
+def device_is_there(config: Config, facts: Facts) -> Iterator[str]:
+    device, backend = config.layout.device, config.layout.distributed_backend
+    if device == "cuda" and not facts.cuda_available:
+        yield "--device cuda, but this machine shows no NVIDIA GPU; use --device cpu"
+        return
+    on_cpu = runs_on_cpu(config, facts)
+    if backend == "nccl" and on_cpu:
+        yield (
+            f"--distributed-backend nccl works on GPUs alone, but --device is {device} and there is none; "
+            f"use --distributed-backend gloo"
+        )
+    if backend == "gloo" and not on_cpu:
+        yield (
+            f"--distributed-backend gloo serves CPU processes, but --device is {device} and there is a GPU; "
+            f"use --distributed-backend nccl, or --device cpu"
+        )
+
+
+def timeout_is_a_time(config: Config, facts: Facts) -> Iterator[str]:
+    minutes = config.layout.distributed_timeout_minutes
+    if not math.isfinite(minutes) or minutes <= 0:
+        yield f"--distributed-timeout-minutes {minutes:g} is not above 0; use --distributed-timeout-minutes 10"
+
+
+RULES = (
+    ranks_are_those_of_the_launch,
+    world_is_a_multiple_of_the_model,
+    sequence_parallel_needs_tensor_parallel,
+    parameter_gathering_needs_the_distributed_optimizer,
+    distributed_optimizer_shards_adam,
+    device_is_there,
+    timeout_is_a_time,
+)

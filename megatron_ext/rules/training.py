@@ -1,0 +1,311 @@
+"""Rules about batches, the length of the run, precision, and the curves of learning rate and weight decay."""
+
+from collections.abc import Iterator
+
+from megatron_ext.config.pipeline import layer_counts
+from megatron_ext.config.resolve import Facts, positive
+from megatron_ext.config.schema import Config
+from megatron_ext.rules.pipeline import split_is_right
+from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
+
+RECOMPUTED_PARTS = ("core_attn", "mlp", "layernorm")
+
+
+def one_length(config: Config, facts: Facts) -> Iterator[str]:
+    iters, samples = config.training.train_iters, config.training.train_samples
+    if iters is None and samples is None:
+        yield "the length of the run is missing: give --train-iters (optimizer steps) or --train-samples"
+    elif iters is not None and samples is not None:
+        yield f"--train-iters {iters} and --train-samples {samples} both give the length of the run; keep one of them"
+
+
+def global_batch_divides(config: Config, facts: Facts) -> Iterator[str]:
+    batch, samples_at_once = config.training.global_batch_size, _samples_at_once(config)
+    if samples_at_once and positive(batch) and batch % samples_at_once:
+        yield (
+            f"--global-batch-size {batch} is not divisible by {_at_once_text(config)}; "
+            f"use --global-batch-size {listed(nearest_multiples(batch, samples_at_once))}"
+        )
+
+
+def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
+    rampup, full = config.training.rampup_batch_size, config.training.global_batch_size
+    if rampup is None:
+        return
+    given = "--rampup-batch-size " + " ".join(map(str, rampup))
+    if len(rampup) != 3 or not positive(*rampup):
+        yield f"{given} must be three positive integers: start batch, increment, samples; for example 8 8 1000"
+        return
+    start, increment, _ = rampup
+    # Interleaving needs whole rounds of microbatches at every batch size on the way.
+    rounds = _microbatches_per_round(config)
+    at_once = (_samples_at_once(config) or 1) * rounds
+    if positive(full) and start >= full:
+        yield f"{given} starts at {start}, not below --global-batch-size {full}; use a smaller start, or leave it out"
+    elif positive(full) and (full - start) % increment:
+        working = [n for n in divisors(full - start) if n % at_once == 0]
+        fix = f"use an increment of {listed(working[:4])}" if working else f"use a start of {at_once}"
+        yield (
+            f"{given} does not reach --global-batch-size {full}: {full} - {start} = {full - start} is not divisible "
+            f"by the increment {increment}; {fix}"
+        )
+    if start % at_once or increment % at_once:
+        yield (
+            f"{given}: start {start} and increment {increment} must be multiples of {_at_once_text(config, rounds)}; "
+            f"use multiples of {at_once}, for example {at_once} {at_once} {rampup[2]}"
+        )
+
+
+def one_precision(config: Config, facts: Facts) -> Iterator[str]:
+    if config.training.bf16 and config.training.fp16:
+        yield "--bf16 and --fp16 exclude each other; keep --bf16 (no loss scale needed), or --fp16 alone"
+
+
+def loss_scales_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
+    training = config.training
+    if training.loss_scale is not None and training.loss_scale <= 0:
+        yield f"--loss-scale {training.loss_scale:g} is not above 0; leave it out for a dynamic scale"
+    if not 0 < training.min_loss_scale <= training.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {training.min_loss_scale:g} must be above 0 and at most --initial-loss-scale "
+            f"{training.initial_loss_scale:g}; use --min-loss-scale 1"
+        )
+
+
+def recomputation_is_complete(config: Config, facts: Facts) -> Iterator[str]:
+    training = config.training
+    kind, method, layers = (
+        training.recompute_granularity,
+        training.recompute_method,
+        training.recompute_num_layers,
+    )
+    if training.recompute_activations and kind == "full":
+        yield "--recompute-activations means selective, but --recompute-granularity is full; keep one of them"
+    if kind == "full":
+        if method is None or layers is None:
+            yield (
+                "--recompute-granularity full needs --recompute-method and --recompute-num-layers; "
+                "add --recompute-method uniform --recompute-num-layers 1 to recompute every layer"
+            )
+        elif split_is_right(config, facts):
+            most = max(map(sum, layer_counts(config)))
+            if layers > most:
+                yield (
+                    f"--recompute-num-layers {layers} is more than the {most} layers of a pipeline stage; "
+                    f"use 1 to {most}"
+                )
+    elif method is not None or layers is not None:
+        yield (
+            "--recompute-method and --recompute-num-layers belong to --recompute-granularity full; "
+            "add that, or leave them out"
+        )
+
+
+def recomputed_parts_are_known(config: Config, facts: Facts) -> Iterator[str]:
+    training, parts = config.training, config.training.recompute_modules
+    if parts is None:
+        return
+    given = f"--recompute-modules {' '.join(parts)}".rstrip()
+    unknown = [part for part in parts if part not in RECOMPUTED_PARTS]
+    if unknown or not parts:
+        what = f"{listed(unknown)} cannot be recomputed by itself here" if unknown else "no part is named"
+        yield f"{given}: {what}; use {listed(RECOMPUTED_PARTS)}, or --recompute-granularity full for whole layers"
+    elif training.recompute_granularity != "selective":
+        yield f"{given} belongs to --recompute-granularity selective; add that, or leave it out"
+    elif "layernorm" in parts and training.torch_compile:
+        yield f"{given} frees tensors that --torch-compile's code still refers to; leave one of the two out"
+    elif "layernorm" in parts and config.model.transformer_impl == "transformer_engine":
+        yield f"{given}: Transformer Engine's norms are inside its linear layers; use core_attn or mlp"
+
+
+def learning_rates_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.lr is None:
+        return
+    if not 0 <= optimizer.min_lr <= optimizer.lr:
+        yield (
+            f"--min-lr {optimizer.min_lr:g} must be at least 0 and at most --lr {optimizer.lr:g}; "
+            f"use --min-lr {max(optimizer.lr, 0) / 10:g}"
+        )
+    if not 0 <= optimizer.lr_warmup_init <= optimizer.lr:
+        yield (
+            f"--lr-warmup-init {optimizer.lr_warmup_init:g} must be at least 0 and at most --lr {optimizer.lr:g}; "
+            f"use --lr-warmup-init 0"
+        )
+
+
+def scaling_has_its_base(config: Config, facts: Facts) -> Iterator[str]:
+    optimizer = config.optimizer
+    rule, base = optimizer.lr_scale_rule, optimizer.lr_scale_base_batch_size
+    if rule == "none" and base is not None:
+        yield f"--lr-scale-base-batch-size {base} has no effect without --lr-scale-rule; add --lr-scale-rule sqrt"
+    elif rule != "none" and base is None:
+        batch = config.training.global_batch_size
+        yield (
+            f"--lr-scale-rule {rule} needs the global batch that --lr was chosen for; "
+            f"add --lr-scale-base-batch-size {batch if positive(batch) else 256}, which leaves --lr as it is, or yours"
+        )
+
+
+def curves_use_the_unit_of_the_run(config: Config, facts: Facts) -> Iterator[str]:
+    training, optimizer = config.training, config.optimizer
+    by_iters = [
+        ("--lr-decay-iters", optimizer.lr_decay_iters),
+        ("--lr-warmup-iters", optimizer.lr_warmup_iters or None),
+        ("--lr-wsd-decay-iters", optimizer.lr_wsd_decay_iters),
+    ]
+    by_samples = [
+        ("--lr-decay-samples", optimizer.lr_decay_samples),
+        ("--lr-warmup-samples", optimizer.lr_warmup_samples or None),
+        ("--lr-wsd-decay-samples", optimizer.lr_wsd_decay_samples),
+    ]
+    if training.train_iters is not None:
+        wrong, length, unit = by_samples, "--train-iters", "iters"
+    elif training.train_samples is not None:
+        wrong, length, unit = by_iters, "--train-samples", "samples"
+    else:
+        return
+    for flag, value in wrong:
+        if value is not None:
+            instead = flag.rsplit("-", 1)[0] + "-" + unit
+            yield f"{flag} {value}, but the run's length is given by {length}; use {instead}"
+
+
+def warmup_fits_the_decay(config: Config, facts: Facts) -> Iterator[str]:
+    optimizer = config.optimizer
+    fraction = optimizer.lr_warmup_fraction
+    unit, length, warmup, decay = _curve(config)
+    decay_flag = f"--lr-decay-{unit}"
+    if fraction is not None:
+        if warmup:
+            yield f"--lr-warmup-fraction {fraction:g} and --lr-warmup-{unit} {warmup} both give the warmup; keep one"
+        if not 0 <= fraction < 1:
+            yield f"--lr-warmup-fraction {fraction:g} is not at least 0 and below 1; use --lr-warmup-fraction 0.1"
+    elif warmup < 0:
+        yield f"--lr-warmup-{unit} {warmup} is below 0; use --lr-warmup-{unit} 0"
+    elif positive(warmup, decay or length) and warmup >= (decay or length):
+        end = f"{decay_flag} {decay}" if decay else f"the run's end (--train-{unit} {length})"
+        yield (
+            f"--lr-warmup-{unit} {warmup} does not end before {end}; "
+            f"use --lr-warmup-{unit} {(decay or length) // 10}, or more steps"
+        )
+
+
+def wsd_has_its_last_phase(config: Config, facts: Facts) -> Iterator[str]:
+    optimizer = config.optimizer
+    unit, length, _, decay = _curve(config)
+    last = optimizer.lr_wsd_decay_iters if unit == "iters" else optimizer.lr_wsd_decay_samples
+    if optimizer.lr_decay_style != "WSD":
+        if last is not None:
+            yield (
+                f"--lr-wsd-decay-{unit} {last} belongs to --lr-decay-style WSD, but the style is "
+                f"{optimizer.lr_decay_style}; use --lr-decay-style WSD, or leave it out"
+            )
+        return
+    steps = decay or length
+    if last is None:
+        example = f" {max(steps // 5, 1)}" if positive(steps) else ""
+        yield f"--lr-decay-style WSD needs the length of its last phase; add --lr-wsd-decay-{unit}{example}"
+    elif positive(steps) and not 0 < last <= steps:
+        yield (
+            f"--lr-wsd-decay-{unit} {last} must be 1 to {steps}, the steps of the decay; "
+            f"use --lr-wsd-decay-{unit} {max(steps // 5, 1)}"
+        )
+
+
+def weight_decay_has_both_ends(config: Config, facts: Facts) -> Iterator[str]:
+    optimizer = config.optimizer
+    start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
+    if style == "constant":
+        if start is not None or end is not None:
+            yield (
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine; "
+                "add it, or give --weight-decay alone"
+            )
+    elif start is None or end is None:
+        yield (
+            f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay; "
+            f"add --start-weight-decay 0 --end-weight-decay {optimizer.weight_decay:g}"
+        )
+    elif not 0 <= start <= end:
+        yield f"--start-weight-decay {start:g} must be at least 0 and at most --end-weight-decay {end:g}; swap them"
+
+
+def _curve(config: Config) -> tuple[str, int, int, int]:
+    """Unit of the run, its length, the warmup and the decay in that unit; 0 for what is not given."""
+    training, optimizer = config.training, config.optimizer
+    if training.train_samples is not None and training.train_iters is None:
+        return "samples", training.train_samples, optimizer.lr_warmup_samples, optimizer.lr_decay_samples or 0
+    return "iters", training.train_iters or 0, optimizer.lr_warmup_iters, optimizer.lr_decay_iters or 0
+
+
+def _samples_at_once(config: Config) -> int | None:
+    """Micro batch x data-parallel size, or None where either is wrong and another rule says so."""
+    layout, micro = config.layout, config.training.micro_batch_size
+    model_size = layout.model_parallel_size
+    if not positive(micro, layout.world_size, model_size) or layout.world_size % model_size:
+        return None
+    return micro * (layout.world_size // model_size)
+
+
+def _microbatches_per_round(config: Config) -> int:
+    """Microbatches that one round of the schedule takes: with interleaving those of one group."""
+    return config.layout.microbatch_group_size if config.layout.virtual_pipeline_model_parallel_size > 1 else 1
+
+
+def _at_once_text(config: Config, rounds: int = 1) -> str:
+    micro, at_once = config.training.micro_batch_size, _samples_at_once(config)
+    if not at_once:
+        return f"--micro-batch-size {micro} x data-parallel size"
+    group = " x --pipeline-model-parallel-size"
+    if config.layout.microbatch_group_size_per_virtual_pipeline_stage is not None:
+        group = " x --microbatch-group-size-per-virtual-pipeline-stage"
+    group = f"{group} {rounds}" if rounds > 1 else ""
+    return f"--micro-batch-size {micro} x data-parallel size {at_once // micro}{group} = {at_once * rounds}"
+
+
+def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]:
+    optimizer = config.optimizer
+    fraction = optimizer.optimizer_offload_fraction
+    if (
+        not config.layout.torch_fsdp2_cpu_offload
+        and not optimizer.optimizer_cpu_offload
+        and optimizer.no_pin_cpu_params
+    ):
+        yield (
+            "--no-pin-cpu-params belongs to --optimizer-cpu-offload or --torch-fsdp2-cpu-offload; add one of them, or "
+            "leave it out"
+        )
+    if optimizer.optimizer_cpu_offload:
+        if not 0 < fraction <= 1:
+            yield (
+                f"--optimizer-offload-fraction {fraction:g} is no share of the optimizer state; use a number above 0 "
+                "and at most 1, or leave --optimizer-cpu-offload out"
+            )
+        return
+    for flag, given in (
+        (f"--optimizer-offload-fraction {fraction:g}", fraction != 1),
+        ("--use-torch-optimizer-for-cpu-offload", optimizer.use_torch_optimizer_for_cpu_offload),
+        ("--overlap-cpu-optimizer-d2h-h2d", optimizer.overlap_cpu_optimizer_d2h_h2d),
+        ("--no-pin-cpu-grads", optimizer.no_pin_cpu_grads),
+    ):
+        if given:
+            yield f"{flag} belongs to --optimizer-cpu-offload; add that, or leave it out"
+
+
+RULES = (
+    one_length,
+    global_batch_divides,
+    rampup_is_well_formed,
+    one_precision,
+    loss_scales_are_in_order,
+    recomputation_is_complete,
+    recomputed_parts_are_known,
+    learning_rates_are_in_order,
+    scaling_has_its_base,
+    curves_use_the_unit_of_the_run,
+    warmup_fits_the_decay,
+    wsd_has_its_last_phase,
+    weight_decay_has_both_ends,
+    offloading_offloads_something,
+)

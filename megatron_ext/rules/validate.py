@@ -1,0 +1,31 @@
+"""Third stage of the configuration: every problem of a resolved configuration, before any process group is made.
+
+One function per rule. A rule that needs a value which is missing or out of range stays silent: the rule about
+that value speaks. Each problem names flags, their values, and a setting that works.
+"""
+
+from collections.abc import Callable, Iterable
+
+from megatron_ext.config.resolve import Facts
+from megatron_ext.config.schema import Config
+from megatron_ext.rules import context, model, moe, pipeline, profiling, run, sharding, training
+from megatron_ext.rules import ranks as layout
+
+Rule = Callable[[Config, Facts], Iterable[str]]
+
+RULES: tuple[Rule, ...] = (
+    *run.RULES,
+    *model.RULES,
+    *layout.RULES,
+    *context.RULES,
+    *moe.RULES,
+    *pipeline.RULES,
+    *sharding.RULES,
+    *training.RULES,
+    *profiling.RULES,
+)
+
+
+def problems(config: Config, facts: Facts) -> list[str]:
+    """All problems of the configuration, in the order of the rules; empty where the run may start."""
+    return [problem for rule in RULES for problem in rule(config, facts)]
