@@ -45,6 +45,10 @@ class StoppedBySignal(TrainingError):
     exit_code = 75
 
 
+class StoppedBefore(StoppedBySignal):
+    """An earlier attempt of this launch was stopped; this one ends as it did, at once."""
+
+
 class PeerLostError(TrainingError):
     """Another rank died or stopped answering."""
 

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import StoppedBySignal
+from megatron_ext.errors import StoppedBefore, StoppedBySignal
 
 _ASKED, _STOPPED = "stop_asked.json", "stopped.json"
 
@@ -41,13 +41,13 @@ def stopped_before() -> bool:
     """Return whether an earlier attempt of this launch stopped with exit code 0, as after --exit-interval.
 
     Raises:
-        StoppedBySignal: it stopped on request, with exit code 75.
+        StoppedBefore: it stopped on request, with exit code 75.
     """
     found = _read(_STOPPED)
     if found is None:
         return False
     if found.get("code") == StoppedBySignal.exit_code:
-        raise StoppedBySignal(f"{found.get('message')} (restart {_attempt()} of this launch: nothing was started)")
+        raise StoppedBefore(f"{found.get('message')} (restart {_attempt()} of this launch: nothing was started)")
     return True
 
 

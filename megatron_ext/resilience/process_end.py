@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySignal, TrainingError
+from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBefore, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record
 
 # Time for the cause to appear. Longer for what every rank finds for itself, where rank 0 may just be slower to start.
@@ -126,6 +126,8 @@ def _report(error: BaseException, status: RunStatus) -> int:
             return code
     elif (
         isinstance(error, ConfigurationError | StoppedBySignal)
+        # The record is there already, and the launcher ends rank 0 as soon as another rank has ended: each must say it.
+        and not isinstance(error, StoppedBefore)
         and status.rank != 0
         and exit_record.wait_for_another(status.save, _SECONDS_FOR_RANK_0)
     ):

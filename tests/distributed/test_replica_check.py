@@ -47,15 +47,18 @@ def _train(flags: str, good_steps: int, damage: Callable[[Any], None]) -> tuple[
 
 
 def _flip(run: Any, wanted: str, index: int = -1) -> None:
-    """Flip the lowest bit of one element: the weight stays finite and next to what it was."""
+    """Flip a low bit of one element: the weight stays finite and near what it was.
+
+    Not the lowest one of fp32: where the next update moves the weight past a power of two, rounding takes that away.
+    """
     from megatron_ext.model.names import global_named_parameters
     from megatron_ext.parallel.rows import local_part
 
     for name, parameter in global_named_parameters(run.chunks):
         if name == wanted:
-            integers = {2: torch.int16, 4: torch.int32}[parameter.element_size()]
+            integers, bit = {2: (torch.int16, 1), 4: (torch.int32, 1 << 12)}[parameter.element_size()]
             # .data, and not .detach(): behind the back of autograd, as a broken memory cell does it.
-            local_part(parameter).data.view(-1)[index : index + 1 or None].view(integers).bitwise_xor_(1)
+            local_part(parameter).data.view(-1)[index : index + 1 or None].view(integers).bitwise_xor_(bit)
 
 
 def _flip_on_rank_1(run: Any) -> None:
