@@ -138,8 +138,8 @@ READS_FIELDS_OF_LAYERS = {
     "config/schema/model.py": "defaults of one field by another",
     "rules/": "judge what was typed, by the flags that were typed",
     "config/pipeline.py": "divides the number of layers over stages",
-    "config/families.py": "compares flags with those of a family",
-    "config/hf_config.py": "translates flags to config.json",
+    "config/families/": "translate flags to config.json and compare them with those of a family",
+    "config/hf_config.py": "compares flags with those of config.json",
     "model/config.py": "translates flags to megatron-core's configuration, which is one for all layers",
     "checkpoint/huggingface/exporter.py": "writes the flags into the model card",
     "checkpoint/huggingface/importer.py": "sizes of the tensors that stack all layers in a checkpoint",
@@ -163,6 +163,17 @@ def test_layers_are_described_in_one_place() -> None:
     assert not others, f"read the layers of config/layers.py instead: {others}"
     for allowed in READS_FIELDS_OF_LAYERS:
         assert any(fields for name, fields in found.items() if name.startswith(allowed)), f"{allowed} reads none"
+
+
+def test_only_the_file_of_a_family_knows_the_family() -> None:
+    """Nobody asks which family of Hugging Face a model is: what differs between them is a field of `Family`."""
+    asks = {
+        str(path.relative_to(PACKAGE)): ast.unparse(node)
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare) and "family.model_type" in ast.unparse(node)
+    }
+    assert not asks, f"make it a field of Family (config/families/protocol.py): {asks}"
 
 
 def test_no_two_test_files_share_a_name() -> None:

@@ -35,9 +35,10 @@ class HFFolder:
         self.path = Path(folder)
         self.family, self.values = read_hf_config(folder)
         self.entries = _entries(self.path)
-        if self.family.model_type == "gpt2" and "wte.weight" in self.entries:
+        prefix = self.family.headless_prefix
+        if prefix and f"{self.family.names[_TABLE][0].removeprefix(prefix)}.weight" in self.entries:
             # The oldest files were written from the model without its head, whose names have no prefix.
-            self.entries = {f"transformer.{name}": entry for name, entry in self.entries.items()}
+            self.entries = {f"{prefix}{name}": entry for name, entry in self.entries.items()}
 
     def check(self, config: Config) -> None:
         """Whether the files hold the model that `config` (made from `values`) describes.

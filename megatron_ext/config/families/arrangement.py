@@ -1,0 +1,86 @@
+"""Where the rows of our parameters lie in a family's tensors: a parameter is a list of runs of rows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ext.config.families.protocol import Family
+from megatron_ext.config.families.shared import QKV
+from megatron_ext.config.layers import Attention, layers
+from megatron_ext.config.parameters import Parameter, parameters
+from megatron_ext.config.schema import Config
+
+_LAYER = "decoder.layers."
+_EXPERT = "mlp.experts."
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows `start` to `start + count` of a parameter are rows `tensor_start` and on of a Hugging Face tensor."""
+
+    tensor: str
+    tensor_start: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """Where the rows of one parameter lie. Rows that no run covers are vocabulary padding, and zero."""
+
+    parameter: Parameter
+    runs: tuple[Run, ...]
+    transposed: bool
+    """The Hugging Face tensors are [columns, rows] of the parameter."""
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the Hugging Face tensors that hold this parameter."""
+        rows: dict[str, int] = {}
+        for run in self.runs:
+            rows[run.tensor] = rows.get(run.tensor, 0) + run.count
+        columns = self.parameter.shape[1:]
+        return {name: (*columns, count) if self.transposed else (count, *columns) for name, count in rows.items()}
+
+
+def arrangement(config: Config, family: Family) -> list[Arranged]:
+    """Every parameter of the model, with the tensors of the family that hold its rows."""
+    attention = [layer.attention for layer in layers(config)]
+    return [
+        _arranged(parameter, attention[parameter.stage] if isinstance(parameter.stage, int) else None, family)
+        for parameter in parameters(config)
+    ]
+
+
+def _arranged(parameter: Parameter, attention: Attention | None, family: Family) -> Arranged:
+    module, _, kind = parameter.name.rpartition(".")
+    prefix = ""
+    if module.startswith(_LAYER):
+        layer, _, module = module.removeprefix(_LAYER).partition(".")
+        prefix = family.layers.format(layer)
+    if parameter.expert is not None:
+        module = _EXPERT + module.removeprefix(f"{_EXPERT}{parameter.expert}.")
+    tensors = [f"{prefix}{name.format(parameter.expert)}.{kind}" for name in family.names[module]]
+    rows = parameter.true_rows or parameter.shape[0]
+    if module == QKV:
+        assert attention is not None
+        runs = tuple(_grouped(tensors, attention))
+    else:
+        count = rows // len(tensors)
+        runs = tuple(Run(tensor, 0, index * count, count) for index, tensor in enumerate(tensors))
+    return Arranged(parameter, runs, transposed=kind == "weight" and module in family.transposed)
+
+
+def _grouped(tensors: list[str], attention: Attention) -> Iterator[Run]:
+    """megatron-core's fused QKV: for each query group its query heads, then its key head and its value head."""
+    groups, keys, values = attention.groups, attention.head_size, attention.value_head_size
+    queries = attention.query_size // groups
+    if len(tensors) == 1:
+        tensors = tensors * 3
+        first_key, first_value = queries * groups, (queries + keys) * groups
+    else:
+        first_key = first_value = 0
+    query, key, value = tensors
+    for group in range(groups):
+        start = group * (queries + keys + values)
+        yield Run(query, group * queries, start, queries)
+        yield Run(key, first_key + group * keys, start + queries, keys)
+        yield Run(value, first_value + group * values, start + queries + keys, values)

@@ -1,0 +1,71 @@
+"""The families of Hugging Face that there are, and which of them a configuration is."""
+
+import dataclasses
+from typing import Any
+
+from megatron_ext.config.families.gpt2 import GPT2
+from megatron_ext.config.families.llama import LLAMA
+from megatron_ext.config.families.mistral import MISTRAL
+from megatron_ext.config.families.mixtral import MIXTRAL
+from megatron_ext.config.families.protocol import Family
+from megatron_ext.config.families.qwen2 import QWEN2
+from megatron_ext.config.families.qwen3 import QWEN3
+from megatron_ext.config.families.qwen3_moe import QWEN3_MOE
+from megatron_ext.config.layers import stack
+from megatron_ext.config.options import flag_of
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.errors import ConfigurationError
+
+# In the order in which a configuration that fits several is given one.
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GPT2)
+}
+
+
+def family_of(config: Config) -> Family:
+    """The family that the configuration is shape-equal to.
+
+    Raises:
+        ConfigurationError: there is none; it names the flags that stand in the way of the nearest one.
+    """
+    found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
+    mixture = any(layer.experts is not None for layer, _ in stack(config).kinds)
+    nearest = min(found, key=lambda model_type: (FAMILIES[model_type].experts != mixture, len(found[model_type])))
+    if found[nearest]:
+        raise ConfigurationError(
+            f"no Hugging Face family has this model's shape; the nearest is {nearest}, which has "
+            f"{', '.join(found[nearest])}. Train with the flags of a family to export to it (docs/huggingface.md)"
+        )
+    return FAMILIES[nearest]
+
+
+def obstacles(config: Config, family: Family) -> list[str]:
+    """What the family has and the configuration has not, each as a flag."""
+    model = _normalized(config.model)
+    wanted = {**family.flags, **family.dependent_flags(model)}
+    found = [
+        _difference(name, value, getattr(model, name))
+        for name, value in wanted.items()
+        if getattr(model, name) != value
+    ]
+    if any(family.experts != (layer.experts is not None) for layer, _ in stack(config).kinds):
+        found.append("--num-experts" if family.experts else "no --num-experts")
+    return found
+
+
+def _normalized(model: ModelConfig) -> ModelConfig:
+    """Switches that change nothing beside others are put to one form."""
+    return dataclasses.replace(
+        model,
+        add_qkv_bias=model.add_qkv_bias and model.disable_bias_linear,
+        group_query_attention=model.num_key_value_heads != model.num_attention_heads,
+    )
+
+
+def _difference(name: str, wanted: Any, given: Any) -> str:
+    flag = flag_of(name)
+    if wanted is None:
+        return f"no {flag}"
+    if isinstance(wanted, bool):
+        return flag if wanted else f"no {flag}"
+    return f"{flag} {wanted:g} (not {given:g})" if isinstance(wanted, float) else f"{flag} {wanted} (not {given})"
