@@ -18,15 +18,6 @@ _PROGRAM = (
     ("--version", "Show the version and exit."),
 )
 
-_DERIVED_OR_REQUIRED = {
-    "num_layers": "required",
-    "hidden_size": "required",
-    "num_attention_heads": "required",
-    "seq_length": "required",
-    "micro_batch_size": "required",
-    "lr": "required",
-}
-
 
 def version() -> str:
     try:
@@ -55,7 +46,7 @@ def text() -> str:
 def default_text(option: Option) -> str:
     """The default as a user would type it; empty for switches and for values that are derived or optional."""
     if option.default is None:
-        return _DERIVED_OR_REQUIRED.get(option.name, "")
+        return "required" if option.required else ""
     if option.is_switch:
         return ""
     return f"{option.default:g}" if isinstance(option.default, float) else str(option.default)

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_ext.config.schema import Config
 
 SCALED = ("lr", "min_lr")
+FLAGS = ("lr_scale_rule", "lr_scale_base_batch_size")
 
 
 def factor(rule: str, base: int, batch: int) -> float:

@@ -13,21 +13,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config.schema import Config
+from megatron_ext.config.schema.option import Resume
 
 _TYPE_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
 @dataclass(frozen=True)
 class Option:
-    """One field of the schema. `type` is that of a single value; `many` tells whether it takes several."""
+    """One field of the schema, with what `schema.option.option` was told of it.
+
+    `type` is that of a single value; `many` tells whether it takes several.
+    """
 
     name: str
     group: str
     type: type
     many: bool
     default: Any
-    choices: tuple[Any, ...] | None
     help: str
+    resume: Resume
+    required: str | None
+    at_least: int | None
+    positive: bool
+    share: bool
+    saves_memory: bool
+    choices: tuple[Any, ...] | None
     metavar: str
     aliases: tuple[str, ...]
 
@@ -54,20 +64,10 @@ def options() -> tuple[Option, ...]:
         hints = typing.get_type_hints(group_type)
         for field in dataclasses.fields(group_type):
             value_type, many = _single_type(hints[field.name])
-            metadata = field.metadata
-            choices = metadata["choices"]
+            told = dict(field.metadata)
+            told["metavar"] = told["metavar"] or _metavar(value_type, many, told["choices"])
             found.append(
-                Option(
-                    name=field.name,
-                    group=group.name,
-                    type=value_type,
-                    many=many,
-                    default=field.default,
-                    choices=tuple(choices) if choices else None,
-                    help=metadata["help"],
-                    metavar=metadata["metavar"] or _metavar(value_type, many, choices),
-                    aliases=metadata["aliases"],
-                )
+                Option(name=field.name, group=group.name, type=value_type, many=many, default=field.default, **told)
             )
     return tuple(found)
 
@@ -81,6 +81,12 @@ def options_by_flag() -> dict[str, Option]:
 @functools.cache
 def options_by_name() -> dict[str, Option]:
     return {option.name: option for option in options()}
+
+
+@functools.cache
+def names_by_resume(resume: Resume) -> tuple[str, ...]:
+    """The fields with which a resume does this, in the order of the schema."""
+    return tuple(option.name for option in options() if option.resume == resume)
 
 
 def read_texts(option: Option, texts: list[str]) -> Any:

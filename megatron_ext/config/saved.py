@@ -4,92 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config import lr_scale
 from megatron_ext.config.files import ExcessiveFile, read_yaml
-from megatron_ext.config.options import options_by_name, read_yaml_value
+from megatron_ext.config.options import names_by_resume, options_by_name, read_yaml_value
 from megatron_ext.errors import ConfigurationError
-
-MODEL_SHAPES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "position_embedding_type",
-    "swiglu",
-    "normalization",
-    "untie_embeddings_and_output_weights",
-    "disable_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "vocab_size",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-)
-"""What the weights depend on: another value cannot load them."""
-
-MODEL_FUNCTION = (
-    "rotary_base",
-    "rotary_percent",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rope_scaling_low_freq_factor",
-    "rope_scaling_high_freq_factor",
-    "rope_scaling_original_max_position_embeddings",
-    "squared_relu",
-    "openai_gelu",
-    "norm_epsilon",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_dtype",
-)
-"""What the model computes from them: another value is another model, which only --finetune may want."""
-
-# Not the length of the sequences, dropout, or the padding, which follows the layout: they may change on resuming.
-
-TOKENIZER = (
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "tokenizer_special_tokens",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
-)
-"""What --use-checkpoint-args takes with the model, where no tokenizer is named."""
-
-CURVES = (
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_fraction",
-    "lr_warmup_init",
-    "lr_wsd_decay_style",
-    "lr_wsd_decay_iters",
-    "lr_wsd_decay_samples",
-    "weight_decay",
-    "start_weight_decay",
-    "end_weight_decay",
-    "weight_decay_incr_style",
-)
-"""What the learning rate and the weight decay follow."""
-
-LR_SCALE = ("lr_scale_rule", "lr_scale_base_batch_size")
-"""Done with in a checkpoint, whose rates are the scaled ones."""
 
 
 def model_names(saved: Mapping[str, Any], *, finetune: bool) -> tuple[str, ...]:
     """The fields in which a run must agree with the checkpoint that it loads."""
-    names = MODEL_SHAPES if finetune else (*MODEL_SHAPES, *MODEL_FUNCTION)
+    names = names_by_resume("shape") if finetune else shapes_and_function()
     learned = saved.get("position_embedding_type", "learned_absolute") == "learned_absolute"
-    return (*names, "max_position_embeddings") if learned else names
+    return tuple(name for name in names if learned or name != "max_position_embeddings")
+
+
+def shapes_and_function() -> tuple[str, ...]:
+    """The fields that say which model it is, those on which the weights' shapes depend first."""
+    return (*names_by_resume("shape"), *names_by_resume("function"))
 
 
 def read_saved(path: Path) -> dict[str, Any] | None:
@@ -118,11 +48,13 @@ def adopt(values: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]
     adopted = dict(values)
     if values.get("use_checkpoint_args"):
         names = model_names(saved, finetune=False)
-        names += TOKENIZER if "tokenizer_type" not in values else ()
+        names += names_by_resume("tokenizer") if "tokenizer_type" not in values else ()
         adopted = {name: saved[name] for name in names if name in saved} | adopted
     if values.get("use_checkpoint_opt_param_scheduler"):
-        adopted = {name: value for name, value in adopted.items() if name not in (*CURVES, *LR_SCALE)}
-        adopted |= {name: saved[name] for name in CURVES if name in saved}
+        curves = names_by_resume("curve")
+        adopted = {name: value for name, value in adopted.items() if name not in curves}
+        # The rates of a checkpoint are the scaled ones.
+        adopted |= {name: saved[name] for name in curves if name in saved and name not in lr_scale.FLAGS}
         unit = "samples" if "train_samples" in saved else "iters"
         adopted.setdefault(f"lr_decay_{unit}", saved.get(f"train_{unit}"))
     return adopted

@@ -21,12 +21,7 @@ SHARDINGS: dict[str, Choice] = {
 BETTER = {"DDP": "ZeRO-1", "ZeRO-3": "FSDP2"}
 """Where the second is legal, the first is not looked at: it needs more, and sends no less."""
 
-_DIVIDE = (
-    "use_distributed_optimizer",
-    "use_torch_fsdp2",
-    "use_megatron_fsdp",
-    "data_parallel_sharding_strategy",
-)
+_DIVIDE = {name for choice in SHARDINGS.values() for name in choice if not name.startswith("overlap_")}
 
 RECOMPUTATIONS: dict[str, Choice] = {
     "none": {},

@@ -5,86 +5,40 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_ext.config.blend import DATA_PATH_NAMES, read_blend
 from megatron_ext.config.hf_config import differences
-from megatron_ext.config.options import flag_of, options_by_name
+from megatron_ext.config.options import Option, flag_of, names_by_resume, options, options_by_name
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.saved import model_names
 from megatron_ext.config.schema import Config
 
-_REQUIRED = {
-    "model": {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024},
-    "training": {"micro_batch_size": 4},
-    "optimizer": {"lr": "6e-4"},
-}
-
-_AT_LEAST_ONE = {
-    "model": (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
-        "max_position_embeddings make_vocab_size_divisible_by padded_vocab_size "
-        "rope_scaling_original_max_position_embeddings num_experts moe_ffn_hidden_size moe_router_topk "
-        "moe_shared_expert_intermediate_size"
-    ),
-    "layout": (
-        "world_size tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size "
-        "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank ddp_bucket_size "
-        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-        "microbatch_group_size_per_virtual_pipeline_stage expert_model_parallel_size expert_tensor_parallel_size"
-    ),
-    "training": (
-        "micro_batch_size global_batch_size train_iters train_samples exit_interval loss_scale_window hysteresis "
-        "recompute_num_layers check_weight_hash_across_dp_replicas_interval check_replicated_weights_interval"
-    ),
-    "optimizer": "lr_decay_iters lr_decay_samples lr_scale_base_batch_size",
-    "data": "vocab_size",
-    "checkpoint": "save_interval keep_last_checkpoints save_retain_interval",
-    "logging": "log_interval tensorboard_log_interval",
-}
-
-_AT_LEAST_ZERO = {
-    "model": "init_method_std",
-    "training": "eval_interval eval_iters seed",
-    "optimizer": "lr weight_decay clip_grad sgd_momentum",
-    "data": "num_workers",
-    "checkpoint": "ckpt_step",
-}
-
-_ABOVE_ZERO = {
-    "model": "norm_epsilon rotary_base rope_scaling_factor rope_scaling_low_freq_factor",
-    "training": "exit_duration_in_mins",
-    "optimizer": "adam_eps",
-}
-
-_SHARES = {"model": "attention_dropout hidden_dropout", "optimizer": "adam_beta1 adam_beta2"}
-
 
 def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
-    missing = [
-        (name, example)
-        for group, names in _REQUIRED.items()
-        for name, example in names.items()
-        if getattr(getattr(config, group), name) is None
-    ]
+    missing = [option for option in options() if option.required and _value(config, option) is None]
     if missing:
-        flags = ", ".join(flag_of(name) for name, _ in missing)
-        example = " ".join(f"{flag_of(name)} {value}" for name, value in missing)
+        flags = ", ".join(option.flag for option in missing)
+        example = " ".join(f"{option.flag} {option.required}" for option in missing)
         yield f"missing: {flags}; for example {example}"
 
 
 def values_are_in_range(config: Config, facts: Facts) -> Iterator[str]:
-    for name, value in _named(config, _AT_LEAST_ONE):
-        if value < 1:
-            yield f"{flag_of(name)} {value} is below 1; use 1 or more"
-    for name, value in _named(config, _AT_LEAST_ZERO):
-        if value < 0:
-            yield f"{flag_of(name)} {value:g} is below 0; use 0 or more"
-    for name, value in _named(config, _ABOVE_ZERO):
-        if value <= 0:
-            yield f"{flag_of(name)} {value:g} is not above 0; use a positive number"
-    for name, value in _named(config, _SHARES):
-        if not 0 <= value < 1:
-            yield f"{flag_of(name)} {value:g} is not at least 0 and below 1; use {_example_share(name)}"
+    for option in options():
+        value = _value(config, option)
+        if value is not None:
+            yield from _out_of_range(option, value)
+
+
+def _out_of_range(option: Option, value: Any) -> Iterator[str]:
+    least = option.at_least
+    if least is not None and value < least:
+        shown = f"{value:g}" if isinstance(value, float) else value
+        yield f"{option.flag} {shown} is below {least}; use {least} or more"
+    if option.positive and value <= 0:
+        yield f"{option.flag} {value:g} is not above 0; use a positive number"
+    if option.share and not 0 <= value < 1:
+        yield f"{option.flag} {value:g} is not at least 0 and below 1; use {option.default:g}"
 
 
 def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
@@ -225,6 +179,8 @@ def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[st
             yield f"{flag} is {now}, but the checkpoint in --load was saved {'with' if was else 'without'} it; {fix}"
         elif was is not None:
             yield f"{flag} {model[name]}, but the checkpoint in --load was saved with {was}; use {flag} {was}"
+        elif name in names_by_resume("function"):  # a shape that was left out is derived, and the weights tell it
+            yield f"{flag} {model[name]}, but the checkpoint in --load was saved without it; leave {flag} out"
 
 
 def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
@@ -264,16 +220,8 @@ def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
-def _named(config: Config, names: dict[str, str]) -> Iterator[tuple[str, float]]:
-    for group, listed in names.items():
-        for name in listed.split():
-            value = getattr(getattr(config, group), name)
-            if value is not None:
-                yield name, value
-
-
-def _example_share(name: str) -> str:
-    return {"adam_beta1": "0.9", "adam_beta2": "0.999"}.get(name, "0.1")
+def _value(config: Config, option: Option) -> Any:
+    return getattr(getattr(config, option.group), option.name)
 
 
 RULES = (

@@ -3,18 +3,9 @@
 import argparse
 from typing import Any
 
-from megatron_ext.config.options import options_by_name
+from megatron_ext.config.options import options, options_by_name
 
-NAMES = (
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_size",
-    "vocab_file",
-    "merge_file",
-    "tokenizer_special_tokens",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
-)
+NAMES = tuple(option.name for option in options() if option.resume == "tokenizer" or option.name == "vocab_size")
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:

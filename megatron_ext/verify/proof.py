@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.options import options_by_name
-from megatron_ext.config.schema import CheckpointConfig, LayoutConfig, LoggingConfig
+from megatron_ext.config.options import options, options_by_name
+from megatron_ext.config.schema import CheckpointConfig, LoggingConfig
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.parity import GRADIENT_TOLERANCE
 from megatron_ext.verify.record import Record, record
@@ -25,8 +25,6 @@ from megatron_ext.verify.record import Record, record
 _LEFT_OUT = {field.name for group in (CheckpointConfig, LoggingConfig) for field in dataclasses.fields(group)}
 _LEFT_OUT |= {"bf16", "fp16", "world_size", "device", "full_validation", "eval_at_start"}
 _SAME_FOR_BOTH = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "eval_iters": 0}
-_MEMORY = ("recompute_", "optimizer_cpu_offload", "optimizer_offload_fraction")
-"""How memory is saved; like the layout, the one process does without."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +168,9 @@ def comparison(argv: Sequence[str], world_size: int | None = None) -> Comparison
     values = {name: value for name, value in typed.items() if name not in _LEFT_OUT} | _SAME_FOR_BOTH
     trial = configure([*to_flags(values), "--world-size", str(ranks), "--dry-run", "--device", "cpu"]).config
     values["global_batch_size"] = trial.training.global_batch_size
-    layout = {field.name for field in dataclasses.fields(LayoutConfig)}
-    alone = {k: v for k, v in values.items() if k not in layout and not k.startswith(_MEMORY)}
+    # The one process does without the layout, and without the ways to save memory.
+    not_alone = {option.name for option in options() if option.group == "layout" or option.saves_memory}
+    alone = {name: value for name, value in values.items() if name not in not_alone}
     changed = [f"without --{name}" for name in ("bf16", "fp16") if typed.get(name)]
     changed += [f"--{name.replace('_', '-')} 0" for name in _SAME_FOR_BOTH if typed.get(name) != 0]
     return Comparison(to_flags(alone), to_flags(values), ranks, tuple(changed))

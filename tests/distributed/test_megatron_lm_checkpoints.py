@@ -6,6 +6,7 @@ import shlex
 import tarfile
 import zipfile
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.megatron_lm.arguments import read_args, saved_model
+from megatron_ext.checkpoint.megatron_lm.state import different_flags
 from megatron_ext.checkpoint.native.folder import TRACKER
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import ConfigurationError
@@ -132,6 +134,14 @@ def test_every_other_flag_is_listed(written: Path) -> None:
         "a vocabulary that is padded to 64 entries (given: --vocab-size 100",
     ):
         assert words in str(caught.value)
+
+
+def test_a_router_that_had_no_precision_of_its_own_is_another(written: Path) -> None:
+    config = configure(_flags(written, "fp32", *UNTIED)).config
+    args = Namespace(**{**(read_args(written / "fp32" / "iter_0000003") or {}), "moe_router_dtype": None})
+    assert different_flags({"args": args}, config) == []
+    other = replace(config, model=replace(config.model, moe_router_dtype="fp32"))
+    assert different_flags({"args": args}, other) == ["--moe-router-dtype None (given: fp32)"]
 
 
 REST = shlex.split("""

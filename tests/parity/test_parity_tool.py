@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.train.configure import configure
 from megatron_ext.verify.activations import LOSS, _in_order
 from megatron_ext.verify.cases import MODELS, RECIPE
 from megatron_ext.verify.corpus import write_corpus
@@ -215,6 +216,15 @@ _WORDS = ("--", *f"{RECIPE} --num-layers 4 --seq-length 32 --mock-data --vocab-s
 def test_wrong_use_is_a_configuration_error(argv: list[str], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         parity.main(argv)
+
+
+def test_the_one_process_does_without_what_saves_memory() -> None:
+    offload = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params"
+    others = "--use-torch-optimizer-for-cpu-offload --recompute-granularity full --recompute-method uniform"
+    both = comparison([*_WORDS[1:], *offload.split(), *others.split(), "--recompute-num-layers", "1"])
+    alone = configure([*both.reference, "--device", "cpu", "--dry-run"]).config
+    assert alone.optimizer.optimizer_cpu_offload is False
+    assert alone.training.recompute_granularity is None
 
 
 def test_chunks_of_a_divided_sequence_come_back_in_order() -> None:

@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.inert_pickle import Global
 from megatron_ext.checkpoint.inside import file_inside, read_inside
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.config.options import options_by_name, read_yaml_value
-from megatron_ext.config.saved import MODEL_FUNCTION, MODEL_SHAPES
+from megatron_ext.config.saved import shapes_and_function
 
 _COMMON = "common_state/shard_0_1"
 _LARGEST = 1 << 26  # bytes; a real one has some 30,000
@@ -66,7 +66,7 @@ def saved_model(args: Mapping[str, Any]) -> dict[str, Any]:
         without_effect.add("num_query_groups")
     if not was.get("disable_bias_linear"):
         without_effect.add("add_qkv_bias")
-    names = [*MODEL_SHAPES, *MODEL_FUNCTION, "max_position_embeddings"]
+    names = shapes_and_function()
     if not was.get("use_rope_scaling"):
         without_effect |= {name for name in names if name.startswith("rope_scaling")}
     if was.get("num_experts") is None:

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 
 from megatron_ext.checkpoint.megatron_lm.arguments import model_flags
-from megatron_ext.config.options import flag_of
+from megatron_ext.config.options import flag_of, names_by_resume
 from megatron_ext.config.resolve import padded_vocabulary
 from megatron_ext.config.saved import model_names
 from megatron_ext.config.schema import Config
@@ -49,7 +49,7 @@ def different_flags(common: Mapping[str, Any], config: Config) -> list[str]:
     found = [
         f"{flag_of(name)} {was[name]} (given: {ours[name]})"
         for name in names
-        if was.get(name) is not None and was[name] != ours[name]
+        if _is_given(name, was, args) and was[name] != ours[name]
     ]
     padded = was.get("padded_vocab_size")
     entries = config.data.vocab_size
@@ -58,6 +58,11 @@ def different_flags(common: Mapping[str, Any], config: Config) -> list[str]:
         if padded_vocabulary(entries, divisor, ranks) != padded:
             found.append(f"a vocabulary that is padded to {padded} entries (given: --vocab-size {entries})")
     return found
+
+
+def _is_given(name: str, was: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
+    """Whether the run that saved had a value for a field of the model; to have none is one where it computes."""
+    return was.get(name) is not None or (name in args and name in names_by_resume("function"))
 
 
 def optimizer_is_readable(common: Mapping[str, Any]) -> bool:

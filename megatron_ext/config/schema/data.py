@@ -2,31 +2,32 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import option
+from megatron_ext.config.schema.option import free, option
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    data_path: tuple[str, ...] | None = option(
+    data_path: tuple[str, ...] | None = free(
         None, "Prefixes of .bin/.idx files, each optionally after its weight; --split divides them."
     )
-    split: str = option("969,30,1", "Shares of --data-path for training, validation and test.")
-    train_data_path: tuple[str, ...] | None = option(None, "Prefixes (and weights) for training alone.")
-    valid_data_path: tuple[str, ...] | None = option(None, "Prefixes (and weights) for validation alone.")
-    test_data_path: tuple[str, ...] | None = option(None, "Prefixes (and weights) for test alone.")
-    data_order: str = option(
+    split: str = free("969,30,1", "Shares of --data-path for training, validation and test.")
+    train_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for training alone.")
+    valid_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for validation alone.")
+    test_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for test alone.")
+    data_order: str = free(
         "shuffled",
         "shuffled: megatron-core's order, from index files that are built at the first start; "
         "formula: computed, no index.",
         choices=("shuffled", "formula"),
     )
-    data_cache_path: str | None = option(
+    data_cache_path: str | None = free(
         None, "Folder of the sample indices; default a folder named cache beside the data."
     )
-    mock_data: bool = option(False, "Synthetic tokens, a function of the seed; no files.")
+    mock_data: bool = free(False, "Synthetic tokens, a function of the seed; no files.")
     tokenizer_type: str | None = option(
         None,
         "Tokenizer that made the data.",
+        resume="tokenizer",
         choices=(
             "ByteTokenizer",
             "SentencePieceTokenizer",
@@ -36,32 +37,40 @@ class DataConfig:
             "NullTokenizer",
         ),
     )
-    accept_other_tokenizer: bool = option(
+    accept_other_tokenizer: bool = free(
         False, "Train although a manifest next to the data says that another tokenizer made it; default refuse."
     )
-    tokenizer_model: str | None = option(None, "The tokenizer's file, or its folder for HuggingFaceTokenizer.")
+    tokenizer_model: str | None = option(
+        None, "The tokenizer's file, or its folder for HuggingFaceTokenizer.", resume="tokenizer"
+    )
     vocab_size: int | None = option(
         None,
         "Entries of the vocabulary before padding; default the tokenizer's, for TikTokenizer 131072. "
         "NullTokenizer needs it.",
+        resume="shape",
+        at_least=1,
     )
-    vocab_file: str | None = option(None, "GPT2BPETokenizer: its vocab.json, from token to id.")
-    merge_file: str | None = option(None, "GPT2BPETokenizer: its merges.txt, one merge a line.")
+    vocab_file: str | None = option(None, "GPT2BPETokenizer: its vocab.json, from token to id.", resume="tokenizer")
+    merge_file: str | None = option(None, "GPT2BPETokenizer: its merges.txt, one merge a line.", resume="tokenizer")
     tokenizer_special_tokens: tuple[str, ...] | None = option(
         None,
         "Special tokens: appended to the vocabulary of HuggingFaceTokenizer and GPT2BPETokenizer; the first ids of "
         "TikTokenizer, default <unk> <s> </s> <mask> <pad> <cls> <sep>.",
+        resume="tokenizer",
         aliases=("--tiktoken-special-tokens",),
     )
     tiktoken_pattern: str | None = option(
-        None, "TikTokenizer: how a text is split before the merges; default v2.", choices=("v1", "v2")
+        None,
+        "TikTokenizer: how a text is split before the merges; default v2.",
+        resume="tokenizer",
+        choices=("v1", "v2"),
     )
     tiktoken_num_special_tokens: int = option(
-        1000, "TikTokenizer: ids before the vocabulary's; those without a name are <SPECIAL_n>."
+        1000, "TikTokenizer: ids before the vocabulary's; those without a name are <SPECIAL_n>.", resume="tokenizer"
     )
-    reset_position_ids: bool = option(
+    reset_position_ids: bool = free(
         False, "Count positions, learned or rotary, from the beginning of each document in a sample."
     )
-    reset_attention_mask: bool = option(False, "Let no token see another document of its sample.")
-    eod_mask_loss: bool = option(False, "Do not train on predicting what follows an end of document.")
-    num_workers: int = option(2, "Background threads that load batches; 0 loads in the loop.")
+    reset_attention_mask: bool = free(False, "Let no token see another document of its sample.")
+    eod_mask_loss: bool = free(False, "Do not train on predicting what follows an end of document.")
+    num_workers: int = free(2, "Background threads that load batches; 0 loads in the loop.", at_least=0)

@@ -2,115 +2,121 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import option
+from megatron_ext.config.schema.option import free
 
 
 @dataclass(frozen=True)
 class LayoutConfig:
     """World size = tensor x pipeline x context x data parallel size."""
 
-    world_size: int = option(
+    world_size: int = free(
         None,
         "Number of ranks; default $WORLD_SIZE, else 1. Give it to --dry-run to check a layout for N ranks.",
+        at_least=1,
     )
-    tensor_model_parallel_size: int = option(1, "Ranks that share each layer's matrices.")
-    sequence_parallel: bool = option(
+    tensor_model_parallel_size: int = free(1, "Ranks that share each layer's matrices.", at_least=1)
+    sequence_parallel: bool = free(
         False, "Shard norms and dropout along the sequence between the tensor-parallel ranks."
     )
-    pipeline_model_parallel_size: int = option(1, "Ranks that share the layers, one stage after another.")
-    context_parallel_size: int = option(1, "Ranks that share each sample's positions.")
-    cp_comm_type: tuple[str, ...] = option(
+    pipeline_model_parallel_size: int = free(1, "Ranks that share the layers, one stage after another.", at_least=1)
+    context_parallel_size: int = free(1, "Ranks that share each sample's positions.", at_least=1)
+    cp_comm_type: tuple[str, ...] = free(
         ("p2p",),
         "How context-parallel ranks exchange keys and values: p2p (a ring), all_gather, or a2a (each rank gets all "
         "positions of some heads); one for all layers, or one for each.",
         metavar="TYPE",
     )
-    expert_model_parallel_size: int = option(
-        1, "Ranks that share the experts of a layer; they are taken from the data-parallel (and tensor-parallel) ranks."
+    expert_model_parallel_size: int = free(
+        1,
+        "Ranks that share the experts of a layer; they are taken from the data-parallel (and tensor-parallel) ranks.",
+        at_least=1,
     )
-    expert_tensor_parallel_size: int | None = option(
-        None, "Ranks that share each expert's matrices; default the tensor-parallel size."
+    expert_tensor_parallel_size: int | None = free(
+        None, "Ranks that share each expert's matrices; default the tensor-parallel size.", at_least=1
     )
-    moe_token_dispatcher_type: str = option(
+    moe_token_dispatcher_type: str = free(
         "allgather",
         "How tokens reach their experts: all of them gathered on every rank, or each sent to where it is needed.",
         choices=("allgather", "alltoall", "flex"),
     )
-    num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "Interleave: layers in each virtual stage (model chunk)."
+    num_layers_per_virtual_pipeline_stage: int | None = free(
+        None, "Interleave: layers in each virtual stage (model chunk).", at_least=1
     )
-    num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "Interleave: model chunks on each pipeline rank; the other way to say the same."
+    num_virtual_stages_per_pipeline_rank: int | None = free(
+        None, "Interleave: model chunks on each pipeline rank; the other way to say the same.", at_least=1
     )
-    decoder_first_pipeline_num_layers: int | None = option(
-        None, "Layers of the first pipeline stage; the stages without a number of their own share the rest evenly."
+    decoder_first_pipeline_num_layers: int | None = free(
+        None,
+        "Layers of the first pipeline stage; the stages without a number of their own share the rest evenly.",
+        at_least=1,
     )
-    decoder_last_pipeline_num_layers: int | None = option(
-        None, "Layers of the last pipeline stage; the stages without a number of their own share the rest evenly."
+    decoder_last_pipeline_num_layers: int | None = free(
+        None,
+        "Layers of the last pipeline stage; the stages without a number of their own share the rest evenly.",
+        at_least=1,
     )
-    account_for_embedding_in_pipeline_split: bool = option(
+    account_for_embedding_in_pipeline_split: bool = free(
         False, "Count the embedding as a layer of the first pipeline stage, which then has one fewer."
     )
-    account_for_loss_in_pipeline_split: bool = option(
+    account_for_loss_in_pipeline_split: bool = free(
         False, "Count the output layer and the loss as a layer of the last pipeline stage, which then has one fewer."
     )
-    pipeline_model_parallel_layout: str | None = option(
+    pipeline_model_parallel_layout: str | None = free(
         None,
         "What each stage (or virtual stage, in the order of a forward pass) holds: E embedding, t layer, L loss, "
         "| next, x*n and (...)*n repeat, as in 'Et*3|(tt|)*2tL'.",
     )
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = free(
         None,
         "Interleave: microbatches that one virtual stage takes before the next one's turn; default the pipeline size.",
+        at_least=1,
         metavar="N",
     )
-    no_overlap_p2p_communication: bool = option(
+    no_overlap_p2p_communication: bool = free(
         False, "With interleaving, do not overlap pipeline sends and receives with computation."
     )
-    use_distributed_optimizer: bool = option(
-        False, "Shard the optimizer's state over the data-parallel ranks (ZeRO-1)."
-    )
-    overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward pass still runs.")
-    overlap_param_gather: bool = option(
+    use_distributed_optimizer: bool = free(False, "Shard the optimizer's state over the data-parallel ranks (ZeRO-1).")
+    overlap_grad_reduce: bool = free(False, "Reduce gradients while the backward pass still runs.")
+    overlap_param_gather: bool = free(
         False, "With the distributed optimizer, gather parameters while the next forward pass runs."
     )
-    use_torch_fsdp2: bool = option(
+    use_torch_fsdp2: bool = free(
         False, "Shard weights, gradients and optimizer state over the data-parallel ranks with torch's fully_shard."
     )
-    torch_fsdp2_no_reshard_after_forward: bool = option(
+    torch_fsdp2_no_reshard_after_forward: bool = free(
         False, "With FSDP2, keep a layer's gathered weights until its backward pass: fewer gathers, more memory."
     )
-    torch_fsdp2_cpu_offload: bool = option(
+    torch_fsdp2_cpu_offload: bool = free(
         False, "With FSDP2, keep weights, gradients and optimizer state in host memory, and update there."
     )
-    use_megatron_fsdp: bool = option(
+    use_megatron_fsdp: bool = free(
         False, "Shard over the data-parallel ranks with megatron-core's FSDP, by --data-parallel-sharding-strategy."
     )
-    data_parallel_sharding_strategy: str | None = option(
+    data_parallel_sharding_strategy: str | None = free(
         None,
         "With --use-megatron-fsdp: nothing (DDP), optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too "
         "(ZeRO-3); default optim_grads_params.",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
-    outer_dp_sharding_strategy: str = option(
+    outer_dp_sharding_strategy: str = free(
         "no_shard",
         "With --use-megatron-fsdp and several optimizer instances, across the copies: replicate the optimizer state, "
         "or divide it once more.",
         choices=("no_shard", "optim"),
     )
-    num_distributed_optimizer_instances: int = option(
+    num_distributed_optimizer_instances: int = free(
         1, "Copies of the sharded state: shard within groups of data-parallel ranks, replicate across them (HSDP)."
     )
-    ddp_bucket_size: int | None = option(
-        None, "Parameters in one bucket of the gradient reduction; default megatron-core's."
+    ddp_bucket_size: int | None = free(
+        None, "Parameters in one bucket of the gradient reduction; default megatron-core's.", at_least=1
     )
-    distributed_backend: str | None = option(
+    distributed_backend: str | None = free(
         None,
         "Backend of torch.distributed; default nccl on GPUs and gloo on CPU processes.",
         choices=("nccl", "gloo"),
     )
-    distributed_timeout_minutes: float = option(10.0, "How long a collective waits for a missing rank, in minutes.")
-    device: str = option("auto", "What computes: GPUs, or CPU processes.", choices=("auto", "cuda", "cpu"))
+    distributed_timeout_minutes: float = free(10.0, "How long a collective waits for a missing rank, in minutes.")
+    device: str = free("auto", "What computes: GPUs, or CPU processes.", choices=("auto", "cuda", "cpu"))
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int:

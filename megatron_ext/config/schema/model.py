@@ -9,93 +9,130 @@ from megatron_ext.config.schema.option import option
 class ModelConfig:
     """A GPT decoder. Sizes are those of the whole model, never of one rank."""
 
-    num_layers: int = option(None, "Number of transformer layers.")
-    hidden_size: int = option(None, "Width of the residual stream.")
+    num_layers: int = option(None, "Number of transformer layers.", resume="shape", required="12", at_least=1)
+    hidden_size: int = option(None, "Width of the residual stream.", resume="shape", required="768", at_least=1)
     ffn_hidden_size: int = option(
-        None, "Width inside the MLP; default 4 x hidden size, or 2/3 of that rounded to 64 with --swiglu."
+        None,
+        "Width inside the MLP; default 4 x hidden size, or 2/3 of that rounded to 64 with --swiglu.",
+        resume="shape",
+        at_least=1,
     )
-    num_attention_heads: int = option(None, "Number of attention heads.")
-    kv_channels: int = option(None, "Size of one head; default hidden size / heads.")
-    group_query_attention: bool = option(False, "Share each key and value head between several query heads.")
+    num_attention_heads: int = option(None, "Number of attention heads.", resume="shape", required="12", at_least=1)
+    kv_channels: int = option(None, "Size of one head; default hidden size / heads.", resume="shape", at_least=1)
+    group_query_attention: bool = option(
+        False, "Share each key and value head between several query heads.", resume="shape"
+    )
     num_query_groups: int = option(
         None,
         "Number of key/value heads with --group-query-attention; without that switch, the number of heads.",
+        resume="shape",
+        at_least=1,
     )
-    seq_length: int = option(None, "Tokens in one training sample.")
+    seq_length: int = option(None, "Tokens in one training sample.", resume="free", required="1024", at_least=1)
     max_position_embeddings: int = option(
         None,
         "Rows of the learned position table (at least the sequence length); default the sequence length.",
+        resume="shape",
+        at_least=1,
     )
     position_embedding_type: str = option(
-        "learned_absolute", "How positions enter the model.", choices=("learned_absolute", "rope", "none")
+        "learned_absolute",
+        "How positions enter the model.",
+        resume="shape",
+        choices=("learned_absolute", "rope", "none"),
     )
     no_position_embedding: bool = option(
-        False, "An old spelling, taken as Megatron takes it: nothing with --position-embedding-type rope, else refused."
+        False,
+        "An old spelling, taken as Megatron takes it: nothing with --position-embedding-type rope, else refused.",
+        resume="free",
     )
-    rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).")
-    rotary_percent: float = option(1.0, "Share of each head's channels that is rotated.")
-    use_rope_scaling: bool = option(False, "Stretch the rotary frequencies as Llama 3.1 does.")
-    rope_scaling_factor: float = option(8.0, "How far the context is stretched with --use-rope-scaling.")
-    rope_scaling_low_freq_factor: float = option(1.0, "Wavelengths above original length / this are stretched in full.")
-    rope_scaling_high_freq_factor: float = option(4.0, "Wavelengths below original length / this are left alone.")
+    rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).", resume="function", positive=True)
+    rotary_percent: float = option(1.0, "Share of each head's channels that is rotated.", resume="function")
+    use_rope_scaling: bool = option(False, "Stretch the rotary frequencies as Llama 3.1 does.", resume="function")
+    rope_scaling_factor: float = option(
+        8.0, "How far the context is stretched with --use-rope-scaling.", resume="function", positive=True
+    )
+    rope_scaling_low_freq_factor: float = option(
+        1.0, "Wavelengths above original length / this are stretched in full.", resume="function", positive=True
+    )
+    rope_scaling_high_freq_factor: float = option(
+        4.0, "Wavelengths below original length / this are left alone.", resume="function"
+    )
     rope_scaling_original_max_position_embeddings: int = option(
-        8192, "Context length that the model had before the stretch."
+        8192, "Context length that the model had before the stretch.", resume="function", at_least=1
     )
-    swiglu: bool = option(False, "SwiGLU activation in the MLP (gate x SiLU).")
-    squared_relu: bool = option(False, "Squared ReLU activation in the MLP.")
-    openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.")
-    normalization: str = option("LayerNorm", "Kind of norm.", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = option(1e-5, "Epsilon inside the norms.")
+    swiglu: bool = option(False, "SwiGLU activation in the MLP (gate x SiLU).", resume="shape")
+    squared_relu: bool = option(False, "Squared ReLU activation in the MLP.", resume="function")
+    openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.", resume="function")
+    normalization: str = option("LayerNorm", "Kind of norm.", resume="shape", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = option(1e-5, "Epsilon inside the norms.", resume="function", positive=True)
     untie_embeddings_and_output_weights: bool = option(
-        False, "Give the output layer its own matrix instead of the word embeddings'."
+        False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
     )
-    disable_bias_linear: bool = option(False, "No biases in the linear layers.")
-    add_qkv_bias: bool = option(False, "A bias in the QKV projection even with --disable-bias-linear.")
-    qk_layernorm: bool = option(False, "Normalize queries and keys per head.")
-    num_experts: int | None = option(None, "Replace each layer's MLP by a mixture of this many experts.")
+    disable_bias_linear: bool = option(False, "No biases in the linear layers.", resume="shape")
+    add_qkv_bias: bool = option(False, "A bias in the QKV projection even with --disable-bias-linear.", resume="shape")
+    qk_layernorm: bool = option(False, "Normalize queries and keys per head.", resume="shape")
+    num_experts: int | None = option(
+        None, "Replace each layer's MLP by a mixture of this many experts.", resume="shape", at_least=1
+    )
     moe_ffn_hidden_size: int | None = option(
-        None, "Width inside each expert; default the width of the MLP that they replace."
+        None, "Width inside each expert; default the width of the MLP that they replace.", resume="shape", at_least=1
     )
-    moe_router_topk: int = option(2, "Experts that compute each token.")
+    moe_router_topk: int = option(2, "Experts that compute each token.", resume="function", at_least=1)
     moe_router_score_function: str = option(
-        "softmax", "What turns the router's logits into weights.", choices=("softmax", "sigmoid")
+        "softmax", "What turns the router's logits into weights.", resume="function", choices=("softmax", "sigmoid")
     )
     moe_router_pre_softmax: bool = option(
-        False, "Softmax over all experts and then the top k, instead of over the top k alone."
+        False, "Softmax over all experts and then the top k, instead of over the top k alone.", resume="function"
     )
     moe_router_dtype: str | None = option(
-        None, "Precision of the router's logits; default that of the weights.", choices=("fp32", "fp64")
+        None,
+        "Precision of the router's logits; default that of the weights.",
+        resume="function",
+        choices=("fp32", "fp64"),
     )
     moe_router_load_balancing_type: tuple[str, ...] | None = option(
         None,
         "What spreads tokens over experts: the auxiliary loss of each microbatch (the default), or nothing.",
+        resume="free",
         choices=("aux_loss", "none"),
     )
     moe_aux_loss_coeff: tuple[float, ...] | None = option(
-        None, "Weight of the load-balancing loss in the total loss; default 0."
+        None, "Weight of the load-balancing loss in the total loss; default 0.", resume="free"
     )
     moe_z_loss_coeff: float | None = option(
-        None, "Weight of the router's z-loss, which keeps its logits small, in the total loss."
+        None, "Weight of the router's z-loss, which keeps its logits small, in the total loss.", resume="free"
     )
     moe_shared_expert_intermediate_size: int | None = option(
-        None, "Width of the shared experts together, which compute every token beside the routed ones; default none."
+        None,
+        "Width of the shared experts together, which compute every token beside the routed ones; default none.",
+        resume="shape",
+        at_least=1,
     )
     moe_grouped_gemm: bool = option(
-        False, "Multiply by all experts of a rank in one grouped product (bf16), not by one after another."
+        False,
+        "Multiply by all experts of a rank in one grouped product (bf16), not by one after another.",
+        resume="free",
     )
-    init_method_std: float = option(0.02, "Standard deviation of the initial weights.")
-    attention_dropout: float = option(0.1, "Dropout probability of the attention weights.")
-    hidden_dropout: float = option(0.1, "Dropout probability of embeddings and residual branches.")
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", resume="free", at_least=0)
+    attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", resume="free", share=True)
+    hidden_dropout: float = option(
+        0.1, "Dropout probability of embeddings and residual branches.", resume="free", share=True
+    )
     make_vocab_size_divisible_by: int = option(
-        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size."
+        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", resume="free", at_least=1
     )
     transformer_impl: str = option(
         "local",
         "Who computes the layers: ours on plain torch, or Transformer Engine where it is installed.",
+        resume="free",
         choices=("local", "transformer_engine"),
     )
     padded_vocab_size: int = option(
-        None, "Rows of the embedding after padding. Derived; give it only to pin it across layouts."
+        None,
+        "Rows of the embedding after padding. Derived; give it only to pin it across layouts.",
+        resume="free",
+        at_least=1,
     )
 
     @property

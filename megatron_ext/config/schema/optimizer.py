@@ -2,65 +2,92 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import option
+from megatron_ext.config.schema.option import free, option
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Steps of the curves are iterations; a run given in samples (--train-samples) gives them in samples."""
 
-    optimizer: str = option("adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=("adam", "sgd"))
-    lr: float = option(None, "Peak learning rate.")
-    min_lr: float = option(0.0, "Learning rate at the end of the decay.")
+    optimizer: str = free("adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=("adam", "sgd"))
+    lr: float = option(None, "Peak learning rate.", resume="curve", required="6e-4", at_least=0)
+    min_lr: float = option(0.0, "Learning rate at the end of the decay.", resume="curve")
     lr_scale_rule: str = option(
         "none",
         "Multiply --lr and --min-lr by --global-batch-size over --lr-scale-base-batch-size, or by the ratio's square "
         "root; a ramp-up counts with its full batch.",
+        resume="curve",
         choices=("none", "linear", "sqrt"),
     )
     lr_scale_base_batch_size: int | None = option(
-        None, "Global batch that --lr and --min-lr were chosen for, in samples; needed by --lr-scale-rule."
+        None,
+        "Global batch that --lr and --min-lr were chosen for, in samples; needed by --lr-scale-rule.",
+        resume="curve",
+        at_least=1,
     )
     lr_decay_style: str = option(
         "linear",
         "Shape of the decay.",
+        resume="curve",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int | None = option(None, "Steps until the lowest rate; default the length of the run.")
-    lr_decay_samples: int | None = option(None, "The same in samples, for a run given by --train-samples.")
-    lr_warmup_iters: int = option(0, "Steps of linear warmup.")
-    lr_warmup_samples: int = option(0, "The same in samples, for a run given by --train-samples.")
-    lr_warmup_fraction: float | None = option(None, "Warmup as a share of the decay steps.")
-    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warmup.")
+    lr_decay_iters: int | None = option(
+        None, "Steps until the lowest rate; default the length of the run.", resume="curve", at_least=1
+    )
+    lr_decay_samples: int | None = option(
+        None, "The same in samples, for a run given by --train-samples.", resume="curve", at_least=1
+    )
+    lr_warmup_iters: int = option(0, "Steps of linear warmup.", resume="curve")
+    lr_warmup_samples: int = option(0, "The same in samples, for a run given by --train-samples.", resume="curve")
+    lr_warmup_fraction: float | None = option(None, "Warmup as a share of the decay steps.", resume="curve")
+    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warmup.", resume="curve")
     lr_wsd_decay_style: str = option(
         "exponential",
         "Shape of the last phase of WSD.",
+        resume="curve",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: int | None = option(None, "Steps of the last phase of WSD.")
-    lr_wsd_decay_samples: int | None = option(None, "The same in samples.")
-    weight_decay: float = option(0.01, "Weight decay of matrices; norms and biases have none.")
-    start_weight_decay: float | None = option(None, "Weight decay at the start, where it changes over the run.")
-    end_weight_decay: float | None = option(None, "Weight decay at the end, where it changes over the run.")
+    lr_wsd_decay_iters: int | None = option(None, "Steps of the last phase of WSD.", resume="curve")
+    lr_wsd_decay_samples: int | None = option(None, "The same in samples.", resume="curve")
+    weight_decay: float = option(
+        0.01, "Weight decay of matrices; norms and biases have none.", resume="curve", at_least=0
+    )
+    start_weight_decay: float | None = option(
+        None, "Weight decay at the start, where it changes over the run.", resume="curve"
+    )
+    end_weight_decay: float | None = option(
+        None, "Weight decay at the end, where it changes over the run.", resume="curve"
+    )
     weight_decay_incr_style: str = option(
-        "constant", "How the weight decay changes over the run.", choices=("constant", "linear", "cosine")
+        "constant",
+        "How the weight decay changes over the run.",
+        resume="curve",
+        choices=("constant", "linear", "cosine"),
     )
-    clip_grad: float = option(1.0, "Largest global gradient norm (L2); 0 for no clipping.")
-    adam_beta1: float = option(0.9, "Decay of Adam's first moment.")
-    adam_beta2: float = option(0.999, "Decay of Adam's second moment.")
-    adam_eps: float = option(1e-8, "Adam's epsilon.")
-    sgd_momentum: float = option(0.9, "Momentum of SGD.")
-    optimizer_cpu_offload: bool = option(False, "Keep optimizer state in host memory, and update there.")
-    optimizer_offload_fraction: float = option(
-        1.0, "With --optimizer-cpu-offload, the share of the state (0 to 1) that is in host memory."
+    clip_grad: float = free(1.0, "Largest global gradient norm (L2); 0 for no clipping.", at_least=0)
+    adam_beta1: float = free(0.9, "Decay of Adam's first moment.", share=True)
+    adam_beta2: float = free(0.999, "Decay of Adam's second moment.", share=True)
+    adam_eps: float = free(1e-8, "Adam's epsilon.", positive=True)
+    sgd_momentum: float = free(0.9, "Momentum of SGD.", at_least=0)
+    optimizer_cpu_offload: bool = free(
+        False, "Keep optimizer state in host memory, and update there.", saves_memory=True
     )
-    use_torch_optimizer_for_cpu_offload: bool = option(
-        False, "With --optimizer-cpu-offload, torch's optimizer for what stays on the device, too."
+    optimizer_offload_fraction: float = free(
+        1.0, "With --optimizer-cpu-offload, the share of the state (0 to 1) that is in host memory.", saves_memory=True
     )
-    overlap_cpu_optimizer_d2h_h2d: bool = option(
-        False, "With --optimizer-cpu-offload, copy the gradients and weights of one tensor while another is updated."
+    use_torch_optimizer_for_cpu_offload: bool = free(
+        False, "With --optimizer-cpu-offload, torch's optimizer for what stays on the device, too.", saves_memory=True
     )
-    no_pin_cpu_grads: bool = option(False, "With --optimizer-cpu-offload, pageable host memory for gradients.")
-    no_pin_cpu_params: bool = option(
-        False, "With --optimizer-cpu-offload or --torch-fsdp2-cpu-offload, pageable host memory for weights."
+    overlap_cpu_optimizer_d2h_h2d: bool = free(
+        False,
+        "With --optimizer-cpu-offload, copy the gradients and weights of one tensor while another is updated.",
+        saves_memory=True,
+    )
+    no_pin_cpu_grads: bool = free(
+        False, "With --optimizer-cpu-offload, pageable host memory for gradients.", saves_memory=True
+    )
+    no_pin_cpu_params: bool = free(
+        False,
+        "With --optimizer-cpu-offload or --torch-fsdp2-cpu-offload, pageable host memory for weights.",
+        saves_memory=True,
     )

@@ -1,19 +1,39 @@
 """A configuration field and the command-line flag that it becomes, declared in one place.
 
-`num_layers: int = option(12, "Number of transformer layers.")` becomes `--num-layers N`. The flag's name is
-always the field's name with hyphens; the same name (with underscores) is the key in a `--config` YAML file.
+`num_layers: int = option(12, "Number of transformer layers.", resume="shape")` becomes `--num-layers N`. The flag's
+name is always the field's name with hyphens; the same name (with underscores) is the key in a `--config` YAML file.
 The annotation decides the type: `bool` is a switch, `T | None` is optional, `tuple[T, ...]` takes several values.
+
+What else is known of a field stands at the field: what a resume does with it, which every field must say, and its
+bounds. No list of names elsewhere repeats it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
+
+Resume = Literal["shape", "function", "curve", "tokenizer", "free"]
+"""What a resume does with a field:
+
+shape: another value cannot load the weights, and is refused.
+function: another value computes something else from the same weights; it is refused without --finetune.
+curve: learning rate and weight decay follow it; --use-checkpoint-opt-param-scheduler takes the checkpoint's.
+tokenizer: --use-checkpoint-args takes the checkpoint's with the model, where no tokenizer is named.
+free: it may change: the layout, how one trains on (length, batch, dropout, the auxiliary losses), what is logged.
+"""
 
 
 def option(
     default: Any,
     help: str,
     *,
+    resume: Resume,
+    required: str | None = None,
+    at_least: int | None = None,
+    positive: bool = False,
+    share: bool = False,
+    saves_memory: bool = False,
     choices: Sequence[Any] | None = None,
     metavar: str | None = None,
     aliases: Sequence[str] = (),
@@ -23,9 +43,30 @@ def option(
     Args:
         default: the value when the user says nothing; `None` on an optional field means "resolve derives it".
         help: one sentence, with the unit; shown by `--help`.
+        resume: what a resume does with it.
+        required: where the user must give it, a value that the message about a missing one names as an example.
+        at_least: the least value.
+        positive: whether values must be above 0.
+        share: whether values must be at least 0 and below 1.
+        saves_memory: whether it only says how memory is saved: no result depends on it beyond rounding.
         choices: the accepted values, if they are a closed set.
         metavar: the placeholder in `--help`.
         aliases: further spellings of the flag that Megatron accepts.
     """
-    metadata = {"help": help, "choices": choices, "metavar": metavar, "aliases": tuple(aliases)}
+    metadata = {
+        "help": help,
+        "resume": resume,
+        "required": required,
+        "at_least": at_least,
+        "positive": positive,
+        "share": share,
+        "saves_memory": saves_memory,
+        "choices": tuple(choices) if choices else None,
+        "metavar": metavar,
+        "aliases": tuple(aliases),
+    }
     return dataclasses.field(default=default, metadata=metadata)
+
+
+free = functools.partial(option, resume="free")
+"""`option` for a field that may change on resuming. A field of the model names its role in full instead."""

@@ -2,37 +2,37 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import option
+from megatron_ext.config.schema.option import free
 
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    profile: bool = option(
+    profile: bool = free(
         False,
         "Mark the steps of the range for `nsys profile --capture-range=cudaProfilerApi`; with --use-pytorch-profiler, "
         "which a CPU needs, write torch's traces instead.",
     )
-    profile_step_start: int = option(10, "First step that is profiled.")
-    profile_step_end: int = option(12, "First step that no longer is profiled.")
-    profile_ranks: tuple[int, ...] | None = option(
+    profile_step_start: int = free(10, "First step that is profiled.")
+    profile_step_end: int = free(12, "First step that no longer is profiled.")
+    profile_ranks: tuple[int, ...] | None = free(
         None, "Ranks that profile and record memory; default all of them.", metavar="RANK ..."
     )
-    use_pytorch_profiler: bool = option(
+    use_pytorch_profiler: bool = free(
         False,
         "With --profile: a Chrome trace per rank, profile/rankN.json in --save, else in --tensorboard-dir, else here.",
     )
-    pytorch_profiler_collect_shapes: bool = option(False, "Put the tensors' shapes into torch's trace.")
-    pytorch_profiler_collect_callstack: bool = option(False, "Put the callers' lines into torch's trace.")
-    pytorch_profiler_collect_chakra: bool = option(
+    pytorch_profiler_collect_shapes: bool = free(False, "Put the tensors' shapes into torch's trace.")
+    pytorch_profiler_collect_callstack: bool = free(False, "Put the callers' lines into torch's trace.")
+    pytorch_profiler_collect_chakra: bool = free(
         False, "Write a Chakra execution trace (the graph of operators) beside torch's trace."
     )
-    record_shapes: bool = option(False, "Put every operator and its tensors' shapes into Nsight's trace.")
-    nvtx_ranges: bool = option(False, "Put megatron-core's own ranges into Nsight's trace.")
-    record_memory_history: bool = option(
+    record_shapes: bool = free(False, "Put every operator and its tensors' shapes into Nsight's trace.")
+    nvtx_ranges: bool = free(False, "Put megatron-core's own ranges into Nsight's trace.")
+    record_memory_history: bool = free(
         False,
         "Record every allocation of GPU memory; written at each log line, at the end, and when the run fails, to be "
         "opened at pytorch.org/memory_viz.",
     )
-    memory_snapshot_path: str = option(
+    memory_snapshot_path: str = free(
         "snapshot.pickle", "File of the recorded memory; the rank is put before its suffix."
     )

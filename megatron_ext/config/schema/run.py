@@ -2,85 +2,86 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import option
+from megatron_ext.config.schema.option import free
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save: str | None = option(None, "Folder to write checkpoints to.")
-    load: str | None = option(
+    save: str | None = free(None, "Folder to write checkpoints to.")
+    load: str | None = free(
         None, "Folder to resume from, if it holds a checkpoint; or one checkpoint, as checkpoints/iter_0000100."
     )
-    load_hf: str | None = option(
+    load_hf: str | None = free(
         None,
         "Folder of a Hugging Face model to begin from; model flags that are not given are taken from its config.json.",
     )
-    save_interval: int | None = option(
+    save_interval: int | None = free(
         None,
         "Steps between two checkpoints; without it only the end is saved.",
+        at_least=1,
         aliases=("--persistent-save-interval",),
     )
-    async_save: bool = option(False, "Write checkpoints in the background; training stops only for a copy in memory.")
-    keep_last_checkpoints: int | None = option(None, "Keep this many of the newest checkpoints; default all.")
-    save_retain_interval: int | None = option(
-        None, "Keep the checkpoints of every multiple of this many steps; of the others, the newest alone."
+    async_save: bool = free(False, "Write checkpoints in the background; training stops only for a copy in memory.")
+    keep_last_checkpoints: int | None = free(None, "Keep this many of the newest checkpoints; default all.", at_least=1)
+    save_retain_interval: int | None = free(
+        None, "Keep the checkpoints of every multiple of this many steps; of the others, the newest alone.", at_least=1
     )
-    ckpt_format: str = option("torch_dist", "Format of checkpoints.", choices=("torch_dist",))
-    no_fallback: bool = option(
+    ckpt_format: str = free("torch_dist", "Format of checkpoints.", choices=("torch_dist",))
+    no_fallback: bool = free(
         False, "Fail when the checkpoint to load is damaged; default warn and use the newest that is whole."
     )
-    ckpt_step: int | None = option(None, "Load the checkpoint of this iteration; default the latest.")
-    finetune: bool = option(
+    ckpt_step: int | None = free(None, "Load the checkpoint of this iteration; default the latest.", at_least=0)
+    finetune: bool = free(
         False, "Load the weights alone and begin at iteration 0: no optimizer state, no random state, no data position."
     )
-    no_load_optim: bool = option(
+    no_load_optim: bool = free(
         False, "Leave the optimizer state and the position on the learning-rate curve of the checkpoint aside."
     )
-    no_load_rng: bool = option(False, "Leave the state of the random generators (dropout) of the checkpoint aside.")
-    no_save_optim: bool = option(False, "Save no optimizer state: smaller, but the run cannot be resumed exactly.")
-    no_save_rng: bool = option(False, "Save no state of the random generators.")
-    use_checkpoint_args: bool = option(
+    no_load_rng: bool = free(False, "Leave the state of the random generators (dropout) of the checkpoint aside.")
+    no_save_optim: bool = free(False, "Save no optimizer state: smaller, but the run cannot be resumed exactly.")
+    no_save_rng: bool = free(False, "Save no state of the random generators.")
+    use_checkpoint_args: bool = free(
         False, "Take the flags of the model, and of the tokenizer where none is named, from the checkpoint in --load."
     )
-    override_opt_param_scheduler: bool = option(
+    override_opt_param_scheduler: bool = free(
         False,
         "Follow the learning-rate and weight-decay curves of the flags, where the checkpoint's are others.",
         aliases=("--override-opt_param-scheduler",),
     )
-    use_checkpoint_opt_param_scheduler: bool = option(
+    use_checkpoint_opt_param_scheduler: bool = free(
         False,
         "Follow the checkpoint's learning-rate and weight-decay curves, whatever the flags say.",
         aliases=("--use-checkpoint-opt_param-scheduler",),
     )
-    accept_changed_data: bool = option(
+    accept_changed_data: bool = free(
         False,
         "Go on from a checkpoint although the data, or what the order of its samples follows from, is another; samples "
         "may then be repeated or left out.",
     )
-    exit_on_missing_checkpoint: bool = option(False, "Fail when --load holds no checkpoint; default start afresh.")
+    exit_on_missing_checkpoint: bool = free(False, "Fail when --load holds no checkpoint; default start afresh.")
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    log_interval: int = option(100, "Steps between two log lines.")
-    metrics_file: str | None = option(None, "JSON lines, one object per logged step; default metrics.jsonl in --save.")
-    log_sample_ids: str | None = option(
+    log_interval: int = free(100, "Steps between two log lines.", at_least=1)
+    metrics_file: str | None = free(None, "JSON lines, one object per logged step; default metrics.jsonl in --save.")
+    log_sample_ids: str | None = free(
         None, "JSON lines, one a step: the samples that the step used, each as source and number in it."
     )
-    tensorboard_dir: str | None = option(None, "Folder for TensorBoard.")
-    tensorboard_log_interval: int = option(1, "Steps between two TensorBoard points.")
-    wandb_project: str | None = option(None, "Weights & Biases project; needs the wandb package.")
-    wandb_exp_name: str | None = option(None, "Weights & Biases run name.")
-    wandb_entity: str | None = option(None, "Weights & Biases entity.")
-    wandb_save_dir: str | None = option(None, "Folder for the local files of Weights & Biases.")
-    log_throughput: bool = option(False, "Put TFLOP/s per GPU into the log line.")
-    log_params_norm: bool = option(False, "Log the L2 norm of all parameters.")
-    log_num_zeros_in_grad: bool = option(False, "Log how many gradient entries are exactly zero.")
-    log_communication_share: bool = option(
+    tensorboard_dir: str | None = free(None, "Folder for TensorBoard.")
+    tensorboard_log_interval: int = free(1, "Steps between two TensorBoard points.", at_least=1)
+    wandb_project: str | None = free(None, "Weights & Biases project; needs the wandb package.")
+    wandb_exp_name: str | None = free(None, "Weights & Biases run name.")
+    wandb_entity: str | None = free(None, "Weights & Biases entity.")
+    wandb_save_dir: str | None = free(None, "Folder for the local files of Weights & Biases.")
+    log_throughput: bool = free(False, "Put TFLOP/s per GPU into the log line.")
+    log_params_norm: bool = free(False, "Log the L2 norm of all parameters.")
+    log_num_zeros_in_grad: bool = free(False, "Log how many gradient entries are exactly zero.")
+    log_communication_share: bool = free(
         False,
         "Log how the ranks' time divides into computing, communicating, and waiting for a pipeline neighbour, to "
         "--metrics-file and TensorBoard.",
     )
-    timing_log_level: int = option(
+    timing_log_level: int = free(
         0, "0: step time only; 1: forward-backward and optimizer; 2: every part.", choices=(0, 1, 2)
     )

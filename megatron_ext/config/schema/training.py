@@ -2,83 +2,98 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import option
+from megatron_ext.config.schema.option import free
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    micro_batch_size: int = option(None, "Samples in one microbatch of one data-parallel rank.")
-    global_batch_size: int = option(
-        None, "Samples in one optimizer step over all ranks; default micro-batch x data-parallel size."
+    micro_batch_size: int = free(None, "Samples in one microbatch of one data-parallel rank.", required="4", at_least=1)
+    global_batch_size: int = free(
+        None, "Samples in one optimizer step over all ranks; default micro-batch x data-parallel size.", at_least=1
     )
-    rampup_batch_size: tuple[int, ...] | None = option(
+    rampup_batch_size: tuple[int, ...] | None = free(
         None,
         "Start batch, increment and samples over which the global batch grows to its full size.",
         metavar="START INCREMENT SAMPLES",
     )
-    train_iters: int | None = option(None, "Stop after this many optimizer steps.")
-    train_samples: int | None = option(None, "Stop after this many samples; the other way to give the length.")
-    eval_interval: int = option(1000, "Steps between two evaluations on the validation data; 0 for none.")
-    eval_iters: int = option(
+    train_iters: int | None = free(None, "Stop after this many optimizer steps.", at_least=1)
+    train_samples: int | None = free(
+        None, "Stop after this many samples; the other way to give the length.", at_least=1
+    )
+    eval_interval: int = free(1000, "Steps between two evaluations on the validation data; 0 for none.", at_least=0)
+    eval_iters: int = free(
         100,
         "Global batches of one evaluation, at most one pass over the validation data; 0 for no evaluation.",
+        at_least=0,
     )
-    full_validation: bool = option(False, "Evaluate on one whole pass over the validation data, whatever --eval-iters.")
-    multiple_validation_sets: bool = option(
+    full_validation: bool = free(False, "Evaluate on one whole pass over the validation data, whatever --eval-iters.")
+    multiple_validation_sets: bool = free(
         False, "Evaluate on --eval-iters batches of each validation source; default of all sources together."
     )
-    validation_set_names: tuple[str, ...] | None = option(
+    validation_set_names: tuple[str, ...] | None = free(
         None, "Names of the validation sources in log lines and TensorBoard, with --multiple-validation-sets."
     )
-    eval_at_start: bool = option(False, "Evaluate before the first step too.")
-    exit_interval: int | None = option(None, "Save and stop when the step is a multiple of this.")
-    exit_duration_in_mins: float | None = option(None, "Save and stop after this many minutes.")
-    exit_signal_handler: bool = option(
+    eval_at_start: bool = free(False, "Evaluate before the first step too.")
+    exit_interval: int | None = free(None, "Save and stop when the step is a multiple of this.", at_least=1)
+    exit_duration_in_mins: float | None = free(None, "Save and stop after this many minutes.", positive=True)
+    exit_signal_handler: bool = free(
         False, "Accepted for Megatron's sake: SIGTERM always saves and stops here (exit code 75)."
     )
-    seed: int = option(1234, "Seed of weights, dropout and sample order.")
-    bf16: bool = option(False, "Compute in bfloat16, with fp32 master weights.")
-    fp16: bool = option(False, "Compute in float16, with fp32 master weights and a loss scale.")
-    tf32: bool = option(False, "Let fp32 matrix products use TF32 on GPUs that have it.")
-    loss_scale: float | None = option(None, "Fixed loss scale for --fp16; default dynamic.")
-    initial_loss_scale: float = option(2.0**32, "First value of the dynamic loss scale.")
-    min_loss_scale: float = option(1.0, "Lowest value of the dynamic loss scale.")
-    loss_scale_window: int = option(1000, "Good steps after which the dynamic loss scale doubles.")
-    hysteresis: int = option(2, "Bad steps before the dynamic loss scale halves.")
-    accumulate_allreduce_grads_in_fp32: bool = option(
+    seed: int = free(1234, "Seed of weights, dropout and sample order.", at_least=0)
+    bf16: bool = free(False, "Compute in bfloat16, with fp32 master weights.")
+    fp16: bool = free(False, "Compute in float16, with fp32 master weights and a loss scale.")
+    tf32: bool = free(False, "Let fp32 matrix products use TF32 on GPUs that have it.")
+    loss_scale: float | None = free(None, "Fixed loss scale for --fp16; default dynamic.")
+    initial_loss_scale: float = free(2.0**32, "First value of the dynamic loss scale.")
+    min_loss_scale: float = free(1.0, "Lowest value of the dynamic loss scale.")
+    loss_scale_window: int = free(1000, "Good steps after which the dynamic loss scale doubles.", at_least=1)
+    hysteresis: int = free(2, "Bad steps before the dynamic loss scale halves.", at_least=1)
+    accumulate_allreduce_grads_in_fp32: bool = free(
         False, "Accumulate and reduce gradients in fp32 (always on with --bf16)."
     )
-    recompute_activations: bool = option(False, "The same as --recompute-granularity selective.")
-    recompute_granularity: str | None = option(
-        None, "Recompute whole layers, or some of their parts, in the backward pass.", choices=("full", "selective")
+    recompute_activations: bool = free(False, "The same as --recompute-granularity selective.", saves_memory=True)
+    recompute_granularity: str | None = free(
+        None,
+        "Recompute whole layers, or some of their parts, in the backward pass.",
+        saves_memory=True,
+        choices=("full", "selective"),
     )
-    recompute_modules: tuple[str, ...] | None = option(
+    recompute_modules: tuple[str, ...] | None = free(
         None,
         "Parts that selective recomputation covers: core_attn (the default), mlp, layernorm.",
+        saves_memory=True,
         metavar="PART",
     )
-    recompute_method: str | None = option(None, "Which layers full recomputation covers.", choices=("uniform", "block"))
-    recompute_num_layers: int | None = option(
-        None, "uniform: layers in one recomputed unit; block: layers recomputed on each stage."
+    recompute_method: str | None = free(
+        None, "Which layers full recomputation covers.", saves_memory=True, choices=("uniform", "block")
     )
-    deterministic_mode: bool = option(False, "Only kernels whose result does not vary from run to run.")
-    no_check_for_nan_in_loss_and_grad: bool = option(
+    recompute_num_layers: int | None = free(
+        None,
+        "uniform: layers in one recomputed unit; block: layers recomputed on each stage.",
+        at_least=1,
+        saves_memory=True,
+    )
+    deterministic_mode: bool = free(False, "Only kernels whose result does not vary from run to run.")
+    no_check_for_nan_in_loss_and_grad: bool = free(
         False, "Do not stop (exit code 70) when a loss or a gradient is NaN or infinite."
     )
-    check_weight_hash_across_dp_replicas_interval: int | None = option(
-        None, "Steps between two checks that all data-parallel replicas hold the same weights, bit for bit (else 70)."
+    check_weight_hash_across_dp_replicas_interval: int | None = free(
+        None,
+        "Steps between two checks that all data-parallel replicas hold the same weights, bit for bit (else 70).",
+        at_least=1,
     )
-    check_replicated_weights_interval: int | None = option(
+    check_replicated_weights_interval: int | None = free(
         None,
         "Steps between two checks that tensor-parallel ranks hold the same norms, biases, learned positions and "
         "routers, and the first and last stage the same tied embeddings, bit for bit (else 70).",
+        at_least=1,
     )
-    torch_compile: bool = option(False, "Compile each layer with torch.compile.")
-    disable_jit_fuser: bool = option(
+    torch_compile: bool = free(False, "Compile each layer with torch.compile.")
+    disable_jit_fuser: bool = free(
         False, "Compile none of megatron-core's small functions (on GPUs dropout with its residual, SwiGLU and others)."
     )
-    no_bias_dropout_fusion: bool = option(False, "On GPUs, do not compile bias, dropout and residual into one kernel.")
-    no_bias_swiglu_fusion: bool = option(False, "On GPUs, do not compile SwiGLU and its bias into one kernel.")
+    no_bias_dropout_fusion: bool = free(False, "On GPUs, do not compile bias, dropout and residual into one kernel.")
+    no_bias_swiglu_fusion: bool = free(False, "On GPUs, do not compile SwiGLU and its bias into one kernel.")
 
     @property
     def params_dtype(self) -> str:

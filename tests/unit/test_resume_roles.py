@@ -1,0 +1,137 @@
+"""Each field of the schema says what a resume does with it, and a resume does that."""
+
+import shlex
+import typing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.files import to_yaml
+from megatron_ext.config.options import Option, names_by_resume, options, options_by_name
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.saved import adopt, read_saved, shapes_and_function
+from megatron_ext.config.schema import Config, model
+from megatron_ext.config.schema.option import Resume, option
+from megatron_ext.rules.validate import problems
+from tests.unit.wrong_flags import BASE
+
+EVERY_PART = (
+    f"{BASE} --disable-bias-linear --group-query-attention --num-query-groups 4 --num-experts 4 "
+    "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-router-dtype fp32"
+)
+FREE_IN_THE_MODEL = {
+    "seq_length": "a longer context goes on from a shorter one",
+    "no_position_embedding": "an old spelling, which changes nothing where it is taken",
+    "moe_router_load_balancing_type": "a term of the loss, not of the output",
+    "moe_aux_loss_coeff": "a term of the loss, not of the output",
+    "moe_z_loss_coeff": "a term of the loss, not of the output",
+    "moe_grouped_gemm": "the same products, computed together",
+    "init_method_std": "the weights have begun",
+    "attention_dropout": "regularization",
+    "hidden_dropout": "regularization",
+    "make_vocab_size_divisible_by": "the padding follows the layout",
+    "transformer_impl": "the same function, computed by others",
+    "padded_vocab_size": "the padding follows the layout",
+}
+
+
+def config_of(flags: str) -> Config:
+    return resolve(parse(shlex.split(flags)).values, Facts())
+
+
+def saved_by(config: Config, folder: Path) -> dict[str, Any]:
+    """The values of the checkpoint that a run with this configuration writes."""
+    (folder / "config.yaml").write_text(to_yaml(config))
+    saved = read_saved(folder / "config.yaml")
+    assert saved is not None
+    return saved
+
+
+def another(option: Option, value: Any) -> Any:
+    if option.is_switch:
+        return not value
+    if option.choices:
+        return next(choice for choice in option.choices if choice != value)
+    return value * 2 if isinstance(value, float) else value + 1
+
+
+def test_each_field_has_one_of_the_roles():
+    assert {option.resume for option in options()} == set(typing.get_args(Resume))
+
+
+def test_a_field_without_a_role_cannot_be_declared():
+    with pytest.raises(TypeError, match="resume"):
+        option(False, "A part of the model.")  # pyright: ignore[reportCallIssue]
+    assert not hasattr(model, "free"), "a field of the model names its role in full"
+
+
+def test_a_field_of_the_model_that_may_change_has_a_reason():
+    free = {option.name for option in options() if option.group == "model" and option.resume == "free"}
+    assert free == set(FREE_IN_THE_MODEL), "a field that changes what the model computes is resume='function'"
+
+
+@pytest.mark.parametrize("name", shapes_and_function())
+def test_a_resume_with_another_model_is_refused(name: str, tmp_path: Path):
+    config = config_of(EVERY_PART)
+    saved = saved_by(config, tmp_path)
+    assert problems(config, Facts(saved=saved)) == []
+    was = saved[name] = another(options_by_name()[name], saved[name])
+    [problem] = problems(config, Facts(saved=saved))
+    assert problem.startswith(f"{options_by_name()[name].flag} ")
+    assert "the checkpoint in --load was saved with" in problem
+    assert isinstance(was, bool) or problem.endswith(f"use {options_by_name()[name].flag} {was}")
+
+
+@pytest.mark.parametrize("name", shapes_and_function())
+def test_finetuning_may_change_what_is_computed_and_not_the_shapes(name: str, tmp_path: Path):
+    config = config_of(EVERY_PART)
+    config = replace(config, checkpoint=replace(config.checkpoint, finetune=True))
+    saved = saved_by(config, tmp_path)
+    saved[name] = another(options_by_name()[name], saved[name])
+    assert len(problems(config, Facts(saved=saved))) == (name in names_by_resume("shape"))
+
+
+def test_a_function_that_the_checkpoint_was_saved_without(tmp_path: Path):
+    config = config_of(EVERY_PART)
+    saved = saved_by(replace(config, model=replace(config.model, moe_router_dtype=None)), tmp_path)
+    assert problems(config, Facts(saved=saved)) == [
+        "--moe-router-dtype fp32, but the checkpoint in --load was saved without it; leave --moe-router-dtype out"
+    ]
+
+
+def test_rows_of_the_position_table_matter_where_there_is_one(tmp_path: Path):
+    config = config_of(f"{EVERY_PART} --position-embedding-type rope")
+    saved = saved_by(config, tmp_path)
+    assert problems(config, Facts(saved={**saved, "max_position_embeddings": 128})) == []
+
+
+@pytest.mark.parametrize("name", FREE_IN_THE_MODEL)
+def test_what_is_free_may_change(name: str, tmp_path: Path):
+    config = config_of(EVERY_PART)
+    saved = {**saved_by(config, tmp_path), name: "another"}
+    assert problems(config, Facts(saved=saved)) == []
+
+
+def test_the_checkpoints_model_tokenizer_and_curves_are_those_of_the_roles():
+    saved = {option.name: f"saved {option.name}" for option in options()}
+    args, curves = {"use_checkpoint_args": True}, {"use_checkpoint_opt_param_scheduler": True}
+    model_and_tokenizer = {*shapes_and_function(), *names_by_resume("tokenizer")} - {"max_position_embeddings"}
+    assert adopt(args, saved) == args | {name: saved[name] for name in model_and_tokenizer}
+    scaled = {"lr_scale_rule", "lr_scale_base_batch_size"}
+    typed = curves | {"lr": 1.0, "lr_scale_rule": "sqrt", "lr_scale_base_batch_size": 8, "seed": 3}
+    followed = {name: saved[name] for name in names_by_resume("curve") if name not in scaled}
+    assert adopt(typed, saved) == curves | {"seed": 3} | followed
+
+
+def test_each_default_is_within_its_bounds():
+    for one in options():
+        if one.at_least is not None or one.positive or one.share:
+            assert one.type in (int, float), one.name
+            assert not one.many, one.name
+        if one.default is not None and one.at_least is not None:
+            assert one.default >= one.at_least, one.name
+        assert not one.positive or one.default is None or one.default > 0, one.name
+        assert not one.share or 0 <= one.default < 1, one.name
