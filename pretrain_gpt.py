@@ -31,7 +31,7 @@ def main(argv: Sequence[str], status: RunStatus) -> int:
         print(scaled, flush=True)
     from megatron_ext.train.pretrain import pretrain
 
-    pretrain(config, status)
+    pretrain(configured, status)
     return 0
 
 

@@ -70,7 +70,8 @@ def sample(argv: list[str]) -> None:
     which.add_argument("--sample", type=int, help="the position of one sample in the training, from 0")
     options, flags = parser.parse_known_args(argv)
     # As a dry run, for which --world-size, or that of --config, counts and not the ranks of this process.
-    config = configure([*flags, "--dry-run"]).config
+    configured = configure([*flags, "--dry-run"])
+    config = configured.config
     from megatron_ext import device
 
     device.install("cpu")  # before megatron-core is imported
@@ -78,7 +79,7 @@ def sample(argv: list[str]) -> None:
 
     positions = samples_of_step(config, options.step) if options.sample is None else [options.sample]
     tokenizer = tokenizer_of_run(config)
-    samples = datasets_of_run(config, tokenizer).train
+    samples = datasets_of_run(config, tokenizer, configured.resume).train
     assert samples is not None
     for position in positions:
         if not 0 <= position < len(samples):

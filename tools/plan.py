@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_ext.checkpoint.native.resume import look
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import ConfigurationError
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
     )
     machine = Machine(devices, options.gpus_per_node, options.efficiency, options.link_efficiency)
     values = {name: value for name, value in typed.values.items() if name != "world_size"}
-    asked = question(values, gather_facts(typed), world_size, machine, options.memory_share)
+    asked = question(values, gather_facts(typed, look(typed.values)), world_size, machine, options.memory_share)
     answer = search(asked, options.number)
     if answer.nearest is None:
         raise ConfigurationError(

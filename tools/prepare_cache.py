@@ -21,7 +21,8 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
-    config = configure([*argv, "--dry-run"]).config
+    configured = configure([*argv, "--dry-run"])
+    config = configured.config
     if config.data.mock_data or config.data.data_order == "formula":
         print("nothing to prepare: this order of the samples has no index")
         return 0
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
     device.install("cpu")  # before megatron-core is imported
     from megatron_ext.train.datasets import datasets_of_run, tokenizer_of_run
 
-    datasets = datasets_of_run(config, tokenizer_of_run(config))
+    datasets = datasets_of_run(config, tokenizer_of_run(config), configured.resume)
     for name in ("train", "valid", "test"):
         samples = getattr(datasets, name)
         if samples is not None:

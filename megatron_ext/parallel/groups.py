@@ -13,12 +13,8 @@ from megatron_ext.device.protocol import Device
 from megatron_ext.parallel import meeting
 
 
-def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
-    """Start torch.distributed and megatron-core's groups for `layout`; return them as one collection.
-
-    The collection is derived once, here. Everything else in the program takes it as an argument, so that
-    megatron-core's global state has one reader.
-    """
+def start(layout: LayoutConfig, device: Device) -> None:
+    """Start torch.distributed, with the group of all ranks alone, unless it has been started."""
     if not torch.distributed.is_initialized():
         timeout = timedelta(minutes=layout.distributed_timeout_minutes)
         store, rank, world_size = meeting.meet(timeout) if "RANK" in os.environ else _alone()
@@ -33,6 +29,15 @@ def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
             world_size=world_size,
         )
         device.bind_group()
+
+
+def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
+    """Start torch.distributed and megatron-core's groups for `layout`; return them as one collection.
+
+    The collection is derived once, here. Everything else in the program takes it as an argument, so that
+    megatron-core's global state has one reader.
+    """
+    start(layout, device)
     interleaved = layout.virtual_pipeline_model_parallel_size > 1
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import StageView
 from megatron_ext.data.loader import BatchLoader
@@ -34,9 +35,13 @@ from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run
 from megatron_ext.train.state import TrainState
 
 
-def build_run(config: Config, device: Device) -> Run:
+def build_run(config: Config, device: Device, resume: Resume | None = None) -> Run:
     """Everything that `config` describes, ready for the first step, on this rank.
 
+    Args:
+        config: of the run.
+        device: of this rank.
+        resume: the checkpoint that will be loaded, whose order of the samples the run goes on with.
     Raises:
         DataError: a data file is present but wrong.
     """
@@ -71,7 +76,7 @@ def build_run(config: Config, device: Device) -> Run:
             part.config.timers = timers
     core.grad_scale_func = optimizer.scale_loss
     core.finalize_model_grads_func = finalize_model_grads
-    loaders = build_loaders(config, device, groups)
+    loaders = build_loaders(config, device, groups, resume)
     return Run(
         config=config,
         device=device,
@@ -83,7 +88,7 @@ def build_run(config: Config, device: Device) -> Run:
         gradient_watch=GradientWatch(wrapped),
         timers=timers,
         loaders=loaders,
-        data_record=record_of_run(config, loaders.samples),
+        data_record=record_of_run(config, loaders.samples, resume),
         state=TrainState(),
     )
 
@@ -124,11 +129,13 @@ def seed_dropout(config: Config, groups: ProcessGroupCollection) -> None:
     )
 
 
-def build_loaders(config: Config, device: Device, groups: ProcessGroupCollection) -> Loaders:
+def build_loaders(
+    config: Config, device: Device, groups: ProcessGroupCollection, resume: Resume | None = None
+) -> Loaders:
     """The loaders of training data and, where it is evaluated, of validation and test data."""
     training, data = config.training, config.data
     tokenizer = tokenizer_of_run(config)
-    datasets, wanted = datasets_of_run(config, tokenizer), samples_of_run(config).valid
+    datasets, wanted = datasets_of_run(config, tokenizer, resume), samples_of_run(config).valid
     assert datasets.train is not None
 
     def loader(dataset: SampleDataset, describe: Callable[[int], str]) -> BatchLoader:

@@ -6,18 +6,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.inside import file_inside
-from megatron_ext.checkpoint.megatron_lm.arguments import read_args, saved_model
 from megatron_ext.checkpoint.native.companions import kept_tokenizer
-from megatron_ext.checkpoint.native.folder import CONFIG, find_to_load, load_problem
+from megatron_ext.checkpoint.native.folder import load_problem
+from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.arguments import Typed, parse
 from megatron_ext.config.blend import missing_paths
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.saved import adopt, read_saved
+from megatron_ext.config.saved import adopt
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.data import DataConfig
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
 from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.build import tokenizer_from_flags
@@ -25,8 +24,17 @@ from megatron_ext.tokenizer.build import tokenizer_from_flags
 
 @dataclass(frozen=True)
 class Configured:
+    """A checked configuration, and what it was made from."""
+
     config: Config
     typed: Typed
+    """What the user typed, with what the flags ask for from the checkpoint."""
+    given: Typed
+    """What the user typed."""
+    search: Search | None = None
+    """What is in the --load folder; None without --load."""
+    resume: Resume | None = None
+    """The checkpoint that `config` was made with."""
 
 
 def configure(argv: Sequence[str]) -> Configured:
@@ -34,17 +42,37 @@ def configure(argv: Sequence[str]) -> Configured:
 
     Raises:
         ConfigurationError: with every problem that was found.
+        DataError: the configuration of the checkpoint is no file, or a link out of it.
     """
-    typed = parse(argv)
-    saved = _saved_values(typed.values)
-    if saved is not None:
-        typed = replace(typed, values=adopt(typed.values, saved))
-    facts = replace(gather_facts(typed), saved=saved)
+    given = parse(argv)
+    search = look(given.values)
+    return _configured(given, search, search.resume if search is not None else None)
+
+
+def configure_for(configured: Configured, resume: Resume | None) -> Configured:
+    """Resolve and validate once more, where another checkpoint will be loaded than the configuration was made with.
+
+    Args:
+        configured: by `configure`.
+        resume: what all ranks have agreed on; None where nothing will be loaded.
+    Raises:
+        ConfigurationError: the flags do not fit that checkpoint.
+    """
+    if configured.resume is None if resume is None else resume.gives_the_flags_of(configured.resume):
+        return replace(configured, resume=resume)
+    return _configured(configured.given, configured.search, resume)
+
+
+def _configured(given: Typed, search: Search | None, resume: Resume | None) -> Configured:
+    saved = _saved_values(resume)
+    typed = given if saved is None else replace(given, values=adopt(given.values, saved))
+    facts = replace(gather_facts(typed, search), saved=saved)
     config = resolve(typed.values, facts)
     found = problems(config, facts) or _other_curves(config, facts)
     if found:
         raise ConfigurationError(found)
-    return Configured(config, replace(typed, warnings=(*typed.warnings, *_without_effect(config))))
+    typed = replace(typed, warnings=(*typed.warnings, *_without_effect(config)))
+    return Configured(config, typed, given, search, resume)
 
 
 def _without_effect(config: Config) -> list[str]:
@@ -57,48 +85,28 @@ def _without_effect(config: Config) -> list[str]:
     ]
 
 
-def _saved_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The configuration of the checkpoint that will be loaded; None where there is none.
-
-    Raises:
-        ConfigurationError: its file is larger or deeper than any configuration.
-        DataError: its file is none, or a link out of the checkpoint.
-    """
-    folder, step = values.get("load"), values.get("ckpt_step")
-    if folder is None:
+def _saved_values(resume: Resume | None) -> Mapping[str, Any] | None:
+    """The configuration of the checkpoint, its copy of the tokenizer in place of files that are gone."""
+    if resume is None or resume.saved is None:
         return None
-    try:
-        found = next(iter(find_to_load(folder, step)), None)
-    except (DataError, OSError):
-        return None  # loading says so, in full
-    if found is None:
-        return None
-    given = os.path.lexists(found.path / CONFIG)
-    saved = read_saved(file_inside(found.path, CONFIG)) if given else None
-    if saved is None:
-        # Megatron-LM's: where its flags are not asked for, loading compares them.
-        args = read_args(found.path) if values.get("use_checkpoint_args") else None
-        return None if args is None else saved_model(args)
+    saved = resume.saved
     gone = {
         field: path
-        for field, path in kept_tokenizer(saved, found.path).items()
+        for field, path in kept_tokenizer(saved, resume.path).items()
         if not Path(saved.get(field) or "").exists()
     }
     return {**saved, **gone}
 
 
-def _missing_checkpoint(values: Mapping[str, Any]) -> str | None:
+def _missing_checkpoint(values: Mapping[str, Any], search: Search | None) -> str | None:
     """Why --load has nothing to load, by the rules of loading itself, where that may not be."""
-    folder, step = values.get("load"), values.get("ckpt_step")
-    if folder is None or not values.get("exit_on_missing_checkpoint") or load_problem(folder, step):
+    if search is None or not values.get("exit_on_missing_checkpoint"):
         return None
-    try:
-        found = find_to_load(folder, step)
-    except DataError as error:
-        return str(error).rstrip(".")
-    except OSError as error:
-        return error.strerror
-    return None if found else "it holds no checkpoint"
+    if search.candidates or load_problem(search.folder, values.get("ckpt_step")):
+        return None
+    if isinstance(search.error, OSError):
+        return search.error.strerror
+    return "it holds no checkpoint" if search.error is None else str(search.error).rstrip(".")
 
 
 def _other_curves(config: Config, facts: Facts) -> list[str]:
@@ -130,8 +138,13 @@ def _other_curves(config: Config, facts: Facts) -> list[str]:
     ]
 
 
-def gather_facts(typed: Typed) -> Facts:
-    """Read what the configuration depends on outside of the flags: ranks, GPUs, files, the vocabulary."""
+def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
+    """Read what the configuration depends on outside of the flags: ranks, GPUs, files, the vocabulary.
+
+    Args:
+        typed: what the user typed.
+        search: what is in its --load folder; default nothing is said of it.
+    """
     vocab_size, tokenizer_error = _vocabulary(typed.values)
     huggingface, huggingface_problems = _huggingface(typed.values)
     dry_run_decides = typed.dry_run and typed.values.get("world_size") is not None
@@ -141,7 +154,7 @@ def gather_facts(typed: Typed) -> Facts:
         vocab_size=vocab_size,
         tokenizer_error=tokenizer_error,
         missing_paths=missing_paths(typed.values),
-        missing_checkpoint=_missing_checkpoint(typed.values),
+        missing_checkpoint=_missing_checkpoint(typed.values, search),
         load_problem=load_problem(load, typed.values.get("ckpt_step")) if (load := typed.values.get("load")) else None,
         huggingface=huggingface,
         huggingface_problems=huggingface_problems,

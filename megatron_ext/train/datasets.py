@@ -5,12 +5,12 @@ import sys
 
 import torch
 
-from megatron_ext.checkpoint.native.folder import DATA, find_to_load, loaded_folder
+from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.batch import global_batch_size, samples_at_iteration, training_steps
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.manifest import Judged, judge, made_with
-from megatron_ext.data.record import data_record, differences, read_record
+from megatron_ext.data.record import data_record, differences
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
 from megatron_ext.errors import ConfigurationError, DataError
@@ -43,22 +43,17 @@ def samples_of_step(config: Config, step: int) -> range:
     return range(first, first + global_batch_size(config, first))
 
 
-def samples_of_order(config: Config) -> int:
+def samples_of_order(config: Config, resume: Resume | None) -> int:
     """The number of samples that the training order is made for.
 
     megatron-core's order depends on it where the data is read more than once. A run that goes on from a checkpoint,
     with another batch size or end, therefore takes that of the checkpoint, as long as it is enough.
     """
     needed = samples_of_run(config).train
-    flags = config.checkpoint
-    if flags.load is None or flags.finetune or config.data.data_order != "shuffled":
+    record = resume.data_record if resume is not None else None
+    if record is None or config.checkpoint.finetune or config.data.data_order != "shuffled":
         return needed
-    try:
-        found = find_to_load(flags.load, flags.ckpt_step)
-    except (DataError, OSError):
-        return needed  # loading says so, in full
-    record = read_record(found[0].path / DATA) if found else None
-    return max(needed, record["num_samples"]) if record else needed
+    return max(needed, record["num_samples"])
 
 
 def tokenizer_of_run(config: Config) -> Tokenizer:
@@ -67,7 +62,7 @@ def tokenizer_of_run(config: Config) -> Tokenizer:
     return tokenizer_from_flags(data) if data.tokenizer_type else NullTokenizer(data.vocab_size or 0)
 
 
-def datasets_of_run(config: Config, tokenizer: Tokenizer) -> Splits[Samples | None]:
+def datasets_of_run(config: Config, tokenizer: Tokenizer, resume: Resume | None = None) -> Splits[Samples | None]:
     """Training data, and where it is evaluated, validation and test data. Collective.
 
     Raises:
@@ -76,7 +71,8 @@ def datasets_of_run(config: Config, tokenizer: Tokenizer) -> Splits[Samples | No
     """
     _check_tokenizer_made_the_data(config, tokenizer)
     wanted = samples_of_run(config)
-    return build_datasets(config, tokenizer, Splits(samples_of_order(config), wanted.valid, wanted.test), lambda: True)
+    numbers = Splits(samples_of_order(config, resume), wanted.valid, wanted.test)
+    return build_datasets(config, tokenizer, numbers, lambda: True)
 
 
 def _check_tokenizer_made_the_data(config: Config, tokenizer: Tokenizer) -> None:
@@ -107,21 +103,20 @@ def _judged_tokenizers(config: Config, tokenizer: Tokenizer) -> list[Judged]:
     return [judged for what, made in known if (judged := judge(what, made, tokenizer)) is not None]
 
 
-def check_data_is_that_of_the_checkpoint(run: Run, folder: str, iteration: int) -> None:
+def check_data_is_that_of_the_checkpoint(run: Run, resume: Resume) -> None:
     """Compare the data with what the checkpoint was trained on. Collective.
 
     Raises:
         DataError: it differs, on some node; every rank names it. --accept-changed-data makes it a warning.
     """
-    checkpoint = loaded_folder(folder, iteration)
-    saved = read_record(checkpoint / DATA)
+    saved = resume.data_record
     found = differences(saved, run.data_record) if saved is not None and run.data_record is not None else []
     nodes: list[list[str]] = [[] for _ in range(run.world_size)]
     torch.distributed.all_gather_object(nodes, found)
     found = next((node for node in nodes if node), [])
     if not found:
         return
-    text = f"the data is not that of the checkpoint {checkpoint}: {'; '.join(found)}"
+    text = f"the data is not that of the checkpoint {resume.path}: {'; '.join(found)}"
     if not run.config.checkpoint.accept_changed_data:
         raise DataError(
             f"{text}. Put back what it was, or add --accept-changed-data to go on: samples may then be repeated or "
@@ -131,8 +126,8 @@ def check_data_is_that_of_the_checkpoint(run: Run, folder: str, iteration: int) 
         print(f"warning: {text}", flush=True)
 
 
-def record_of_run(config: Config, train: Samples) -> dict | None:
+def record_of_run(config: Config, train: Samples, resume: Resume | None) -> dict | None:
     """The data's record, on one rank of each node; None on the others, which would read the same files."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return None
-    return data_record(config, train, samples_of_order(config))
+    return data_record(config, train, samples_of_order(config, resume))

@@ -4,20 +4,23 @@ import sys
 
 from megatron_ext import device
 from megatron_ext.checkpoint.native.lock import hold_until_exit
-from megatron_ext.config.schema import Config
 from megatron_ext.device import hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record, launch
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.train.configure import Configured, configure_for
 
 
-def pretrain(config: Config, status: RunStatus) -> None:
-    """Train as `config` says, on this rank. `status` is kept up to date for the report of a failure.
+def pretrain(configured: Configured, status: RunStatus) -> None:
+    """Train as configured, on this rank. `status` is kept up to date for the report of a failure.
+
+    Where the newest checkpoint turns out to be damaged, the flags are resolved once more, for the one that is loaded.
 
     Raises:
         TrainingError: whatever ends the run before its planned end.
     """
+    config = configured.config
     if config.checkpoint.save is not None and status.rank == 0:
         _claim(config.checkpoint.save, status)
     warning = hardware_queues.prepare(config.layout)
@@ -33,30 +36,37 @@ def pretrain(config: Config, status: RunStatus) -> None:
     from megatron_ext.train.trainer import Trainer
 
     memory_history.begin(config, status.rank, here)
-    run = build_run(config, here)
+    if configured.search is not None:
+        from megatron_ext.checkpoint.native.agreement import agree
+
+        # The group of all ranks follows from typed flags alone, which no checkpoint changes.
+        groups.start(config.layout, here)
+        configured = configure_for(configured, agree(configured.search, config.checkpoint))
+        config = configured.config
+    resume = configured.resume
+    if resume is None and config.checkpoint.load is not None and config.checkpoint.exit_on_missing_checkpoint:
+        raise ConfigurationError(
+            f"--load {config.checkpoint.load} holds no checkpoint; name a folder that does, "
+            "or leave out --exit-on-missing-checkpoint to start afresh"
+        )
+    run = build_run(config, here, resume)
     for flag, given in (
         ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
         ("--torch-fsdp2-cpu-offload", config.layout.torch_fsdp2_cpu_offload),
     ):
         if given and here.kind == "cpu" and run.rank == 0:
             print(f"warning: {flag} saves nothing with --device cpu: it is the same memory", flush=True)
-    iteration = None
-    if config.checkpoint.load is not None:
-        from megatron_ext.checkpoint.native.load import load_checkpoint
+    if resume is not None:
+        from megatron_ext.checkpoint.native.load import load_found
 
-        iteration = load_checkpoint(run, config.checkpoint.load)
-        if iteration is None and config.checkpoint.exit_on_missing_checkpoint:
-            raise ConfigurationError(
-                f"--load {config.checkpoint.load} holds no checkpoint; name a folder that does, "
-                "or leave out --exit-on-missing-checkpoint to start afresh"
-            )
-        if iteration is not None and not config.checkpoint.finetune:
-            check_data_is_that_of_the_checkpoint(run, config.checkpoint.load, iteration)
-        if run.rank == 0:
-            verb = "finetuning from" if config.checkpoint.finetune else "resuming at"
-            found = f"{verb} iteration {iteration} of" if iteration is not None else "starting afresh: none in"
-            print(f"checkpoint: {found} {config.checkpoint.load}", flush=True)
-    if config.checkpoint.load_hf is not None and iteration is None:
+        load_found(run, resume)
+        if not config.checkpoint.finetune:
+            check_data_is_that_of_the_checkpoint(run, resume)
+    if config.checkpoint.load is not None and run.rank == 0:
+        verb = "finetuning from" if config.checkpoint.finetune else "resuming at"
+        found = f"{verb} iteration {resume.iteration} of" if resume is not None else "starting afresh: none in"
+        print(f"checkpoint: {found} {config.checkpoint.load}", flush=True)
+    if config.checkpoint.load_hf is not None and resume is None:
         from megatron_ext.checkpoint.huggingface.load import load_huggingface
 
         load_huggingface(run, config.checkpoint.load_hf)

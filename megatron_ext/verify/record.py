@@ -104,7 +104,8 @@ def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None, ou
     from megatron_ext import device
     from megatron_ext.train.configure import configure
 
-    config = configure(flags).config
+    configured = configure(flags)
+    config = configured.config
     # Before anything that imports the engine.
     installed = device.install(config.layout.device, fuses=not config.training.disable_jit_fuser)
 
@@ -115,7 +116,7 @@ def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None, ou
 
     if sabotage is not None:
         sabotage()
-    run = build_run(config, installed)
+    run = build_run(config, installed, configured.resume)
     shards = {"initial weights": gather.weights(run)}
     prepare_grads = run.optimizer.prepare_grads
 

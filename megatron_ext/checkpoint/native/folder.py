@@ -100,11 +100,6 @@ def find_to_load(load: str | Path, step: int | None = None) -> list[Found]:
     return [Found(named, 0)]
 
 
-def loaded_folder(load: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of `iteration` lies that `find_to_load` has found."""
-    return _named_checkpoint(load) or iteration_folder(load, iteration)
-
-
 def load_problem(load: str, step: int | None) -> str | None:
     """Why --load cannot be what the user means, whatever is in it; None where it can."""
     path, named = Path(load), _named_checkpoint(load)

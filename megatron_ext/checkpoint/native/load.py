@@ -7,18 +7,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
 from megatron_ext.checkpoint.native import contents
-from megatron_ext.checkpoint.native.folder import RELEASE, Found, find_to_load
+from megatron_ext.checkpoint.native.agreement import first_whole
+from megatron_ext.checkpoint.native.folder import RELEASE, Found
+from megatron_ext.checkpoint.native.resume import search_in
 from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files
 from megatron_ext.checkpoint.native.saveable import Saveable
-from megatron_ext.checkpoint.native.verify import damage
-from megatron_ext.errors import DataError, StorageError, TrainingError
+from megatron_ext.errors import DataError
 
 # What the engine and torch raise for a file that is cut short, altered or missing, or for other tensors than wanted.
 _UNREADABLE = (
@@ -36,21 +36,34 @@ _UNREADABLE = (
 
 
 def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
-    """Put the latest checkpoint of `folder`, or the one that it is, into `run`. Collective.
+    """Find a checkpoint in `folder`, or the one that it is, and load it. Collective.
 
-    In the layout that saved it, the run then goes on exactly as if it had not been interrupted, unless --finetune and
-    the like leave parts of it aside. A checkpoint that is
-    not as its manifest says is passed over with a warning, for the next newest, unless --no-fallback forbids it.
+    This is for a run whose flags and data follow from no checkpoint; `pretrain` loads the one that they follow from.
+    A checkpoint that is not as its manifest says is passed over with a warning, for the next newest, unless
+    --no-fallback forbids it.
 
     Returns:
         Its iteration; None where the folder holds no checkpoint.
     Raises:
-        DataError: none is as it was written, or the first that is cannot be read, or is of another model.
-        StorageError: the folder cannot be read.
+        DataError, StorageError: as `first_whole` and `load_found`.
     """
-    found = _first_undamaged(run, _agree_on_candidates(run, folder), folder)
-    if found is None:
+    flags = run.config.checkpoint
+    chosen = first_whole(lambda: search_in(folder, flags.ckpt_step), flags)
+    if chosen is None:
         return None
+    load_found(run, chosen[0])
+    return chosen[0].iteration
+
+
+def load_found(run: Saveable, found: Found) -> None:
+    """Put the tensors and the progress of the checkpoint, which all ranks have agreed on, into `run`. Collective.
+
+    In the layout that saved it, the run then goes on exactly as if it had not been interrupted, unless --finetune and
+    the like leave parts of it aside.
+
+    Raises:
+        DataError: it cannot be read, or is of another model.
+    """
     try:
         # Megatron-FSDP's shards stand where the weights are, until a forward pass or this.
         weights = run.gathered_parameters() if run.config.layout.use_megatron_fsdp else nullcontext()
@@ -61,31 +74,6 @@ def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
             f"the checkpoint {found.path} cannot be read as one of this model: {_reason(error)}. Compare its "
             "config.yaml with the flags given; if they agree, it is damaged: move it away, and the one before is used."
         ) from error
-    return found.iteration
-
-
-def _first_undamaged(run: Saveable, candidates: list[Found], folder: str | Path) -> Found | None:
-    damaged = []
-    for found in candidates:
-        if found.warning:
-            _warn(run, found.warning)
-        problems = damage(found.path)
-        if not problems:
-            if problems is None:
-                _warn(run, f"{found.path} has no manifest: whether it is damaged is not known")
-            if damaged:
-                _warn(run, f"{'; '.join(damaged)}; using the next whole checkpoint, {found.path}")
-            return found
-        damaged.append(f"the checkpoint {found.path} is damaged ({', '.join(problems[:5])})")
-        if run.config.checkpoint.no_fallback:
-            others = [str(other.iteration) for other in candidates if other is not found]
-            offer = f"leave --no-fallback out to use another: {', '.join(others)}" if others else "there is no other"
-            raise DataError(f"{damaged[0]}; {offer}.")
-    if damaged:
-        raise DataError(
-            f"{'; '.join(damaged)}; there is no whole checkpoint in {folder}. Give another folder with --load."
-        )
-    return None
 
 
 def _read(run: Saveable, found: Found) -> None:
@@ -149,23 +137,6 @@ def _wanted(run: Saveable, found: Found, common: Mapping[str, Any]) -> contents.
         _warn(run, f"{whose}: dropout goes on from new random numbers")
         rng = False
     return contents.Parts(optimizer=optimizer, rng=rng, progress=not flags.finetune)
-
-
-def _agree_on_candidates(run: Saveable, folder: str | Path) -> list[Found]:
-    """The first rank looks and tells: on a network file system others may still see an older folder."""
-    answer: list[list[Found] | TrainingError] = [[]]
-    if run.rank == 0:
-        try:
-            answer = [find_to_load(folder, run.config.checkpoint.ckpt_step)]
-        except DataError as error:
-            answer = [error]
-        except OSError as error:
-            answer = [StorageError(f"--load {folder}: {error.strerror}. Fix the folder, or give another one.")]
-    torch.distributed.broadcast_object_list(answer, src=0)
-    [found] = answer
-    if isinstance(found, TrainingError):
-        raise found
-    return found
 
 
 def _warn(run: Saveable, text: str) -> None:

@@ -1,0 +1,124 @@
+"""The checkpoint that a run goes on from: found once, and handed to everything that depends on it. No torch here.
+
+    search = look(typed.values)                # on every rank, before there are process groups
+    search.resume                              # the configuration is made with it
+    resume = agree(search, config.checkpoint)  # in `native.agreement`: whole, and the same on every rank
+
+A rank cannot read all shards by itself, and before the flags are known it cannot talk to the others. `look` therefore
+checks the few small files that the flags follow from, and takes the first checkpoint where these are intact. `agree`
+checks all files, each rank a share. Where it settles on another checkpoint, the configuration is made once more.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.inside import file_inside
+from megatron_ext.checkpoint.megatron_lm.arguments import read_args, saved_model
+from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native.companions import TOKENIZER
+from megatron_ext.checkpoint.native.folder import CONFIG, DATA, Found, find_to_load
+from megatron_ext.config.saved import read_saved
+from megatron_ext.errors import DataError
+
+
+@dataclass(frozen=True)
+class Resume(Found):
+    """A checkpoint to resume from, with what a run takes from it beside the tensors."""
+
+    saved: Mapping[str, Any] | None = None
+    """The values of the flags that it was saved with; None where it has none that can be read."""
+    data_record: Mapping[str, Any] | None = None
+    """What its samples follow from (`data.record`); None where it has none."""
+    damaged: tuple[str, ...] = ()
+    """What is wrong with each checkpoint that comes before it and was passed over."""
+
+    def gives_the_flags_of(self, other: "Resume | None") -> bool:
+        """Whether a configuration that was made with `other` is the one that this gives."""
+        return other is not None and (self.path, self.saved) == (other.path, other.saved)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What one look into the --load folder found."""
+
+    folder: str
+    candidates: tuple[Found, ...] = ()
+    """The checkpoints in the order in which to try them."""
+    error: DataError | OSError | None = None
+    """Why there is none, where that is an error; a folder without a checkpoint is none."""
+    resume: Resume | None = None
+    """The checkpoint that the configuration is made with; not yet known to be whole."""
+
+
+def search_in(folder: str | Path, step: int | None) -> Search:
+    """List the checkpoints that --load and --ckpt-step ask for; nothing in them is read."""
+    try:
+        return Search(str(folder), tuple(find_to_load(folder, step)))
+    except (DataError, OSError) as error:
+        return Search(str(folder), error=error)
+
+
+def look(values: Mapping[str, Any]) -> Search | None:
+    """Find the checkpoint that the typed values ask for; None without --load.
+
+    Raises:
+        ConfigurationError: its configuration is larger or deeper than any.
+        DataError: its configuration is no file, or a link out of the checkpoint.
+    """
+    if values.get("load") is None:
+        return None
+    search = search_in(values["load"], values.get("ckpt_step"))
+    if not search.candidates:
+        return search
+    found = search.candidates[0]
+    if not values.get("no_fallback"):
+        found = _first_with_intact_flags(search.candidates)
+    resume = read_resume(found, use_checkpoint_args=bool(values.get("use_checkpoint_args")))
+    return Search(search.folder, search.candidates, resume=resume)
+
+
+def read_resume(found: Found, *, use_checkpoint_args: bool, damaged: Sequence[str] = ()) -> Resume:
+    """Read what a run takes from the checkpoint beside the tensors.
+
+    Args:
+        found: the checkpoint.
+        use_checkpoint_args: whether the flags of one that Megatron-LM wrote are asked for; otherwise loading compares
+            them.
+        damaged: what is wrong with those that come before it.
+    Raises:
+        ConfigurationError, DataError: as `look`.
+    """
+    from megatron_ext.data.record import read_record  # imports numpy, which a run without --load waits for later
+
+    path = found.path
+    saved = read_saved(file_inside(path, CONFIG)) if _is_listed(path, CONFIG) else None
+    if saved is None and use_checkpoint_args:
+        args = read_args(path)
+        saved = None if args is None else saved_model(args)
+    return Resume(path, found.iteration, found.warning, saved, read_record(path / DATA), tuple(damaged))
+
+
+def _first_with_intact_flags(candidates: Sequence[Found]) -> Found:
+    """The first whose small files are as they were written; where no checkpoint's are, the first of all."""
+    return next((found for found in candidates if _flags_are_intact(found.path)), candidates[0])
+
+
+def _flags_are_intact(checkpoint: Path) -> bool:
+    """Whether the files that the flags and the data follow from are as the manifest says, if there is one."""
+    try:
+        files = manifest.read(checkpoint)
+    except (OSError, ValueError, DataError):
+        return False
+    small = {
+        name: entry
+        for name, entry in (files or {}).items()
+        if name in (CONFIG, DATA) or name.startswith(f"{TOKENIZER}/")
+    }
+    return not manifest.problems(checkpoint, small)
+
+
+def _is_listed(folder: Path, name: str) -> bool:
+    """Whether the folder has such an entry, even one that leads nowhere."""
+    return (folder / name).is_symlink() or (folder / name).exists()
