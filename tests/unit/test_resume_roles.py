@@ -134,4 +134,4 @@ def test_each_default_is_within_its_bounds():
         if one.default is not None and one.at_least is not None:
             assert one.default >= one.at_least, one.name
         assert not one.positive or one.default is None or one.default > 0, one.name
-        assert not one.share or 0 <= one.default < 1, one.name
+        assert not one.share or (one.default is not None and 0 <= one.default < 1), one.name
