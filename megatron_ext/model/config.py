@@ -21,7 +21,7 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
+def transformer_config(config: Config, device_kind: str, *, on_meta: bool = False) -> TransformerConfig:
     """Translate `config`. The result is new on each call: megatron-core's schedules write to it.
 
     It is one for all layers: what differs between them is said by their specs (`model.spec`).
@@ -57,8 +57,8 @@ def transformer_config(config: Config, device_kind: str) -> TransformerConfig:
         init_method_std=model.init_method_std,
         # model.initialize gives every parameter its value, so that megatron-core draws nothing.
         perform_initialization=False,
-        # Under FSDP2 the model is built on the meta device, which this leaves to the caller.
-        use_cpu_initialization=not on_cuda or layout.use_torch_fsdp2,
+        # Where the model is built is then left to the caller.
+        use_cpu_initialization=not on_cuda or on_meta,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,
         context_parallel_size=layout.context_parallel_size,

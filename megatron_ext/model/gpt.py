@@ -92,22 +92,28 @@ class GPT(GPTModel):
 
 
 def build_model(
-    config: Config, transformer_config: TransformerConfig, pg_collection: ProcessGroupCollection
+    config: Config,
+    transformer_config: TransformerConfig,
+    pg_collection: ProcessGroupCollection,
+    *,
+    on_meta: bool = False,
 ) -> list[GPT]:
     """Build this rank's chunks of the model, with uninitialized weights (see `model.initialize`).
-
-    Under FSDP2 they are on the meta device: no rank shall hold all of them.
 
     Args:
         config: the resolved configuration.
         transformer_config: from `model.config.transformer_config`; all chunks share it.
         pg_collection: this rank's process groups.
+        on_meta: whether the weights get no memory yet, since no rank shall hold all of them.
     Returns:
         One model per virtual pipeline stage, in that order; a single one without interleaving. Its forward pass
         takes tokens [batch, sequence] and returns the loss per token, [batch, sequence], on the last stage.
     """
     chunks = config.layout.virtual_pipeline_model_parallel_size
-    return [_build_chunk(config, transformer_config, pg_collection, chunk, chunks) for chunk in range(chunks)]
+    return [
+        _build_chunk(config, transformer_config, pg_collection, chunk, chunks, on_meta=on_meta)
+        for chunk in range(chunks)
+    ]
 
 
 def _build_chunk(
@@ -116,10 +122,12 @@ def _build_chunk(
     pg_collection: ProcessGroupCollection,
     chunk: int,
     chunks: int,
+    *,
+    on_meta: bool,
 ) -> GPT:
     model = config.model
     held = chunk_layers(config)[pg_collection.pp.rank()][chunk]
-    with torch.device("meta") if config.layout.use_torch_fsdp2 else nullcontext():
+    with torch.device("meta") if on_meta else nullcontext():
         gpt = GPT(
             config=transformer_config,
             transformer_layer_spec=block_spec(config, stack(config)[held.start : held.stop]),  # pyright: ignore[reportArgumentType]
@@ -138,11 +146,11 @@ def _build_chunk(
         rotary = RotaryTable if model.transformer_impl == "local" else ScaledRotaryEmbedding
         gpt.rotary_pos_emb = rotary(_rotated(config), transformer_config, pg_collection)
     gpt.restarts_positions = config.data.reset_position_ids
-    gpt.reads_output_weight = not config.layout.use_megatron_fsdp
+    gpt.reads_output_weight = True
     gpt.true_vocab_size = config.data.vocab_size or model.padded_vocab_size
     if gpt.post_process:
         _mask_vocabulary_padding(gpt, config, pg_collection.tp)
-    if config.layout.use_torch_fsdp2:
+    if on_meta:
         return gpt.to(dtype=transformer_config.params_dtype)
     # megatron-core makes the learned positions in fp32 on the CPU, whatever the rest of the model is.
     device = torch.device("cpu") if transformer_config.use_cpu_initialization else torch.cuda.current_device()

@@ -5,11 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
-from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import unwrap_model
 
 from megatron_ext.config.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
 
@@ -67,8 +62,12 @@ def global_named_parameters(
 
 def unwrapped(model_chunks: Sequence[torch.nn.Module]) -> list[Any]:
     """The chunks without what data parallelism and 16-bit training put around them."""
-    wrappers = (DistributedDataParallel, TorchFullyShardedDataParallel, FullyShardedDataParallel, MegatronFSDP)
-    return unwrap_model(list(model_chunks), (*wrappers, Float16Module))  # pyright: ignore[reportReturnType]
+    return [_unwrapped(chunk) for chunk in model_chunks]
+
+
+def _unwrapped(module: Any) -> Any:
+    """Every wrapper of megatron-core, and of ours, keeps what it wraps as `module`; no model has such a part."""
+    return _unwrapped(module.module) if "module" in module._modules else module
 
 
 def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,1 +1,1 @@
-"""Optimizer wiring, parameter groups, learning-rate and weight-decay curves."""
+"""Optimizer settings, learning-rate and weight-decay curves."""

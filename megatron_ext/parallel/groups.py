@@ -13,8 +13,12 @@ from megatron_ext.device.protocol import Device
 from megatron_ext.parallel import meeting
 
 
-def start(layout: LayoutConfig, device: Device) -> None:
-    """Start torch.distributed, with the group of all ranks alone, unless it has been started."""
+def start(layout: LayoutConfig, device: Device, *, from_host: bool = False) -> None:
+    """Start torch.distributed, with the group of all ranks alone, unless it has been started.
+
+    Args:
+        from_host: whether tensors in host memory are communicated, too.
+    """
     if not torch.distributed.is_initialized():
         timeout = timedelta(minutes=layout.distributed_timeout_minutes)
         store, rank, world_size = meeting.meet(timeout) if "RANK" in os.environ else _alone()
@@ -22,7 +26,7 @@ def start(layout: LayoutConfig, device: Device) -> None:
         # No device_id: it makes every group's communicator at once, and unbatched sends and receives, with which
         # interleaved pipelines overlap, then wait for everything else of their group.
         torch.distributed.init_process_group(
-            backend=device.backend_with_host if layout.torch_fsdp2_cpu_offload else backend,
+            backend=device.backend_with_host if from_host else backend,
             timeout=timeout,
             store=store,
             rank=rank,
@@ -31,13 +35,16 @@ def start(layout: LayoutConfig, device: Device) -> None:
         device.bind_group()
 
 
-def initialize(layout: LayoutConfig, device: Device) -> ProcessGroupCollection:
+def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False) -> ProcessGroupCollection:
     """Start torch.distributed and megatron-core's groups for `layout`; return them as one collection.
 
     The collection is derived once, here. Everything else in the program takes it as an argument, so that
     megatron-core's global state has one reader.
+
+    Args:
+        from_host: whether tensors in host memory are communicated, too.
     """
-    start(layout, device)
+    start(layout, device, from_host=from_host)
     interleaved = layout.virtual_pipeline_model_parallel_size > 1
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,

@@ -8,7 +8,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.checkpoint.native.resume import Resume
@@ -19,15 +18,8 @@ from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
-from megatron_ext.model.initialize import initialize
-from megatron_ext.optim.build import (
-    build_optimizer,
-    shard_with_fsdp2,
-    shard_with_megatron_fsdp,
-    wrap_data_parallel,
-)
-from megatron_ext.optim.offload import offload
 from megatron_ext.parallel import groups as process_groups
+from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
 from megatron_ext.train.gradient_watch import GradientWatch
@@ -45,29 +37,16 @@ def build_run(config: Config, device: Device, resume: Resume | None = None) -> R
     Raises:
         DataError: a data file is present but wrong.
     """
-    groups = process_groups.initialize(config.layout, device)
+    sharding = sharding_of(config)
+    groups = process_groups.initialize(config.layout, device, from_host=sharding.lives_on_host)
     set_kernels(config)
     seed_dropout(config, groups)
-    core = transformer_config(config, device.kind)
-    chunks = build_model(config, core, groups)
+    core = transformer_config(config, device.kind, on_meta=sharding.builds_on_meta)
+    chunks = build_model(config, core, groups, on_meta=sharding.builds_on_meta)
     if config.training.torch_compile:
         compile_layers(chunks)
-    if config.layout.use_torch_fsdp2:
-        wrapped = shard_with_fsdp2(chunks, config, core, groups, device.torch_device)
-        initialize(wrapped, config, groups)
-    else:
-        for chunk in chunks:
-            chunk.to(device.torch_device)
-        if config.training.bf16 or config.training.fp16:
-            chunks = [Float16Module(core, chunk) for chunk in chunks]
-        initialize(chunks, config, groups)
-        if config.layout.use_megatron_fsdp:
-            wrapped = shard_with_megatron_fsdp(chunks, config, core, groups, device.torch_device)
-        else:
-            wrapped = wrap_data_parallel(list(chunks), config, core, groups)
-    optimizer = build_optimizer(wrapped, config, groups, device.torch_device)
-    if config.optimizer.optimizer_cpu_offload:
-        offload(optimizer, config.optimizer, pin=device.kind == "cuda")
+    wrapped = sharding.shard(chunks, core, groups, device)
+    optimizer = sharding.optimizer(wrapped, groups, device)
     timers = Timers(config.logging.timing_log_level, device.synchronize)
     if config.logging.timing_log_level > 0:
         # The engine times its own parts; without timers it skips even the calls.
@@ -83,9 +62,10 @@ def build_run(config: Config, device: Device, resume: Resume | None = None) -> R
         groups=groups,
         p2p=P2PCommunicator(pp_group=groups.pp, config=core),
         transformer_config=core,
+        sharding=sharding,
         chunks=wrapped,
         optimizer=optimizer,
-        gradient_watch=GradientWatch(wrapped),
+        gradient_watch=GradientWatch(wrapped, sharding),
         timers=timers,
         loaders=loaders,
         data_record=record_of_run(config, loaders.samples, resume),

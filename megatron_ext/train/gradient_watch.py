@@ -5,18 +5,15 @@ is taken just before its reduction (one pass, no synchronization with the host);
 would use turn out bad are those norms read.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from megatron_ext.model.names import AFTER_ALL, forward_place, global_named_parameters
-from megatron_ext.optim.fsdp2 import TorchFSDP, unsharded_parameters
-from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk
 from megatron_ext.resilience.numeric import BadTensor, first_bad
+from megatron_ext.sharding.protocol import Sharding
 
 
 class Finding(NamedTuple):
@@ -29,24 +26,14 @@ class Finding(NamedTuple):
 
 
 class GradientWatch:
-    def __init__(self, chunks: Sequence[_BaseDataParallel]):
+    def __init__(self, chunks: Sequence[_BaseDataParallel], sharding: Sharding):
         self._names: dict[int, str] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._norms: list[tuple[Sequence[Any], Sequence[torch.Tensor]]] = []
         self._sums_by_name: dict[str, torch.Tensor] = {}
         self._loss: torch.Tensor | None = None
         for chunk in chunks:
-            if isinstance(chunk, MegatronFSDPChunk):
-                with chunk.raw_parameters():
-                    for name, weight in self._register(chunk):
-                        self._watch(name, weight)
-                continue
-            self._register(chunk)
-            if isinstance(chunk, TorchFSDP):
-                self._watch_shards(chunk)
-            elif isinstance(chunk, DistributedDataParallel):
-                for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                    bucket_group.start_grad_sync = self._watching(bucket_group, bucket_group.start_grad_sync)
+            sharding.watch(chunk, self)
 
     def reset(self, loss: torch.Tensor) -> None:
         """Forget the last step.
@@ -70,7 +57,8 @@ class GradientWatch:
         bad = first_bad(sorted(named, key=lambda pair: self._places[pair[0]], reverse=True))
         return bad and Finding(self._places[bad.name], f"{_counted(bad)} the reduced gradient of {bad.name}")
 
-    def _register(self, chunk: _BaseDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    def register(self, chunk: _BaseDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+        """Learn the parameters of `chunk`, and return them with their global names."""
         parameters = list(global_named_parameters([chunk]))
         for name, parameter in parameters:
             self._names[id(parameter)] = name
@@ -93,26 +81,9 @@ class GradientWatch:
             if not bool(torch.isfinite(total)):
                 yield Finding(self._places[name], f"NaN or infinite values in the gradient of {name}")
 
-    def _watch_shards(self, chunk: TorchFSDP) -> None:
-        """A whole gradient lives only until its layer's reduction, so that each is summed as it is made."""
-        names = {
-            local: name
-            for (local, _), (name, _) in zip(
-                chunk.module.named_parameters(), global_named_parameters([chunk]), strict=True
-            )
-        }
-        prefixes = {id(module): f"{name}." if name else "" for name, module in chunk.module.named_modules()}
-        for unit in chunk.units:
-            prefix = prefixes[id(unit)]
-            # The gathered weights exist from the first forward pass on, and stay the same tensors.
-            _at_first_forward(
-                unit,
-                lambda unit, prefix=prefix: [
-                    self._watch(names[prefix + name], weight) for name, weight in unsharded_parameters(unit)
-                ],
-            )
+    def watch(self, name: str, weight: torch.Tensor) -> None:
+        """Sum every gradient of `weight` as it is made."""
 
-    def _watch(self, name: str, weight: torch.Tensor) -> None:
         def add(gradient: torch.Tensor) -> None:
             total = gradient.sum(dtype=torch.float32)
             known = self._sums_by_name.get(name)
@@ -120,15 +91,9 @@ class GradientWatch:
 
         _before_other_uses(weight, add)
 
-    def _watching(self, bucket_group: Any, start: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(start)
-        def start_grad_sync(*args: Any, **kwargs: Any) -> None:
-            already_started = bucket_group.grad_reduce_handle is not None
-            if not already_started:
-                self._norms.extend(_norms(bucket.params_list) for bucket in bucket_group.buckets)
-            start(*args, **kwargs)
-
-        return start_grad_sync
+    def before_reduction(self, parameters: Sequence[Any]) -> None:
+        """Take the norms of the `main_grad` of `parameters`."""
+        self._norms.append(_norms(parameters))
 
 
 def _norms(parameters: Sequence[Any]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
@@ -139,14 +104,6 @@ def _norms(parameters: Sequence[Any]) -> tuple[Sequence[Any], Sequence[torch.Ten
 
 def _counted(bad: BadTensor) -> str:
     return f"{bad.nan} NaN and {bad.inf} infinite values in"
-
-
-def _at_first_forward(module: torch.nn.Module, action: Callable[[torch.nn.Module], object]) -> None:
-    def run(module: torch.nn.Module, _inputs: object) -> None:
-        handle.remove()
-        action(module)
-
-    handle = module.register_forward_pre_hook(run)
 
 
 def _before_other_uses(weight: torch.Tensor, action: Callable[[torch.Tensor], None]) -> None:

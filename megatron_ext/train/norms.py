@@ -1,11 +1,9 @@
 """Norms over the whole model, whatever the layout."""
 
 import torch
-from torch.distributed import ProcessGroup
 
 from megatron_ext.config.parameters import parameters
 from megatron_ext.model.names import global_named_parameters, is_of_an_expert
-from megatron_ext.optim.row_shards import RowShards
 from megatron_ext.parallel.rows import local_part
 from megatron_ext.train.run import Run
 
@@ -21,18 +19,10 @@ def parameters_norm(run: Run) -> float:
                 totals[int(is_of_an_expert(name))] += (
                     _computed_with(run, parameter).float().square().sum(dtype=torch.float64)
                 )
-    for total, group in zip(totals, _holders_of_one_copy(run), strict=True):
+    holders = run.sharding.holders_of_one_copy(run.optimizer, run.groups)
+    for total, group in zip(totals, holders, strict=True):
         torch.distributed.all_reduce(total, group=group)
     return float(totals.sum().sqrt())
-
-
-def _holders_of_one_copy(run: Run) -> tuple[ProcessGroup, ProcessGroup]:
-    """The ranks that hold one copy of the model together; whole experts are divided over others than the rest."""
-    for part in run.optimizer.chained_optimizers:
-        if isinstance(part, RowShards):
-            holders = part.get_grad_stats_parallel_group()
-            return holders, holders
-    return run.groups.mp, run.groups.tp_ep_pp
 
 
 def _computed_with(run: Run, parameter: torch.nn.Parameter) -> torch.Tensor:

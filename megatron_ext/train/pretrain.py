@@ -29,6 +29,7 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
     here = device.install(config.layout.device, fuses=not config.training.disable_jit_fuser)
     # Only now may megatron-core be imported.
     from megatron_ext.parallel import groups
+    from megatron_ext.sharding.choose import sharding_of
     from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks import memory_history
     from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
@@ -40,7 +41,7 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
         from megatron_ext.checkpoint.native.agreement import agree
 
         # The group of all ranks follows from typed flags alone, which no checkpoint changes.
-        groups.start(config.layout, here)
+        groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
         configured = configure_for(configured, agree(configured.search, config.checkpoint))
         config = configured.config
     resume = configured.resume
@@ -50,11 +51,8 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
             "or leave out --exit-on-missing-checkpoint to start afresh"
         )
     run = build_run(config, here, resume)
-    for flag, given in (
-        ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
-        ("--torch-fsdp2-cpu-offload", config.layout.torch_fsdp2_cpu_offload),
-    ):
-        if given and here.kind == "cpu" and run.rank == 0:
+    for flag in run.sharding.host_memory_flags:
+        if here.kind == "cpu" and run.rank == 0:
             print(f"warning: {flag} saves nothing with --device cpu: it is the same memory", flush=True)
     if resume is not None:
         from megatron_ext.checkpoint.native.load import load_found

@@ -1,12 +1,11 @@
 """The parts of one run, wired once by `build` and handed to whoever needs them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -17,7 +16,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import Samples
 from megatron_ext.device.protocol import Device
-from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk
+from megatron_ext.sharding.protocol import Sharding
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.state import TrainState
@@ -66,6 +65,8 @@ class Run:
     groups: ProcessGroupCollection
     p2p: P2PCommunicator
     transformer_config: TransformerConfig
+    sharding: Sharding
+    """How data-parallel ranks divide the model among themselves."""
     chunks: Sequence[_BaseDataParallel]
     """The model chunks of this rank, one per virtual stage."""
     optimizer: ChainedOptimizer
@@ -98,28 +99,6 @@ class Run:
         """The rank that logs: it is on the last stage, as in Megatron-LM."""
         return self.rank == self.world_size - 1
 
-    @contextmanager
-    def gathered_parameters(self) -> Iterator[None]:
-        """All parameters are up to date inside.
-
-        With --overlap-param-gather the optimizer's result is gathered during the next forward pass; whoever
-        reads the weights in between (evaluation, saving) would see old ones.
-        """
-        if self.config.layout.use_megatron_fsdp:
-            with ExitStack() as stack:
-                for chunk in self.chunks:
-                    if isinstance(chunk, MegatronFSDPChunk):
-                        stack.enter_context(chunk.raw_parameters())
-                yield
-            return
-        if not self.config.layout.overlap_param_gather:
-            yield
-            return
-        chunks = [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
-        for chunk in chunks:
-            chunk.disable_forward_pre_hook()
-        try:
-            yield
-        finally:
-            for chunk in chunks:
-                chunk.enable_forward_pre_hook()
+    def gathered_parameters(self) -> AbstractContextManager[None]:
+        """All parameters are up to date inside."""
+        return self.sharding.gathered(self.chunks)

@@ -17,11 +17,9 @@ from megatron_ext.errors import NumericError
 from megatron_ext.model.loss import token_loss
 from megatron_ext.model.moe import take_auxiliary_losses
 from megatron_ext.model.names import global_named_parameters
-from megatron_ext.optim.gradients import gradients_of_update, outside_norm
-from megatron_ext.optim.offload import finish_update
-from megatron_ext.optim.row_shards import clip_gradients
 from megatron_ext.parallel.rows import local_part
 from megatron_ext.resilience.numeric import first_bad, largest_magnitude
+from megatron_ext.sharding.gradients import gradients_of_update, outside_norm
 from megatron_ext.train.gradient_watch import Finding
 from megatron_ext.train.run import Run
 
@@ -93,11 +91,10 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
         return StepResult(loss, tokens, global_batch, False, None, loss_scale, None, auxiliary)
     clip = run.config.optimizer.clip_grad
     if clip > 0.0:
-        for optimizer in run.optimizer.chained_optimizers:
-            clip_gradients(optimizer, clip, grad_norm)
+        run.sharding.clip(run.optimizer, clip, grad_norm)
     num_zeros = run.optimizer.count_zeros() if run.config.logging.log_num_zeros_in_grad else None
     run.optimizer.step_with_ready_grads()
-    finish_update(run.optimizer)
+    run.sharding.finish_update(run.optimizer)
     return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from megatron_ext.config.batch import global_batch_size
 from megatron_ext.errors import StoppedBySignal
-from megatron_ext.optim.build import set_rates
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learning_rate, weight_decay
+from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import TestMetrics, ValidationMetrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult, train_step

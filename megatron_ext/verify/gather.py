@@ -4,21 +4,15 @@ On the ranks, `weights(run)` and `gradients(run)` return this rank's shards; in 
 all ranks together, so that two layouts can be compared tensor by tensor.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
 from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import by_expert, global_named_parameters, is_of_an_expert
-from megatron_ext.optim.fsdp2 import TorchFSDP
-from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk
-from megatron_ext.optim.row_shards import local_gradient
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
 from megatron_ext.train.run import Run
@@ -50,7 +44,7 @@ def gradients(run: Run) -> list[Shard]:
     return [
         _shard(run, name, tensor)
         for chunk in run.chunks
-        for parameter, gradient in _reduced_gradients(chunk)
+        for parameter, gradient in run.sharding.reduced_gradients(chunk)
         for name, tensor in by_expert(names[id(parameter)], gradient)
     ]
 
@@ -70,29 +64,6 @@ def copied(tensor: torch.Tensor) -> np.ndarray:
     """In fp32. numpy never sees the tensor's own memory: that could not be freed by resizing it afterwards, as
     recomputation does."""
     return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
-
-
-def _reduced_gradients(chunk: _BaseDataParallel) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """With the distributed optimizer each rank's buffer is reduced only in its own shard: fetch the others'."""
-    if isinstance(chunk, TorchFSDP | MegatronFSDPChunk):
-        for parameter in chunk.parameters():
-            shard = row_shard(parameter)
-            assert shard is not None
-            yield parameter, shard.gather(local_gradient(parameter))
-        return
-    assert isinstance(chunk, DistributedDataParallel)
-    groups = [(bucket_group, chunk.intra_dp_cp_group) for bucket_group in chunk.bucket_groups]
-    groups += [(bucket_group, chunk.intra_expt_dp_group) for bucket_group in chunk.expert_parallel_bucket_groups]
-    for bucket_group, group in groups:
-        for bucket in bucket_group.buckets:
-            reduced = bucket.grad_data
-            if chunk.ddp_config.use_distributed_optimizer:
-                reduced = torch.empty_like(bucket.grad_data)
-                own = shard_buffer(bucket.grad_data, group.size())[group.rank()]
-                torch.distributed.all_gather_into_tensor(reduced, own.clone(), group=group)
-            for parameter in bucket.params_list:
-                start, end = bucket.param_to_index[parameter]
-                yield parameter, reduced[start:end].view(parameter.shape)
 
 
 def assemble(config: Config, shards: Iterable[Shard]) -> tuple[dict[str, np.ndarray], list[str]]:

@@ -7,15 +7,10 @@ freed again, scratch space of collectives) is not counted; ask the device's allo
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 
-from megatron_ext.optim.megatron_fsdp import MegatronFSDPChunk
-from megatron_ext.optim.offload import host_rules_of, rules_of
-from megatron_ext.optim.row_shards import HostRowOptimizer
-from megatron_ext.parallel.rows import local_part, row_shard
+from megatron_ext.sharding.host_memory import updater
 from megatron_ext.train.run import Run
 
 
@@ -45,30 +40,19 @@ def bytes_per_rank(run: Run) -> Bytes:
     """What this rank holds now. Call it after a step: before the first, the optimizer has no moments."""
     seen: set[int] = set()
     held = [_count(tensors, seen) for tensors in (_weights(run), _gradients(run), _optimizer(run), _host(run))]
-    if any(isinstance(part, HostRowOptimizer) for part in run.optimizer.chained_optimizers):
+    if run.sharding.lives_on_host:
         return Bytes(0, 0, 0, host=sum(held))
     return Bytes(*held)
 
 
 def _weights(run: Run) -> Iterator[torch.Tensor | None]:
     for chunk in run.chunks:
-        if isinstance(chunk, MegatronFSDPChunk):
-            yield from chunk.held_weights()
-            continue
-        yield from (local_part(parameter) for parameter in chunk.parameters())
-        for buffer in _buffers(chunk):
-            yield buffer.param_data
+        yield from run.sharding.held_weights(chunk)
 
 
 def _gradients(run: Run) -> Iterator[torch.Tensor | None]:
     for chunk in run.chunks:
-        if isinstance(chunk, MegatronFSDPChunk):
-            yield from chunk.held_gradients()
-            continue
-        for parameter in chunk.parameters():
-            yield None if row_shard(parameter) is not None else parameter.grad
-        for buffer in _buffers(chunk):
-            yield buffer.grad_data
+        yield from run.sharding.held_gradients(chunk)
     for part in run.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             yield from (parameter.grad for parameter in group["params"])
@@ -78,14 +62,15 @@ def _optimizer(run: Run) -> Iterator[torch.Tensor | None]:
     for part in run.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             yield from group["params"]
-        for rule in rules_of(part):
-            if rule not in host_rules_of(part):
+        updates = updater(part)
+        for rule in updates.rules:
+            if rule not in updates.host_rules:
                 yield from _state(rule)
 
 
 def _host(run: Run) -> Iterator[torch.Tensor | None]:
     for part in run.optimizer.chained_optimizers:
-        for rule in host_rules_of(part):
+        for rule in updater(part).host_rules:
             for group in rule.param_groups:
                 yield from group["params"]
                 yield from (parameter.grad for parameter in group["params"])
@@ -95,12 +80,6 @@ def _host(run: Run) -> Iterator[torch.Tensor | None]:
 def _state(rule: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in rule.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def _buffers(chunk: torch.nn.Module) -> list[Any]:
-    """Of megatron-core's DDP."""
-    ddp: Any = chunk if isinstance(chunk, DistributedDataParallel) else None
-    return [] if ddp is None else [*ddp.buffers, *ddp.expert_parallel_buffers]
 
 
 def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:

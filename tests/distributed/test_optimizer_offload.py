@@ -168,7 +168,8 @@ def _reload() -> list[bool]:
     from megatron_ext import device
 
     device.install("cpu")
-    from megatron_ext.optim.offload import main_parameters, master_of, reload_model_params
+    from megatron_ext.sharding.host_memory import updater
+    from megatron_ext.sharding.parts import main_parameters
 
     found = []
     for flags in (f"--bf16 {HOST}", f"--bf16 {SHARDED} {HALF}", HOST):
@@ -176,9 +177,9 @@ def _reload() -> list[bool]:
         for chunk in run.chunks:
             for weight in chunk.parameters():
                 weight.data.fill_(0.75)
-        reload_model_params(run.optimizer)
+        run.sharding.reload_masters(run.optimizer)
         [part] = run.optimizer.chained_optimizers
-        found += [bool((master_of(part, main) == 0.75).all()) for _, main in main_parameters(part)]
+        found += [bool((updater(part).master_of(main) == 0.75).all()) for _, main in main_parameters(part)]
         found += [bool((copy == 0.75).all()) for copy in part.optimizer.gpu_params_map_cpu_copy.values()]
     return found
 

@@ -66,15 +66,15 @@ def forget_a_sum() -> None:
         return (self._forward_impl(input_, self.weight), None) if third else forward(self, input_)
 
     RowLinear.forward = partial_forward  # pyright: ignore[reportAttributeAccessIssue]
-    from megatron_ext.train import build
+    from megatron_ext.sharding import engine
 
-    initialize = build.initialize
+    initialize = engine.initialize
 
     def mark_then_initialize(chunks: Any, *arguments: Any) -> None:
         chunks[0].decoder.layers[2].mlp.linear_fc2.third_mlp = True
         initialize(chunks, *arguments)
 
-    build.initialize = mark_then_initialize
+    engine.initialize = mark_then_initialize
 
 
 def double_the_gradients() -> None:

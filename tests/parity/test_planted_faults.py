@@ -143,8 +143,8 @@ def batch_sends_between_two_stages() -> None:
 
     transformer_config = build.transformer_config
 
-    def batched(*args: Any) -> Any:
-        config = transformer_config(*args)
+    def batched(*args: Any, **settings: Any) -> Any:
+        config = transformer_config(*args, **settings)
         config.batch_p2p_comm, config.overlap_p2p_comm = True, False
         return config
 

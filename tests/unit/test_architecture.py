@@ -17,6 +17,7 @@ FLOORS = [
     "doctor",
     "train",
     "checkpoint",
+    "sharding",
     "telemetry",
     "resilience",
     "optim",
@@ -174,6 +175,99 @@ def test_only_the_file_of_a_family_knows_the_family() -> None:
         if isinstance(node, ast.Compare) and "family.model_type" in ast.unparse(node)
     }
     assert not asks, f"make it a field of Family (config/families/protocol.py): {asks}"
+
+
+# Fields of the configuration that choose how data-parallel ranks divide the model; `sharding/` reads them.
+OF_SHARDING = {
+    "use_torch_fsdp2",
+    "torch_fsdp2_cpu_offload",
+    "torch_fsdp2_no_reshard_after_forward",
+    "use_megatron_fsdp",
+    "data_parallel_sharding_strategy",
+    "outer_dp_sharding_strategy",
+    "use_distributed_optimizer",
+    "overlap_param_gather",
+    "overlap_grad_reduce",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+}
+READS_FIELDS_OF_SHARDING = {
+    "sharding/": "the schemes",
+    "config/": "declares and resolves them, and counts bytes by them, without torch",
+    "plan/": "counts bytes and traffic by them, without torch",
+    "rules/": "judge what was typed, by the flags that were typed",
+    "foreign/": "translates the flags of others",
+    "doctor/": "judges the environment by what was typed",
+    "device/hardware_queues.py": "sets an environment variable before torch may be imported",
+}
+ENGINE_WRAPPERS = {
+    "DistributedDataParallel",
+    "TorchFullyShardedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "DTensor",
+    "DistributedOptimizer",
+    "HybridDeviceOptimizer",
+}
+
+
+def _may_know_of_sharding(path: Path) -> bool:
+    return str(path.relative_to(PACKAGE)).startswith(tuple(READS_FIELDS_OF_SHARDING))
+
+
+def _wrappers() -> set[str]:
+    """The names of the engine's classes and of those in `sharding/` that tell one scheme from another."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (PACKAGE / "sharding").glob("*.py")]
+    return ENGINE_WRAPPERS | {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def _tests_of_type(tree: ast.Module) -> set[str]:
+    """The names of the classes that a file tests for, by isinstance, by type() or in a case."""
+    found = set()
+    for node in ast.walk(tree):
+        tested = None
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            tested = node.args[1]
+        elif isinstance(node, ast.Compare) and "type(" in ast.unparse(node):
+            tested = node
+        elif isinstance(node, ast.MatchClass):
+            tested = node.cls
+        for inner in ast.walk(tested) if tested is not None else ():
+            if isinstance(inner, ast.Name | ast.Attribute):
+                found.add(inner.id if isinstance(inner, ast.Name) else inner.attr)
+    return found
+
+
+def _asks_for_the_scheme(source: str, wrappers: set[str]) -> set[str]:
+    tree = ast.parse(source)
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & OF_SHARDING
+    return read | (_tests_of_type(tree) & wrappers)
+
+
+def test_nobody_asks_which_sharding_scheme_it_is() -> None:
+    """Everyone else calls the protocol of `sharding/`, so that a new scheme is one file."""
+    wrappers = _wrappers()
+    others = {
+        str(path.relative_to(PACKAGE)): sorted(asked)
+        for path in sources()
+        if not _may_know_of_sharding(path)
+        and (asked := _asks_for_the_scheme(path.read_text(encoding="utf-8"), wrappers))
+    }
+    assert not others, f"call the run's sharding (sharding/protocol.py) instead: {others}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if run.config.layout.use_megatron_fsdp: pass",
+        "isinstance(chunk, TorchFSDP | MegatronFSDPChunk)",
+        "isinstance(part, (str, optimizer.DistributedOptimizer))",
+        "type(part.optimizer) is HostOptimizer",
+        "match chunk:\n    case MegatronFSDPChunk(): pass",
+    ],
+)
+def test_asking_for_the_scheme_is_found(source: str) -> None:
+    assert _asks_for_the_scheme(source, _wrappers())
 
 
 def test_no_two_test_files_share_a_name() -> None:

@@ -12,7 +12,6 @@ from megatron_ext.checkpoint.native.torch_dist import DTYPES
 from megatron_ext.config.families import Arranged, arrangement
 from megatron_ext.errors import DataError
 from megatron_ext.model.names import by_expert, global_named_parameters
-from megatron_ext.optim.offload import reload_model_params
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
 
@@ -37,7 +36,7 @@ def load_huggingface(run: Saveable, path: str | Path) -> None:
             if shard is not None:
                 dtype = getattr(torch, run.config.training.params_dtype)
                 shard.local.copy_(whole[shard.first : shard.stop].to(dtype))
-    reload_model_params(run.optimizer)
+    run.sharding.reload_masters(run.optimizer)
 
 
 def read_shard(folder: HFFolder, arranged: Arranged, shard: torch.Tensor, tp_rank: int, tp_size: int) -> None:

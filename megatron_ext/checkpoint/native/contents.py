@@ -24,7 +24,6 @@ from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.saved_rows import joined, pieces
 from megatron_ext.checkpoint.native.snapshot import Copy
 from megatron_ext.model.names import unwrapped
-from megatron_ext.optim.offload import reload_model_params
 from megatron_ext.parallel.rows import RowShard, row_shard
 
 # What megatron-core's readers want to know of the tensors' names and cuts.
@@ -166,7 +165,7 @@ def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, A
     if parts.optimizer:
         _restore_optimizer(run, contents, loaded)
     else:
-        reload_model_params(run.optimizer)  # into the fp32 copies of 16-bit weights
+        run.sharding.reload_masters(run.optimizer)  # into the fp32 copies of 16-bit weights
     if parts.progress:
         names = {field.name for field in fields(run.state)}
         for name, value in loaded["train_state"].items():

@@ -3,7 +3,6 @@
 import pickle
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,7 @@ def load_found(run: Saveable, found: Found) -> None:
         DataError: it cannot be read, or is of another model.
     """
     try:
-        # Megatron-FSDP's shards stand where the weights are, until a forward pass or this.
-        weights = run.gathered_parameters() if run.config.layout.use_megatron_fsdp else nullcontext()
-        with no_code_from_files(found.path), weights:
+        with no_code_from_files(found.path), run.sharding.weights_in_place(run.chunks):
             _read(run, found)
     except _UNREADABLE as error:
         raise DataError(

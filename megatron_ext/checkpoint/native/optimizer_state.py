@@ -9,7 +9,7 @@ before the first update, knows only Adam, and gives each class of optimizer keys
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from megatron_ext.checkpoint.native.saved_rows import Pieces, joined, pieces
 from megatron_ext.checkpoint.native.snapshot import Copy
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.offload import main_parameters, master_of, refresh, rules_of, updated_by
-from megatron_ext.optim.row_shards import RowShards
 from megatron_ext.parallel.rows import row_shard
+from megatron_ext.sharding.host_memory import updater
+from megatron_ext.sharding.parts import is_flat, is_sharded, main_parameters, own_part
 
 Contents = dict[str, dict[str, ShardedBase | Pieces]]
 """By state ("exp_avg"), then by this rank's name of the weight."""
@@ -59,7 +59,7 @@ def take(optimizer: MegatronOptimizer, config: OptimizerConfig, copy: Copy, writ
     taken = []
     for number, part in enumerate(parts(optimizer)):
         initialize_state(part, config)
-        everything = isinstance(part, DistributedOptimizer | RowShards)
+        everything = is_sharded(part)
         own = {
             id(parameter): {
                 name: copy(("optimizer", number, index, name), tensor.detach()) for name, tensor in tensors.items()
@@ -80,7 +80,7 @@ def state_to_save(taken: Sequence[Taken], weights: Mapping[str, Any], exchange: 
     """
     values, writers = {}, {}
     for one in taken:
-        if _is_flat(one.part):
+        if is_flat(one.part):
             gathered = {id(parameter): tensors for parameter, tensors in _gather(one.part, one, exchange)}
             writers |= dict.fromkeys(gathered, one.part.data_parallel_group.rank())
             values |= gathered
@@ -100,7 +100,7 @@ def state_to_load(optimizer: MegatronOptimizer, config: OptimizerConfig, weights
     for part in parts(optimizer):
         initialize_state(part, config)
         for parameter, tensors in _own_state(part, config):
-            if _is_flat(part):
+            if is_flat(part):
                 # A shard is a flat range of the weight, which no rectangular cut of the saved tensor gives.
                 tensors = {name: torch.empty(parameter.shape, dtype=torch.float32) for name in tensors}
             values[id(parameter)] = tensors
@@ -125,11 +125,8 @@ def restore(
                             tensor.copy_(joined(shard, loaded[state][names[id(parameter)]]))
                         continue
                     whole = loaded[state][names[id(parameter)]]
-                    if _is_flat(part):
-                        own = part._get_model_param_range_map(parameter)["param"]
-                        whole = whole.view(-1)[own.start : own.end]
-                    tensor.copy_(whole)
-            refresh(part)
+                    tensor.copy_(own_part(part, parameter, whole))
+            updater(part).refresh()
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -139,12 +136,7 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 def _rules(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """torch's optimizers in those of megatron-core."""
-    return [rule for part in parts(optimizer) for rule in rules_of(part)]
-
-
-def _is_flat(part: MegatronOptimizer) -> TypeGuard[DistributedOptimizer]:
-    """Whether a rank's shard is a flat range of all weights one after another, rather than rows of each."""
-    return isinstance(part, DistributedOptimizer) and not isinstance(part, RowShards)
+    return [rule for part in parts(optimizer) for rule in updater(part).rules]
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
@@ -171,7 +163,7 @@ def set_step_count(optimizer: MegatronOptimizer, count: int) -> None:
 
 def initialize_state(part: MegatronOptimizer, config: OptimizerConfig) -> None:
     """Give parameters that were never updated the state that the first update begins from: zeros."""
-    for rule in rules_of(part):
+    for rule in updater(part).rules:
         for group in rule.param_groups:
             for main in group["params"]:
                 _begin(rule.state[main], main, group, rule, config)
@@ -203,11 +195,12 @@ def _own_state(
     part: MegatronOptimizer, config: OptimizerConfig
 ) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
     """For every weight of this rank, the tensors of its state; with the distributed optimizer, this rank's shards."""
+    updates = updater(part)
     for parameter, main in main_parameters(part):
-        rule, updated = updated_by(part, main)
+        rule, updated = updates.updated_by(main)
         tensors = {name: rule.state[updated][name] for name in _moments(config)}
         if getattr(part, "compute_dtype", parameter.dtype) != torch.float32:
-            tensors[_MASTER] = master_of(part, main)
+            tensors[_MASTER] = updates.master_of(main)
         yield parameter, tensors
 
 

@@ -10,6 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.config.schema import Config
 from megatron_ext.device.protocol import Device
+from megatron_ext.sharding.protocol import Sharding
 
 
 class Saveable(Protocol):
@@ -18,6 +19,7 @@ class Saveable(Protocol):
     groups: ProcessGroupCollection
     chunks: Sequence[_BaseDataParallel]
     optimizer: ChainedOptimizer
+    sharding: Sharding
     state: Any
     """A dataclass of plain numbers, `iteration` among them."""
     data_record: Mapping[str, Any] | None

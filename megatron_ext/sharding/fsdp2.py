@@ -13,13 +13,16 @@ megatron-core's own wrapper is for CUDA alone and averages gradients over the ra
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -34,11 +37,98 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.config.schema import Config
-from megatron_ext.optim.row_shards import local_gradient
-from megatron_ext.parallel.rows import RowShard, mark
+from megatron_ext.device.protocol import Device
+from megatron_ext.model.initialize import initialize
+from megatron_ext.model.names import global_named_parameters
+from megatron_ext.parallel.rows import RowShard, local_part, mark
+from megatron_ext.sharding.engine import build_optimizer, ddp_config, fused, optimizer_settings
+from megatron_ext.sharding.host_memory import torch_rule
+from megatron_ext.sharding.protocol import Watcher
+from megatron_ext.sharding.row_shards import HostRowOptimizer, RowSharding, RowShardOptimizer, local_gradient
 
 # Nothing writes into the losses that the model returns, whether they are a view or not.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+
+
+class FSDP2(RowSharding):
+    """torch's `fully_shard`, on the device or in host memory."""
+
+    builds_on_meta = True
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.lives_on_host = config.layout.torch_fsdp2_cpu_offload
+
+    @property
+    def host_memory_flags(self) -> tuple[str, ...]:
+        return ("--torch-fsdp2-cpu-offload",) if self.lives_on_host else ()
+
+    def shard(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        core: TransformerConfig,
+        groups: ProcessGroupCollection,
+        device: Device,
+    ) -> list["TorchFSDP"]:
+        settings = ddp_config(self.config)
+        wrapped = [TorchFSDP(self.config, core, settings, chunk, groups, device.torch_device) for chunk in chunks]
+        initialize(wrapped, self.config, groups)
+        return wrapped
+
+    def optimizer(
+        self, chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection, device: Device
+    ) -> ChainedOptimizer:
+        settings = optimizer_settings(self.config, distributed=self.config.layout.use_distributed_optimizer)
+        settings.bf16 = False  # the shards are fp32, whatever is computed with
+        built = build_optimizer(chunks, settings, groups)
+        over_rows = self._over_rows(groups, device)
+        return fused(ChainedOptimizer([over_rows(inner) for inner in built.chained_optimizers]))
+
+    def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def watch(self, chunk: Any, watcher: Watcher) -> None:
+        """A whole gradient lives only until its layer's reduction, so that each is seen as it is made."""
+        watcher.register(chunk)
+        names = {
+            local: name
+            for (local, _), (name, _) in zip(
+                chunk.module.named_parameters(), global_named_parameters([chunk]), strict=True
+            )
+        }
+        prefixes = {id(module): f"{name}." if name else "" for name, module in chunk.module.named_modules()}
+        for unit in chunk.units:
+            prefix = prefixes[id(unit)]
+            # The gathered weights exist from the first forward pass on, and stay the same tensors.
+            _at_first_forward(
+                unit,
+                lambda unit, prefix=prefix: [
+                    watcher.watch(names[prefix + name], weight) for name, weight in unsharded_parameters(unit)
+                ],
+            )
+
+    def held_weights(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
+        return (local_part(parameter) for parameter in chunk.parameters())
+
+    def held_gradients(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
+        """They hang on the rows that the optimizer updates."""
+        return iter(())
+
+    def clip(self, optimizer: ChainedOptimizer, most: float, norm: float) -> None:
+        if not self.lives_on_host:
+            super().clip(optimizer, most, norm)
+            return
+        parts: Any = optimizer.chained_optimizers
+        for part in parts:
+            part.clip(most, norm)
+
+    def _over_rows(self, groups: ProcessGroupCollection, device: Device) -> Callable[[Any], RowShardOptimizer]:
+        """From an optimizer of megatron-core to one over this rank's rows."""
+        dtype = getattr(torch, self.config.training.params_dtype)
+        if not self.lives_on_host:
+            return partial(RowShardOptimizer, compute_dtype=dtype, groups=groups)
+        rule = torch_rule(self.config.optimizer)
+        return partial(HostRowOptimizer, compute_dtype=dtype, groups=groups, device=device.torch_device, rule=rule)
 
 
 class TorchFSDP(TorchFullyShardedDataParallel):
@@ -156,3 +246,11 @@ def unsharded_parameters(unit: torch.nn.Module) -> Iterator[tuple[str, torch.nn.
     for name, parameter in unit.named_parameters():
         if not isinstance(parameter, DTensor):
             yield name, parameter
+
+
+def _at_first_forward(module: torch.nn.Module, action: Callable[[torch.nn.Module], object]) -> None:
+    def run(module: torch.nn.Module, _inputs: object) -> None:
+        handle.remove()
+        action(module)
+
+    handle = module.register_forward_pre_hook(run)

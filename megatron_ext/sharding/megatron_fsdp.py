@@ -8,20 +8,100 @@ throws that sum away when it scales them.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.optim.row_shards import RowShards
+from megatron_ext.device.protocol import Device
+from megatron_ext.model.names import unwrapped
 from megatron_ext.parallel.rows import RowShard, mark
+from megatron_ext.sharding.engine import (
+    build_optimizer,
+    ddp_config,
+    for_chunks,
+    fused,
+    initialized,
+    optimizer_settings,
+)
+from megatron_ext.sharding.protocol import Watcher
+from megatron_ext.sharding.row_shards import RowSharding, RowShards
+
+
+class MegatronFSDP(RowSharding):
+    """megatron-core's FSDP. Its shards stand where the weights are, until a forward pass or `weights_in_place`."""
+
+    def shard(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        core: TransformerConfig,
+        groups: ProcessGroupCollection,
+        device: Device,
+    ) -> list["MegatronFSDPChunk"]:
+        """Every model chunk, initialized, in megatron-core's FSDP, and wired into the schedule, or accumulation
+        drifts."""
+        settings = self._settings()
+        for chunk in unwrapped(chunks):
+            chunk.reads_output_weight = False
+        wrapped = [
+            MegatronFSDPChunk(core, settings, chunk, groups, device.torch_device)
+            for chunk in initialized(chunks, self.config, core, groups, device)
+        ]
+        core.no_sync_func = for_chunks([chunk.no_sync for chunk in wrapped])
+        core.grad_sync_func = for_chunks([chunk.start_grad_sync for chunk in wrapped])
+        return wrapped
+
+    def optimizer(self, chunks: Sequence[Any], groups: ProcessGroupCollection, device: Device) -> ChainedOptimizer:
+        built = build_optimizer(chunks, optimizer_settings(self.config, distributed=True), groups)
+        dtype = getattr(torch, self.config.training.params_dtype)
+        return fused(ChainedOptimizer([MegatronFSDPOptimizer(built, chunks, dtype, groups)]))
+
+    def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
+        return self.weights_in_place(chunks)
+
+    @contextmanager
+    def weights_in_place(self, chunks: Sequence[Any]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(chunk.raw_parameters())
+            yield
+
+    def watch(self, chunk: Any, watcher: Watcher) -> None:
+        with chunk.raw_parameters():
+            for name, weight in watcher.register(chunk):
+                watcher.watch(name, weight)
+
+    def held_weights(self, chunk: Any) -> Iterator[torch.Tensor | None]:
+        return chunk.held_weights()
+
+    def held_gradients(self, chunk: Any) -> Iterator[torch.Tensor | None]:
+        return chunk.held_gradients()
+
+    def _settings(self) -> DistributedDataParallelConfig:
+        layout = self.config.layout
+        return ddp_config(
+            self.config,
+            use_distributed_optimizer=True,
+            # Without it, megatron-core's FSDP reduces the gradients of no_shard and optim twice.
+            overlap_grad_reduce=True,
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy=layout.data_parallel_sharding_strategy,
+            outer_dp_sharding_strategy=layout.outer_dp_sharding_strategy,
+            # fp32 weights are their own masters.
+            megatron_fsdp_main_params_dtype=None if self.config.training.params_dtype == "float32" else torch.float32,
+            megatron_fsdp_main_grads_dtype=torch.float32,
+            # Or the first layers would be gathered, and kept, as soon as a step ends.
+            fsdp_all_gather_in_start_param_sync=False,
+        )
 
 
 class MegatronFSDPChunk(FullyShardedDataParallel):

@@ -14,20 +14,106 @@ device (hybrid_optimizer.py, _move_new_state_to_right_device), fails in Float16O
 shards, and has the masters leave the device under the precision-aware optimizer alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.row_shards import RowShards
+from megatron_ext.device.protocol import Device
+from megatron_ext.sharding.parts import main_parameters, own_part
+from megatron_ext.sharding.protocol import Reduced, Sharding, Watcher
 
 Group = dict[str, Any]
 """A parameter group of torch."""
+
+
+class InHostMemory(Sharding):
+    """Another scheme, whose optimizer updates in host memory what the flags say."""
+
+    def __init__(self, scheme: Sharding):
+        super().__init__(scheme.config)
+        self._scheme = scheme
+        self.builds_on_meta = scheme.builds_on_meta
+        self.lives_on_host = scheme.lives_on_host
+
+    @property
+    def host_memory_flags(self) -> tuple[str, ...]:
+        return ("--optimizer-cpu-offload", *self._scheme.host_memory_flags)
+
+    def shard(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        core: TransformerConfig,
+        groups: ProcessGroupCollection,
+        device: Device,
+    ) -> Sequence[_BaseDataParallel]:
+        return self._scheme.shard(chunks, core, groups, device)
+
+    def optimizer(
+        self, chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection, device: Device
+    ) -> ChainedOptimizer:
+        optimizer = self._scheme.optimizer(chunks, groups, device)
+        for part in optimizer.chained_optimizers:
+            if part.optimizer is not None:
+                part.optimizer = HostOptimizer(part, self.config.optimizer, pin=device.kind == "cuda")
+        return optimizer
+
+    def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
+        return self._scheme.gathered(chunks)
+
+    def weights_in_place(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
+        return self._scheme.weights_in_place(chunks)
+
+    def reduced_gradients(self, chunk: _BaseDataParallel) -> Reduced:
+        return self._scheme.reduced_gradients(chunk)
+
+    def watch(self, chunk: _BaseDataParallel, watcher: Watcher) -> None:
+        self._scheme.watch(chunk, watcher)
+
+    def holders_of_one_copy(
+        self, optimizer: ChainedOptimizer, groups: ProcessGroupCollection
+    ) -> tuple[ProcessGroup, ProcessGroup]:
+        return self._scheme.holders_of_one_copy(optimizer, groups)
+
+    def held_weights(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
+        return self._scheme.held_weights(chunk)
+
+    def held_gradients(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
+        return self._scheme.held_gradients(chunk)
+
+    def clip(self, optimizer: ChainedOptimizer, most: float, norm: float) -> None:
+        self._scheme.clip(optimizer, most, norm)
+
+    def finish_update(self, optimizer: ChainedOptimizer) -> None:
+        self._scheme.finish_update(optimizer)
+        for rule in _host_optimizers(optimizer):
+            rule.release()
+
+    @torch.no_grad()
+    def reload_masters(self, optimizer: ChainedOptimizer) -> None:
+        for part in optimizer.chained_optimizers:
+            rule: Any = part.optimizer
+            if rule is None:
+                part.reload_model_params()
+                continue
+            for weight, main in main_parameters(part):
+                if main.dtype != weight.dtype:
+                    master = rule.master_of(main)
+                    master.copy_(own_part(part, weight, weight).view_as(master))
+            rule.refresh()
+
+
+def _host_optimizers(optimizer: ChainedOptimizer) -> list[Any]:
+    return [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
 
 
 class HostOptimizer(HybridDeviceOptimizer):
@@ -55,6 +141,16 @@ class HostOptimizer(HybridDeviceOptimizer):
     def add_param_group(self, param_group: Group) -> None:
         """As it is: torch would refuse shards of fp32 weights, which are views."""
         self.param_groups.append(param_group)
+
+    @property
+    def rules(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers that update, on the device or in host memory."""
+        return list(self.sub_optimizers)
+
+    @property
+    def host_rules(self) -> list[torch.optim.Optimizer]:
+        """Those of them that do it in host memory."""
+        return list(self.cpu_optimizers)
 
     def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
         """Who updates `main`, and which tensor: itself, or its copy in host memory."""
@@ -113,87 +209,38 @@ class HostOptimizer(HybridDeviceOptimizer):
         self._away = [main for main in self.gpu_params_map_cpu_copy if id(main) in self._masters]
 
 
-def offload(optimizer: ChainedOptimizer, config: OptimizerConfig, *, pin: bool) -> None:
-    """Let every part of `optimizer` update in host memory what the flags say."""
-    for part in optimizer.chained_optimizers:
-        if part.optimizer is not None:
-            part.optimizer = HostOptimizer(part, config, pin=pin)
+class OnDevice:
+    """Who updates the tensors of an optimizer: one of torch's, where they lie."""
+
+    def __init__(self, rule: torch.optim.Optimizer):
+        self._rule = rule
+
+    @property
+    def rules(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers that update."""
+        return [self._rule]
+
+    @property
+    def host_rules(self) -> list[torch.optim.Optimizer]:
+        """Those of them that do it in host memory, for weights on the device."""
+        return []
+
+    def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
+        """Which of them updates `main`, and the tensor by which it knows it: its state's key and its newest value."""
+        return self._rule, main
+
+    def master_of(self, main: torch.Tensor) -> torch.Tensor:
+        """Where the values of `main` are between updates."""
+        return main
+
+    def refresh(self) -> None:
+        """Call it after weights of the model that are updated here were changed by another."""
 
 
-def finish_update(optimizer: ChainedOptimizer) -> None:
-    """Free what only the update needed. Call it after every update."""
-    for part in optimizer.chained_optimizers:
-        if isinstance(part.optimizer, HostOptimizer):
-            part.optimizer.release()
-
-
-@torch.no_grad()
-def reload_model_params(optimizer: MegatronOptimizer) -> None:
-    """Make every master, wherever it is, from the weights of the model."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not isinstance(part.optimizer, HostOptimizer):
-            part.reload_model_params()
-            continue
-        for weight, main in main_parameters(part):
-            if main.dtype != weight.dtype:
-                master = part.optimizer.master_of(main)
-                master.copy_(_shard(part, weight).view_as(master))
-        refresh(part)
-
-
-def refresh(part: MegatronOptimizer) -> None:
-    """Call it after weights of the model that `part` updates were changed by another."""
-    if isinstance(part.optimizer, HostOptimizer):
-        part.optimizer.refresh()
-
-
-def rules_of(part: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The torch optimizers that update the tensors of `part`."""
-    rules: Any = part.optimizer
-    return list(rules.sub_optimizers) if isinstance(rules, HostOptimizer) else [rules]
-
-
-def host_rules_of(part: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """Those of them that do it in host memory."""
-    rules: Any = part.optimizer
-    return list(rules.cpu_optimizers) if isinstance(rules, HostOptimizer) else []
-
-
-def updated_by(part: MegatronOptimizer, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-    """Which of them updates `main`, and the tensor by which it knows it: its state's key and its newest value."""
-    rules: Any = part.optimizer
-    return rules.updated_by(main) if isinstance(rules, HostOptimizer) else (rules, main)
-
-
-def master_of(part: MegatronOptimizer, main: torch.Tensor) -> torch.Tensor:
-    """Where the values of `main` are between updates."""
-    rules: Any = part.optimizer
-    return rules.master_of(main) if isinstance(rules, HostOptimizer) else main
-
-
-def main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """(weight of the model, what the optimizer updates: itself, its fp32 copy, or a flat shard of either)."""
-    if isinstance(part, RowShards):
-        yield from part.weights
-    elif isinstance(part, DistributedOptimizer):
-        for parameter, (group, index) in part.model_param_group_index_map.items():
-            yield parameter, part.optimizer.param_groups[group]["params"][index]
-    elif isinstance(part, FP32Optimizer):
-        for group in part.optimizer.param_groups:
-            yield from zip(group["params"], group["params"], strict=True)
-    else:
-        for weights, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            yield from zip(weights, copies, strict=True)
-        for weights in part.fp32_from_fp32_groups:
-            yield from zip(weights, weights, strict=True)
-
-
-def _shard(part: Any, weight: torch.nn.Parameter) -> torch.Tensor:
-    """What `part` updates of `weight`, in the model's own memory."""
-    if not isinstance(part, DistributedOptimizer):
-        return weight
-    own = part._get_model_param_range_map(weight)["param"]
-    return weight.view(-1)[own.start : own.end]
+def updater(part: MegatronOptimizer) -> HostOptimizer | OnDevice:
+    """Who updates the tensors of `part`."""
+    rule: Any = part.optimizer
+    return rule if isinstance(rule, HostOptimizer) else OnDevice(rule)
 
 
 def _host_copy(main: torch.Tensor, *, pin: bool) -> torch.Tensor:

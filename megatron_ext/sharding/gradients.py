@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megatron_ext.optim.offload import main_parameters
+from megatron_ext.sharding.parts import main_parameters
 
 
 def outside_norm(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:

@@ -1,15 +1,33 @@
-"""Optimizers over the rows of this rank as plain tensors: torch's update rules, norms and clipping then do not know
-of shards."""
+"""What FSDP2 and Megatron-FSDP have in common: rows of every weight, and optimizers over this rank's as plain tensors.
+torch's update rules, norms and clipping then do not know of shards."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import ProcessGroup
 
 from megatron_ext.parallel.rows import row_shard
+from megatron_ext.sharding.protocol import Reduced, Sharding
+
+
+class RowSharding(Sharding):
+    """A scheme whose weights are divided into rows."""
+
+    def reduced_gradients(self, chunk: _BaseDataParallel) -> Reduced:
+        for parameter in chunk.parameters():
+            shard = row_shard(parameter)
+            assert shard is not None
+            yield parameter, shard.gather(local_gradient(parameter))
+
+    def holders_of_one_copy(
+        self, optimizer: ChainedOptimizer, groups: ProcessGroupCollection
+    ) -> tuple[ProcessGroup, ProcessGroup]:
+        holders = optimizer.chained_optimizers[0].get_grad_stats_parallel_group()
+        return holders, holders
 
 
 class RowShards:
@@ -85,16 +103,12 @@ class HostRowOptimizer(RowShardOptimizer):
         norms = [torch.norm(gradient) for gradient in super().get_grads_for_grad_norm(grad_norm_group)]
         return [torch.norm(torch.stack(norms)).view(1).to(self._device)] if norms else []
 
-
-def clip_gradients(part: MegatronOptimizer, most: float, norm: float) -> None:
-    """Scale the gradients of `part` down to a norm of `most` where their `norm`, over all ranks, is more."""
-    if not isinstance(part, HostRowOptimizer):
-        clip_grad_by_total_norm_fp32([*part.get_parameters()], most, norm)
-        return
-    share = most / (norm + 1e-6)  # as torch and megatron-core
-    if share < 1.0:
-        gradients = [rows.grad for rows in part.get_parameters() if rows.grad is not None]
-        torch._foreach_mul_(gradients, share)  # pyright: ignore[reportPrivateImportUsage]
+    def clip(self, most: float, norm: float) -> None:
+        """Scale the gradients down to a norm of `most` where their `norm`, over all ranks, is more."""
+        share = most / (norm + 1e-6)  # as torch and megatron-core
+        if share < 1.0:
+            gradients = [rows.grad for rows in self.get_parameters() if rows.grad is not None]
+            torch._foreach_mul_(gradients, share)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

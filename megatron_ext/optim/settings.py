@@ -1,0 +1,48 @@
+"""megatron-core's optimizer settings from our configuration, and the two that change at every step."""
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megatron_ext.config.schema import Config
+
+
+def optimizer_config(
+    config: Config, *, use_distributed_optimizer: bool, overlap_param_gather: bool
+) -> CoreOptimizerConfig:
+    """megatron-core's optimizer settings. Learning rate and weight decay are set anew at every step.
+
+    Args:
+        use_distributed_optimizer: whether data-parallel ranks divide the state (decided by the sharding scheme).
+        overlap_param_gather: whether the next forward pass gathers what was updated.
+    """
+    optimizer, training = config.optimizer, config.training
+    return CoreOptimizerConfig(
+        optimizer=optimizer.optimizer,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        fp16=training.fp16,
+        bf16=training.bf16,
+        params_dtype=getattr(torch, training.params_dtype),
+        loss_scale=training.loss_scale,
+        initial_loss_scale=training.initial_loss_scale,
+        min_loss_scale=training.min_loss_scale,
+        loss_scale_window=training.loss_scale_window,
+        hysteresis=training.hysteresis,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        sgd_momentum=optimizer.sgd_momentum,
+        use_distributed_optimizer=use_distributed_optimizer,
+        overlap_param_gather=overlap_param_gather,
+        clip_grad=optimizer.clip_grad,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+    )
+
+
+def set_rates(optimizer: ChainedOptimizer, learning_rate: float, weight_decay: float) -> None:
+    """Give every parameter group this step's learning rate and weight decay (times the group's own factor)."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)

@@ -1,0 +1,84 @@
+"""What every scheme asks of megatron-core, from our configuration."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_ext.config.schema import Config
+from megatron_ext.device.protocol import Device
+from megatron_ext.model.initialize import initialize
+from megatron_ext.optim.settings import optimizer_config
+
+
+def ddp_config(config: Config, **scheme: Any) -> DistributedDataParallelConfig:
+    """How gradients are reduced over the data-parallel ranks.
+
+    Args:
+        scheme: settings of one scheme, added to or in place of what all have in common.
+    """
+    training, layout = config.training, config.layout
+    common = {
+        "grad_reduce_in_fp32": training.accumulate_allreduce_grads_in_fp32,
+        "overlap_param_gather": layout.overlap_param_gather,
+        "use_distributed_optimizer": layout.use_distributed_optimizer,
+        "num_distributed_optimizer_instances": layout.num_distributed_optimizer_instances,
+        "bucket_size": layout.ddp_bucket_size,
+        "overlap_grad_reduce": layout.overlap_grad_reduce,
+    }
+    return DistributedDataParallelConfig(**(common | scheme))
+
+
+def initialized(
+    chunks: Sequence[torch.nn.Module],
+    config: Config,
+    core: TransformerConfig,
+    groups: ProcessGroupCollection,
+    device: Device,
+) -> list[torch.nn.Module]:
+    """The chunks on the device, with their initial weights, in what 16-bit training puts around them."""
+    for chunk in chunks:
+        chunk.to(device.torch_device)
+    if config.training.bf16 or config.training.fp16:
+        chunks = [Float16Module(core, chunk) for chunk in chunks]
+    initialize(chunks, config, groups)
+    return list(chunks)
+
+
+def optimizer_settings(config: Config, *, distributed: bool) -> OptimizerConfig:
+    """megatron-core's optimizer settings.
+
+    Args:
+        distributed: whether to use its distributed optimizer.
+    """
+    return optimizer_config(
+        config, use_distributed_optimizer=distributed, overlap_param_gather=config.layout.overlap_param_gather
+    )
+
+
+def build_optimizer(
+    chunks: Sequence[torch.nn.Module], settings: OptimizerConfig, groups: ProcessGroupCollection
+) -> Any:
+    """megatron-core's optimizer over wrapped chunks whose weights are already initialized."""
+    modules: Any = list(chunks)
+    return get_megatron_optimizer(settings, modules, use_gloo_process_groups=False, pg_collection=groups)
+
+
+def fused(optimizer: ChainedOptimizer) -> ChainedOptimizer:
+    """The same, with torch's Adam asked for its fused kernel: one call for all tensors instead of a Python loop."""
+    for inner in optimizer.chained_optimizers:
+        if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for group in inner.optimizer.param_groups:
+                group["fused"] = True
+    return optimizer
+
+
+def for_chunks(functions: list) -> Any:
+    """megatron-core wants a function for one model chunk and a list for several."""
+    return functions[0] if len(functions) == 1 else functions

@@ -1,0 +1,118 @@
+"""What a sharding scheme does for the rest of the program, which does not ask which scheme it is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from torch.distributed import ProcessGroup
+
+from megatron_ext.config.schema import Config
+from megatron_ext.device.protocol import Device
+
+Reduced = Iterator[tuple[torch.nn.Parameter, torch.Tensor]]
+"""Parameters of the model, each with its whole reduced gradient."""
+
+
+class Watcher(Protocol):
+    """Who wants to see this rank's own gradients before they are mixed with those of other ranks."""
+
+    def register(self, chunk: _BaseDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+        """Learn the parameters of `chunk`, and return them with their global names. Call it once for each chunk."""
+        ...
+
+    def watch(self, name: str, weight: torch.Tensor) -> None:
+        """Look at every gradient that autograd makes of `weight`, which `name` is the global name of."""
+        ...
+
+    def before_reduction(self, parameters: Sequence[Any]) -> None:
+        """Look at the `main_grad` of `parameters`, which are complete on this rank and about to be reduced."""
+        ...
+
+
+class Sharding(ABC):
+    """One scheme, for one run. `choose.sharding_of` makes it."""
+
+    builds_on_meta = False
+    """Whether model chunks are built on the meta device, since no rank may hold all of their weights."""
+
+    lives_on_host = False
+    """Whether weights, gradients and optimizer state are kept in host memory, and are communicated from there."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    @property
+    def host_memory_flags(self) -> tuple[str, ...]:
+        """The flags that were given to keep something in host memory that would be on the device."""
+        return ()
+
+    @abstractmethod
+    def shard(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        core: TransformerConfig,
+        groups: ProcessGroupCollection,
+        device: Device,
+    ) -> Sequence[_BaseDataParallel]:
+        """Wrap the chunks that `model.gpt.build_model` built, initialized, and wired into the pipeline schedule.
+
+        Args:
+            core: gets the hooks by which the schedule starts or skips reductions.
+        """
+
+    @abstractmethod
+    def optimizer(
+        self, chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection, device: Device
+    ) -> ChainedOptimizer:
+        """Build the optimizer of wrapped chunks."""
+
+    @abstractmethod
+    def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
+        """All parameters are up to date inside."""
+
+    def weights_in_place(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
+        """The parameters of the modules are the model's weights inside, whatever their values."""
+        return nullcontext()
+
+    @abstractmethod
+    def reduced_gradients(self, chunk: _BaseDataParallel) -> Reduced:
+        """Yield every parameter of the chunk with its reduced gradient, whole. Collective over data-parallel ranks."""
+
+    @abstractmethod
+    def watch(self, chunk: _BaseDataParallel, watcher: Watcher) -> None:
+        """Let `watcher` see this rank's gradients of the chunk before their reduction."""
+
+    @abstractmethod
+    def holders_of_one_copy(
+        self, optimizer: ChainedOptimizer, groups: ProcessGroupCollection
+    ) -> tuple[ProcessGroup, ProcessGroup]:
+        """The ranks that hold one copy of the model together: of routed experts' matrices the second, of others the
+        first."""
+
+    @abstractmethod
+    def held_weights(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
+        """Yield what lies in memory of the weights of the chunk between steps."""
+
+    @abstractmethod
+    def held_gradients(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
+        """Yield what lies in memory of its gradients, those that hang on the optimizer's own tensors aside."""
+
+    def clip(self, optimizer: ChainedOptimizer, most: float, norm: float) -> None:
+        """Scale the gradients down to a norm of `most` where their `norm`, over all ranks, is more."""
+        for part in optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32([*part.get_parameters()], most, norm)
+
+    def finish_update(self, optimizer: ChainedOptimizer) -> None:  # noqa: B027 (most have nothing to free)
+        """Free what only the update needed. Call it after every update."""
+
+    def reload_masters(self, optimizer: ChainedOptimizer) -> None:
+        """Make every fp32 master from the weights of the model; where rows are the masters, the weights from them."""
+        for part in optimizer.chained_optimizers:
+            part.reload_model_params()
