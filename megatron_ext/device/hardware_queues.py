@@ -27,7 +27,7 @@ def wants_one_queue(layout: LayoutConfig, capability: int | None) -> bool:
         capability: major compute capability of the oldest GPU; None where it is unknown, which counts as old.
     """
     overlaps = layout.tensor_model_parallel_size > 1 or layout.context_parallel_size > 1
-    return overlaps and not _sharded(layout) and (capability is None or capability < _BLACKWELL)
+    return overlaps and not layout.needs_several_hardware_queues and (capability is None or capability < _BLACKWELL)
 
 
 def mistake(layout: LayoutConfig, capability: int | None, given: str | None) -> tuple[str, str] | None:
@@ -41,7 +41,7 @@ def mistake(layout: LayoutConfig, capability: int | None, given: str | None) -> 
             "before Blackwell, tensor- and context-parallel communication overlaps with 1 hardware queue alone",
             f"unset {VARIABLE}: the program sets 1",
         )
-    if given == "1" and _sharded(layout):
+    if given == "1" and layout.needs_several_hardware_queues:
         return "the communication of FSDP overlaps with more than 1 hardware queue", f"unset {VARIABLE}"
     return None
 
@@ -76,7 +76,3 @@ def compute_capability(library: str = "libnvidia-ml.so.1") -> int | None:
         return None if failed else major.value
     finally:
         nvml.nvmlShutdown()
-
-
-def _sharded(layout: LayoutConfig) -> bool:
-    return layout.use_torch_fsdp2 or layout.use_megatron_fsdp

@@ -29,8 +29,8 @@ class GPT(GPTModel):
     true_vocab_size: int
     restarts_positions: bool
     """Positions are those of `position_ids`, which begin anew with each document."""
-    reads_output_weight: bool
-    """Whether the output layer's weight is there outside of its own forward pass; under ZeRO-3 it is not."""
+    reads_output_weight = True
+    """Whether the output layer's weight is there outside of its own forward pass, or is only gathered for that."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -146,7 +146,6 @@ def _build_chunk(
         rotary = RotaryTable if model.transformer_impl == "local" else ScaledRotaryEmbedding
         gpt.rotary_pos_emb = rotary(_rotated(config), transformer_config, pg_collection)
     gpt.restarts_positions = config.data.reset_position_ids
-    gpt.reads_output_weight = True
     gpt.true_vocab_size = config.data.vocab_size or model.padded_vocab_size
     if gpt.post_process:
         _mask_vocabulary_padding(gpt, config, pg_collection.tp)

@@ -23,7 +23,10 @@ from megatron_ext.sharding.engine import (
     fused,
     initialized,
     optimizer_settings,
+    updating,
 )
+from megatron_ext.sharding.flat_shards import FlatPart
+from megatron_ext.sharding.parts import OptimizerPart
 from megatron_ext.sharding.protocol import Reduced, Sharding, Watcher
 
 
@@ -66,6 +69,10 @@ class DataParallel(Sharding):
     ) -> ChainedOptimizer:
         settings = optimizer_settings(self.config, distributed=self.config.layout.use_distributed_optimizer)
         return fused(build_optimizer(chunks, settings, groups))
+
+    def parts(self, optimizer: ChainedOptimizer) -> list[OptimizerPart]:
+        kind = FlatPart if self.config.layout.use_distributed_optimizer else OptimizerPart
+        return updating(optimizer, kind)
 
     @contextmanager
     def gathered(self, chunks: Sequence[Any]) -> Iterator[None]:

@@ -1,20 +1,23 @@
 """What every scheme asks of megatron-core, from our configuration."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.initialize import initialize
 from megatron_ext.optim.settings import optimizer_config
+from megatron_ext.sharding.parts import OptimizerPart
 
 
 def ddp_config(config: Config, **scheme: Any) -> DistributedDataParallelConfig:
@@ -51,7 +54,7 @@ def initialized(
     return list(chunks)
 
 
-def optimizer_settings(config: Config, *, distributed: bool) -> OptimizerConfig:
+def optimizer_settings(config: Config, *, distributed: bool) -> CoreOptimizerConfig:
     """megatron-core's optimizer settings.
 
     Args:
@@ -63,7 +66,7 @@ def optimizer_settings(config: Config, *, distributed: bool) -> OptimizerConfig:
 
 
 def build_optimizer(
-    chunks: Sequence[torch.nn.Module], settings: OptimizerConfig, groups: ProcessGroupCollection
+    chunks: Sequence[torch.nn.Module], settings: CoreOptimizerConfig, groups: ProcessGroupCollection
 ) -> Any:
     """megatron-core's optimizer over wrapped chunks whose weights are already initialized."""
     modules: Any = list(chunks)
@@ -77,6 +80,16 @@ def fused(optimizer: ChainedOptimizer) -> ChainedOptimizer:
             for group in inner.optimizer.param_groups:
                 group["fused"] = True
     return optimizer
+
+
+def updating(optimizer: ChainedOptimizer, kind: type[OptimizerPart]) -> list[OptimizerPart]:
+    """The parts of `optimizer`, all of one kind, but for those that have nothing to update on this rank."""
+    return [kind(core) for core in optimizer.chained_optimizers if core.optimizer is not None]
+
+
+def torch_rule(config: OptimizerConfig) -> Any:
+    """What makes torch's own optimizer of parameters or groups of them."""
+    return partial(torch.optim.AdamW, fused=True) if config.optimizer == "adam" else torch.optim.SGD
 
 
 def for_chunks(functions: list) -> Any:

@@ -41,8 +41,7 @@ from megatron_ext.device.protocol import Device
 from megatron_ext.model.initialize import initialize
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import RowShard, local_part, mark
-from megatron_ext.sharding.engine import build_optimizer, ddp_config, fused, optimizer_settings
-from megatron_ext.sharding.host_memory import torch_rule
+from megatron_ext.sharding.engine import build_optimizer, ddp_config, fused, optimizer_settings, torch_rule
 from megatron_ext.sharding.protocol import Watcher
 from megatron_ext.sharding.row_shards import HostRowOptimizer, RowSharding, RowShardOptimizer, local_gradient
 

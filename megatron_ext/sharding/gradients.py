@@ -1,12 +1,11 @@
 """The gradients that an update would use, on this rank. All of it after `prepare_grads`."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megatron_ext.sharding.parts import main_parameters
+from megatron_ext.sharding.parts import OptimizerPart
 
 
 def outside_norm(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
@@ -23,10 +22,9 @@ def outside_norm(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
                 yield main.grad
 
 
-def gradients_of_update(optimizer: ChainedOptimizer) -> Iterator[tuple[Any, torch.Tensor]]:
+def gradients_of_update(parts: Iterable[OptimizerPart]) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Yield each parameter of the model that has a gradient, with this rank's part of it."""
-    for part in optimizer.chained_optimizers:
-        if part.optimizer is not None:
-            for parameter, main in main_parameters(part):
-                if main.grad is not None:
-                    yield parameter, main.grad
+    for part in parts:
+        for parameter, main in part.main_parameters():
+            if main.grad is not None:
+                yield parameter, main.grad

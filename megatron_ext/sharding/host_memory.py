@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.device.protocol import Device
-from megatron_ext.sharding.parts import main_parameters, own_part
+from megatron_ext.sharding.engine import torch_rule
+from megatron_ext.sharding.parts import OptimizerPart
 from megatron_ext.sharding.protocol import Reduced, Sharding, Watcher
 
 Group = dict[str, Any]
@@ -62,10 +63,15 @@ class InHostMemory(Sharding):
         self, chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection, device: Device
     ) -> ChainedOptimizer:
         optimizer = self._scheme.optimizer(chunks, groups, device)
-        for part in optimizer.chained_optimizers:
-            if part.optimizer is not None:
-                part.optimizer = HostOptimizer(part, self.config.optimizer, pin=device.kind == "cuda")
+        for part in self._scheme.parts(optimizer):
+            part.core.optimizer = HostOptimizer(part, self.config.optimizer, pin=device.kind == "cuda")
         return optimizer
+
+    def parts(self, optimizer: ChainedOptimizer) -> list[OptimizerPart]:
+        parts = self._scheme.parts(optimizer)
+        for part in parts:
+            part.updater = part.core.optimizer
+        return parts
 
     def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
         return self._scheme.gathered(chunks)
@@ -95,43 +101,35 @@ class InHostMemory(Sharding):
 
     def finish_update(self, optimizer: ChainedOptimizer) -> None:
         self._scheme.finish_update(optimizer)
-        for rule in _host_optimizers(optimizer):
-            rule.release()
+        for part in self.parts(optimizer):
+            part.core.optimizer.release()
 
     @torch.no_grad()
     def reload_masters(self, optimizer: ChainedOptimizer) -> None:
-        for part in optimizer.chained_optimizers:
-            rule: Any = part.optimizer
-            if rule is None:
-                part.reload_model_params()
-                continue
-            for weight, main in main_parameters(part):
+        for part in self.parts(optimizer):
+            for weight, main in part.main_parameters():
                 if main.dtype != weight.dtype:
-                    master = rule.master_of(main)
-                    master.copy_(own_part(part, weight, weight).view_as(master))
-            rule.refresh()
-
-
-def _host_optimizers(optimizer: ChainedOptimizer) -> list[Any]:
-    return [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
+                    master = part.updater.master_of(main)
+                    master.copy_(part.own(weight, weight).view_as(master))
+            part.updater.refresh()
 
 
 class HostOptimizer(HybridDeviceOptimizer):
-    """Updates part of the tensors of `part` in host memory, the rest as before.
+    """Updates some of the tensors of `part` in host memory, the rest as before. It is the part's `Updater`.
 
     Args:
-        part: one of megatron-core's optimizers, before its first update.
+        part: before its first update.
         pin: whether there is a device to pin host memory for.
     """
 
-    def __init__(self, part: MegatronOptimizer, config: OptimizerConfig, *, pin: bool):
+    def __init__(self, part: OptimizerPart, config: OptimizerConfig, *, pin: bool):
         self._pin_masters = pin and not config.no_pin_cpu_params
-        self._masters = {id(main) for weight, main in main_parameters(part) if main.dtype != weight.dtype}
+        self._masters = {id(main) for weight, main in part.main_parameters() if main.dtype != weight.dtype}
         super().__init__(
-            part.optimizer.param_groups,
+            part.core.optimizer.param_groups,
             offload_fraction=config.optimizer_offload_fraction,
             cpu_optimizer_cls=torch_rule(config),
-            gpu_optimizer_cls=partial(_device_rule, part.optimizer, config),
+            gpu_optimizer_cls=partial(_device_rule, part.core.optimizer, config),
             pin_cpu_grads=pin and not config.no_pin_cpu_grads,
             pin_cpu_params=self._pin_masters,
             overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
@@ -209,47 +207,8 @@ class HostOptimizer(HybridDeviceOptimizer):
         self._away = [main for main in self.gpu_params_map_cpu_copy if id(main) in self._masters]
 
 
-class OnDevice:
-    """Who updates the tensors of an optimizer: one of torch's, where they lie."""
-
-    def __init__(self, rule: torch.optim.Optimizer):
-        self._rule = rule
-
-    @property
-    def rules(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers that update."""
-        return [self._rule]
-
-    @property
-    def host_rules(self) -> list[torch.optim.Optimizer]:
-        """Those of them that do it in host memory, for weights on the device."""
-        return []
-
-    def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-        """Which of them updates `main`, and the tensor by which it knows it: its state's key and its newest value."""
-        return self._rule, main
-
-    def master_of(self, main: torch.Tensor) -> torch.Tensor:
-        """Where the values of `main` are between updates."""
-        return main
-
-    def refresh(self) -> None:
-        """Call it after weights of the model that are updated here were changed by another."""
-
-
-def updater(part: MegatronOptimizer) -> HostOptimizer | OnDevice:
-    """Who updates the tensors of `part`."""
-    rule: Any = part.optimizer
-    return rule if isinstance(rule, HostOptimizer) else OnDevice(rule)
-
-
 def _host_copy(main: torch.Tensor, *, pin: bool) -> torch.Tensor:
     return torch.empty(main.shape, dtype=main.dtype, device="cpu", pin_memory=pin).copy_(main.detach())
-
-
-def torch_rule(config: OptimizerConfig) -> Any:
-    """What makes torch's own optimizer of parameters or groups of them."""
-    return partial(torch.optim.AdamW, fused=True) if config.optimizer == "adam" else torch.optim.SGD
 
 
 def _device_rule(built: torch.optim.Optimizer, config: OptimizerConfig, groups: list[Group]) -> torch.optim.Optimizer:

@@ -1,46 +1,132 @@
-"""megatron-core's optimizers, of which a chain has one or several: what they update, and which part of the state this
-rank keeps."""
+"""The optimizers of a run as the rest of the program sees them: what they update, who updates it, and what of the state
+this rank keeps, saves and reads."""
 
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from torch.distributed import ProcessGroup
 
-from megatron_ext.sharding.row_shards import RowShards
+MASTER = "param"
+"""The state that a 16-bit weight's fp32 master copy is saved as, under megatron-core's name."""
+
+State = Mapping[str, torch.Tensor]
+"""The optimizer's tensors for one weight, by their name ("exp_avg")."""
 
 
-def main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """(weight of the model, what the optimizer updates: itself, its fp32 copy, or a flat shard of either)."""
-    if isinstance(part, RowShards):
-        yield from part.weights
-    elif isinstance(part, DistributedOptimizer):
-        for parameter, (group, index) in part.model_param_group_index_map.items():
-            yield parameter, part.optimizer.param_groups[group]["params"][index]
-    elif isinstance(part, FP32Optimizer):
-        for group in part.optimizer.param_groups:
-            yield from zip(group["params"], group["params"], strict=True)
-    else:
-        for weights, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+@dataclass(frozen=True)
+class Exchange:
+    """How the shards of a distributed optimizer's state move between its ranks."""
+
+    group_of: Callable[[ProcessGroup], ProcessGroup]
+    """From the optimizer's group to the one of the same ranks that moves them."""
+    device: torch.device | None
+    """Where they lie; None: where the gradients do."""
+
+
+IN_PLACE = Exchange(lambda group: group, None)
+"""By the groups of the training, which must not use them meanwhile."""
+
+
+class Updater(Protocol):
+    """Who updates the tensors of an optimizer."""
+
+    @property
+    def rules(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers that update, on the device or in host memory."""
+        ...
+
+    @property
+    def host_rules(self) -> list[torch.optim.Optimizer]:
+        """Those of them that do it in host memory, for weights on the device."""
+        ...
+
+    def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
+        """Which of them updates `main`, and the tensor by which it knows it: its state's key and its newest value."""
+        ...
+
+    def master_of(self, main: torch.Tensor) -> torch.Tensor:
+        """The tensor that holds the values of `main` between updates."""
+        ...
+
+    def refresh(self) -> None:
+        """Take over the values of `main` tensors that others have changed. Call it after such a change."""
+        ...
+
+
+class OnDevice:
+    """One of torch's optimizers, which updates tensors where they lie."""
+
+    def __init__(self, rule: torch.optim.Optimizer):
+        self.rules = [rule]
+        self.host_rules: list[torch.optim.Optimizer] = []
+
+    def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
+        return self.rules[0], main
+
+    def master_of(self, main: torch.Tensor) -> torch.Tensor:
+        return main
+
+    def refresh(self) -> None:
+        """There is no second copy."""
+
+
+class OptimizerPart:
+    """One of megatron-core's optimizers, of which a run has one or several, each for some of its weights.
+
+    This class is for those whose whole state every data-parallel rank keeps; each way to divide it has a subclass.
+
+    Args:
+        core: megatron-core's optimizer.
+    """
+
+    divides_state = False
+    """Whether data-parallel ranks divide the state among themselves."""
+
+    def __init__(self, core: MegatronOptimizer):
+        self.core: Any = core
+        self.updater: Updater = OnDevice(self.core.optimizer)
+
+    def main_parameters(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Yield every weight of the model with what is updated: itself, its fp32 copy, or a shard of either."""
+        if isinstance(self.core, FP32Optimizer):
+            for group in self.core.optimizer.param_groups:
+                yield from zip(group["params"], group["params"], strict=True)
+            return
+        for weights, copies in zip(self.core.float16_groups, self.core.fp32_from_float16_groups, strict=True):
             yield from zip(weights, copies, strict=True)
-        for weights in part.fp32_from_fp32_groups:
+        for weights in self.core.fp32_from_fp32_groups:
             yield from zip(weights, weights, strict=True)
 
+    def saves_master(self, weight: torch.nn.Parameter) -> bool:
+        """Whether the state of `weight` includes an fp32 master, since the weight is saved in 16 bits."""
+        return weight.dtype != torch.float32
 
-def is_sharded(part: MegatronOptimizer) -> bool:
-    """Whether data-parallel ranks divide the state among themselves."""
-    return isinstance(part, DistributedOptimizer | RowShards)
-
-
-def is_flat(part: MegatronOptimizer) -> TypeGuard[DistributedOptimizer]:
-    """Whether a rank's shard is a flat range of all weights one after another, rather than rows of each."""
-    return isinstance(part, DistributedOptimizer) and not isinstance(part, RowShards)
-
-
-def own_part(part: MegatronOptimizer, weight: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-    """Of `values`, which are shaped as `weight`, those that `part` updates on this rank."""
-    if not is_flat(part):
+    def own(self, weight: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+        """Return those of `values`, which are shaped as `weight` is on this rank, that this rank updates."""
         return values
-    own = part._get_model_param_range_map(weight)["param"]
-    return values.view(-1)[own.start : own.end]
+
+    def to_read(self, weight: torch.nn.Parameter, state: State) -> State:
+        """Return tensors that a checkpoint's state of `weight` can be read into.
+
+        Args:
+            state: of `weight`, as this rank keeps it.
+        """
+        return state
+
+    def to_save(
+        self, states: Mapping[int, State], moments: Sequence[str], exchange: Exchange
+    ) -> tuple[Mapping[int, State], int | None]:
+        """Return the state that this rank writes. Collective over data-parallel ranks that divide it in flat ranges.
+
+        Args:
+            states: what this rank keeps (or a copy of it), by the weight's id().
+            moments: names of the optimizer's tensors, masters aside.
+            exchange: how shards move between ranks.
+        Returns:
+            The state by the weight's id(), and the data-parallel rank that writes it in place of the one that writes
+            the weight; None where that is the same.
+        """
+        return states, None

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import Config
 from megatron_ext.device.protocol import Device
+from megatron_ext.sharding.parts import OptimizerPart
 
 Reduced = Iterator[tuple[torch.nn.Parameter, torch.Tensor]]
 """Parameters of the model, each with its whole reduced gradient."""
@@ -74,6 +75,10 @@ class Sharding(ABC):
         """Build the optimizer of wrapped chunks."""
 
     @abstractmethod
+    def parts(self, optimizer: ChainedOptimizer) -> list[OptimizerPart]:
+        """Return the parts of `optimizer` that update weights on this rank, always in the same order."""
+
+    @abstractmethod
     def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
         """All parameters are up to date inside."""
 
@@ -114,5 +119,5 @@ class Sharding(ABC):
 
     def reload_masters(self, optimizer: ChainedOptimizer) -> None:
         """Make every fp32 master from the weights of the model; where rows are the masters, the weights from them."""
-        for part in optimizer.chained_optimizers:
-            part.reload_model_params()
+        for part in self.parts(optimizer):
+            part.core.reload_model_params()

@@ -1,7 +1,7 @@
 """What FSDP2 and Megatron-FSDP have in common: rows of every weight, and optimizers over this rank's as plain tensors.
 torch's update rules, norms and clipping then do not know of shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,11 +11,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from megatron_ext.parallel.rows import row_shard
+from megatron_ext.sharding.engine import updating
+from megatron_ext.sharding.parts import OptimizerPart
 from megatron_ext.sharding.protocol import Reduced, Sharding
 
 
 class RowSharding(Sharding):
     """A scheme whose weights are divided into rows."""
+
+    def parts(self, optimizer: ChainedOptimizer) -> list[OptimizerPart]:
+        return updating(optimizer, RowPart)
 
     def reduced_gradients(self, chunk: _BaseDataParallel) -> Reduced:
         for parameter in chunk.parameters():
@@ -59,6 +64,18 @@ class RowShards:
     def attach_gradients(self) -> None:
         for source, (_, rows) in zip(self._sources, self.weights, strict=True):
             rows.grad = local_gradient(source)
+
+
+class RowPart(OptimizerPart):
+    """An optimizer over rows. They are fp32, whatever the weights are computed with and saved in."""
+
+    divides_state = True
+
+    def main_parameters(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        yield from self.core.weights
+
+    def saves_master(self, weight: torch.nn.Parameter) -> bool:
+        return self.core.compute_dtype != torch.float32
 
 
 class RowShardOptimizer(RowShards, FP32Optimizer):

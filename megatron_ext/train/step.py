@@ -238,4 +238,4 @@ def _bad_weight(run: Run) -> Finding | None:
 
 
 def _bad_reduced(run: Run) -> Finding | None:
-    return run.gradient_watch.in_reduced_gradients(gradients_of_update(run.optimizer))
+    return run.gradient_watch.in_reduced_gradients(gradients_of_update(run.sharding.parts(run.optimizer)))

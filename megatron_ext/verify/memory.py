@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ext.sharding.host_memory import updater
 from megatron_ext.train.run import Run
 
 
@@ -53,24 +52,23 @@ def _weights(run: Run) -> Iterator[torch.Tensor | None]:
 def _gradients(run: Run) -> Iterator[torch.Tensor | None]:
     for chunk in run.chunks:
         yield from run.sharding.held_gradients(chunk)
-    for part in run.optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
+    for part in run.sharding.parts(run.optimizer):
+        for group in part.core.optimizer.param_groups:
             yield from (parameter.grad for parameter in group["params"])
 
 
 def _optimizer(run: Run) -> Iterator[torch.Tensor | None]:
-    for part in run.optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
+    for part in run.sharding.parts(run.optimizer):
+        for group in part.core.optimizer.param_groups:
             yield from group["params"]
-        updates = updater(part)
-        for rule in updates.rules:
-            if rule not in updates.host_rules:
+        for rule in part.updater.rules:
+            if rule not in part.updater.host_rules:
                 yield from _state(rule)
 
 
 def _host(run: Run) -> Iterator[torch.Tensor | None]:
-    for part in run.optimizer.chained_optimizers:
-        for rule in updater(part).host_rules:
+    for part in run.sharding.parts(run.optimizer):
+        for rule in part.updater.host_rules:
             for group in rule.param_groups:
                 yield from group["params"]
                 yield from (parameter.grad for parameter in group["params"])

@@ -168,8 +168,6 @@ def _reload() -> list[bool]:
     from megatron_ext import device
 
     device.install("cpu")
-    from megatron_ext.sharding.host_memory import updater
-    from megatron_ext.sharding.parts import main_parameters
 
     found = []
     for flags in (f"--bf16 {HOST}", f"--bf16 {SHARDED} {HALF}", HOST):
@@ -178,9 +176,9 @@ def _reload() -> list[bool]:
             for weight in chunk.parameters():
                 weight.data.fill_(0.75)
         run.sharding.reload_masters(run.optimizer)
-        [part] = run.optimizer.chained_optimizers
-        found += [bool((updater(part).master_of(main) == 0.75).all()) for _, main in main_parameters(part)]
-        found += [bool((copy == 0.75).all()) for copy in part.optimizer.gpu_params_map_cpu_copy.values()]
+        [part] = run.sharding.parts(run.optimizer)
+        found += [bool((part.updater.master_of(main) == 0.75).all()) for _, main in part.main_parameters()]
+        found += [bool((copy == 0.75).all()) for copy in part.core.optimizer.gpu_params_map_cpu_copy.values()]
     return found
 
 

@@ -29,13 +29,14 @@ class Loaded:
 
 def _look(folder: str | None, flags: list[str]) -> Loaded:
     from megatron_ext.checkpoint.native.load import load_checkpoint
-    from megatron_ext.checkpoint.native.optimizer_state import parts, step_count
+    from megatron_ext.checkpoint.native.optimizer_state import step_count
 
     run = _build(flags)
     if folder is not None:
         load_checkpoint(run, folder)
-    states: list[Any] = [state for part in parts(run.optimizer) for state in part.optimizer.state.values()]
-    groups = [group for part in parts(run.optimizer) for group in part.optimizer.param_groups]
+    parts = run.sharding.parts(run.optimizer)
+    states: list[Any] = [state for part in parts for state in part.core.optimizer.state.values()]
+    groups = [group for part in parts for group in part.core.optimizer.param_groups]
     return Loaded(
         iteration=run.state.iteration,
         samples=run.state.consumed_samples,
@@ -43,7 +44,7 @@ def _look(folder: str | None, flags: list[str]) -> Loaded:
         weights=sum(float(weight.double().abs().sum()) for chunk in run.chunks for weight in chunk.parameters()),
         masters=sum(float(main.bfloat16().double().abs().sum()) for group in groups for main in group["params"]),
         moments=sum(float(state["exp_avg"].abs().sum()) for state in states if "exp_avg" in state),
-        updates=step_count(run.optimizer),
+        updates=step_count(parts),
         rng=bytes(torch.get_rng_state().numpy()),
     )
 

@@ -178,7 +178,7 @@ def test_only_the_file_of_a_family_knows_the_family() -> None:
 
 
 # Fields of the configuration that choose how data-parallel ranks divide the model; `sharding/` reads them.
-OF_SHARDING = {
+FIELDS_OF_SHARDING = {
     "use_torch_fsdp2",
     "torch_fsdp2_cpu_offload",
     "torch_fsdp2_no_reshard_after_forward",
@@ -188,31 +188,43 @@ OF_SHARDING = {
     "use_distributed_optimizer",
     "overlap_param_gather",
     "overlap_grad_reduce",
+    "ddp_bucket_size",
     "optimizer_cpu_offload",
     "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_torch_optimizer_for_cpu_offload",
+    "no_pin_cpu_params",
+    "no_pin_cpu_grads",
 }
 READS_FIELDS_OF_SHARDING = {
     "sharding/": "the schemes",
     "config/": "declares and resolves them, and counts bytes by them, without torch",
-    "plan/": "counts bytes and traffic by them, without torch",
+    "plan/": "chooses them, and counts traffic by them, without torch",
     "rules/": "judge what was typed, by the flags that were typed",
     "foreign/": "translates the flags of others",
-    "doctor/": "judges the environment by what was typed",
-    "device/hardware_queues.py": "sets an environment variable before torch may be imported",
 }
+# What others may import; a scheme's file is its own.
+DOORS_OF_SHARDING = {"choose", "protocol", "parts", "gradients"}
 ENGINE_WRAPPERS = {
     "DistributedDataParallel",
     "TorchFullyShardedDataParallel",
     "FullyShardedDataParallel",
     "FSDPModule",
     "DTensor",
+    "FP32Optimizer",
+    "Float16OptimizerWithFloat16Params",
     "DistributedOptimizer",
     "HybridDeviceOptimizer",
 }
 
 
-def _may_know_of_sharding(path: Path) -> bool:
-    return str(path.relative_to(PACKAGE)).startswith(tuple(READS_FIELDS_OF_SHARDING))
+def _outside_sharding() -> list[Path]:
+    """Files of the package that may not know of schemes, and every program over it."""
+    package = [
+        path for path in sources() if not str(path.relative_to(PACKAGE)).startswith(tuple(READS_FIELDS_OF_SHARDING))
+    ]
+    programs = [path for folder in ("tools", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    return [*package, *programs, ROOT / "pretrain_gpt.py"]
 
 
 def _wrappers() -> set[str]:
@@ -239,21 +251,45 @@ def _tests_of_type(tree: ast.Module) -> set[str]:
 
 
 def _asks_for_the_scheme(source: str, wrappers: set[str]) -> set[str]:
+    """The fields that a file reads, the classes that it tests for and the schemes that it imports."""
     tree = ast.parse(source)
-    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & OF_SHARDING
-    return read | (_tests_of_type(tree) & wrappers)
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & FIELDS_OF_SHARDING
+    imported = {
+        module.split(".")[2]
+        for node in ast.walk(tree)
+        for module in _modules(node)
+        if module.startswith("megatron_ext.sharding.")
+    }
+    return read | (_tests_of_type(tree) & wrappers) | (imported - DOORS_OF_SHARDING)
+
+
+def _modules(node: ast.AST) -> list[str]:
+    """What an import names: of `from a import b`, "a.b"."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
 def test_nobody_asks_which_sharding_scheme_it_is() -> None:
     """Everyone else calls the protocol of `sharding/`, so that a new scheme is one file."""
     wrappers = _wrappers()
-    others = {
-        str(path.relative_to(PACKAGE)): sorted(asked)
-        for path in sources()
-        if not _may_know_of_sharding(path)
-        and (asked := _asks_for_the_scheme(path.read_text(encoding="utf-8"), wrappers))
+    asked = {
+        str(path.relative_to(ROOT)): _asks_for_the_scheme(path.read_text(encoding="utf-8"), wrappers)
+        for path in _outside_sharding()
     }
+    others = {name: sorted(what) for name, what in asked.items() if what}
     assert not others, f"call the run's sharding (sharding/protocol.py) instead: {others}"
+
+
+def test_fields_of_sharding_are_fields_and_their_readers_read_them() -> None:
+    read: dict[str, set[str]] = {room: set() for room in READS_FIELDS_OF_SHARDING}
+    for room, fields in read.items():
+        for path in (PACKAGE / room).rglob("*.py"):
+            words = path.read_text(encoding="utf-8").replace("-", "_")
+            fields |= {field for field in FIELDS_OF_SHARDING if field in words}
+    assert read["config/"] == FIELDS_OF_SHARDING
+    assert read["sharding/"] == FIELDS_OF_SHARDING
+    assert all(read.values())
 
 
 @pytest.mark.parametrize(
@@ -264,6 +300,9 @@ def test_nobody_asks_which_sharding_scheme_it_is() -> None:
         "isinstance(part, (str, optimizer.DistributedOptimizer))",
         "type(part.optimizer) is HostOptimizer",
         "match chunk:\n    case MegatronFSDPChunk(): pass",
+        "from megatron_ext.sharding.fsdp2 import TorchFSDP",
+        "from megatron_ext.sharding import ddp",
+        "import megatron_ext.sharding.host_memory as host",
     ],
 )
 def test_asking_for_the_scheme_is_found(source: str) -> None:

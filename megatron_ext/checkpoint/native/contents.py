@@ -25,6 +25,7 @@ from megatron_ext.checkpoint.native.saved_rows import joined, pieces
 from megatron_ext.checkpoint.native.snapshot import Copy
 from megatron_ext.model.names import unwrapped
 from megatron_ext.parallel.rows import RowShard, row_shard
+from megatron_ext.sharding.parts import Exchange, OptimizerPart
 
 # What megatron-core's readers want to know of the tensors' names and cuts.
 CONTENT_METADATA = {
@@ -76,9 +77,9 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> Taken:
             for weight in models.weights.values()
             if is_main_replica(weight.replica_id)  # pyright: ignore[reportAttributeAccessIssue]
         }
-        taken = optimizer_state.take(run.optimizer, run.config.optimizer, copy, written)
+        taken = optimizer_state.take(_optimizer_parts(run), run.config.optimizer, copy, written)
         others |= {
-            "optimizer_step": optimizer_state.step_count(run.optimizer),
+            "optimizer_step": optimizer_state.step_count(_optimizer_parts(run)),
             "grad_scaler": _grad_scaler_state(run),
         }
     if not run.config.checkpoint.no_save_rng:
@@ -86,7 +87,7 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> Taken:
     return Taken(models, state_dict, taken, others)
 
 
-def to_save(taken: Taken, exchange: optimizer_state.Exchange) -> ShardedStateDict:
+def to_save(taken: Taken, exchange: Exchange) -> ShardedStateDict:
     """What this rank writes. Collective over the data-parallel ranks where they have shards of the optimizer."""
     state_dict = {**taken.state_dict, **taken.others}
     if taken.optimizer:
@@ -144,7 +145,7 @@ def to_load(run: Saveable, parts: Parts) -> Contents:
     contents = models_of(run)
     if parts.optimizer:
         contents.state_dict["optimizer"] = optimizer_state.state_to_load(
-            run.optimizer, run.config.optimizer, contents.weights
+            _optimizer_parts(run), run.config.optimizer, contents.weights
         )
     if parts.rng:
         contents.state_dict["rng_state"] = _rng_state(run)
@@ -179,13 +180,13 @@ def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, A
 
 
 def _restore_optimizer(run: Saveable, contents: Contents, loaded: dict[str, Any]) -> None:
-    optimizer_state.restore(run.optimizer, run.config.optimizer, contents.names, loaded.get("optimizer", {}))
+    optimizer_state.restore(_optimizer_parts(run), run.config.optimizer, contents.names, loaded.get("optimizer", {}))
     if contents.rows:
-        run.optimizer.reload_model_params()  # from rows to weights
-    optimizer_state.set_step_count(run.optimizer, loaded["optimizer_step"])
+        run.sharding.reload_masters(run.optimizer)  # where rows are the masters: from rows to weights
+    optimizer_state.set_step_count(_optimizer_parts(run), loaded["optimizer_step"])
     if loaded["grad_scaler"]:
-        for part in _scaled_parts(run):
-            part.grad_scaler.load_state_dict(
+        for scaler in _grad_scalers(run):
+            scaler.load_state_dict(
                 {**loaded["grad_scaler"], "scale": torch.tensor([loaded["grad_scaler"]["scale"]], dtype=torch.float32)}
             )
 
@@ -240,11 +241,16 @@ def _dtype(run: Saveable) -> torch.dtype:
     return getattr(torch, run.config.training.params_dtype)
 
 
-def _scaled_parts(run: Saveable) -> list[Any]:
-    return [part for part in optimizer_state.parts(run.optimizer) if getattr(part, "grad_scaler", None) is not None]
+def _optimizer_parts(run: Saveable) -> list[OptimizerPart]:
+    return run.sharding.parts(run.optimizer)
+
+
+def _grad_scalers(run: Saveable) -> list[Any]:
+    scalers = [getattr(part.core, "grad_scaler", None) for part in _optimizer_parts(run)]
+    return [scaler for scaler in scalers if scaler is not None]
 
 
 def _grad_scaler_state(run: Saveable) -> dict[str, float | int]:
     """Of the dynamic loss scale; empty without one. All parts scale alike."""
-    state = next((part.grad_scaler.state_dict() for part in _scaled_parts(run)), {})
+    state = next((scaler.state_dict() for scaler in _grad_scalers(run)), {})
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}

@@ -31,12 +31,12 @@ from megatron_ext.checkpoint.native.folder import (
     publish,
     saved_iterations,
 )
-from megatron_ext.checkpoint.native.optimizer_state import IN_PLACE, Exchange
 from megatron_ext.checkpoint.native.retention import remove_expired
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, as_it_is
 from megatron_ext.config.files import to_yaml
 from megatron_ext.errors import StorageError
+from megatron_ext.sharding.parts import IN_PLACE, Exchange
 
 
 def save_checkpoint(run: Saveable, folder: str | Path) -> Path:

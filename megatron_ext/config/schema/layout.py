@@ -129,6 +129,11 @@ class LayoutConfig:
         return self.microbatch_group_size_per_virtual_pipeline_stage or self.pipeline_model_parallel_size
 
     @property
+    def needs_several_hardware_queues(self) -> bool:
+        """Whether layers are gathered and reduced one by one (FSDP), which overlaps on several hardware queues."""
+        return self.use_torch_fsdp2 or self.use_megatron_fsdp
+
+    @property
     def model_parallel_size(self) -> int:
         """Ranks that work on the same samples: TP x CP x PP."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size

@@ -1,0 +1,100 @@
+"""The state of megatron-core's distributed optimizer: each rank keeps a flat range of all weights one after another,
+which cuts through weights anywhere. It is saved as whole weights, so that any layout can read it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed import ProcessGroup
+
+from megatron_ext.sharding.parts import MASTER, Exchange, OptimizerPart, State
+
+
+class FlatPart(OptimizerPart):
+    """megatron-core's distributed optimizer over DDP's buffers."""
+
+    divides_state = True
+    core: DistributedOptimizer
+
+    def main_parameters(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        for parameter, (group, index) in self.core.model_param_group_index_map.items():
+            yield parameter, self.core.optimizer.param_groups[group]["params"][index]
+
+    def own(self, weight: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+        own = self.core._get_model_param_range_map(weight)["param"]
+        return values.view(-1)[own.start : own.end]
+
+    def to_read(self, weight: torch.nn.Parameter, state: State) -> State:
+        """No rectangular cut of the saved tensor gives a flat range: whole weights are read."""
+        return {name: torch.empty(weight.shape, dtype=torch.float32) for name in state}
+
+    def to_save(
+        self, states: Mapping[int, State], moments: Sequence[str], exchange: Exchange
+    ) -> tuple[Mapping[int, State], int | None]:
+        gathered = _gather(self.core, states, moments, exchange)
+        return {id(weight): state for weight, state in gathered}, self.core.data_parallel_group.rank()
+
+
+def _gather(
+    core: DistributedOptimizer, states: Mapping[int, State], moments: Sequence[str], exchange: Exchange
+) -> Iterator[tuple[torch.nn.Parameter, State]]:
+    """Whole state of the weights that this rank writes, from the shards of all, bucket by bucket, in host memory.
+
+    A weight is written by the rank whose shard holds its beginning, so that every rank writes about as much as its
+    shard, and receives no more than what the last of its weights has on the ranks after it.
+    """
+    group = exchange.group_of(core.data_parallel_group)
+    for buffer, ranges in zip(core.buffers, core.gbuf_ranges, strict=True):
+        [bucket_ranges] = ranges.values()
+        for bucket, bucket_range in zip(buffer.buckets, bucket_ranges, strict=True):
+            places = [(*bucket.param_to_index[parameter], parameter) for parameter in bucket.params_list]
+            places.sort(key=lambda place: place[0])
+            size = bucket.grad_data.numel() // group.size()
+            spans = _spans([(start, end) for start, end, _ in places], size, group.size())
+            names = [*moments, *([MASTER] if buffer.param_dtype != torch.float32 else [])]
+            whole = {}
+            for name in names:
+                shard = torch.zeros(size, dtype=torch.float32, device=exchange.device or bucket.grad_data.device)
+                for parameter, parameter_range in bucket_range["param_map"].items():
+                    place = parameter_range["gbuf_local"]
+                    shard[place.start : place.end] = states[id(parameter)][name]
+                whole[name] = _exchange(shard, spans, group).cpu()
+            first, last = spans[group.rank()]
+            for start, end, parameter in places:
+                if first <= start < last:
+                    yield (
+                        parameter,
+                        {name: flat[start - first : end - first].view(parameter.shape) for name, flat in whole.items()},
+                    )
+
+
+def _spans(places: Sequence[tuple[int, int]], shard_size: int, ranks: int) -> list[tuple[int, int]]:
+    """For every rank, where in the bucket the weights begin and end that it writes."""
+    spans = []
+    for rank in range(ranks):
+        own = [(start, end) for start, end in places if start // shard_size == rank]
+        spans.append((own[0][0], own[-1][1]) if own else (0, 0))
+    return spans
+
+
+def _exchange(shard: torch.Tensor, spans: Sequence[tuple[int, int]], group: ProcessGroup) -> torch.Tensor:
+    """This rank's span of the bucket, of which every rank has a shard. Collective."""
+
+    def overlap(owner: int, rank: int) -> tuple[int, int]:
+        """Of the shard of `owner` with the span of `rank`, within the shard; the start is no more than the end."""
+        begin, end = owner * shard.numel(), (owner + 1) * shard.numel()
+        low, high = max(begin, spans[rank][0]), min(end, spans[rank][1])
+        return (low - begin, high - begin) if low < high else (0, 0)
+
+    rank, ranks = group.rank(), range(group.size())
+    sent = [overlap(rank, other) for other in ranks]
+    received = [high - low for low, high in (overlap(other, rank) for other in ranks)]
+    span = shard.new_empty(sum(received))
+    torch.distributed.all_to_all_single(
+        span,
+        torch.cat([shard[low:high] for low, high in sent]),
+        received,
+        [high - low for low, high in sent],
+        group=group,
+    )
+    return span
