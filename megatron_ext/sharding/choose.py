@@ -1,4 +1,4 @@
-"""Which scheme a run uses. Nobody else asks."""
+"""Chooses the sharding scheme of a run. Nobody else asks which it is."""
 
 from megatron_ext.config.schema import Config
 from megatron_ext.sharding.ddp import DataParallel
@@ -9,7 +9,7 @@ from megatron_ext.sharding.protocol import Sharding
 
 
 def sharding_of(config: Config) -> Sharding:
-    """The scheme that the flags of `config` ask for, with its optimizer in host memory where they say so."""
+    """Return the scheme that the flags of `config` ask for, with its optimizer in host memory where they say so."""
     sharding = _scheme(config)
     return InHostMemory(sharding) if config.optimizer.optimizer_cpu_offload else sharding
 

@@ -1,4 +1,4 @@
-"""What every scheme asks of megatron-core, from our configuration."""
+"""What the schemes have in common: what they ask of megatron-core, from our configuration."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from megatron_ext.sharding.parts import OptimizerPart
 
 
 def ddp_config(config: Config, **scheme: Any) -> DistributedDataParallelConfig:
-    """How gradients are reduced over the data-parallel ranks.
+    """Return megatron-core's settings of how gradients are reduced over the data-parallel ranks.
 
     Args:
         scheme: settings of one scheme, added to or in place of what all have in common.
@@ -45,7 +45,7 @@ def initialized(
     groups: ProcessGroupCollection,
     device: Device,
 ) -> list[torch.nn.Module]:
-    """The chunks on the device, with their initial weights, in what 16-bit training puts around them."""
+    """Return the chunks on the device, with initial weights, in the wrapper of 16-bit training where there is one."""
     for chunk in chunks:
         chunk.to(device.torch_device)
     if config.training.bf16 or config.training.fp16:
@@ -55,7 +55,7 @@ def initialized(
 
 
 def optimizer_settings(config: Config, *, distributed: bool) -> CoreOptimizerConfig:
-    """megatron-core's optimizer settings.
+    """Return megatron-core's optimizer settings.
 
     Args:
         distributed: whether to use its distributed optimizer.
@@ -68,13 +68,13 @@ def optimizer_settings(config: Config, *, distributed: bool) -> CoreOptimizerCon
 def build_optimizer(
     chunks: Sequence[torch.nn.Module], settings: CoreOptimizerConfig, groups: ProcessGroupCollection
 ) -> Any:
-    """megatron-core's optimizer over wrapped chunks whose weights are already initialized."""
+    """Build megatron-core's optimizer over wrapped chunks whose weights are already initialized."""
     modules: Any = list(chunks)
     return get_megatron_optimizer(settings, modules, use_gloo_process_groups=False, pg_collection=groups)
 
 
 def fused(optimizer: ChainedOptimizer) -> ChainedOptimizer:
-    """The same, with torch's Adam asked for its fused kernel: one call for all tensors instead of a Python loop."""
+    """Ask torch's Adam for its fused kernel, one call for all tensors instead of a Python loop; return `optimizer`."""
     for inner in optimizer.chained_optimizers:
         if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
             for group in inner.optimizer.param_groups:
@@ -83,12 +83,12 @@ def fused(optimizer: ChainedOptimizer) -> ChainedOptimizer:
 
 
 def updating(optimizer: ChainedOptimizer, kind: type[OptimizerPart]) -> list[OptimizerPart]:
-    """The parts of `optimizer`, all of one kind, but for those that have nothing to update on this rank."""
+    """Return the parts of `optimizer` as `kind`, but for those that have nothing to update on this rank."""
     return [kind(core) for core in optimizer.chained_optimizers if core.optimizer is not None]
 
 
 def torch_rule(config: OptimizerConfig) -> Any:
-    """What makes torch's own optimizer of parameters or groups of them."""
+    """Return the function that makes torch's own optimizer of parameters or groups of them."""
     return partial(torch.optim.AdamW, fused=True) if config.optimizer == "adam" else torch.optim.SGD
 
 

@@ -1,4 +1,4 @@
-"""The gradients that an update would use, on this rank. All of it after `prepare_grads`."""
+"""The gradients that an update would use, on this rank. Call these functions after the optimizer's `prepare_grads`."""
 
 from collections.abc import Iterable, Iterator
 

@@ -38,7 +38,10 @@ class Watcher(Protocol):
 
 
 class Sharding(ABC):
-    """One scheme, for one run. `choose.sharding_of` makes it."""
+    """One scheme, for one run. `choose.sharding_of` makes it; everyone else calls these methods.
+
+    A chunk is one of a rank's model chunks (one per virtual pipeline stage), after `shard` a wrapped one.
+    """
 
     builds_on_meta = False
     """Whether model chunks are built on the meta device, since no rank may hold all of their weights."""
@@ -80,10 +83,10 @@ class Sharding(ABC):
 
     @abstractmethod
     def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
-        """All parameters are up to date inside."""
+        """Return a context in which all parameters of the chunks are up to date."""
 
     def weights_in_place(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
-        """The parameters of the modules are the model's weights inside, whatever their values."""
+        """Return a context in which the modules' parameters are its weights and no shards, whatever their values."""
         return nullcontext()
 
     @abstractmethod
@@ -98,16 +101,19 @@ class Sharding(ABC):
     def holders_of_one_copy(
         self, optimizer: ChainedOptimizer, groups: ProcessGroupCollection
     ) -> tuple[ProcessGroup, ProcessGroup]:
-        """The ranks that hold one copy of the model together: of routed experts' matrices the second, of others the
-        first."""
+        """Return the ranks that hold one copy of the model together.
+
+        Returns:
+            Those of all weights but the matrices of routed experts, and those of these.
+        """
 
     @abstractmethod
     def held_weights(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
-        """Yield what lies in memory of the weights of the chunk between steps."""
+        """Yield the tensors that hold the weights of the chunk between steps."""
 
     @abstractmethod
     def held_gradients(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
-        """Yield what lies in memory of its gradients, those that hang on the optimizer's own tensors aside."""
+        """Yield the tensors that hold its gradients, but for the `grad` of what the optimizer updates."""
 
     def clip(self, optimizer: ChainedOptimizer, most: float, norm: float) -> None:
         """Scale the gradients down to a norm of `most` where their `norm`, over all ranks, is more."""

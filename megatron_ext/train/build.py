@@ -1,4 +1,4 @@
-"""Wire a run: groups, model, data, optimizer, in this order. The only caller of megatron-core's constructors."""
+"""Wire a run: groups, model, what divides it over data-parallel ranks, optimizer, data, in this order."""
 
 import hashlib
 from collections.abc import Callable, Sequence
