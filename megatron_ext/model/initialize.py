@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_ext.config import slices
 from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import by_expert, global_named_parameters
@@ -91,19 +92,12 @@ def _place(
     shard_first: int,
 ) -> None:
     """Draw the block of `rows` rows from `first` on, if the shard has a part of it, and copy that part."""
-    ranks = tp_size if parameter.tp_dim == 0 else 1
-    columns = slice(None)
-    if parameter.tp_dim == 1:
-        width = shard.size(1)
-        columns = slice(tp_rank * width, (tp_rank + 1) * width)
+    columns = slices.columns(parameter, tp_rank, tp_size)
     block = None
-    # With a stride of n the whole tensor is n parts one above the other, and a shard has its share of each.
-    share = parameter.local_shape(tp_size)[0] // parameter.tp_stride
-    for part in range(parameter.tp_stride):
-        start = (part * ranks + (tp_rank if ranks > 1 else 0)) * share
-        offset = part * share - start - shard_first  # from a row of the whole tensor to one of `shard`
-        low = max(start, first, -offset)
-        high = min(start + share, first + rows, len(shard) - offset)
+    for piece in slices.rows(parameter, tp_rank, tp_size):
+        offset = piece.in_shard - piece.start - shard_first  # from a row of the whole tensor to one of `shard`
+        low = max(piece.start, first, -offset)
+        high = min(piece.start + piece.size, first + rows, len(shard) - offset)
         if low < high:
             block = _draw(parameter, first, rows, seed) if block is None else block
             shard[low + offset : high + offset].copy_(block[low - first : high - first, columns])

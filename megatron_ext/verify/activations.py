@@ -17,7 +17,7 @@ import torch
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import unwrapped
 from megatron_ext.train.run import Run
-from megatron_ext.verify.gather import copied
+from megatron_ext.verify.gather import copied, joined
 
 LOSS = "loss of every token"
 
@@ -124,8 +124,7 @@ def _whole(config: Config, name: str, parts: dict[tuple[int, int, int, int], np.
         for cp in range(context):
             shards = [parts[microbatch, tp, cp, dp] for tp in tensor_ranks]
             if divides_width:
-                halves = [np.split(shard, stride, axis=2) for shard in shards]
-                pieces.append(np.concatenate([half[i] for i in range(stride) for half in halves], axis=2))
+                pieces.append(joined(shards, 2, stride))
             else:
                 pieces.append(np.concatenate(shards, axis=0))
         return _in_order(pieces)

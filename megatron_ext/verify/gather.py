@@ -4,7 +4,7 @@ On the ranks, `weights(run)` and `gradients(run)` return this rank's shards; in 
 all ranks together, so that two layouts can be compared tensor by tensor.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
+from megatron_ext.config.slices import pieces
 from megatron_ext.model.names import by_expert, global_named_parameters, is_of_an_expert
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
@@ -94,10 +95,20 @@ def assemble(config: Config, shards: Iterable[Shard]) -> tuple[dict[str, np.ndar
 
 
 def _join(parameter: Parameter, parts: list[np.ndarray]) -> np.ndarray:
-    if parameter.tp_dim is None:
-        return parts[0]
-    # A stride of n: every shard is n pieces, and piece i of all ranks together is the i-th part of the whole.
-    pieces = [np.split(part, parameter.tp_stride, axis=parameter.tp_dim) for part in parts]
-    return np.concatenate(
-        [piece[index] for index in range(parameter.tp_stride) for piece in pieces], axis=parameter.tp_dim
-    )
+    return parts[0] if parameter.tp_dim is None else joined(parts, parameter.tp_dim, parameter.tp_stride)
+
+
+def joined(shards: Sequence[np.ndarray], axis: int, stride: int) -> np.ndarray:
+    """The whole tensor of which tensor-parallel ranks hold these shards, divided along `axis`, in the ranks' order."""
+    shape = list(shards[0].shape)
+    shape[axis] *= len(shards)
+    whole = np.empty(shape, shards[0].dtype)
+    for rank, shard in enumerate(shards):
+        for start, in_shard, size in pieces(shape[axis], stride, rank, len(shards)):
+            whole[_along(axis, start, size)] = shard[_along(axis, in_shard, size)]
+    return whole
+
+
+def _along(axis: int, start: int, size: int) -> tuple[slice, ...]:
+    """The index of some places of one axis, and of all of the others."""
+    return (*(slice(None),) * axis, slice(start, start + size))

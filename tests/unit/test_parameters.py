@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from megatron_ext.config import slices
 from megatron_ext.config.parameters import (
     OUTPUT_LAYER,
     WORD_EMBEDDINGS,
@@ -105,3 +106,28 @@ def test_a_rank_holds_its_share_of_the_matrices_and_all_of_the_rest() -> None:
 def test_the_catalogue_needs_no_torch() -> None:
     program = "import sys, megatron_ext.config.parameters; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_the_slices_of_a_stride_of_two() -> None:
+    """The picture at the head of config/slices.py: the second rank has the second half of the gate and of the rest."""
+    assert slices.pieces(8, 2, 0, 2) == [(0, 0, 2), (4, 2, 2)]
+    assert slices.pieces(8, 2, 1, 2) == [(2, 0, 2), (6, 2, 2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_shards_of_all_ranks_are_the_whole(ranks: int) -> None:
+    """Every row and column of every parameter lies in one rank's shard, or whole on all of them."""
+    for parameter in parameters(small_config(LLAMA)):
+        shape = (*parameter.shape, 1)[:2]
+        held = [[0] * shape[1] for _ in range(shape[0])]
+        for rank in range(ranks):
+            columns = range(shape[1])[slices.columns(parameter, rank, ranks)]
+            rows = slices.rows(parameter, rank, ranks)
+            local = (*parameter.local_shape(ranks), 1)[:2]
+            assert (sum(piece.size for piece in rows), len(columns)) == local
+            assert [piece.in_shard for piece in rows] == [sum(p.size for p in rows[:at]) for at in range(len(rows))]
+            for piece in rows:
+                for row in range(piece.start, piece.start + piece.size):
+                    for column in columns:
+                        held[row][column] += 1
+        assert {count for row in held for count in row} == {1 if parameter.tp_dim is not None else ranks}

@@ -9,6 +9,7 @@ from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.torch_dist import DTYPES
+from megatron_ext.config import slices
 from megatron_ext.config.families import Arranged, arrangement
 from megatron_ext.errors import DataError
 from megatron_ext.model.names import by_expert, global_named_parameters
@@ -43,16 +44,9 @@ def read_shard(folder: HFFolder, arranged: Arranged, shard: torch.Tensor, tp_ran
     """Fill one tensor-parallel shard of a parameter, in place."""
     parameter = arranged.parameter
     assert tuple(shard.shape) == parameter.local_shape(tp_size), f"{parameter.name}: shard of shape {shard.shape}"
-    columns = slice(None)
-    if parameter.tp_dim == 1:
-        width = shard.size(1)
-        columns = slice(tp_rank * width, (tp_rank + 1) * width)
-    ranks, rank = (tp_size, tp_rank) if parameter.tp_dim == 0 else (1, 0)
-    # With a stride of n the whole tensor is n parts one above the other, and a shard has its share of each.
-    share = shard.size(0) // parameter.tp_stride
-    for part in range(parameter.tp_stride):
-        start = (part * ranks + rank) * share
-        read_rows(folder, arranged, range(start, start + share), columns, shard[part * share : (part + 1) * share])
+    columns = slices.columns(parameter, tp_rank, tp_size)
+    for start, in_shard, size in slices.rows(parameter, tp_rank, tp_size):
+        read_rows(folder, arranged, range(start, start + size), columns, shard[in_shard : in_shard + size])
 
 
 def read_rows(folder: HFFolder, arranged: Arranged, rows: range, columns: slice, target: torch.Tensor) -> None:
