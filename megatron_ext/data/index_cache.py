@@ -6,7 +6,6 @@ own.
 """
 
 import copy
-import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,8 @@ import numpy as np
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
+
+from megatron_ext.durable import replacing
 
 
 class CachedGPTDataset(GPTDataset):
@@ -104,15 +105,8 @@ def load_or_build(
 
 def _write(path: Path, write: Callable[[Any], Any]) -> None:
     """Write a file that has its name only when it is whole; another process may write the same."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        with open(partial, "xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path, path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")) as file:
+        write(file)
 
 
 def _in_memory(dataset: Any, build: Callable[[], Any]) -> Any:

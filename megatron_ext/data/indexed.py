@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megatron_ext.durable import sync, sync_file
 from megatron_ext.errors import ConfigurationError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -117,8 +118,7 @@ class IndexedWriter:
     def commit(self) -> Written:
         """Put everything so far on the disk, so that a later writer can start from here."""
         for file in (self._bin, self._lengths):
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
         return self.written
 
     def finish(self) -> None:
@@ -126,14 +126,13 @@ class IndexedWriter:
         self.commit()
         with open(_partial(self._idx_path), "wb") as idx:
             self._write_index(idx)
-            idx.flush()
-            os.fsync(idx.fileno())
+            sync_file(idx)
         self._idx_path.unlink(missing_ok=True)
         os.replace(_partial(self._bin_path), self._bin_path)
         os.replace(_partial(self._idx_path), self._idx_path)
         self.close()
         _partial(self._lengths_path).unlink()
-        sync_folder(self._idx_path.parent)
+        sync(self._idx_path.parent)
 
     def _write_index(self, idx: BinaryIO) -> None:
         code = _CODE_OF[self._dtype.type]
@@ -190,12 +189,3 @@ def _open_locked(path: Path, size: int) -> BinaryIO:
 
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names of a folder's files on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,12 +9,12 @@ Floats are written by `repr`, so they read back to the same double. NaN and infi
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron_ext.durable import replacing
 from megatron_ext.errors import DataError, StorageError
 from megatron_ext.telemetry.metrics import Metrics, as_row
 
@@ -100,12 +100,8 @@ def drop_after(path: Path, iteration: int) -> None:
     text = "".join(json.dumps(row) + "\n" for row in kept)
     if path.read_bytes() == text.encode():
         return
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def _storage_error(action: str, path: Path, flag: str, error: OSError) -> StorageError:

@@ -4,11 +4,11 @@ Resuming removes what lies past the checkpoint from the event files. TensorBoard
 it hides every tag's points from one number on, but some of ours are shown against iterations and some against samples.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.durable import replacing
 from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.metrics import Metrics
 from megatron_ext.telemetry.scalars import scalars, scalars_against_samples
@@ -74,14 +74,10 @@ def drop_after(folder: Path, iteration: int, samples: int) -> None:
 def _rewrite(path: Path, iteration: int, samples: int) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    temporary = path.with_name("rewritten." + path.name + ".tmp")
-    with temporary.open("wb") as file:
+    with replacing(path) as file:
         writer = RecordWriter(file)
         for record in _kept(path, iteration, samples):
             writer.write(record)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _kept(path: Path, iteration: int, samples: int) -> Iterable[bytes]:

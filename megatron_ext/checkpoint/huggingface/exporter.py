@@ -21,7 +21,6 @@ from megatron_ext.checkpoint.huggingface.importer import copy_tokenizer
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
 from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
-from megatron_ext.checkpoint.native.folder import flush
 from megatron_ext.checkpoint.native.torch_archive import WIDTH
 from megatron_ext.checkpoint.native.torch_dist import DTYPES
 from megatron_ext.config.families import Arranged, Family, arrangement, family_of
@@ -29,6 +28,7 @@ from megatron_ext.config.hf_config import hf_config
 from megatron_ext.config.parameters import count
 from megatron_ext.config.schema import Config
 from megatron_ext.config.untrusted import load_json, read_file
+from megatron_ext.durable import sync
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.protocol import Tokenizer
@@ -98,11 +98,11 @@ def export_huggingface(
         with Files(os.O_WRONLY) as files:
             _write_weights(source, arranged, entries, files)
         for path in (*beside.iterdir(), beside):
-            flush(path)
+            sync(path)
         if final.exists():
             final.rmdir()
         beside.rename(final)
-        flush(final.parent)
+        sync(final.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     size = sum(map(math.prod, shapes.values())) * WIDTH[code]

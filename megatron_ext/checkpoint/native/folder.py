@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_ext.durable import replacing, sync
 from megatron_ext.errors import DataError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -211,12 +212,12 @@ def publish(folder: str | Path, iteration: int) -> Path:
     """
     partial, final = partial_folder(folder, iteration), iteration_folder(folder, iteration)
     for entry in (*partial.rglob("*"), partial):
-        flush(entry)
+        sync(entry)
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():  # of a run that took another course from an earlier checkpoint
         final.rename(replaced)
     partial.rename(final)
-    flush(final.parent)
+    sync(final.parent)
     write_tracker(folder, iteration)
     with suppress(OSError):
         _remove_entry(replaced)
@@ -226,21 +227,9 @@ def publish(folder: str | Path, iteration: int) -> Path:
 def write_tracker(folder: str | Path, iteration: int) -> None:
     """Set the tracker in one step: a reader sees the old or the new one, never a part."""
     tracker = Path(folder) / TRACKER
-    temporary = tracker.with_name(f".{tracker.name}.tmp")
-    temporary.unlink(missing_ok=True)  # it may be a link
-    temporary.write_text(str(iteration), encoding="ascii")
-    flush(temporary)
-    temporary.replace(tracker)
-    flush(tracker.parent)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with replacing(tracker) as file:
+        file.write(str(iteration).encode())
+    sync(tracker.parent)
 
 
 def _remove_entry(path: Path) -> None:

@@ -5,7 +5,6 @@
 """
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from megatron_ext.data.indexed import Written
 from megatron_ext.data.prepare.documents import InputHashes, Place
 from megatron_ext.data.prepare.encode import Sample
+from megatron_ext.durable import replacing
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,5 @@ def write_manifest(path: Path, content: dict[str, Any]) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".new")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with replacing(path) as file:
+        file.write(text.encode())

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.data.indexed import HEADER, MAGIC, VERSION, sync_folder
+from megatron_ext.data.indexed import HEADER, MAGIC, VERSION
 from megatron_ext.data.integrity import IndexArrays, check_indexed_files, open_index
 from megatron_ext.data.manifest import MadeWith, made_with, read_manifest
 from megatron_ext.data.prepare.journal import write_manifest
+from megatron_ext.durable import sync, sync_file
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.record import describe_tokenizer, same_tokenizer
 
@@ -78,14 +79,12 @@ def merge_indexed_files(prefixes: Sequence[str], output: str, *, accept_other_to
                 with open(f"{prefix}.bin", "rb") as source:
                     shutil.copyfileobj(source, out, 1 << 22)
             token_bytes = out.tell()
-            out.flush()
-            os.fsync(out.fileno())
+            sync_file(out)
         with open(idx_partial, "wb") as out:
             out.write(HEADER.pack(MAGIC, VERSION, parts[0].code, sequences, documents + 1))
             for block in _index_blocks(parts):
                 out.write(block.data)
-            out.flush()
-            os.fsync(out.fileno())
+            sync_file(out)
         Path(f"{output}.idx").unlink(missing_ok=True)
         os.replace(bin_partial, f"{output}.bin")
         os.replace(idx_partial, f"{output}.idx")
@@ -95,7 +94,7 @@ def merge_indexed_files(prefixes: Sequence[str], output: str, *, accept_other_to
         raise
     merged = Merged(documents, sequences, token_bytes)
     _write_manifest(prefixes, makers, output, merged)
-    sync_folder(Path(output).parent)
+    sync(Path(output).parent)
     return merged
 
 

@@ -1,0 +1,42 @@
+"""Files that outlive a machine that goes down: what a name stands for is on the disk before it has the name."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, BinaryIO
+
+
+def sync_file(file: IO[bytes] | IO[str]) -> None:
+    """Wait until everything written to an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` in one step when the block ends; a failure leaves `path` as it was.
+
+    Args:
+        temporary: the file's name until then, in the same folder; default `.<name>.tmp`. Processes that may write at
+            the same time need names of their own.
+    """
+    temporary = path.with_name(f".{path.name}.tmp") if temporary is None else temporary
+    temporary.unlink(missing_ok=True)  # left by a killed process; it may be a link
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            sync_file(file)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

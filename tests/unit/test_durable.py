@@ -1,0 +1,48 @@
+"""A file is replaced whole or not at all, and is on the disk before it has its name."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.durable import replacing
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(TypeError), replacing(path) as file:
+        file.writelines([b"half of the ne", None])  # pyright: ignore[reportArgumentType]
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, synced = tmp_path / "file", []
+    replace = os.replace
+
+    def sync(_descriptor: int) -> None:
+        synced.append((tmp_path / ".file.tmp").read_bytes())
+
+    def rename(source: Path, target: Path) -> None:
+        assert synced == [b"all of it"]
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", rename)
+    with replacing(path) as file:
+        file.write(b"all of it")
+        assert not path.exists()
+    assert path.read_bytes() == b"all of it"
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / ".file.tmp").symlink_to(outside)
+    with replacing(folder / "file") as file:
+        file.write(b"new")
+    assert (outside.read_text(), (folder / "file").read_text()) == ("kept", "new")
+    assert os.listdir(folder) == ["file"]
