@@ -20,6 +20,14 @@ class ToolParser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message} (see {self.prog} --help)")
 
 
+def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """A tool's own arguments, and the training flags that follow `--`; without it there are none of these."""
+    if "--" not in argv:
+        return argv, []
+    place = argv.index("--")
+    return argv[:place], argv[place + 1 :]
+
+
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     """Call `main` with the command line and exit with what it returns, or with its error's exit code.
 

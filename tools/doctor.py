@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes
 from megatron_ext.config.schema import Config
 from megatron_ext.doctor.examine import examine, exit_code
 from megatron_ext.doctor.finding import Finding, Launch, error
@@ -26,7 +26,7 @@ from megatron_ext.resilience.process_end import end_process
 
 
 def main(argv: list[str]) -> int:
-    own, training = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, training = split_at_dashes(argv)
     parser = ToolParser("Look for what breaks a launch.")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks on this machine; default one per GPU")
     parser.add_argument("--nnodes", type=int, metavar="N", default=_number("SLURM_NNODES", 1), help="machines")

@@ -15,13 +15,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext import device
-from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.verify.proof import Comparison, Proof, comparison, prove
 
 
 def main(argv: list[str]) -> int:
-    own, training = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, training = split_at_dashes(argv)
     parser = ToolParser("Train a few steps in one process and in a layout, and say where they part.")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of each run")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default the fewest that the layout needs")

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.checkpoint.native.resume import look
-from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import presentation as report
@@ -31,7 +31,7 @@ _MOST_RANKS = 16  # times as many, in search of what would fit
 
 
 def main(argv: list[str]) -> int:
-    own, training = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, training = split_at_dashes(argv)
     parser = _parser()
     options = parser.parse_args(own)
     if not training:

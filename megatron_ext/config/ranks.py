@@ -6,6 +6,7 @@ neighbours, so that the heaviest traffic stays inside a machine; pipeline stages
     rank = tp + TP x (cp + CP x (dp + DP x pp))
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from megatron_ext.config.pipeline import first_layers, layer_counts
@@ -38,11 +39,14 @@ def axis_sizes(layout: LayoutConfig) -> Coordinates:
 def coordinates(layout: LayoutConfig, rank: int) -> Coordinates:
     """The place of a rank, 0 <= rank < world size."""
     assert 0 <= rank < layout.world_size, f"rank {rank} of {layout.world_size}"
-    place = []
-    for size in axis_sizes(layout):
+    return Coordinates(*_place(rank, axis_sizes(layout)))
+
+
+def _place(rank: int, sizes: Iterable[int]) -> Iterator[int]:
+    """The rank's index on each axis, the axis of neighbouring ranks first."""
+    for size in sizes:
         rank, along = divmod(rank, size)
-        place.append(along)
-    return Coordinates(*place)
+        yield along
 
 
 def rank_of(layout: LayoutConfig, place: Coordinates) -> int:
@@ -83,11 +87,7 @@ def expert_axis_sizes(layout: LayoutConfig) -> ExpertCoordinates:
 
 def expert_coordinates(layout: LayoutConfig, rank: int) -> ExpertCoordinates:
     """The place of a rank: rank = etp + ETP x (ep + EP x (edp + EDP x pp))."""
-    place = []
-    for size in expert_axis_sizes(layout):
-        rank, along = divmod(rank, size)
-        place.append(along)
-    return ExpertCoordinates(*place)
+    return ExpertCoordinates(*_place(rank, expert_axis_sizes(layout)))
 
 
 def context_chunks(rank: int, size: int) -> tuple[int, int]:

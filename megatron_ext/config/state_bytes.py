@@ -72,7 +72,7 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     their number, but for the optimizer's state where the copies divide that (--outer-dp-sharding-strategy optim).
     """
     training, kind = config.training, sharding(config)
-    mixed = (training.bf16 or training.fp16) and kind != "fsdp2"
+    mixed = training.mixed_precision and kind != "fsdp2"
     in_fp32 = training.accumulate_allreduce_grads_in_fp32 or config.layout.use_megatron_fsdp
     gradients = 4 if not mixed or in_fp32 else 2
     moments = 8 if config.optimizer.optimizer == "adam" else 4

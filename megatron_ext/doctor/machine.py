@@ -100,11 +100,10 @@ def checkpoints_have_room(launch: Launch) -> Iterator[Finding]:
 
 def checkpoint_bytes(config: Config) -> int:
     """Size of a checkpoint: a copy of the weights, and with the optimizer Adam's two moments and the fp32 weights."""
-    low_precision = config.training.params_dtype != "float32"
-    each = 2 if low_precision else 4
+    each = config.training.params_bytes
     if not config.checkpoint.no_save_optim:
         moments = 2 if config.optimizer.optimizer == "adam" else 1
-        each += 4 * moments + 4 * low_precision
+        each += 4 * moments + 4 * config.training.mixed_precision
     return each * count(config)
 
 

@@ -80,7 +80,7 @@ class Activations:
     def __init__(self, config: Config, *, fused: bool):
         layout, model, training = config.layout, config.model, config.training
         self.config, self.fused = config, fused
-        self.width = 2 if training.bf16 or training.fp16 else _FP32
+        self.width = training.params_bytes
         self.tensor, self.context = layout.tensor_model_parallel_size, layout.context_parallel_size
         self.divided = self.tensor if layout.sequence_parallel else 1
         self.tokens = model.seq_length // self.context * training.micro_batch_size

@@ -151,8 +151,8 @@ def _stage(config: Config, shapes: Shapes, stage: int, machine: Machine) -> _Sta
 def _compute(config: Config, shapes: Shapes, stage: int, chunk: int, machine: Machine) -> tuple[float, float]:
     """Seconds of matrix products, forward and backward: by operations, but no faster than the weights are read."""
     rate = machine.devices.peak_flops(config.training) * machine.efficiency
-    width = 2 if config.training.bf16 or config.training.fp16 else 4
-    read = width * sum(shapes.parameters_of_chunk(stage, chunk)) / (machine.devices.memory_bandwidth_gb_s * 1e9)
+    weights = config.training.params_bytes * sum(shapes.parameters_of_chunk(stage, chunk))
+    read = weights / (machine.devices.memory_bandwidth_gb_s * 1e9)
     forward = forward_flops(config, shapes, stage, chunk)
     again = forward_flops(config, shapes, stage, chunk, again=True)
     return max(forward / rate, read), max((2 * forward + again) / rate, 2 * read)

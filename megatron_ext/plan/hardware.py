@@ -34,7 +34,7 @@ class Hardware:
 
     def peak_flops(self, training: TrainingConfig) -> float:
         """Operations a second of matrix products in the precision of the run."""
-        if training.bf16 or training.fp16:
+        if training.mixed_precision:
             return self.peak_16bit_tflops * 1e12
         return (self.peak_tf32_tflops if training.tf32 else self.peak_fp32_tflops) * 1e12
 

@@ -51,7 +51,7 @@ class _Stage:
         self.tensor, self.pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
         self.context = layout.context_parallel_size
         self.microbatches = num_microbatches(config, training.global_batch_size)
-        self.weight = 2 if training.bf16 or training.fp16 else 4
+        self.weight = training.params_bytes
         self.tokens = config.model.seq_length // self.context * training.micro_batch_size
         self.activation = self.tokens * config.model.hidden_size * self.weight
         self.layers = self.shapes.layers_of_stage(stage)

@@ -4,17 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megatron_ext.config.schema.data import TOKENIZER_TYPES
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.protocol import Tokenizer
-
-TOKENIZER_TYPES = (
-    "ByteTokenizer",
-    "SentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "TikTokenizer",
-    "GPT2BPETokenizer",
-    "NullTokenizer",
-)
 
 
 class TokenizerFlags(Protocol):

@@ -4,6 +4,16 @@ from dataclasses import dataclass
 
 from megatron_ext.config.schema.option import free, option
 
+TOKENIZER_TYPES = (
+    "ByteTokenizer",
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "TikTokenizer",
+    "GPT2BPETokenizer",
+    "NullTokenizer",
+)
+"""Values of --tokenizer-type; `tokenizer/build.py` builds each."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -28,14 +38,7 @@ class DataConfig:
         None,
         "Tokenizer that made the data.",
         resume="tokenizer",
-        choices=(
-            "ByteTokenizer",
-            "SentencePieceTokenizer",
-            "HuggingFaceTokenizer",
-            "TikTokenizer",
-            "GPT2BPETokenizer",
-            "NullTokenizer",
-        ),
+        choices=TOKENIZER_TYPES,
     )
     accept_other_tokenizer: bool = free(
         False, "Train although a manifest next to the data says that another tokenizer made it; default refuse."

@@ -99,3 +99,13 @@ class TrainingConfig:
     def params_dtype(self) -> str:
         """Name of the torch dtype that weights and activations have in the forward pass."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    @property
+    def mixed_precision(self) -> bool:
+        """Whether weights and activations have 16 bits (--bf16, --fp16), beside fp32 main parameters."""
+        return self.bf16 or self.fp16
+
+    @property
+    def params_bytes(self) -> int:
+        """Bytes of an element of `params_dtype`."""
+        return 2 if self.mixed_precision else 4
