@@ -21,7 +21,7 @@ def main(argv: Sequence[str], status: RunStatus) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     scaled = scaling_text(configured.typed.values, config) if status.rank == 0 else None
     if configured.typed.dry_run:
-        from megatron_ext.config.dry_run import describe
+        from megatron_ext.plan.dry_run import describe
 
         print(describe(config), *([scaled] if scaled else []), sep="\n\n")
         return 0

@@ -6,7 +6,7 @@
 
 Runs on CPU processes of this machine: bytes are the same on GPUs. Kept bytes are counted at the tensors' storages after
 a step (verify/memory.py), sent bytes at the intercepted collectives of one step (verify/traffic.py), and the formulas
-are those of config/state_bytes.py and plan/traffic.py. The rank that is farthest from its formula is shown. Exit codes:
+are those of plan/state_bytes.py and plan/traffic.py. The rank that is farthest from its formula is shown. Exit codes:
 0 every count is within 2% of its formula or the table says why not, 1 one is not, 64 the flags cannot work.
 """
 
@@ -122,8 +122,8 @@ def _off(counted: float, expected: float) -> float:
 def count_on_this_rank(flags: list[str], sabotage: Any = None) -> Count:
     """One rank: a step to fill the optimizer's state, and one that is counted."""
     from megatron_ext import device
-    from megatron_ext.config.state_bytes import state_bytes
     from megatron_ext.plan.shapes import Shapes
+    from megatron_ext.plan.state_bytes import state_bytes
     from megatron_ext.plan.traffic import sent
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

@@ -12,8 +12,8 @@ import yaml
 
 from megatron_ext.config.resolve import default_metrics_file
 from megatron_ext.config.schema import Config
-from megatron_ext.config.untrusted import MOST_YAML, ExcessiveError, TextError, load_yaml, read_file
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.untrusted.text import MOST_YAML, ExcessiveError, TextError, load_yaml, read_file
 
 
 class ExcessiveFile(ConfigurationError):

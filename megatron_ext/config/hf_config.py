@@ -14,8 +14,8 @@ from megatron_ext.config.families import FAMILIES, Family
 from megatron_ext.config.families.reading import Reading
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.schema import Config
-from megatron_ext.config.untrusted import load_json, read_file
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.untrusted.text import load_json, read_file
 
 _LARGEST = 1 << 24  # bytes; one has some 1,000
 

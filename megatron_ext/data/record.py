@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.config.untrusted import load_json, read_file
 from megatron_ext.data.integrity import file_fingerprint
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
+from megatron_ext.untrusted.text import load_json, read_file
 
 _LARGEST = 1 << 26  # bytes
 _FLAGS = {"data_order": "--data-order", "seed": "--seed", "seq_length": "--seq-length", "split": "--split"}

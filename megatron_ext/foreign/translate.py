@@ -16,11 +16,11 @@ from types import ModuleType
 from typing import Any
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.untrusted import MOST_YAML, load_json, load_yaml, read_file
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign import accelerate, axolotl, deepspeed
 from megatron_ext.foreign.meanings import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart
 from megatron_ext.foreign.parallel_sizes import Layout, solve
+from megatron_ext.untrusted.text import MOST_YAML, load_json, load_yaml, read_file
 
 SOURCES: dict[str, ModuleType] = {"deepspeed": deepspeed, "accelerate": accelerate, "axolotl": axolotl}
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass, fields
 
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.schema import Config
-from megatron_ext.config.state_bytes import sharding, state_bytes
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.flops import forward_flops
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.links import seconds
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import by_formula, simulate
+from megatron_ext.plan.state_bytes import sharding, state_bytes
 from megatron_ext.plan.traffic import Term, sent
 
 _IN_A_MICROBATCH = ("tp", "cp", "ep")

@@ -1,6 +1,6 @@
 """Bytes that a rank of each stage needs, part by part: formulas, not measurements.
 
-State is what config/state_bytes.py says and benchmarks/sharding.py counts. Activations are plan/activations.py times
+State is what plan/state_bytes.py says and benchmarks/sharding.py counts. Activations are plan/activations.py times
 the microbatches in flight. On top come what a layer's backward pass needs for a while (the gradients of one MLP's
 activations and of one matrix) and, under ZeRO-2, ZeRO-3 and FSDP2, what is whole for a while. Not in it: the CUDA
 context, NCCL's buffers, libraries' workspaces and what the allocator loses between blocks. A share of the memory is to
@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.layers import Layer, stack
 from megatron_ext.config.schema import Config
-from megatron_ext.config.state_bytes import sharding, state_bytes
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.schedule import few_microbatches, most_held, order
 from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.state_bytes import sharding, state_bytes
 
 
 @dataclass(frozen=True)

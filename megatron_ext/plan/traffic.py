@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.layers import Experts, Layer, Stack, stack
 from megatron_ext.config.schema import Config
-from megatron_ext.config.state_bytes import sharding, sharing_ranks, state_bytes
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.state_bytes import sharding, sharing_ranks, state_bytes
 
 
 @dataclass(frozen=True)

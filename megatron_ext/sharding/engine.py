@@ -48,7 +48,7 @@ def initialized(
     """Return the chunks on the device, with initial weights, in the wrapper of 16-bit training where there is one."""
     for chunk in chunks:
         chunk.to(device.torch_device)
-    if config.training.bf16 or config.training.fp16:
+    if config.training.mixed_precision:
         chunks = [Float16Module(core, chunk) for chunk in chunks]
     initialize(chunks, config, groups)
     return list(chunks)

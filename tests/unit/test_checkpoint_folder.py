@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.inside import check_folder, file_inside, is_plain, read_inside
 from megatron_ext.checkpoint.megatron_lm.arguments import read_args
 from megatron_ext.checkpoint.native import companions as beside
 from megatron_ext.checkpoint.native import manifest, torch_dist
@@ -30,6 +29,7 @@ from megatron_ext.checkpoint.native.torch_archive import archive, plain, tensor_
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 from megatron_ext.errors import DataError
 from megatron_ext.train.configure import configure
+from megatron_ext.untrusted.folder import check_folder, file_inside, is_plain, read_inside
 
 
 def _checkpoint(folder: Path) -> Path:

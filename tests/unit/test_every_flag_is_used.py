@@ -10,7 +10,7 @@ from megatron_ext.config.schema import Config
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ext"
 # Checking a value, or showing it, is not using it.
-NOT_USES = ("config/schema/", "rules/", "config/dry_run.py", "config/help_text.py", "config/reference.py")
+NOT_USES = ("config/schema/", "rules/", "plan/dry_run.py", "config/help_text.py", "config/reference.py")
 # Used by what they stand for rather than by name.
 BY_CONSTRUCTION = {
     "exit_signal_handler": "SIGTERM always saves and stops; the help says that the flag changes nothing",

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.inert_pickle import Global, Made, Stored, read
 from megatron_ext.checkpoint.megatron_lm.arguments import read_args
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.safe_reading import no_code_from_files, read_metadata
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, plain
 from megatron_ext.checkpoint.native.torch_dist import ALLOWED, Chunk, Tensor
+from megatron_ext.untrusted.inert_pickle import Global, Made, Stored, read
 
 _PLANTED = "planted_by_a_pickle"
 _READERS = (read_metadata, torch_dist.read, torch_dist.read_objects)

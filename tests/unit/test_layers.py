@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.config import layers as described
-from megatron_ext.config.dry_run import describe
-from megatron_ext.config.flops import active_parameters, flops_per_token
 from megatron_ext.config.layers import Attention, Layer, layers, stack
 from megatron_ext.config.parameters import count, count_per_rank, layer_parameters, parameters
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.plan.activations import Activations
-from megatron_ext.plan.flops import forward_flops
+from megatron_ext.plan.dry_run import describe
+from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_flops
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.traffic import sent
 from tests.small_models import LLAMA, small_config

@@ -14,12 +14,6 @@ from megatron_ext.config.batch import (
     samples_at_iteration,
     training_steps,
 )
-from megatron_ext.config.dry_run import describe
-from megatron_ext.config.flops import (
-    active_parameters,
-    flops_per_token,
-    parameters_without_embeddings,
-)
 from megatron_ext.config.parameters import count, count_per_rank
 from megatron_ext.config.ranks import (
     AXES,
@@ -33,7 +27,13 @@ from megatron_ext.config.ranks import (
 )
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
-from megatron_ext.config.state_bytes import divided, state_bytes
+from megatron_ext.plan.dry_run import describe
+from megatron_ext.plan.flops import (
+    active_parameters,
+    flops_per_token,
+    parameters_without_embeddings,
+)
+from megatron_ext.plan.state_bytes import divided, state_bytes
 from megatron_ext.rules.validate import problems
 from tests.unit.wrong_flags import BASE
 

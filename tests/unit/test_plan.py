@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.flops import flops_per_token
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.choices import flags, layouts
 from megatron_ext.plan.estimate import step_time
-from megatron_ext.plan.flops import forward_flops
+from megatron_ext.plan.flops import flops_per_token, forward_flops
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import memory
 from megatron_ext.plan.question import placeholders, question

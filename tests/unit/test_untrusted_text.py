@@ -13,10 +13,10 @@ from megatron_ext.checkpoint.native import manifest
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.saved import read_saved
-from megatron_ext.config.untrusted import MOST_YAML, ExcessiveError, TextError, load_json, load_yaml, read_file
 from megatron_ext.data.record import read_record
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.foreign.translate import read
+from megatron_ext.untrusted.text import MOST_YAML, ExcessiveError, TextError, load_json, load_yaml, read_file
 
 _LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 30))
 _EXCESSIVE = {

@@ -27,11 +27,11 @@ from megatron_ext.config.families import Arranged, Family, arrangement, family_o
 from megatron_ext.config.hf_config import hf_config
 from megatron_ext.config.parameters import count
 from megatron_ext.config.schema import Config
-from megatron_ext.config.untrusted import load_json, read_file
 from megatron_ext.durable import sync
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.untrusted.text import load_json, read_file
 
 if TYPE_CHECKING:
     import numpy.typing as npt

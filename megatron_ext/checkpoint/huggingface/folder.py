@@ -10,13 +10,13 @@ Nothing in the folder is executed, and no file outside of it is opened, whatever
 from pathlib import Path
 
 from megatron_ext.checkpoint.huggingface.safetensors import Entry, read_header
-from megatron_ext.checkpoint.inside import file_inside
 from megatron_ext.checkpoint.native.torch_archive import WIDTH
 from megatron_ext.config.families import arrangement
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.schema import Config
-from megatron_ext.config.untrusted import load_json, read_file
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.untrusted.folder import file_inside
+from megatron_ext.untrusted.text import load_json, read_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

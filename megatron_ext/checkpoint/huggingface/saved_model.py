@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from megatron_ext.checkpoint.huggingface.importer import stack_sizes, stacked_key
-from megatron_ext.checkpoint.inside import check_folder, file_inside
 from megatron_ext.checkpoint.native import manifest, torch_dist
 from megatron_ext.checkpoint.native.companions import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import CONFIG, checkpoint_at
@@ -21,6 +20,7 @@ from megatron_ext.config.families import arrangement, family_of
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.untrusted.folder import check_folder, file_inside
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint import inert_pickle
-from megatron_ext.checkpoint.inert_pickle import Global
-from megatron_ext.checkpoint.inside import file_inside, read_inside
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.config.options import options_by_name, read_yaml_value
 from megatron_ext.config.saved import shapes_and_function
+from megatron_ext.untrusted import inert_pickle
+from megatron_ext.untrusted.folder import file_inside, read_inside
+from megatron_ext.untrusted.inert_pickle import Global
 
 _COMMON = "common_state/shard_0_1"
 _LARGEST = 1 << 26  # bytes; a real one has some 30,000

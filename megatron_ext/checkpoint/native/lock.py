@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from megatron_ext.config.untrusted import load_json
 from megatron_ext.errors import ConfigurationError, StorageError
+from megatron_ext.untrusted.text import load_json
 
 LOCK = ".lock"
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.inside import file_inside, is_plain, read_inside
-from megatron_ext.config.untrusted import load_json
 from megatron_ext.errors import DataError
+from megatron_ext.untrusted.folder import file_inside, is_plain, read_inside
+from megatron_ext.untrusted.text import load_json
 
 MANIFEST = "manifest.json"
 

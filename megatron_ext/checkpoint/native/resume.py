@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.inside import file_inside
 from megatron_ext.checkpoint.megatron_lm.arguments import read_args, saved_model
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native.companions import TOKENIZER
 from megatron_ext.checkpoint.native.folder import CONFIG, DATA, Found, find_to_load
 from megatron_ext.config.saved import read_saved
 from megatron_ext.errors import DataError
+from megatron_ext.untrusted.folder import file_inside
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.strategies import torch as engine_torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
-from megatron_ext.checkpoint.inside import check_folder, file_inside
 from megatron_ext.checkpoint.native import torch_dist
+from megatron_ext.untrusted.folder import check_folder, file_inside
 
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch; it also overrides an explicit weights_only=False
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)

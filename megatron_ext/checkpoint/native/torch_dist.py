@@ -1,7 +1,8 @@
 """The `.metadata` of a torch_dist checkpoint, read and written without torch.
 
-It is a pickle of torch's own classes, which say where every tensor lies. Here it is read as data (`inert_pickle.py`),
-of which every number and name is checked, and written from such. `safe_reading.py` makes torch's own objects from it.
+It is a pickle of torch's own classes, which say where every tensor lies. Here it is read as data (by
+`untrusted/inert_pickle.py`), of which every number and name is checked, and written from such. `safe_reading.py` makes
+torch's own objects from it.
 """
 
 import pickle
@@ -10,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeGuard
 
-from megatron_ext.checkpoint.inert_pickle import Global, Made, plain_text
-from megatron_ext.checkpoint.inert_pickle import read as read_inert
 from megatron_ext.checkpoint.native.torch_archive import plain
+from megatron_ext.untrusted.inert_pickle import Global, Made, plain_text
+from megatron_ext.untrusted.inert_pickle import read as read_inert
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Of weights, by their name in safetensors. Files may hold tensors of other dtypes, which nobody here reads."""

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.checkpoint.inside import check_folder
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.errors import DataError
+from megatron_ext.untrusted.folder import check_folder
 
 
 def damage(checkpoint: Path) -> list[str] | None:

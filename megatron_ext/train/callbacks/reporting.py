@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_ext.config.batch import training_steps
-from megatron_ext.config.flops import flops_per_token
 from megatron_ext.data.accounting import use_of_sources
 from megatron_ext.optim.curves import learning_rate, weight_decay
+from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.telemetry.communication import CommunicationClock
 from megatron_ext.telemetry.metrics import Metrics, StepMetrics, TestMetrics, ValidationMetrics
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu

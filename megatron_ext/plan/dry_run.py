@@ -3,11 +3,6 @@
 from collections import Counter
 
 from megatron_ext.config.batch import batch_phases, num_microbatches, training_steps
-from megatron_ext.config.flops import (
-    active_parameters,
-    flops_per_token,
-    parameters_without_embeddings,
-)
 from megatron_ext.config.layers import Experts, layers
 from megatron_ext.config.parameters import count, count_per_rank
 from megatron_ext.config.ranks import (
@@ -19,7 +14,12 @@ from megatron_ext.config.ranks import (
     rank_of,
 )
 from megatron_ext.config.schema import Config
-from megatron_ext.config.state_bytes import state_bytes
+from megatron_ext.plan.flops import (
+    active_parameters,
+    flops_per_token,
+    parameters_without_embeddings,
+)
+from megatron_ext.plan.state_bytes import state_bytes
 
 _MOST_RANKS_LISTED = 64
 
