@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron_ext import device
+from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
-from megatron_ext.checkpoint.native.torch_dist import DTYPES
 from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.data.integrity import check_indexed_files
 from megatron_ext.errors import ConfigurationError

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.verify.ranks import RankError, run_ranks
@@ -85,7 +86,7 @@ def test_what_torch_and_the_engine_write_is_read_alike(tmp_path: Path) -> None:
         plain = torch_dist.read(file)
     assert plain.keys() == tensors.keys()
     for key, entry in tensors.items():
-        assert (torch_dist.DTYPES[plain[key].dtype], plain[key].size) == (str(entry.properties.dtype)[6:], entry.size)
+        assert (DTYPES[plain[key].dtype], plain[key].size) == (str(entry.properties.dtype)[6:], entry.size)
         for chunk, expected in zip(plain[key].chunks, entry.chunks, strict=True):
             place = torchs.storage_data[MetadataIndex(key, expected.offsets)]
             assert (chunk.offsets, chunk.sizes) == (expected.offsets, expected.sizes)

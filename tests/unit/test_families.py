@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
 from megatron_ext.checkpoint.huggingface.folder import HFFolder
-from megatron_ext.checkpoint.native.torch_dist import DTYPES
 from megatron_ext.config.families import FAMILIES, arrangement, family_of
 from megatron_ext.config.hf_config import hf_config, read_hf_config
 from megatron_ext.config.parameters import parameters

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.copying import BLOCK, Files, Made, Part, Passed, Stretch, scatter, write_all
+from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
 from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
 from megatron_ext.checkpoint.huggingface.folder import INDEX, SINGLE
 from megatron_ext.checkpoint.huggingface.importer import copy_tokenizer
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
 from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
-from megatron_ext.checkpoint.native.torch_archive import WIDTH
-from megatron_ext.checkpoint.native.torch_dist import DTYPES
 from megatron_ext.config.families import Arranged, Family, arrangement, family_of
 from megatron_ext.config.hf_config import hf_config
 from megatron_ext.config.parameters import count
@@ -193,14 +192,14 @@ class _Target:
     def put_bytes(self, source: memoryview, shape: tuple[int, ...], dtype: str) -> None:
         import numpy as np
 
-        from megatron_ext.checkpoint.dtypes import ARRAYS
+        from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 
         self.put(np.frombuffer(source, ARRAYS[dtype]).reshape(shape), dtype)
 
     def put(self, values: "npt.NDArray", dtype: str) -> None:
         import numpy as np
 
-        from megatron_ext.checkpoint.dtypes import converted
+        from megatron_ext.checkpoint.huggingface.arrays import converted
 
         rows, columns = values.shape[0], slice(self.column, self.column + math.prod(values.shape[1:]))
         values = converted(values, dtype, self.entry.dtype)

@@ -9,8 +9,8 @@ Nothing in the folder is executed, and no file outside of it is opened, whatever
 
 from pathlib import Path
 
+from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.checkpoint.huggingface.safetensors import Entry, read_header
-from megatron_ext.checkpoint.native.torch_archive import WIDTH
 from megatron_ext.config.families import arrangement
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.schema import Config

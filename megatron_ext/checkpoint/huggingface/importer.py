@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.copying import BLOCK, Files, Literal, Made, Part, Stretch, Zeros, gather
+from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.checkpoint.huggingface.folder import HFFolder, safe_file
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.native import manifest, torch_dist
 from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, TOKENIZER, write_versions
 from megatron_ext.checkpoint.native.folder import CONFIG, make_partial, publish, saved_iterations
-from megatron_ext.checkpoint.native.torch_archive import WIDTH, archive, tensor_pickle
+from megatron_ext.checkpoint.native.torch_archive import archive, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 from megatron_ext.config.families import Arranged, arrangement
 from megatron_ext.config.files import to_yaml
@@ -184,7 +185,7 @@ def _convert(entry: Entry, transposed: bool, rows: range, dtype: str, target: me
     """Fill `target` with rows of a parameter that lie there in another dtype or transposed."""
     import numpy as np
 
-    from megatron_ext.checkpoint.dtypes import ARRAYS, converted
+    from megatron_ext.checkpoint.huggingface.arrays import ARRAYS, converted
 
     part = entry.whole().T[rows.start : rows.stop] if transposed else entry.rows(rows.start, len(rows))
     values = np.frombuffer(target, ARRAYS[dtype]).reshape(part.shape)

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from megatron_ext.checkpoint.copying import read_exactly
+from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.native.saveable import Saveable
-from megatron_ext.checkpoint.native.torch_dist import DTYPES
 from megatron_ext.config import slices
 from megatron_ext.config.families import Arranged, arrangement
 from megatron_ext.errors import DataError

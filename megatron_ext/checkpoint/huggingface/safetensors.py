@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.checkpoint.dtypes import SAFETENSORS_WIDTHS
 from megatron_ext.errors import DataError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
-_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 _LARGEST_HEADER = 32 << 20  # 200,000 tensors; a file that claims more is damaged or hostile
 
 
@@ -41,7 +40,7 @@ class Entry:
     @property
     def row_bytes(self) -> int:
         """Of one index of the first dimension."""
-        return math.prod(self.shape[1:]) * _BYTES[self.dtype]
+        return math.prod(self.shape[1:]) * SAFETENSORS_WIDTHS[self.dtype]
 
     def place(self, row: int) -> int:
         """Of a row in the file."""
@@ -51,7 +50,7 @@ class Entry:
         """A view of `count` rows (all other dimensions whole) in the file; bfloat16 are uint16."""
         import numpy as np
 
-        from megatron_ext.checkpoint.dtypes import ARRAYS
+        from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 
         mode, shape = "r+" if writable else "c", (count, *self.shape[1:])
         return np.memmap(self.path, dtype=ARRAYS[self.dtype], mode=mode, offset=self.place(start), shape=shape)
@@ -105,7 +104,7 @@ def create(path: Path, tensors: Mapping[str, Sequence[int]], dtype: str) -> dict
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, shape in tensors.items():
-        end = position + math.prod(shape) * _BYTES[dtype]
+        end = position + math.prod(shape) * SAFETENSORS_WIDTHS[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -127,7 +126,7 @@ def create(path: Path, tensors: Mapping[str, Sequence[int]], dtype: str) -> dict
 def _span(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
     try:
         begin, end = entry["data_offsets"]
-        shape, width = entry["shape"], _BYTES[entry["dtype"]]
+        shape, width = entry["shape"], SAFETENSORS_WIDTHS[entry["dtype"]]
         numbers = [begin, end, *shape]
         right = all(type(number) is int and number >= 0 for number in numbers)
         right = right and end - begin == math.prod(shape) * width

@@ -9,12 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
 from megatron_ext.checkpoint.huggingface.importer import stack_sizes, stacked_key
 from megatron_ext.checkpoint.native import manifest, torch_dist
 from megatron_ext.checkpoint.native.companions import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import CONFIG, checkpoint_at
-from megatron_ext.checkpoint.native.torch_archive import WIDTH, place_of_elements
-from megatron_ext.checkpoint.native.torch_dist import DTYPES, Chunk
+from megatron_ext.checkpoint.native.torch_archive import place_of_elements
+from megatron_ext.checkpoint.native.torch_dist import Chunk
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.families import arrangement, family_of
 from megatron_ext.config.resolve import Facts, resolve
@@ -138,7 +139,7 @@ def _read(file: BinaryIO, chunk: Chunk, dtype: str) -> "npt.NDArray":
     """Through torch, which takes seconds to import: a shard that holds its elements in another order."""
     import torch
 
-    from megatron_ext.checkpoint.dtypes import ARRAYS
+    from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 
     file.seek(chunk.offset)
     tensor = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)

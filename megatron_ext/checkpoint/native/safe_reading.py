@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies import torch as engine_torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
+from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.untrusted.folder import check_folder, file_inside
 
@@ -72,7 +73,7 @@ def read_metadata(file: IO[bytes]) -> metadata.Metadata:
 def _entry(tensor: torch_dist.Tensor) -> metadata.TensorStorageMetadata:
     given = tensor.properties
     properties = metadata.TensorProperties(
-        dtype=getattr(torch, torch_dist.DTYPES.get(tensor.dtype, tensor.dtype)),
+        dtype=getattr(torch, DTYPES.get(tensor.dtype, tensor.dtype)),
         requires_grad=given.requires_grad,
         memory_format=_FORMATS[given.memory_format],
         pin_memory=given.pin_memory,

@@ -17,11 +17,9 @@ import zipfile
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
+from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.untrusted import inert_pickle
 from megatron_ext.untrusted.inert_pickle import Global
-
-WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of an element, by the dtype's name in safetensors."""
 
 _STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
 _OF_TENSORS = {

@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeGuard
 
+from megatron_ext.checkpoint.dtypes import DTYPES, WIDTHS, code_of
 from megatron_ext.checkpoint.native.torch_archive import plain
 from megatron_ext.untrusted.inert_pickle import Global, Made, plain_text
 from megatron_ext.untrusted.inert_pickle import read as read_inert
-
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Of weights, by their name in safetensors. Files may hold tensors of other dtypes, which nobody here reads."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -219,7 +217,7 @@ def _read_tensor(name: str, entry: Made, places: Mapping[Any, _Place], most: int
     if type(chunks) is not list or len(chunks) > most:
         raise _wrong(f"places {plain_text(name)} more often than it has places")
     found = tuple(_read_chunk(name, chunk, size, places) for chunk in chunks)
-    return Tensor(_code(dtype), size, found, properties)
+    return Tensor(code_of(dtype), size, found, properties)
 
 
 def _read_chunk(name: str, chunk: Any, size: tuple[int, ...], places: Mapping[Any, _Place]) -> Chunk:
@@ -279,20 +277,6 @@ def _numbers(values: Any) -> tuple[int, ...]:
 def _wrong(what: str) -> pickle.UnpicklingError:
     return pickle.UnpicklingError(what)
 
-
-def _code(dtype: str) -> str:
-    return next((code for code, name in DTYPES.items() if name == dtype), dtype)
-
-
-WIDTHS = {
-    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
-    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
-    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
-    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
-    "complex128": 16,
-}
-"""Bytes of an element, by torch's name."""
 
 ALLOWED: frozenset[tuple[str, str]] = frozenset(
     [

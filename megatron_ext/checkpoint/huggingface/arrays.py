@@ -1,0 +1,27 @@
+"""Weights as numpy arrays, and from one dtype to another, without torch. numpy has no bfloat16: uint16 then."""
+
+import numpy as np
+import numpy.typing as npt
+
+ARRAYS: dict[str, type[np.generic]] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+"""Of the elements, by the dtype's name in safetensors."""
+
+
+def converted(values: npt.NDArray, source: str, target: str) -> npt.NDArray:
+    """Rounded to the nearest, ties to even, as torch does; to 16 bits by way of fp32.
+
+    Overflow is infinite, and NaN stays NaN.
+    """
+    if source == target:
+        return values
+    with np.errstate(over="ignore", invalid="ignore"):
+        if source == "BF16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        if target == "F64":
+            return values.astype(np.float64)
+        values = np.ascontiguousarray(values).astype(np.float32, copy=False)
+        if target != "BF16":
+            return values.astype(ARRAYS[target], copy=False)
+    bits = values.view(np.uint32)
+    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
