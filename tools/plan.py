@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_ext.checkpoint.native.resume import look
 from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes
 from megatron_ext.config.arguments import parse
+from megatron_ext.config.options import flag_of
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import presentation as report
 from megatron_ext.plan.choices import flags
@@ -109,12 +110,10 @@ def _parser() -> ToolParser:
 def _above_zero(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         if isinstance(value, int | float) and not value > 0:
-            raise ConfigurationError(f"--{name.replace('_', '-')} {value} is not above 0")
+            raise ConfigurationError(f"{flag_of(name)} {value} is not above 0")
     for name in ("efficiency", "link_efficiency", "memory_share"):
         if getattr(options, name) > 1:
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} {getattr(options, name)} is above 1, a share of the whole"
-            )
+            raise ConfigurationError(f"{flag_of(name)} {getattr(options, name)} is above 1, a share of the whole")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.config.options import flag_of
+
 DATA_PATH_NAMES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -52,7 +54,7 @@ def _needed_paths(typed: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             continue  # validate says what is wrong with the blend itself
         for prefix in blend.prefixes:
             for suffix in (".bin", ".idx"):
-                yield "--" + name.replace("_", "-"), prefix + suffix
+                yield flag_of(name), prefix + suffix
 
 
 def _number(text: str) -> float | None:

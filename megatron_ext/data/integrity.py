@@ -204,11 +204,6 @@ def check_some_token_ids(prefix: str, vocab_size: int) -> None:
         _check_block(prefix, index, _read(path, dtype, 0, first, min(first + size, tokens)), first, vocab_size)
 
 
-def sequence_lengths(prefix: str) -> np.ndarray:
-    """Tokens in each sequence of a checked pair: int32 [sequences], mapped, not read."""
-    return open_index(prefix).lengths
-
-
 @dataclass(frozen=True)
 class Share:
     """The part of a pair that belongs to one split: sequences `first` up to `end`, and the tokens in them."""

@@ -5,7 +5,6 @@ data/corpus_manifest.json; `tools/merge_datasets.py --output-prefix data/all` wr
 without one, as Megatron-LM writes it, or one that was replaced since, has no known tokenizer. No torch here.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,9 @@ from typing import Any
 
 from megatron_ext.tokenizer.protocol import Tokenizer
 from megatron_ext.tokenizer.record import describe_tokenizer, same_tokenizer, short_record, tokenizer_record
+from megatron_ext.untrusted.text import load_json, read_file
+
+_LARGEST = 1 << 26  # bytes; one of a thousand input files has some 200,000
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,12 @@ def made_with(prefix: str) -> MadeWith | None:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The content of a manifest with the parts that are used here; None where it is missing or not one."""
+    """The content of a manifest with the parts that are used here; None where it is missing or not one.
+
+    Anybody may have put it next to the data: one that is larger or deeper than any manifest is not one.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load_json(read_file(path, _LARGEST))
         parts = (content["tokenizer"], content["outputs"], *content["outputs"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

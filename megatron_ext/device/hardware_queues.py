@@ -48,13 +48,18 @@ def mistake(layout: LayoutConfig, capability: int | None, given: str | None) -> 
 
 def prepare(layout: LayoutConfig, environment: MutableMapping[str, str] = os.environ) -> str | None:
     """Set the variable for the run that begins, where it is not set; return a warning where it is, to a wrong value."""
-    if layout.device == "cpu" or not any(path.exists() for path in _DRIVER_FILES):
+    if layout.device == "cpu" or not has_driver():
         return None
     capability, given = compute_capability(), environment.get(VARIABLE)
     if given is None and wants_one_queue(layout, capability):
         environment[VARIABLE] = "1"
     wrong = mistake(layout, capability, given)
     return wrong and f"{VARIABLE}={given}: {wrong[0]}; {wrong[1]}"
+
+
+def has_driver() -> bool:
+    """Whether this machine shows an NVIDIA GPU, by the files of its driver."""
+    return any(path.exists() for path in _DRIVER_FILES)
 
 
 def compute_capability(library: str = "libnvidia-ml.so.1") -> int | None:

@@ -16,6 +16,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import adopt
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.data import DataConfig
+from megatron_ext.device.hardware_queues import has_driver
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
 from megatron_ext.rules.validate import problems
@@ -150,7 +151,7 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
     dry_run_decides = typed.dry_run and typed.values.get("world_size") is not None
     return Facts(
         world_size=None if dry_run_decides else int(os.environ.get("WORLD_SIZE", "1")),
-        cuda_available=Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists(),
+        cuda_available=has_driver(),
         vocab_size=vocab_size,
         tokenizer_error=tokenizer_error,
         missing_paths=missing_paths(typed.values),

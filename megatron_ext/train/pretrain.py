@@ -1,15 +1,21 @@
 """The main job: build the run, load a checkpoint if there is one, train."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from megatron_ext import device
 from megatron_ext.checkpoint.native.lock import hold_until_exit
+from megatron_ext.checkpoint.native.resume import Resume
+from megatron_ext.config.schema import CheckpointConfig
 from megatron_ext.device import hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record, launch
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import SignalWatcher
 from megatron_ext.train.configure import Configured, configure_for
+
+if TYPE_CHECKING:
+    from megatron_ext.train.run import Run
 
 
 def pretrain(configured: Configured, status: RunStatus) -> None:
@@ -33,7 +39,6 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
     from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks import memory_history
     from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
-    from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
     from megatron_ext.train.trainer import Trainer
 
     memory_history.begin(config, status.rank, here)
@@ -54,22 +59,7 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
     for flag in run.sharding.host_memory_flags:
         if here.kind == "cpu" and run.rank == 0:
             print(f"warning: {flag} saves nothing with --device cpu: it is the same memory", flush=True)
-    if resume is not None:
-        from megatron_ext.checkpoint.native.load import load_found
-
-        load_found(run, resume)
-        if not config.checkpoint.finetune:
-            check_data_is_that_of_the_checkpoint(run, resume)
-    if config.checkpoint.load is not None and run.rank == 0:
-        verb = "finetuning from" if config.checkpoint.finetune else "resuming at"
-        found = f"{verb} iteration {resume.iteration} of" if resume is not None else "starting afresh: none in"
-        print(f"checkpoint: {found} {config.checkpoint.load}", flush=True)
-    if config.checkpoint.load_hf is not None and resume is None:
-        from megatron_ext.checkpoint.huggingface.load import load_huggingface
-
-        load_huggingface(run, config.checkpoint.load_hf)
-        if run.rank == 0:
-            print(f"checkpoint: beginning with the weights of {config.checkpoint.load_hf}", flush=True)
+    _load(run, config.checkpoint, resume)
     # One rank watches the stop file and tells the others at the end of a step.
     with SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before()) as signals:
         trainer = Trainer(run, standard_callbacks(run, signals, status))
@@ -82,6 +72,27 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
             launch.remember_stop(0, trainer.stop_reason)
     run.loaders.close()
     groups.destroy()
+
+
+def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
+    """Load the checkpoint that was found, or the Hugging Face model that the flags name in its place; say which."""
+    if resume is not None:
+        from megatron_ext.checkpoint.native.load import load_found
+        from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
+
+        load_found(run, resume)
+        if not flags.finetune:
+            check_data_is_that_of_the_checkpoint(run, resume)
+    if flags.load is not None and run.rank == 0:
+        verb = "finetuning from" if flags.finetune else "resuming at"
+        found = f"{verb} iteration {resume.iteration} of" if resume is not None else "starting afresh: none in"
+        print(f"checkpoint: {found} {flags.load}", flush=True)
+    if flags.load_hf is not None and resume is None:
+        from megatron_ext.checkpoint.huggingface.load import load_huggingface
+
+        load_huggingface(run, flags.load_hf)
+        if run.rank == 0:
+            print(f"checkpoint: beginning with the weights of {flags.load_hf}", flush=True)
 
 
 def _claim(save: str, status: RunStatus) -> None:

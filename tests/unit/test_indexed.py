@@ -6,7 +6,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.data.indexed import IndexedWriter, token_dtype
-from megatron_ext.data.integrity import check_indexed_files, file_fingerprint, sequence_lengths, share_of
+from megatron_ext.data.integrity import check_indexed_files, file_fingerprint, open_index, share_of
 from megatron_ext.errors import ConfigurationError, DataError
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10]]
@@ -39,7 +39,7 @@ def test_megatron_core_reads_it(pair: str):
     assert [np.asarray(dataset.get(i)).tolist() for i in range(len(dataset))] == [[5, 6, 7], [8], [9, 10]]
     assert dataset.document_indices.tolist() == [0, 1, 1, 2, 3]
     check_indexed_files(pair)
-    assert sequence_lengths(pair).tolist() == [3, 1, 2]
+    assert open_index(pair).lengths.tolist() == [3, 1, 2]
 
 
 def test_dtype_rule():

@@ -121,7 +121,8 @@ def test_data_of_an_older_manifest_or_of_none(data: Path, tmp_path: Path, capsys
     start(f"--train-data-path {folder}/hf_text_document {HF}")
     assert "GPT2BPETokenizer" in refusal(f"--train-data-path {folder}/hf_text_document {gpt2(tmp_path)}")
     byte = f"--train-data-path {folder}/byte_text_document {HF}"
-    for nothing in ("", "[]", "{", '{"outputs": {"a": 1}, "tokenizer": {}}', '{"outputs": [], "tokenizer": {}}'):
+    no_manifests = ("", "[]", "{", '{"outputs": {"a": 1}, "tokenizer": {}}', '{"outputs": [], "tokenizer": {}}')
+    for nothing in (*no_manifests, "[" * 100_000):
         (folder / "byte_manifest.json").write_text(nothing)
         start(byte)
     for suffix in (".bin", ".idx"):  # the manifest is of other data than what lies there now
