@@ -1,1 +1,1 @@
-"""Corpus, sampler, batches, synthetic data."""
+"""The data of a run: corpus, sampler, batches, synthetic data."""

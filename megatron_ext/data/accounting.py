@@ -4,7 +4,7 @@ from megatron_ext.data.samples import Samples
 
 
 def use_of_sources(dataset: Samples, consumed_samples: int, seq_length: int) -> dict[str, dict[str, float]]:
-    """What the first `consumed_samples` samples took from each source, by its name.
+    """Return what the first `consumed_samples` samples took from each source, by its name.
 
     A prefix that a blend names twice is one source here.
 

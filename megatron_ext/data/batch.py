@@ -30,11 +30,11 @@ class Batch:
     """Which positions see which, where documents are kept apart; every stage."""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on a device; a pinned one is copied without waiting."""
+        """Return the batch on a device; a pinned one is copied without waiting."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
 
     def pin_memory(self) -> "Batch":
-        """The batch in page-locked memory."""
+        """Return the batch in page-locked memory."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
@@ -49,27 +49,29 @@ class StageView:
     """What one rank reads of the samples of its microbatches."""
 
     is_first_stage: bool = True
-    """Its pipeline stage reads tokens and positions."""
+    """Whether this rank's pipeline stage reads tokens and positions."""
     is_last_stage: bool = True
-    """It reads labels and the loss mask."""
+    """Whether it reads labels and the loss mask."""
     cp_rank: int = 0
     cp_size: int = 1
-    """Context-parallel ranks share each sample's positions."""
+    """Whether context-parallel ranks share each sample's positions."""
     eod: int = -1
     """The token that ends a document."""
     restarts_positions: bool = False
-    """Positions begin anew with each document; every stage reads them then."""
+    """Whether positions begin anew with each document; every stage reads them then."""
     separates_documents: bool = False
-    """Tokens see their own document alone; every stage reads where the documents are."""
+    """Whether tokens see their own document alone; every stage reads then where the documents are."""
     documents_are_whole: bool = False
-    """Attention sees whole samples although context-parallel ranks share them."""
+    """Whether attention sees whole samples although context-parallel ranks share them."""
 
     @property
     def reads_tokens(self) -> bool:
+        """Whether it reads the tokens of its samples."""
         return self.is_first_stage or self.restarts_positions or self.separates_documents
 
     @property
     def reads_samples(self) -> bool:
+        """Whether it reads its samples at all."""
         return self.reads_tokens or self.is_last_stage
 
 
@@ -77,7 +79,7 @@ WHOLE = StageView()
 
 
 def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Batch:
-    """Stack samples, whose fields are tensors or arrays of [S], into what one stage reads: all positions of them."""
+    """Stack samples, whose fields are tensors or arrays of [S], into what one stage reads, for all positions."""
 
     def stack(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.stack([torch.as_tensor(sample[name]).to(dtype) for sample in samples])
@@ -103,7 +105,7 @@ def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Ba
 
 
 def divide(batch: Batch, view: StageView) -> Batch:
-    """The two chunks of every sample that the context-parallel rank holds, in the order of their positions."""
+    """Return the two chunks of every sample that the context-parallel rank holds, in the order of their positions."""
     if view.cp_size == 1:
         return batch
     chunks = torch.tensor(context_chunks(view.cp_rank, view.cp_size))
@@ -121,7 +123,7 @@ def divide(batch: Batch, view: StageView) -> Batch:
 
 
 def padding_sample(seq_length: int) -> dict[str, torch.Tensor]:
-    """A sample that fills a place in a batch and that no loss counts: its loss mask is zero."""
+    """Return a sample that fills a place in a batch and that no loss counts: its loss mask is zero."""
     return {
         "tokens": torch.zeros(seq_length, dtype=torch.int64),
         "labels": torch.zeros(seq_length, dtype=torch.int64),

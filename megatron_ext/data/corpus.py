@@ -22,12 +22,13 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 _WHOLE_INDEX_UP_TO = 1 << 24
-"""Bytes of an .idx that is read whole at the start with --data-order formula, which itself needs but its ends."""
+"""Largest size in bytes of an .idx that is read whole at the start under --data-order formula, which needs only its
+ends."""
 
 
 @dataclass(frozen=True)
 class Splits[T]:
-    """One value each for training, validation and test."""
+    """Holds one value each for training, validation and test."""
 
     train: T
     valid: T
@@ -41,7 +42,7 @@ def build_datasets(
 
     Args:
         config: the resolved configuration.
-        tokenizer: the one that made the data.
+        tokenizer: the tokenizer that made the data.
         num_samples: train: samples that the run consumes. valid, test: 0 for no such dataset; otherwise one pass over
             the documents, however many samples that is (for --mock-data, this number of samples).
         is_built_on_this_rank: false where a rank reads no data (a middle pipeline stage).
@@ -88,7 +89,7 @@ def _build(
     num_samples: int | None,
     is_built_on_this_rank: Callable[[], bool],
 ) -> Samples | None:
-    """One split; `num_samples` None means one pass."""
+    """Build one split; `num_samples` None means one pass."""
     by_formula = config.data.data_order == "formula"
     # On all ranks alike: they must agree on the number of barriers, and on an error.
     for prefix in files.blend.prefixes:

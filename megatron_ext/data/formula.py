@@ -31,7 +31,7 @@ class FormulaSource:
     """The windows of one split of one pair.
 
     Args:
-        prefix: of a checked pair.
+        prefix: path without suffix of a checked pair.
         share: the split's part of it.
         seq_length: tokens in a sample, without the label of the last.
         key: the order depends on it, and not on the name or the place of the files.
@@ -51,12 +51,12 @@ class FormulaSource:
         weakref.finalize(self, os.close, self._file)
 
     def number_at(self, index: int) -> int:
-        """The window of sample `index`, counted through the epochs: epoch x windows + window."""
+        """Return the window of sample `index`, counted through the epochs: epoch x windows + window."""
         epoch, position = divmod(index, self.windows)
         return epoch * self.windows + self._order(epoch)(position)
 
     def window(self, number: int) -> np.ndarray:
-        """Its tokens: int64 [seq_length + 1].
+        """Return the tokens of a window: int64 [seq_length + 1].
 
         Raises:
             DataError: the file has become shorter since it was opened.
@@ -95,7 +95,7 @@ class FormulaDataset:
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """tokens, labels, position_ids: int64 [seq]; loss_mask: float32 [seq]."""
+        """Return tokens, labels and position_ids, int64 [seq], and loss_mask, float32 [seq]."""
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
         place = self.place(index)
@@ -109,14 +109,14 @@ class FormulaDataset:
         }
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` samples come from each source."""
+        """Return how many of the first `samples` samples come from each source."""
         return self._mixture.counts(samples)
 
     def place(self, index: int) -> Place:
-        """Where sample `index` lies."""
+        """Return where sample `index` lies."""
         source, number = self._mixture.place(index)
         return Place(source, self._parts[source].number_at(number))
 
     def part(self, source: int) -> "FormulaDataset":
-        """The samples of one source alone, in the order in which they appear here."""
+        """Return the samples of one source alone, in the order in which they appear here."""
         return FormulaDataset([self._parts[source]], None, self.counts(len(self))[source], self._eod)

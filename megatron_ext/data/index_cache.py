@@ -20,7 +20,7 @@ from megatron_ext.durable import replacing
 
 
 class CachedGPTDataset(GPTDataset):
-    """GPTDataset that finds its three index files in the cache, or makes them."""
+    """A GPTDataset that finds its three index files in the cache, or makes them."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         files: Any = self.dataset
@@ -37,7 +37,7 @@ class CachedGPTDataset(GPTDataset):
 
 
 class CachedBlendedDataset(BlendedDataset):
-    """BlendedDataset that finds its two index files in the cache, or makes them."""
+    """A BlendedDataset that finds its two index files in the cache, or makes them."""
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         first: Any = self.datasets[0]
@@ -53,7 +53,7 @@ class CachedBlendedDataset(BlendedDataset):
 
 
 class LocalBuilder(BlendedMegatronDatasetBuilder):
-    """The builder without its barriers: who builds first is decided by its caller, for all datasets at once."""
+    """megatron-core's builder without its barriers: the caller decides who builds first, for all datasets at once."""
 
     def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
         per_prefix = [
@@ -66,23 +66,25 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
     def build_generic_dataset(  # pyright: ignore[reportIncompatibleMethodOverride]
         kind: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any
     ) -> Any:
+        """Build one dataset on this rank, without waiting for others."""
         return (CachedBlendedDataset if kind is BlendedDataset else kind)(*args)
 
 
 def cache_folder(path_to_cache: str | None, prefix: str) -> Path:
-    """--data-cache-path, or megatron-core's default beside the data."""
+    """Return --data-cache-path, or megatron-core's default folder next to the data."""
     return Path(path_to_cache) if path_to_cache else Path(prefix) / "cache" / "GPTDataset_indices"
 
 
 def load_or_build(
     folder: Path, stem: str, names: tuple[str, ...], description: str, build: Callable[[], tuple[np.ndarray, ...]]
 ) -> list[np.ndarray]:
-    """The arrays `<folder>/<stem>-<name>.npy`, mapped. If one is missing or cannot be read, all are built and written.
+    """Return the arrays `<folder>/<stem>-<name>.npy`, mapped. If one is missing or cannot be read, all are built and
+    written.
 
     Args:
-        folder: of the cache; made if it is missing.
-        stem: names the content: other input, other stem.
-        names: of the arrays.
+        folder: the cache; made if it is missing.
+        stem: name of the content: another input has another stem.
+        names: names of the arrays.
         description: what the stem is a hash of; written last, to `<stem>-description.txt`.
         build: makes the arrays.
 
@@ -110,7 +112,8 @@ def _write(path: Path, write: Callable[[Any], Any]) -> None:
 
 
 def _in_memory(dataset: Any, build: Callable[[], Any]) -> Any:
-    """megatron-core's own build, on any rank, without a file: what it does for a mock dataset, which has no folder."""
+    """Run megatron-core's own build, on any rank, without a file: what it does for a mock dataset, which has no
+    folder."""
     config = dataset.config
     dataset.config = copy.copy(config)
     dataset.config.path_to_cache, dataset.config.mock = None, True

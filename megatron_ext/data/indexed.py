@@ -39,13 +39,13 @@ HEADER = struct.Struct("<9sQBQQ")
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """The dtype of a .bin file's tokens: uint16 below 65,500 ids (Megatron's bound), else int32."""
+    """Return the dtype of a .bin file's tokens: uint16 below 65,500 ids (Megatron's bound), else int32."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
 @dataclass(frozen=True)
 class Written:
-    """How much a writer has written: what one needs to go on from there."""
+    """Counts what a writer has written: what another one needs to go on from there."""
 
     token_bytes: int = 0
     documents: int = 0
@@ -61,7 +61,7 @@ class IndexedWriter:
 
     Args:
         prefix: path without suffix.
-        dtype: of the tokens.
+        dtype: dtype of the tokens.
         start: what `commit` of an earlier, killed writer returned; what it wrote after that is dropped.
 
     Raises:
@@ -83,7 +83,8 @@ class IndexedWriter:
 
     @staticmethod
     def holds(prefix: str | Path, written: Written) -> bool:
-        """Whether the partial files of an earlier writer are there, with at least what it said it had written."""
+        """Return whether the partial files of an earlier writer are there, with at least what it said it had
+        written."""
         sizes = {".bin": written.token_bytes, ".lengths": written.documents * _LENGTH.itemsize}
         paths = {_partial(Path(f"{prefix}{suffix}")): size for suffix, size in sizes.items()}
         return all(path.is_file() and path.stat().st_size >= size for path, size in paths.items())
@@ -152,13 +153,13 @@ class IndexedWriter:
             sequence = int(indices[-1])
 
     def _length_blocks(self) -> Iterator[np.ndarray]:
-        """Tokens of each document, some at a time."""
+        """Yield the number of tokens of each document, some documents at a time."""
         with open(_partial(self._lengths_path), "rb") as file:
             while block := file.read(_LENGTH.itemsize << 20):
                 yield np.frombuffer(block, _LENGTH)
 
     def descriptors(self) -> list[int]:
-        """Of the open files, which are locked."""
+        """Return the descriptors of the open files, which are locked."""
         return [self._bin.fileno(), self._lengths.fileno()]
 
     def close(self) -> None:
@@ -174,7 +175,7 @@ class IndexedWriter:
 
 
 def _open_locked(path: Path, size: int) -> BinaryIO:
-    """Open for appending behind the first `size` bytes, for this process alone."""
+    """Open a file for appending behind its first `size` bytes, for this process alone."""
     file = open(path, "ab")  # noqa: SIM115 (closed by the writer)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

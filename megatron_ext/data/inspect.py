@@ -12,7 +12,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts of a pair. `histogram[k]` is the number of sequences with 2^k to 2^(k+1) - 1 tokens."""
+    """The counts of a pair. `histogram[k]` is the number of sequences with 2^k to 2^(k+1) - 1 tokens."""
 
     dtype: str
     documents: int
@@ -52,7 +52,7 @@ def summarize(prefix: str) -> Summary:
 
 
 def document_tokens(prefix: str, document: int) -> list[int]:
-    """The token ids of a document, from 0.
+    """Return the token ids of document number `document`, from 0.
 
     Raises:
         ConfigurationError: there is no such document, or a file is missing.

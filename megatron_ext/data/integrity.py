@@ -58,7 +58,8 @@ def check_indexed_files(prefix: str, *, whole_index_up_to: int | None = None) ->
 
 
 def _blocks(count: int, sampled: bool) -> Iterator[tuple[int, int]]:
-    """Begin and end of the blocks to check: all, one after another, or a few over the whole range and the last."""
+    """Yield begin and end of the blocks to check: all, one after another, or a few over the whole range and the
+    last."""
     if not sampled or count <= _SAMPLED_BLOCKS * _SAMPLED_BLOCK:
         yield from ((first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK))
         return
@@ -86,7 +87,7 @@ def _read_header(idx: Path, size: int) -> tuple[np.dtype, int, int]:
 
 
 def _check_sequences(idx: Path, sequences: int, itemsize: int, sampled: bool) -> int:
-    """Check that the sequences lie one after another in the .bin; returns where the last one ends, in bytes."""
+    """Check that the sequences lie one after another in the .bin; return where the last one ends, in bytes."""
     if sequences == 0:
         raise DataError(f"{idx} holds no sequence: there is nothing to train on. {_REMEDY}")
     end = 0
@@ -123,9 +124,9 @@ def _check_documents(idx: Path, sequences: int, entries: int, sampled: bool) -> 
 
 
 def _read(path: Path | str, kind: str | np.dtype, offset: int, first: int, behind: int) -> np.ndarray:
-    """Entries `first` up to `behind` of an array that begins at byte `offset`.
+    """Return the entries `first` up to `behind` of an array that begins at byte `offset`.
 
-    Read, not mapped: the pages of a map count as this process's memory.
+    They are read, not mapped: the pages of a map count as this process's memory.
     """
     item = np.dtype(kind).itemsize
     return np.fromfile(path, kind, behind - first, offset=offset + first * item)
@@ -133,7 +134,8 @@ def _read(path: Path | str, kind: str | np.dtype, offset: int, first: int, behin
 
 @dataclass(frozen=True)
 class IndexArrays:
-    """The arrays of an index file, mapped, not read: int32, int64 and int64, as megatron_ext.data.indexed says."""
+    """The arrays of an index file, which are mapped, not read: int32, int64 and int64, as megatron_ext.data.indexed
+    says."""
 
     code: int
     lengths: np.ndarray
@@ -142,7 +144,7 @@ class IndexArrays:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the tokens."""
+        """Dtype of the tokens."""
         return np.dtype(DTYPE_CODES[self.code])
 
 
@@ -176,7 +178,7 @@ def check_token_ids(prefix: str, vocab_size: int) -> None:
 
 
 def _check_block(prefix: str, index: IndexArrays, block: np.ndarray, first: int, vocab_size: int) -> None:
-    """Check the ids of a stretch of tokens that begins with token `first` of the file."""
+    """Check the ids of consecutive tokens, the first of which is token `first` of the file."""
     if int(block.max()) < vocab_size and int(block.min()) >= 0:
         return
     row = int(np.argmax((block >= vocab_size) | (block < 0)))
@@ -192,7 +194,7 @@ def _check_block(prefix: str, index: IndexArrays, block: np.ndarray, first: int,
 def check_some_token_ids(prefix: str, vocab_size: int) -> None:
     """Read 256 blocks of 1,024 tokens all over a whole pair, and check them as `check_token_ids` checks all.
 
-    Data of another tokenizer is found before training begins; a single wrong token, when it is read.
+    This finds data of another tokenizer before training begins; a single wrong token is found when it is read.
     """
     index = open_index(prefix)
     path, dtype = f"{prefix}.bin", index.dtype.newbyteorder("<")
@@ -215,10 +217,11 @@ class Share:
 
 
 def share_of(prefix: str, bounds: tuple[float, float]) -> Share:
-    """The sequences between two fractions of all, rounded as megatron-core rounds. Reads a few entries of the index.
+    """Return the sequences between two fractions of all, rounded as megatron-core rounds. Only a few entries of the
+    index are read.
 
     Args:
-        prefix: of a checked pair.
+        prefix: path without suffix of a checked pair.
         bounds: begin and end, from 0 to 1.
 
     Raises:
@@ -243,9 +246,9 @@ def share_of(prefix: str, bounds: tuple[float, float]) -> Share:
 
 
 def file_fingerprint(path: str) -> str:
-    """A digest of a file's size, of 64 KiB at either end, and of 64 blocks of 4 KiB in between.
+    """Return a digest of a file's size, of 64 KiB at either end, and of 64 blocks of 4 KiB in between.
 
-    Cheap, and the same on every machine: another file under the same name has another one. It does not see every
+    It is cheap, and the same on every machine: another file under the same name has another one. It does not see every
     change of a single byte in the middle of a large file; `index_digest` does, of an index.
     """
     size = os.path.getsize(path)
@@ -265,6 +268,6 @@ def _probes(size: int) -> Iterator[tuple[int, int]]:
 
 
 def index_digest(prefix: str) -> str:
-    """A digest of the whole index: what the order of the samples is made from."""
+    """Return a digest of the whole index, from which the order of the samples is made."""
     with open(f"{prefix}.idx", "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Batches ahead of the step that needs them.
+"""Batches are loaded ahead of the step that needs them.
 
 A step names the samples it wants by position (`sampler`), so what a batch holds never depends on threads. While the
 step computes, background threads load the batch that will follow if the sizes stay as they are; when they change
@@ -67,7 +67,7 @@ class BatchLoader:
         self._pending: list[Future[Batch]] = []
 
     def global_batch(self, consumed_samples: int, num_microbatches: int, end: int | None = None) -> list[Batch]:
-        """This rank's microbatches of the step that begins after `consumed_samples` samples.
+        """Return this rank's microbatches of the step that begins after `consumed_samples` samples.
 
         Args:
             consumed_samples: samples that all ranks used before.
@@ -164,6 +164,7 @@ class _Threads:
         self.close = weakref.finalize(self, _stop, self._queue, self._threads)
 
     def submit(self, function: Callable[[], Batch]) -> Future[Batch]:
+        """Queue `function` for one of the threads and return its future."""
         future: Future[Batch] = Future()
         self._queue.put((future, function))
         return future

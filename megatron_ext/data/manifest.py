@@ -23,12 +23,12 @@ class MadeWith:
     """The tokenizer that made a pair, and the manifest that says so."""
 
     tokenizer: Mapping[str, Any]
-    """As `megatron_ext.tokenizer.record` writes it; older manifests hold the short record."""
+    """The tokenizer's record as `megatron_ext.tokenizer.record` writes it; older manifests hold the short record."""
     manifest: str
 
 
 def made_with(prefix: str) -> MadeWith | None:
-    """The tokenizer that made `<prefix>.bin`; None where no manifest next to it speaks of a file of its size."""
+    """Return the tokenizer that made `<prefix>.bin`; None where no manifest next to it speaks of a file of its size."""
     try:
         size = os.path.getsize(f"{prefix}.bin")
     except OSError:
@@ -41,7 +41,7 @@ def made_with(prefix: str) -> MadeWith | None:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The content of a manifest with the parts that are used here; None where it is missing or not one.
+    """Return the content of a manifest with the parts that are used here; None where it is missing or not one.
 
     Anybody may have put it next to the data: one that is larger or deeper than any manifest is not one.
     """
@@ -54,7 +54,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _possible_manifests(prefix: str) -> Iterator[Path]:
-    """`a/b_text_document` -> a/b_text_document_manifest.json, a/b_text_manifest.json, a/b_manifest.json."""
+    """Yield a/b_text_document_manifest.json, a/b_text_manifest.json, a/b_manifest.json for `a/b_text_document`."""
     path = Path(prefix)
     words = path.name.split("_")
     for count in range(len(words), 0, -1):
@@ -63,23 +63,23 @@ def _possible_manifests(prefix: str) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Judged:
-    """How the tokenizer of some data and that of the run go together."""
+    """What there is to say of the tokenizer of some data and that of the run."""
 
     text: str
     is_wrong: bool
-    """Otherwise it is a warning."""
+    """Whether it is an error; otherwise it is a warning."""
 
 
 def judge(what: str, made: MadeWith, tokenizer: Tokenizer) -> Judged | None:
-    """Whether the run's tokenizer is the one that made the data; None where it is.
+    """Return what is wrong where another tokenizer than the run's made the data; None where the run's made it.
 
     NullTokenizer says nothing but how many ids there are: it goes with every tokenizer that has no more, on
     either side (benchmarks over real data, and data whose ids come from elsewhere).
 
     Args:
         what: names the data, as `--data-path corpus_text_document`.
-        made: of the data.
-        tokenizer: of the run.
+        made: the tokenizer of the data.
+        tokenizer: the tokenizer of the run.
     """
     own = short_record(tokenizer)
     if same_tokenizer(made.tokenizer, own):

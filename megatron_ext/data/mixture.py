@@ -31,10 +31,10 @@ class Mixture:
         for share in shares:
             self._sums.append(self._sums[-1] + int(share * scale))
         self.error = math.ceil(math.log2(len(weights))) / 2
-        """Samples by which a source can differ from its share, at any position."""
+        """Number of samples by which a source can differ from its share, at any position."""
 
     def place(self, index: int) -> tuple[int, int]:
-        """The source of sample `index`, and the sample's number among those of this source."""
+        """Return the source of sample `index`, and the sample's number among those of this source."""
         first, end = 0, len(self._sums) - 1
         while end - first > 1:
             middle = (first + end) // 2
@@ -46,7 +46,7 @@ class Mixture:
         return first, index
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` samples come from each source."""
+        """Return how many of the first `samples` samples come from each source."""
         counts = [0] * (len(self._sums) - 1)
 
         def share_out(samples: int, first: int, end: int) -> None:

@@ -35,18 +35,19 @@ class Documents:
     """The documents of a microbatch, as attention over its samples laid end to end takes them."""
 
     runs: tuple[Run, ...]
-    """In the order of the queries, which they cover. Key k of sample b is number b x S + k."""
+    """Attention blocks in the order of the queries, which they cover. Key k of sample b is number b x S + k."""
     query_ends: torch.Tensor
     """int32 [runs + 1], cumulative numbers of queries from 0."""
     key_ends: torch.Tensor
-    """int32 [runs + 1], of keys; the same object as `query_ends` where every run has as many keys as queries, which is
-    how torch's cuDNN kernel knows it."""
+    """int32 [runs + 1], cumulative numbers of keys; the same object as `query_ends` where every run has as many keys as
+    queries, which is how torch's cuDNN kernel knows it."""
     key_index: torch.Tensor | None
     """int64, the keys of all runs one after another; None where they are all keys in their order."""
     longest: tuple[int, int]
-    """Most queries, and most keys, of a run."""
+    """Largest number of queries, and of keys, of a run."""
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Documents":
+        """Return the same with `function` applied to every tensor."""
         index = None if self.key_index is None else function(self.key_index)
         query_ends = function(self.query_ends)
         key_ends = query_ends if self.key_ends is self.query_ends else function(self.key_ends)
@@ -54,7 +55,7 @@ class Documents:
 
 
 def document_starts(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
-    """For every token the position of its document's first token, int64 [B, S]. A sample begins a document."""
+    """Return for every token the position of its document's first token, int64 [B, S]. A sample begins a document."""
     starts = torch.zeros_like(tokens_BS)
     after_eod = tokens_BS[:, :-1] == eod
     starts[:, 1:] = torch.where(after_eod, torch.arange(1, tokens_BS.size(1)), 0)
@@ -62,12 +63,12 @@ def document_starts(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
 
 
 def restarted_positions(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
-    """Positions that count from the beginning of each document, int64 [B, S]."""
+    """Return positions that count from the beginning of each document, int64 [B, S]."""
     return torch.arange(tokens_BS.size(1)) - document_starts(tokens_BS, eod)
 
 
 def documents_of(tokens_BS: torch.Tensor, eod: int, cp_rank: int = 0, cp_size: int = 1) -> Documents:
-    """The documents of whole samples, as the queries of one of `cp_size` context-parallel ranks see them.
+    """Return the documents of whole samples, as the queries of one of `cp_size` context-parallel ranks see them.
 
     A rank has two chunks of every sample, and begins a run wherever a document or a chunk begins.
     """
@@ -89,7 +90,7 @@ def documents_of(tokens_BS: torch.Tensor, eod: int, cp_rank: int = 0, cp_size: i
 
 
 def _held(borders: list[int], cp_rank: int, cp_size: int) -> Iterator[tuple[int, int, int]]:
-    """(first position, end, first position of the document) of every piece of a document that the rank holds."""
+    """Yield (first position, end, first position of the document) of every piece of a document that the rank holds."""
     length = borders[-1] // (2 * cp_size)
     # One rank's two chunks are the whole sample: a border between them would only split a document.
     chunks = (

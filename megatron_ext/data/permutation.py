@@ -32,7 +32,8 @@ class Permutation:
         self._hash = hashlib.blake2b(key=key, digest_size=8)
 
     def __call__(self, index: int) -> int:
-        """Where `index`, from 0 to `size` - 1, goes. On average 1 + 1 / sqrt(size) passes through the network."""
+        """Return where `index`, from 0 to `size` - 1, goes. It takes on average 1 + 1 / sqrt(size) passes through the
+        network."""
         assert 0 <= index < self.size
         while True:
             index = self._network(index)

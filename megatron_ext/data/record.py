@@ -16,12 +16,12 @@ _FLAGS = {"data_order": "--data-order", "seed": "--seed", "seq_length": "--seq-l
 
 
 def data_record(config: Config, train: Samples, num_samples: int) -> dict[str, Any] | None:
-    """What the order and the content of the samples follow from; None for --mock-data.
+    """Return what the order and the content of the samples follow from; None for --mock-data.
 
     Args:
-        config: of the run.
-        train: its training data.
-        num_samples: that its order was made for.
+        config: the run's configuration.
+        train: the run's training data.
+        num_samples: number of samples that the order was made for.
     """
     if config.data.mock_data:
         return None
@@ -37,7 +37,7 @@ def data_record(config: Config, train: Samples, num_samples: int) -> dict[str, A
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """That of a checkpoint; None where it has none that can be read, as one of another version."""
+    """Return a checkpoint's record; None where it has none that can be read, for instance one of another version."""
     try:
         record = load_json(read_file(path, _LARGEST))
         return record if isinstance(record["num_samples"], int) and isinstance(record["files"], dict) else None
@@ -46,7 +46,8 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Why a run on `now` would not go on through the samples of a run on `saved`, in words; empty where it would."""
+    """Return why a run on `now` would not go on through the samples of a run on `saved`, in words; empty where it
+    would."""
     found = [
         f"{flag} is {now[name]}, not {saved.get(name)}" for name, flag in _FLAGS.items() if now[name] != saved.get(name)
     ]

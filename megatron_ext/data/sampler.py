@@ -15,7 +15,7 @@ def microbatch_sample_ids(
     dp_size: int,
     end: int | None = None,
 ) -> list[int | None]:
-    """Samples of one microbatch on one data-parallel rank.
+    """Return the samples of one microbatch on one data-parallel rank.
 
     Args:
         consumed_samples: samples that all ranks used before this step.

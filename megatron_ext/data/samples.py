@@ -20,10 +20,10 @@ class Source:
     """One of the files of a blend, or the synthetic tokens."""
 
     name: str
-    """The prefix, as given."""
+    """Prefix of the files, as given."""
 
     samples_per_epoch: float
-    """Samples that read each of its tokens once."""
+    """Number of samples that read each of its tokens once."""
 
 
 @dataclass(frozen=True)
@@ -35,31 +35,32 @@ class Place:
 
 
 class Samples(SampleDataset, Protocol):
-    """Samples of one split. All of it is a function of the position alone, equal on every rank."""
+    """The samples of one split. All of it is a function of the position alone, equal on every rank."""
 
     @property
-    def sources(self) -> Sequence[Source]: ...
+    def sources(self) -> Sequence[Source]:
+        """The sources of the samples, in the order of the blend."""
 
     @property
     def order_depends_on(self) -> list[int]:
-        """What the order follows from besides flags and files; empty where nothing else."""
+        """What the order follows from besides flags and files; empty where it is nothing else."""
         ...
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` samples come from each source."""
+        """Return how many of the first `samples` samples come from each source."""
         ...
 
     def place(self, index: int) -> Place:
-        """Where sample `index` lies."""
+        """Return where sample `index` lies."""
         ...
 
     def part(self, source: int) -> SampleDataset:
-        """The samples of one source alone, in the order in which they appear here."""
+        """Return the samples of one source alone, in the order in which they appear here."""
         ...
 
 
 def describe_sample(dataset: Samples, index: int) -> str:
-    """Sample number, and the file that it comes from, for error texts."""
+    """Return the sample's number and the file that it comes from, for error texts."""
     return f"sample {index} of {dataset.sources[dataset.place(index).source].name}.bin"
 
 
@@ -67,8 +68,8 @@ class BySource:
     """The samples of a held-out dataset, one source after another: a map-style dataset of its own.
 
     Args:
-        dataset: to take them from.
-        counts: how many samples of each source, the first ones.
+        dataset: the dataset to take them from.
+        counts: number of samples to take of each source; the first ones are taken.
     """
 
     def __init__(self, dataset: Samples, counts: Sequence[int]):
@@ -78,7 +79,7 @@ class BySource:
 
     @property
     def ranges(self) -> list[range]:
-        """The positions of each source's samples."""
+        """Positions of each source's samples."""
         return [range(*bounds) for bounds in itertools.pairwise(self._bounds)]
 
     def __len__(self) -> int:
@@ -89,7 +90,7 @@ class BySource:
         return self._parts[source][index - self._bounds[source]]
 
     def describe(self, index: int) -> str:
-        """As `describe_sample`."""
+        """Describe sample `index` as `describe_sample` does."""
         source = self._source(index)
         return f"held-out sample {index - self._bounds[source]} of {self._names[source]}.bin"
 

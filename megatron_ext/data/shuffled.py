@@ -1,4 +1,4 @@
-"""--data-order shuffled: megatron-core's order, so that a run can be moved over.
+"""--data-order shuffled is megatron-core's order, so that a run can be moved over.
 
 Documents are shuffled for all epochs together, laid end to end, cut into samples of seq_length + 1 tokens, and the
 samples are shuffled. megatron-core writes that down in index files, which are kept in a cache.
@@ -45,12 +45,13 @@ class ShuffledDataset:
 
     @property
     def order_depends_on(self) -> list[int]:
-        """Of several epochs, which are shuffled together: how many there are, and the number of samples."""
+        """Number of epochs and of samples where there are several epochs, which are shuffled together."""
         epochs = [len(part.document_index) // len(part.indices) for part in self._parts]
         return [] if max(epochs) == 1 or self._num_samples is None else [self._num_samples, *epochs]
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` samples come from each source. Reads the index from where it last was."""
+        """Return how many of the first `samples` samples come from each source. The index is read from where it last
+        was."""
         if not isinstance(self._dataset, BlendedDataset):
             return [samples]
         done, counts = self._counted
@@ -61,14 +62,14 @@ class ShuffledDataset:
         return counts.tolist()
 
     def place(self, index: int) -> Place:
-        """Where sample `index` lies: its number is that in megatron-core's stream of shuffled documents."""
+        """Return where sample `index` lies: its number is that in megatron-core's stream of shuffled documents."""
         source = 0
         if isinstance(self._dataset, BlendedDataset):
             source, index = int(self._dataset.dataset_index[index]), int(self._dataset.dataset_sample_index[index])
         return Place(source, int(self._parts[source].shuffle_index[index]))
 
     def part(self, source: int) -> SampleDataset:
-        """The samples of one source alone, in the order in which they appear here."""
+        """Return the samples of one source alone, in the order in which they appear here."""
         return self._parts[source]
 
 
@@ -81,7 +82,8 @@ def build_shuffled(
     num_samples: int | None,
     is_built_on_this_rank: Callable[[], bool],
 ) -> ShuffledDataset | None:
-    """One split through megatron-core's builder; `num_samples` None means one pass. Collective, if there are ranks."""
+    """Build one split through megatron-core's builder; `num_samples` None means one pass. Collective, if there are
+    ranks."""
     folder = cache_folder(config.data.data_cache_path, blend.prefixes[0])
 
     def build() -> ShuffledDataset | None:
@@ -125,7 +127,7 @@ def one_rank_of_a_node_first[T](folder: os.PathLike[str], build: Callable[[], T]
     Rank 0 goes first, together with the first rank of each node that does not see rank 0's `folder`; then the others.
 
     Raises:
-        TrainingError: one of the first ranks raised it; on every rank.
+        TrainingError: one of the first ranks raised it; it is raised on every rank.
     """
     if not torch.distributed.is_initialized():
         return build()
@@ -151,7 +153,8 @@ def one_rank_of_a_node_first[T](folder: os.PathLike[str], build: Callable[[], T]
 
 
 def _make_mark(folder: os.PathLike[str]) -> str | None:
-    """An empty file that shows other nodes whether they see this folder; None where it cannot be written."""
+    """Make an empty file that shows other nodes whether they see this folder; return None where it cannot be
+    written."""
     name = f".{secrets.token_hex(8)}.mark"
     try:
         os.makedirs(folder, exist_ok=True)
@@ -162,7 +165,8 @@ def _make_mark(folder: os.PathLike[str]) -> str | None:
 
 
 class _CacheKey:
-    """What GPTDataset asks of a tokenizer. Its identifiers enter the index cache's key, so the data's go here too."""
+    """Answers what GPTDataset asks of a tokenizer. Its identifiers enter the index cache's key, so the data's go here
+    too."""
 
     # A value that no .bin can hold: GPTDataset would hide real tokens that equal its padding.
     pad = np.iinfo(np.int64).min

@@ -10,7 +10,7 @@ SPLITS = ("train", "valid", "test")  # megatron-core's order
 
 @dataclass(frozen=True)
 class SplitFiles:
-    """Where one split comes from: files, and the share of their sequences."""
+    """Says where one split comes from: files, and the share of their sequences."""
 
     split: str
     flag: str
@@ -20,7 +20,7 @@ class SplitFiles:
 
 
 def split_files(config: Config, split: str) -> SplitFiles | None:
-    """The files of a split, as the flags name them; None where it has none, or no share of them."""
+    """Return the files of a split, as the flags name them; None where it has none, or no share of them."""
     data = config.data
     words = getattr(data, f"{split}_data_path")
     if data.data_path:
@@ -37,9 +37,10 @@ def split_files(config: Config, split: str) -> SplitFiles | None:
 
 
 def split_bounds(split: str) -> list[tuple[float, float] | None]:
-    """Begin and end of training, validation and test, as fractions of all sequences; None for one without a share.
+    """Return begin and end of training, validation and test, as fractions of all sequences; None for one without a
+    share.
 
-    In megatron-core's arithmetic to the last bit, so that both sample orders divide the same documents alike.
+    The arithmetic is megatron-core's to the last bit, so that both sample orders divide the same documents alike.
     """
     weights = [float(weight) for weight in split.split(",")]
     shares = [weight / sum(weights) for weight in weights] + [0.0] * (len(SPLITS) - len(weights))

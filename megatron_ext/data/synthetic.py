@@ -14,7 +14,7 @@ from megatron_ext.data.samples import Place, Source
 _STEPS = np.array([1, 2, 3, 5])
 _SHARES = (0.7, 0.1, 0.1, 0.1)
 ENTROPY = -sum(share * math.log(share) for share in _SHARES)
-"""Nats per token that no model can go below (0.94), where the vocabulary is larger than the steps."""
+"""Entropy in nats per token that no model can go below (0.94), where the vocabulary is larger than the steps."""
 
 
 class MockDataset:
@@ -40,7 +40,7 @@ class MockDataset:
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """tokens, labels, position_ids: int64 [seq]; loss_mask: float32 [seq]."""
+        """Return tokens, labels and position_ids, int64 [seq], and loss_mask, float32 [seq]."""
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
         random = np.random.default_rng((*self._key, index))
@@ -55,12 +55,13 @@ class MockDataset:
         }
 
     def counts(self, samples: int) -> list[int]:
-        """All of the first `samples` samples come from the only source."""
+        """Return the number of samples: all of the first `samples` samples come from the only source."""
         return [samples]
 
     def place(self, index: int) -> Place:
+        """Return where sample `index` lies."""
         return Place(0, index)
 
     def part(self, source: int) -> "MockDataset":
-        """All of it."""
+        """Return the dataset itself, which has only one source."""
         return self

@@ -1,4 +1,4 @@
-"""Many texts at once: through the tokenizer itself, or through a faster program that gives the same ids.
+"""Many texts are encoded at once: through the tokenizer itself, or through a faster program that gives the same ids.
 
 The fast one is gigatoken (SIMD byte-pair encoding) where it covers the tokenizer. It is another program than the
 reference, so nothing here trusts it: `first_difference` compares the two, on probes and on texts of the input. The one
@@ -28,7 +28,7 @@ _LONGEST = {SentencePieceTokenizer: 12 << 20, ByteTokenizer: 32 << 20, NullToken
 
 
 def plain_encoder(tokenizer: Tokenizer) -> BatchEncoder:
-    """One text after another through `tokenizer.encode`: the reference, for every tokenizer."""
+    """Return an encoder that calls `tokenizer.encode` on one text after another: the reference, for every tokenizer."""
     can_be_cut = _can_be_cut(tokenizer)
     longest = next((size for kind, size in _LONGEST.items() if isinstance(tokenizer, kind)), LONG)
 
@@ -60,7 +60,7 @@ def _can_be_cut(tokenizer: Tokenizer) -> bool:
 
 
 def fast_encoder(tokenizer: Tokenizer) -> BatchEncoder:
-    """A faster encoder for this tokenizer, to be compared with the plain one before it is used.
+    """Return a faster encoder for this tokenizer, to be compared with the plain one before it is used.
 
     Raises:
         ValueError: there is none; the text says why.
@@ -79,7 +79,8 @@ def fast_encoder(tokenizer: Tokenizer) -> BatchEncoder:
 
 
 def _gigatoken(tokenizer: Tokenizer) -> BatchEncoder | None:
-    """gigatoken as this tokenizer; None if it has nothing of the kind. Raises one of many errors if it cannot."""
+    """Return gigatoken as this tokenizer; None if it has nothing of the kind. Raises one of many errors if it
+    cannot."""
     import gigatoken
 
     if isinstance(tokenizer, LibraryTokenizer):
@@ -100,7 +101,8 @@ _MEAN_FOR_ONE_BY_ONE = 256  # characters
 
 
 class _Gigatoken:
-    """gigatoken on the calling thread, with the ids that the tokenizer's template puts around each text."""
+    """Encodes with gigatoken on the calling thread, and adds the ids that the tokenizer's template puts around each
+    text."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = (), after: Sequence[int] = ()):
         self._tokenizer = tokenizer
@@ -136,7 +138,8 @@ _TIKTOKEN_SCHEMES = {"v2": "nemotron"}
 
 
 def _gigatoken_for_tiktoken(tokenizer: TikTokenizer) -> BatchEncoder:
-    """gigatoken wants ranks from 0 and the special tokens behind them; here the special tokens come first."""
+    """Return gigatoken with tiktoken's ids: it wants ranks from 0 and the special tokens behind them; here the special
+    tokens come first."""
     import gigatoken
 
     if tokenizer.pattern not in _TIKTOKEN_SCHEMES:
@@ -158,7 +161,8 @@ def _gigatoken_for_tiktoken(tokenizer: TikTokenizer) -> BatchEncoder:
 
 
 def first_difference(encoder: BatchEncoder, reference: BatchEncoder, texts: Sequence[str]) -> str | None:
-    """The first text that the two encode differently, or that only the reference accepts; None if there is none."""
+    """Return the first text that the two encode differently, or that only the reference accepts; None if there is
+    none."""
     accepted, expected = [], []
     for text in texts:
         try:
@@ -185,9 +189,9 @@ def _ids_or_none(encoder: BatchEncoder, text: str) -> np.ndarray | None:
 
 
 def probe_texts(tokenizer: Tokenizer, count: int = 250, seed: int = 0) -> list[str]:
-    """Texts made to find a difference: every kind of character, whitespace, repetition, special tokens.
+    """Return texts made to find a difference: every kind of character, whitespace, repetition, special tokens.
 
-    The same ones for the same tokenizer, count and seed.
+    They are the same ones for the same tokenizer, count and seed.
     """
     chooser = random.Random(seed)
     special = special_texts(tokenizer)
@@ -204,7 +208,7 @@ def probe_texts(tokenizer: Tokenizer, count: int = 250, seed: int = 0) -> list[s
 
 
 def special_texts(tokenizer: Tokenizer) -> list[str]:
-    """Tokens that are recognized in the text as a whole: at most 30 of them."""
+    """Return the tokens that are recognized in the text as a whole: at most 30 of them."""
     if isinstance(tokenizer, LibraryTokenizer):
         return tokenizer.added_tokens()[:30]
     return list(tokenizer.special_tokens)[:30] if isinstance(tokenizer, TikTokenizer) else []

@@ -1,4 +1,4 @@
-"""From the flags --tokenizer-type, --tokenizer-model and their kin to a tokenizer."""
+"""Builds a tokenizer from the flags --tokenizer-type, --tokenizer-model and the like."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,21 +13,29 @@ class TokenizerFlags(Protocol):
     """The flags that choose a tokenizer: of a run (config.data), or of a tool."""
 
     @property
-    def tokenizer_type(self) -> str | None: ...
+    def tokenizer_type(self) -> str | None:
+        """Value of --tokenizer-type."""
     @property
-    def tokenizer_model(self) -> str | None: ...
+    def tokenizer_model(self) -> str | None:
+        """Value of --tokenizer-model."""
     @property
-    def vocab_size(self) -> int | None: ...
+    def vocab_size(self) -> int | None:
+        """Value of --vocab-size."""
     @property
-    def vocab_file(self) -> str | None: ...
+    def vocab_file(self) -> str | None:
+        """Value of --vocab-file."""
     @property
-    def merge_file(self) -> str | None: ...
+    def merge_file(self) -> str | None:
+        """Value of --merge-file."""
     @property
-    def tokenizer_special_tokens(self) -> tuple[str, ...] | None: ...
+    def tokenizer_special_tokens(self) -> tuple[str, ...] | None:
+        """Value of --tokenizer-special-tokens."""
     @property
-    def tiktoken_pattern(self) -> str | None: ...
+    def tiktoken_pattern(self) -> str | None:
+        """Value of --tiktoken-pattern."""
     @property
-    def tiktoken_num_special_tokens(self) -> int: ...
+    def tiktoken_num_special_tokens(self) -> int:
+        """Value of --tiktoken-num-special-tokens."""
 
 
 def tokenizer_from_flags(flags: TokenizerFlags) -> Tokenizer:

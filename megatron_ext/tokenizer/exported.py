@@ -1,4 +1,5 @@
-"""Any of our tokenizers as the two files that transformers reads: tokenizer.json and tokenizer_config.json.
+"""Any of our tokenizers can be written as the two files that transformers reads: tokenizer.json and
+tokenizer_config.json.
 
     write_tokenizer(tokenizer, folder)
     transformers.AutoTokenizer.from_pretrained(folder)("some text").input_ids == tokenizer.encode("some text")
@@ -30,7 +31,7 @@ def write_tokenizer(tokenizer: Protocol, folder: Path) -> list[str]:
     A tokenizer_config.json that `folder` has already stays as it is.
 
     Raises:
-        ConfigurationError: it is a SentencePiece model with a feature that tokenizer.json lacks.
+        ConfigurationError: the tokenizer is a SentencePiece model with a feature that tokenizer.json lacks.
         OSError: the folder cannot be written.
     """
     if isinstance(tokenizer, NullTokenizer):
@@ -49,7 +50,7 @@ def write_tokenizer(tokenizer: Protocol, folder: Path) -> list[str]:
 
 
 def _converted(tokenizer: Protocol) -> tuple[str, dict[str, Any]]:
-    """The content of tokenizer.json, and the settings that depend on the tokenizer."""
+    """Return the content of tokenizer.json, and the settings that depend on the tokenizer."""
     if isinstance(tokenizer, LibraryTokenizer):
         return tokenizer.to_json(), {"eos_token": tokenizer.end_of_document}
     if isinstance(tokenizer, TikTokenizer):
@@ -63,7 +64,7 @@ def _converted(tokenizer: Protocol) -> tuple[str, dict[str, Any]]:
 
 
 def _character_of_byte() -> list[str]:
-    """The characters by which the library's byte-level entries write the bytes 0 to 255 (GPT-2's encoder.py).
+    """Return the characters by which the library's byte-level entries write the bytes 0 to 255 (GPT-2's encoder.py).
 
     Printable ones of Latin-1 stand for themselves, the others are counted from 256 on.
     """
@@ -82,7 +83,8 @@ def _bytes(tokenizer: ByteTokenizer) -> Tokenizer:
 
 
 def _tiktoken(tokenizer: TikTokenizer) -> Tokenizer:
-    """Ranks as merges. The special tokens are found in a text first, and a word that is an entry is not merged."""
+    """Return tiktoken's ranks as merges. The special tokens are found in a text first, and a word that is an entry is
+    not merged."""
     characters = _character_of_byte()
     entries = {"".join(characters[byte] for byte in token): number for token, number in tokenizer.ranks.items()}
     special = tokenizer.special_tokens

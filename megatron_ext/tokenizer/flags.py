@@ -9,7 +9,7 @@ NAMES = tuple(option.name for option in options() if option.resume == "tokenizer
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add them to a tool's parser; `required`: --tokenizer-type must be given."""
+    """Add the flags to a tool's parser; with `required`, --tokenizer-type must be given."""
     for name in NAMES:
         option = options_by_name()[name]
         parser.add_argument(
@@ -25,6 +25,6 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def tokenizer_values(options: argparse.Namespace) -> dict[str, Any]:
-    """The values of these flags, by field name."""
+    """Return the values of these flags, by field name."""
     values = {name: getattr(options, name) for name in NAMES}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""A SentencePiece model as a pipeline of the library `tokenizers`, which gives the same ids.
+"""A SentencePiece model is turned into a pipeline of the library `tokenizers`, which gives the same ids.
 
     text -> charsmap -> extra spaces -> dummy prefix -> "▁" for " " -> BPE or unigram over the whole text
 
@@ -125,9 +125,10 @@ def _splits(proto: Any, symbols: list[str]) -> Iterator[pre_tokenizers.PreTokeni
 
 
 def _cuts(proto: Any) -> Iterator[str]:
-    """Patterns that cut the name of a control piece or a byte, such as "</s>", at a place that no ordinary piece spans.
+    """Return patterns that cut the name of a control piece or a byte, such as "</s>", at a place that no ordinary piece
+    spans.
 
-    So the library cannot take it for an entry, and the ordinary pieces are found as before.
+    The library then cannot take the name for an entry, and the ordinary pieces are found as before.
     """
     ordinary = (piece.piece for piece in proto.pieces if piece.type in _FOUND)
     spanned = {pair for piece in ordinary for pair in itertools.pairwise(piece)}
@@ -153,7 +154,8 @@ def _bpe(proto: Any, pieces: list[str], kinds: list[int]) -> models.BPE:
 
 
 def _unigram(proto: Any, pieces: list[str], kinds: list[int]) -> models.Unigram:
-    """Scores as in SentencePiece's unigram_model.cc; what is never found in a text gets one that never wins."""
+    """Return the unigram model, with scores as in SentencePiece's unigram_model.cc; what is never found in a text gets
+    one that never wins."""
     normal = [piece.score for piece in proto.pieces if piece.type == _NORMAL]
     never = min(normal) - 1000.0  # only unknown characters are worse, and no path can avoid those
     highest = max(normal)

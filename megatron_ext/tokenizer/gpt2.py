@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE from its two files: vocab.json (token -> id) and merges.txt (one merge a line)."""
+"""GPT-2's byte-level BPE is read from its two files: vocab.json (token -> id) and merges.txt (one merge a line)."""
 
 import hashlib
 from collections.abc import Sequence
@@ -38,4 +38,5 @@ class GPT2BPETokenizer(LibraryTokenizer):
         self._digest = digest.hexdigest()
 
     def identity(self) -> dict[str, str | int]:
+        """What tells this tokenizer from any other."""
         return {"type": "GPT2BPETokenizer", "sha256": self._digest}

@@ -54,6 +54,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self._digest = hashlib.sha256(model + b"\0" + config + added).hexdigest()
 
     def identity(self) -> dict[str, str | int]:
+        """What tells this tokenizer from any other."""
         return {"type": "HuggingFaceTokenizer", "sha256": self._digest}
 
     def _read(self, file: Path) -> bytes:
@@ -88,5 +89,5 @@ def _add_missing_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token, which the files give as a string or as an object."""
+    """Return the text of a token, which the files give as a string or as an object."""
     return token.get("content") if isinstance(token, dict) else token

@@ -1,4 +1,4 @@
-"""What the tokenizers that run on the library `tokenizers` share."""
+"""Holds what the tokenizers that run on the library `tokenizers` share."""
 
 import functools
 import os
@@ -30,18 +30,20 @@ class LibraryTokenizer:
         self.eod: int = eod
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, with no end of document."""
         # This one leaves out the offsets of the tokens in the text: 1.2 times as fast as encode().
         return self._tokenizer.encode_batch_fast([text])[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def to_json(self) -> str:
-        """tokenizer.json with the tokens that only tokenizer_config.json or the flags know."""
+        """Return tokenizer.json with the tokens that only tokenizer_config.json or the flags know."""
         return self._tokenizer.to_str()
 
     def added_tokens(self) -> list[str]:
-        """The tokens that are found in a text before it is split, in the order of their ids."""
+        """Return the tokens that are found in a text before it is split, in the order of their ids."""
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
 
     @functools.cached_property
@@ -61,13 +63,13 @@ class LibraryTokenizer:
     def splits_between_words(self) -> bool:
         """Whether the ids of a text are those of its pieces if it is cut between two ASCII words, before the space.
 
-        So it is for GPT-2's byte-level BPE: no normalizer, its own pattern, nothing added around a text, and no token
+        This holds for GPT-2's byte-level BPE: no normalizer, its own pattern, nothing added around a text, and no token
         that is found in a text before with a space in or around it.
         """
         return self._splits_between_words
 
     def frame(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer's template puts before and after each text."""
+        """Return the ids that the tokenizer's template puts before and after each text."""
         empty = self._tokenizer.encode("").ids
         framed, bare = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
         before = next((n for n in range(len(empty) + 1) if framed[n : n + len(bare)] == bare), 0)
@@ -75,10 +77,10 @@ class LibraryTokenizer:
 
 
 def read_file(flag: str, path: str, tokenizer_type: str) -> bytes:
-    """The bytes of a file that a flag names.
+    """Return the bytes of a file that a flag names.
 
     Raises:
-        ConfigurationError: it is missing or cannot be read.
+        ConfigurationError: the file is missing or cannot be read.
     """
     try:
         with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""What every tokenizer offers."""
+"""Defines what every tokenizer offers."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -14,7 +14,7 @@ type BatchEncoder = Callable[[Sequence[Text]], tuple[np.ndarray, np.ndarray]]
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Nothing here imports torch."""
+    """Turns text into token ids and back. Nothing here imports torch."""
 
     @property
     def vocab_size(self) -> int:
@@ -27,13 +27,13 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, with no end of document. Raises UnicodeEncodeError for a lone surrogate."""
+        """Return the ids of `text`, with no end of document. Raises UnicodeEncodeError for a lone surrogate."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; what is not valid UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`; what is not valid UTF-8 becomes U+FFFD."""
         ...
 
     def identity(self) -> dict[str, str | int]:
-        """What tells this tokenizer from any other, whatever path it was read from: part of cache keys."""
+        """Return what tells this tokenizer from any other, whatever path it was read from: part of cache keys."""
         ...

@@ -1,4 +1,5 @@
-"""What a manifest says of the tokenizer that made the data, and whether another tokenizer gives the same ids."""
+"""Records what a manifest says of the tokenizer that made the data, and whether another tokenizer gives the same
+ids."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,12 +18,12 @@ _PROSE = (
 
 
 def short_record(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Type, hash of the files, number of ids and end of document: equal for two readings of the same files."""
+    """Return type, hash of the files, number of ids and end of document: equal for two readings of the same files."""
     return {**tokenizer.identity(), "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The short record, with digests by which two tokenizers of different files or types can be known as equal.
+    """Return the short record, with digests by which two tokenizers of different files or types can be known as equal.
 
     `ids_sha256` is of the ids of some 250 texts, `vocabulary_sha256` of the text of each id. It takes up to a second.
     """
@@ -34,7 +35,7 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two records, short or not, are known to be of tokenizers that give every text the same ids."""
+    """Return whether two records, short or not, are known to be of tokenizers that give every text the same ids."""
     if all(one.get(name) == other.get(name) for name in ("type", "sha256", "vocab_size", "eod")):
         return True
     wanted = ["vocab_size", "eod", "ids_sha256"]
@@ -44,7 +45,7 @@ def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def describe_tokenizer(record: Mapping[str, Any]) -> str:
-    """A record in words: `HuggingFaceTokenizer 0123456789ab (8192 ids, end of document 0)`."""
+    """Return a record in words: `HuggingFaceTokenizer 0123456789ab (8192 ids, end of document 0)`."""
     name = " ".join(filter(None, (str(record.get("type")), str(record.get("sha256", ""))[:12])))
     return f"{name} ({record.get('vocab_size')} ids, end of document {record.get('eod')})"
 

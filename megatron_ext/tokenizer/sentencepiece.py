@@ -1,4 +1,4 @@
-"""A SentencePiece model file (unigram or BPE)."""
+"""Reads a SentencePiece model file (unigram or BPE)."""
 
 import hashlib
 from collections.abc import Sequence
@@ -39,6 +39,7 @@ class SentencePieceTokenizer:
         self._digest = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, with no end of document."""
         try:
             return self._processor.encode_as_ids(text)
         except RuntimeError:
@@ -46,13 +47,14 @@ class SentencePieceTokenizer:
             raise
 
     def encode_to_array(self, text: str) -> np.ndarray:
-        """As `encode`, without a list of Python's integers, which takes as long as the encoding."""
+        """Encode as `encode` does, without a list of Python's integers, which takes as long as the encoding."""
         try:
             return self._processor.encode_as_numpy(text)
         except (AttributeError, RuntimeError):  # an older sentencepiece, or a lone surrogate
             return np.asarray(self.encode(text), np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`."""
         return self._processor.decode_ids(list(ids))
 
     def piece(self, id: int) -> str:
@@ -60,4 +62,5 @@ class SentencePieceTokenizer:
         return self._processor.id_to_piece(id)
 
     def identity(self) -> dict[str, str | int]:
+        """What tells this tokenizer from any other."""
         return {"type": "SentencePieceTokenizer", "sha256": self._digest}

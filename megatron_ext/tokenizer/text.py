@@ -10,11 +10,12 @@ _PIECE = 1 << 20  # characters or bytes looked at in one go
 
 
 def as_string(text: Text) -> str:
+    """Return a text as a Python string."""
     return text if isinstance(text, str) else text.decode("utf-8")
 
 
 def beginning(text: Text, characters: int) -> str:
-    """The first characters of a text."""
+    """Return the first characters of a text."""
     if isinstance(text, str):
         return text[:characters]
     # What is cut in two at the end is left out.
@@ -22,7 +23,7 @@ def beginning(text: Text, characters: int) -> str:
 
 
 def in_pieces(text: Text) -> Iterator[str]:
-    """The text as strings of about a million characters, cut anywhere."""
+    """Yield the text as strings of about a million characters, cut anywhere."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for first in range(0, len(text), _PIECE):
         piece = text[first : first + _PIECE]
@@ -34,7 +35,7 @@ _BETWEEN_WORDS = re.compile(r"[a-zA-Z](?= [a-zA-Z])")
 
 
 def between_words(text: Text, size: int | None = None) -> Iterator[str]:
-    """The text in pieces of about `size` (default a million) characters, or longer, that begin before a word.
+    """Yield the text in pieces of about `size` (default a million) characters, or longer, that begin before a word.
 
     Byte-level BPE gives the ids of the whole if it gives those of the pieces one after another: GPT-2's pattern and its
     kin end a match at such a place and begin the next one there, without looking back.

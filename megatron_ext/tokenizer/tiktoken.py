@@ -50,7 +50,7 @@ PATTERNS = {
 class TikTokenizer:
     """Encodes as Megatron's tokenizer of this name; `</s>` ends a document, special tokens count in a text.
 
-    As there, a lone surrogate becomes U+FFFD.
+    As in Megatron, a lone surrogate becomes U+FFFD.
 
     Args:
         model_file: --tokenizer-model.
@@ -109,28 +109,32 @@ class TikTokenizer:
         self._digest = hashlib.sha256(content + b"\0" + settings.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, with no end of document."""
         return self._encoding.encode(text, allowed_special=self._special, disallowed_special=())
 
     def encode_to_array(self, text: str) -> np.ndarray:
-        """As `encode`, without a list of Python's integers."""
+        """Encode as `encode` does, without a list of Python's integers."""
         try:
             return self._encoding.encode_to_numpy(text, allowed_special=self._special, disallowed_special=())
         except UnicodeEncodeError:  # encode() has an answer to a lone surrogate
             return np.asarray(self.encode(text), np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`."""
         return self._encoding.decode(list(ids))
 
     def splits_between_words(self) -> bool:
-        """As LibraryTokenizer's: both patterns end at the end of a word, and a space may begin the next one."""
+        """Whether `LibraryTokenizer.splits_between_words` holds here: both patterns end at the end of a word, and a
+        space may begin the next one."""
         return not any(" " in text for text in self._special)
 
     def identity(self) -> dict[str, str | int]:
+        """What tells this tokenizer from any other."""
         return {"type": "TikTokenizer", "sha256": self._digest}
 
 
 def _all_special_tokens(named: Sequence[str], count: int) -> list[str]:
-    """The named ones and as many numbered ones as are missing to `count`."""
+    """Return the named ones and as many numbered ones as are missing to `count`."""
     missing = [text for text in DEFAULT_SPECIAL_TOKENS if text not in named]
     if missing:
         raise ConfigurationError(
@@ -150,7 +154,7 @@ def _all_special_tokens(named: Sequence[str], count: int) -> list[str]:
 
 
 def _read_tokens(model_file: str, content: bytes) -> list[bytes]:
-    """The bytes of every token, in the order of their ranks."""
+    """Return the bytes of every token, in the order of their ranks."""
     try:
         entries = json.loads(content)
         tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]

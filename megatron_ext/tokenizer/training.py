@@ -1,4 +1,4 @@
-"""Training a tokenizer: byte-level BPE as GPT-2 has it, or a SentencePiece model."""
+"""Trains a tokenizer: byte-level BPE as GPT-2 has it, or a SentencePiece model."""
 
 import json
 import zlib
@@ -13,7 +13,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def sample_texts(texts: Iterable[str], share: float) -> Iterator[str]:
-    """About `share` of the texts, chosen by a hash of each: the same ones in every run, whatever their order."""
+    """Yield about `share` of the texts, chosen by a hash of each: the same ones in every run, whatever their order."""
     return (text for text in texts if zlib.crc32(text.encode("utf-8", "replace")) < share * 2**32)
 
 
@@ -24,7 +24,8 @@ def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> 
     `<|endoftext|>`, which ends a document.
 
     Raises:
-        ConfigurationError: fewer entries than 256 bytes and the special token, or too little text for so many.
+        ConfigurationError: there are fewer entries than 256 bytes and the special token, or too little text for so
+            many.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -23,12 +23,13 @@ _PIECE = 512  # characters that go through the reference for one that is not ass
 
 @functools.cache
 def _states() -> np.ndarray:
-    """uint8 [0x110000]: what is known of each code point. It is looked up when it is first seen: few ever are."""
+    """Return what is known of each code point, uint8 [0x110000]. It is looked up when it is first seen: few ever
+    are."""
     return np.zeros(0x110000, np.uint8)
 
 
 def has_unassigned(text: Text) -> bool:
-    """Whether the text has a character that this Python's Unicode version does not assign.
+    """Return whether the text has a character that this Python's Unicode version does not assign.
 
     (A regular expression of so many ranges is 100 times slower.)
     """
@@ -36,7 +37,7 @@ def has_unassigned(text: Text) -> bool:
 
 
 def _look_up(text: str) -> np.ndarray:
-    """The states of the characters that are not ASCII."""
+    """Return the states of the characters that are not ASCII."""
     others = text.encode("utf-8", "surrogatepass").translate(None, _ASCII).decode("utf-8", "surrogatepass")
     points = np.frombuffer(others.encode("utf-32-le", "surrogatepass"), "<u4")
     states = _states()
@@ -50,7 +51,7 @@ def _look_up(text: str) -> np.ndarray:
 
 
 def joined(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of texts one after another, and the number of each; nothing is copied where there is one text."""
+    """Return the ids of texts one after another, and the number of each; nothing is copied where there is one text."""
     lengths = np.array([len(one) for one in ids], np.int64)
     if len(ids) == 1:
         return ids[0], lengths
@@ -58,11 +59,11 @@ def joined(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Guarded:
-    """The fast encoder, but the reference for characters that are younger than Python's Unicode tables.
+    """The fast encoder, with the reference in its place for characters that are younger than Python's Unicode tables.
 
     Args:
-        encoder: the fast one.
-        reference: the one that it has to agree with.
+        encoder: the fast encoder.
+        reference: the encoder that it has to agree with.
         can_be_cut: whether the ids of a text are those of its pieces if it is cut between two words.
     """
 

@@ -1,1 +1,1 @@
-"""From text to .bin/.idx."""
+"""Preparing text: from text files to .bin/.idx pairs."""

@@ -38,13 +38,15 @@ class Record(NamedTuple):
 
     @property
     def where(self) -> str:
+        """File and line, row or document number of the record, for messages."""
         return f"{self.file}:{self.position}"
 
     def texts(self, keys: Sequence[str]) -> list[Text]:
-        """The document's text under each key; a text document has one text whatever the key. Long ones are UTF-8.
+        """Return the document's text under each key; a text document has one text whatever the key. Long ones are
+        UTF-8.
 
         Raises:
-            DataError: not UTF-8, not a JSON object, or a key that is missing or holds no text.
+            DataError: the record is not UTF-8, not a JSON object, or a key is missing or holds no text.
         """
         if isinstance(self.payload, dict):
             return self._values(self.payload, keys)
@@ -66,7 +68,7 @@ class Record(NamedTuple):
         return self._values(self._parse(text), keys) if self.is_json else [text for _ in keys]
 
     def _long_texts(self, payload: bytes | memoryview, keys: Sequence[str]) -> list[Text] | None:
-        """As `texts`; None if the usual way has to judge the record."""
+        """Return what `texts` does; None if the usual way has to judge the record."""
         if self.is_json:
             fields = split_strings(payload)
             return None if fields is None else self._values(fields, keys)
@@ -95,7 +97,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a reader stands: in which file, behind how many bytes (decompressed) or rows, before which record."""
+    """Where a reader stands: in which file, after how many bytes (decompressed) or rows, before which record."""
 
     file: int = 0
     offset: int = 0
@@ -114,7 +116,7 @@ class Block:
     bytes_read: int  # of all input files so far, as they lie on the disk
 
     def records(self) -> Iterator[Record]:
-        """The records; blank lines of JSON files and empty pieces of separated text hold none."""
+        """Yield the records; blank lines of JSON files and empty pieces of separated text hold none."""
         if isinstance(self.payload, (bytes, bytearray)):
             payload, view = self.payload, memoryview(self.payload)
             position, begin, size = self.position, 0, len(payload)
@@ -133,7 +135,7 @@ class Block:
 
 @dataclass
 class InputHashes:
-    """SHA-256 and size of every input file that has been read to its end, by its number."""
+    """Holds the SHA-256 and the size of every input file that has been read to its end, by the file's number."""
 
     found: dict[int, tuple[str, int]] = field(default_factory=dict)
 
@@ -148,11 +150,11 @@ def read_blocks(
     """Cut files into blocks.
 
     Args:
-        files: as from `find_files`.
+        files: input files, as `find_files` returns them.
         keys: columns of parquet files to read.
         split_on: what stands between two documents of a .txt file; without it the file is one document.
         start: the `end` of an earlier block, to go on behind it.
-        hashes: is filled with the hashes of the files.
+        hashes: filled with the hashes of the files.
 
     Raises:
         DataError: a file is damaged, or a parquet file lacks a column.
@@ -175,7 +177,7 @@ def read_blocks(
 
 
 def read_records(files: Sequence[InputFile], keys: Sequence[str] = ("text",)) -> Iterator[Record]:
-    """All records of the files, in order."""
+    """Yield all records of the files, in order."""
     return (record for block in read_blocks(files, keys) for record in block.records())
 
 

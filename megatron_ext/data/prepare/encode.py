@@ -1,4 +1,4 @@
-"""One block of records to the bytes of a .bin file: what each worker of tools/preprocess_data.py does."""
+"""Encodes one block of records to the bytes of a .bin file: what each worker of tools/preprocess_data.py does."""
 
 import zlib
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class BlockEncoder:
 
     Args:
         tokenizer: gives the vocabulary's size and the end of a document.
-        encoder: encodes, as this tokenizer does.
+        encoder: encodes texts as this tokenizer does.
         keys: JSON keys, or columns, to encode.
         append_eod: end every document that has tokens with the end-of-document id.
         on_error: what to do with a document that cannot be read or encoded: raise DataError, or leave it out.
@@ -82,7 +82,7 @@ class BlockEncoder:
         )
 
     def _parse(self, block: Block) -> tuple[list[int], list[list[Text]], list[tuple[int, DataError]]]:
-        """For each document that can be read its position and texts; and the others' errors."""
+        """Return the position and texts of each document that can be read, and the errors of the others."""
         positions: list[int] = []
         rows: list[list[Text]] = []
         problems: list[tuple[int, DataError]] = []
@@ -157,7 +157,7 @@ _REFUSALS = (ValueError, TypeError, OverflowError)
 
 
 def _surrogate(texts: Sequence[Text]) -> UnicodeEncodeError | None:
-    """The error that a lone surrogate is, in Python's words, which say where it stands."""
+    """Return the error that a lone surrogate is, in Python's words, which say where it stands."""
     for text in texts:
         if isinstance(text, bytes):
             continue

@@ -39,20 +39,21 @@ class InputFile:
 
     @property
     def is_standard_input(self) -> bool:
+        """Whether this is the standard input."""
         return self.path == STANDARD_INPUT
 
     def size(self) -> int | None:
-        """Bytes on the disk; None for the standard input."""
+        """Size in bytes on the disk; None for the standard input."""
         return None if self.is_standard_input else Path(self.path).stat().st_size
 
     def state(self) -> list[str | int | None]:
-        """What tells that the file is still the one that a run began with: path, size and time of change."""
+        """Return what tells that the file is still the one that a run began with: path, size and time of change."""
         changed = None if self.is_standard_input else Path(self.path).stat().st_mtime_ns
         return [self.path, self.size(), changed]
 
 
 def find_files(inputs: Sequence[str]) -> list[InputFile]:
-    """The input files in order: folders and patterns are replaced by the files that they hold, sorted by path.
+    """Return the input files in order: folders and patterns are replaced by the files that they hold, sorted by path.
 
     Raises:
         ConfigurationError: an input does not exist, is of another kind, or a folder holds no such file.
@@ -93,7 +94,7 @@ def _classify(path: Path) -> InputFile | None:
 
 
 class HashingReader(io.RawIOBase):
-    """Passes a binary stream through and keeps count of its bytes and their SHA-256."""
+    """Passes a binary stream through and counts its bytes and their SHA-256."""
 
     def __init__(self, source: BinaryIO):
         self._source = source
@@ -101,9 +102,11 @@ class HashingReader(io.RawIOBase):
         self.bytes_read = 0
 
     def readable(self) -> bool:
+        """Return True: this is a stream to read from."""
         return True
 
     def readinto(self, buffer) -> int:
+        """Fill `buffer` with the next bytes and return their number."""
         count = self._source.readinto(buffer)  # type: ignore[attr-defined]  (BinaryIO lacks it, every stream has it)
         self._digest.update(memoryview(buffer)[:count])
         self.bytes_read += count
@@ -119,7 +122,7 @@ class HashingReader(io.RawIOBase):
 
 @contextmanager
 def open_input(file: InputFile) -> Iterator[tuple[io.BufferedIOBase, HashingReader]]:
-    """Open a file for reading its decompressed bytes; the second value knows the bytes on the disk.
+    """Open a file for reading its decompressed bytes; the second value yielded knows the bytes on the disk.
 
     Raises:
         ConfigurationError: the compression needs a package that is not installed.
@@ -157,7 +160,7 @@ def _decompressed(hashing: HashingReader, file: InputFile) -> io.BufferedIOBase:
 
 
 def zstd_module(path: str):
-    """Python's own module from 3.14 on, before that the package that brings it to older versions."""
+    """Return Python's own module from 3.14 on, else the package that brings it to older versions."""
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
     return import_for(name, "backports.zstd", path)
 
@@ -166,7 +169,7 @@ def import_for(module: str, package: str, path: str):
     """Import what reading `path` needs.
 
     Raises:
-        ConfigurationError: it is not installed; the text names the package.
+        ConfigurationError: the package is not installed; the text names it.
     """
     try:
         return importlib.import_module(module)

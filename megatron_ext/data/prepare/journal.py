@@ -1,4 +1,4 @@
-"""How far an interrupted preprocessing run came, and what a finished one was made from.
+"""Records how far an interrupted preprocessing run came, and what a finished one was made from.
 
 `<prefix>.partial.json` is replaced every few seconds, after the tokens that it speaks of are on the disk.
 `<prefix>_manifest.json` is written at the end; nothing in it depends on the machine, the time or the workers.
@@ -17,7 +17,7 @@ from megatron_ext.durable import replacing
 
 @dataclass(frozen=True)
 class Progress:
-    """Totals so far; the bytes of text are those of the records, the bytes read those of the files."""
+    """Totals so far. The bytes of text are those of the records, the bytes read those of the files."""
 
     documents: int = 0
     skipped: int = 0
@@ -29,7 +29,7 @@ class Progress:
 
 @dataclass
 class Journal:
-    """What a run needs to go on where an earlier one stopped."""
+    """Holds what a run needs to go on where an earlier one stopped."""
 
     job: dict[str, Any]  # all that decides the output
     place: Place = Place()  # noqa: RUF009 (frozen)
@@ -57,7 +57,7 @@ class Journal:
 
     @staticmethod
     def load(path: Path) -> "Journal | None":
-        """What `save` wrote; None if there is no such file or it is not readable."""
+        """Return what `save` wrote; None if there is no such file or it is not readable."""
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             return Journal(

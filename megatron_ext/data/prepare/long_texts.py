@@ -1,4 +1,4 @@
-"""Long texts without a Python string of them.
+"""Long texts are read without making a Python string of them.
 
 Python takes four bytes a character for a text with an emoji, so that a line of 100 MB would take 0.4 GB. Texts of more
 than `LONG` bytes therefore stay UTF-8; `encode` of `megatron_ext.tokenizer.batch` takes them as they are.
@@ -24,7 +24,7 @@ _MARK = "\udc00"
 
 
 def check_utf8(text: bytes) -> None:
-    """Raises UnicodeDecodeError if this is not UTF-8, with the position in the whole."""
+    """Raise UnicodeDecodeError, with the position in the whole, if this is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for first in range(0, len(text), _PIECE):
         try:
@@ -35,7 +35,8 @@ def check_utf8(text: bytes) -> None:
 
 
 def split_strings(line: bytes | memoryview) -> dict[str, Any] | None:
-    """The object of a line of JSON, with its long strings as UTF-8; None if the usual way has to judge the line."""
+    """Return the object of a line of JSON, with its long strings as UTF-8; None if the usual way has to judge the
+    line."""
     skeleton: list[bytes] = []
     long_strings: list[bytes] = []
     end = 0
@@ -60,7 +61,7 @@ def split_strings(line: bytes | memoryview) -> dict[str, Any] | None:
 
 
 def _unescape(line: bytes | memoryview, first: int, behind: int) -> bytes:
-    """The UTF-8 text of the inside of a JSON string. Raises ValueError if it is not valid."""
+    """Return the UTF-8 text of the inside of a JSON string. Raises ValueError if it is not valid."""
     return b"".join(json.loads(b'"%s"' % line[begin:end]).encode() for begin, end in _pieces(line, first, behind))
 
 

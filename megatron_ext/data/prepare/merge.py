@@ -1,4 +1,4 @@
-"""Several .bin/.idx pairs into one, byte for byte what Megatron-LM's tools/merge_datasets.py writes."""
+"""Merges several .bin/.idx pairs into one, byte for byte what Megatron-LM's tools/merge_datasets.py writes."""
 
 import os
 import shutil
@@ -29,10 +29,10 @@ class Merged:
 
 
 def find_prefixes(folder: str) -> list[str]:
-    """The pairs in a folder, by name; a sole .bin or .idx is an error.
+    """Return the pairs in a folder, by name; a sole .bin or .idx is an error.
 
     Raises:
-        ConfigurationError: it is no folder, holds no pair, or half of one.
+        ConfigurationError: `folder` is no folder, holds no pair, or half of one.
     """
     if not Path(folder).is_dir():
         raise ConfigurationError(f"--input {folder} is not a folder; give the folder of the .bin and .idx files")
@@ -123,7 +123,7 @@ def _write_manifest(prefixes: Sequence[str], makers: Sequence[MadeWith | None], 
 
 
 def _index_blocks(parts: Sequence[IndexArrays]) -> Iterator[np.ndarray]:
-    """The three arrays of the merged index, one after another: what counts from a part's beginning is moved."""
+    """Yield the three arrays of the merged index, one after another: what counts from a part's beginning is moved."""
     for part in parts:
         yield from _blocks(part.lengths)
     shift = 0

@@ -1,4 +1,4 @@
-"""Rows of parquet files, a few at a time. Needs the package pyarrow."""
+"""Reads the rows of parquet files, a few at a time. This needs the package pyarrow."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _BLOCK_BYTES = 1 << 20  # of text in what is handed on, or one row
 
 
 def row_count(file: InputFile) -> int:
-    """Rows of the whole file. Raises as `read_rows` does."""
+    """Return the number of rows of the whole file. Raises as `read_rows` does."""
     return _open(file).metadata.num_rows
 
 
@@ -55,7 +55,8 @@ def read_rows(
 
 
 def _rows_at_once(group: Any, columns: Sequence[str]) -> int:
-    """Rows whose values are about _BATCH_BYTES by the mean of the row group, and never more than _MOST_BYTES or a row.
+    """Return the number of rows whose values are about _BATCH_BYTES by the mean of the row group, and never more than
+    _MOST_BYTES or a row.
 
     A row group does not say how long its rows are, only how many bytes all have together. As they are stored, no value
     has more than that; but many rows can be a reference to one value, or to the beginning of the one before.
@@ -72,7 +73,7 @@ _STORED_AS_THEY_ARE = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_LENGTH_BYTE_ARRAY"}
 
 
 def _blocks(batch: Any, first: int) -> Iterator[tuple[list[dict[str, Any]], int, int]]:
-    """Rows of a batch, about _BLOCK_BYTES of them at a time."""
+    """Yield the rows of a batch, about _BLOCK_BYTES of them at a time."""
     if batch.nbytes <= _BLOCK_BYTES:
         yield batch.to_pylist(), first, batch.nbytes
         return
@@ -88,7 +89,7 @@ def _blocks(batch: Any, first: int) -> Iterator[tuple[list[dict[str, Any]], int,
 
 
 def _value(column: Any) -> Any:
-    """The value of a column of one row."""
+    """Return the value of a column of one row."""
     value = column[0]
     is_text = "string" in str(value.type)
     if is_text and value.is_valid and column.nbytes > LONG:

@@ -1,4 +1,4 @@
-"""Text files to .bin/.idx, one pair per JSON key, byte for byte what Megatron-LM's own tool writes.
+"""Turns text files into .bin/.idx, one pair per JSON key, byte for byte what Megatron-LM's own tool writes.
 
 Workers turn blocks of records into token bytes; the parent writes them in input order, so that the files do not
 depend on the number of workers. Only a few blocks are in flight: memory does not grow with the corpus. Every few
@@ -32,7 +32,7 @@ _SECOND_SAMPLE_TEXTS = 64
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """What to encode and how; the fields are the flags of tools/preprocess_data.py."""
+    """States what to encode and how; the fields are the flags of tools/preprocess_data.py."""
 
     inputs: tuple[str, ...]
     output_prefix: str
@@ -53,6 +53,7 @@ class EncodeJob:
     commit_interval: float = 2.0  # seconds
 
     def output(self, key: str) -> str:
+        """Return the prefix of the pair of one key."""
         return f"{self.output_prefix}_{key}_document"
 
 
@@ -87,7 +88,7 @@ def encode_files(
 
 
 class _Differs(Exception):
-    """The second sample shows that the fast encoder cannot be used."""
+    """Raised where the second sample shows that the fast encoder cannot be used."""
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -210,7 +211,8 @@ class _Run:
         journal.blocks += 1
 
     def _choose_encoder(self, first: Block) -> BatchEncoder:
-        """The fast encoder, if there is one and it gives the reference's ids on probes and on the first block."""
+        """Return the fast encoder, if there is one and it gives the reference's ids on probes and on the first
+        block."""
         if not self._job.fast_tokenizer:
             return self._reference
         try:
@@ -294,6 +296,6 @@ def _spread(samples: list[tuple[int, Sample]], number: int, sample: Sample) -> N
 
 
 def _behind(first: list[Block], blocks: Iterator[Block]) -> Iterator[Block]:
-    """The one block of the list, of which nothing is kept, and then the others."""
+    """Yield the one block of the list, of which nothing is kept, and then the others."""
     yield first.pop()
     yield from blocks

@@ -1,7 +1,7 @@
-"""Blocks encoded by several processes, in order.
+"""Several processes encode blocks, in order.
 
-Memory is that of all processes together: few blocks are in flight, long documents stay here, and the workers are forked
-where that is safe, so that they share the tokenizer's tables and start at once.
+All processes together must fit in memory: few blocks are in flight, long documents stay here, and the workers are
+forked where that is safe, so that they share the tokenizer's tables and start at once.
 """
 
 import multiprocessing
@@ -25,12 +25,12 @@ def encode_in_processes(
     locked: Sequence[int],
     blocks: Iterable[Block],
 ) -> Iterator[EncodedBlock]:
-    """Encode in `workers` processes; results in the order of the blocks, at most 3 a worker in flight.
+    """Encode in `workers` processes; results come in the order of the blocks, at most 3 a worker in flight.
 
     Args:
         workers: number of processes.
-        encoder: the one of this process. It also takes blocks of over 8 MB, which are one long document: on its way to
-            a worker there would be four copies of it.
+        encoder: the encoder of this process. It also takes blocks of over 8 MB, which are one long document: on its way
+            to a worker there would be four copies of it.
         start: makes the encoder of a worker that is not forked; can be pickled.
         locked: file descriptors that a forked worker must not keep open, because they hold a lock.
         blocks: the input.
