@@ -54,7 +54,7 @@ class StageView:
     """Whether it reads labels and the loss mask."""
     cp_rank: int = 0
     cp_size: int = 1
-    """Whether context-parallel ranks share each sample's positions."""
+    """Number of context-parallel ranks, which share each sample's positions."""
     eod: int = -1
     """The token that ends a document."""
     restarts_positions: bool = False

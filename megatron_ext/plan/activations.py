@@ -32,7 +32,7 @@ _OF_A_PAIR, _OF_A_LOGIT = 24, 5
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What one layer holds of one microbatch, by part."""
+    """The bytes that one layer holds of one microbatch, by part."""
 
     residual: float
     norms: float
@@ -44,29 +44,31 @@ class LayerBytes:
 
     @property
     def total(self) -> float:
+        """Sum over the parts."""
         return self.residual + self.norms + self.heads + self.core + self.projection + self.mlp + self.dropout
 
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """What one model chunk holds of one microbatch."""
+    """The bytes that one model chunk holds of one microbatch."""
 
     layers: float
     loss: float
-    """What lies between the last layer and the loss: final norm, softmax of the logits."""
+    """Bytes of what lies between the last layer and the loss: final norm, softmax of the logits."""
 
     rest: float
-    """Embedding's dropout mask, rotary table."""
+    """Bytes of the embedding's dropout mask and the rotary table."""
 
     recomputed: float
-    """For a while in the backward pass, the activations of the layers, or parts, that are computed anew. By then what
-    the loss held is gone."""
+    """Bytes held for a while in the backward pass: the activations of the layers, or parts, that are computed anew. By
+    then what the loss held is gone."""
 
     logits: float
-    """For a while around the loss, what its logits need beyond `loss`."""
+    """Bytes held for a while around the loss, which its logits need beyond `loss`."""
 
     @property
     def held(self) -> float:
+        """Bytes held until the backward pass."""
         return self.layers + self.loss + self.rest
 
 
@@ -88,7 +90,7 @@ class Activations:
         """Bytes of one residual stream."""
 
     def layer(self, layer: Layer) -> LayerBytes:
-        """One layer, without recomputation."""
+        """Return the bytes of one layer, without recomputation."""
         attention, width = layer.attention, self.width * self.tokens
         queries = attention.query_heads // self.tensor
         context = width * attention.value_head_size * queries
@@ -104,18 +106,18 @@ class Activations:
         )
 
     def chunk(self, layers: Stack, *, first: bool, last: bool) -> ChunkBytes:
-        """One chunk of these layers; the first has the embedding, the last the loss."""
+        """Return the bytes of one chunk of these layers; the first has the embedding, the last the loss."""
         held, recomputed = self._layers(layers)
         loss, logits = self._loss() if last else (0.0, 0.0)
         rest = self._dropout_mask() if first else 0.0
         return ChunkBytes(held, loss, rest + self._rotary_table(), recomputed, logits)
 
     def total(self, layers: Stack) -> float:
-        """Bytes of some layers, without recomputation."""
+        """Return the bytes of some layers, without recomputation."""
         return layers.total(lambda layer: self.layer(layer).total)
 
     def _layers(self, layers: Stack) -> tuple[float, float]:
-        """Bytes held, and those that come back for a while."""
+        """Return the bytes held, and those that come back for a while."""
         training = self.config.training
         if len(layers) == 0:
             return 0.0, 0.0
@@ -136,13 +138,13 @@ class Activations:
         return self.total(layers), 0.0
 
     def _dropped(self, layer: Layer) -> float:
-        """Bytes of the parts of a layer that selective recomputation drops."""
+        """Return the bytes of the parts of a layer that selective recomputation drops."""
         held = self.layer(layer)
         sizes = {"core_attn": held.core, "layernorm": held.norms, "mlp": held.mlp}
         return sum(sizes[part] for part in self.config.training.recompute_modules or ("core_attn",))
 
     def _heads(self, attention: Attention) -> float:
-        """Bytes of queries, keys and values, and of what their norms keep."""
+        """Return the bytes of queries, keys and values, and of what their norms keep."""
         queries = attention.query_heads // self.tensor
         groups = max(attention.groups // self.tensor, 1)
         gathered = self.context if "all_gather" in self.config.layout.cp_comm_type else 1
@@ -156,7 +158,7 @@ class Activations:
         return held + (self.width * normed + _FP32 * numbers) * self.tokens
 
     def _loss(self) -> tuple[float, float]:
-        """Held until the backward pass, and what comes on top around the loss."""
+        """Return the bytes held until the backward pass, and what comes on top around the loss."""
         model = self.config.model
         norm = 2 * self.stream + self._statistics(final_norm(model))
         copy = 0 if self.width == _FP32 else self.width  # 16-bit logits beside their fp32 copy
@@ -182,7 +184,7 @@ class Activations:
         return held
 
     def _inside(self, mlp: Mlp) -> float:
-        """Bytes a token of an MLP's inside, undivided."""
+        """Return the bytes a token of an MLP's inside, undivided."""
         times = (3 if self.fused else 5) if mlp.gated else 2
         return times * mlp.width * self.width
 
@@ -196,7 +198,7 @@ class Activations:
         return self.stream if not self.fused else self.stream / self.width
 
     def _rotary_table(self) -> float:
-        """One table for all layers that rotate alike."""
+        """Return the bytes of one table for all layers that rotate alike."""
         attentions = [kind.attention for kind, _ in stack(self.config).kinds]
         tables = {(found.rotary, found.rotary.channels(found.head_size)) for found in attentions if found.rotary}
         rotated = sum(channels for _, channels in tables)

@@ -1,4 +1,4 @@
-"""What a plan may choose, as values of flags: every combination is then put before the program's own rules."""
+"""Lists what a plan may choose, as values of flags: every combination is then put before the program's own rules."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ SHARDINGS: dict[str, Choice] = {
 """What data-parallel ranks divide, the simplest first. ZeRO-2 and ZeRO-3 are Megatron-FSDP's."""
 
 BETTER = {"DDP": "ZeRO-1", "ZeRO-3": "FSDP2"}
-"""Where the second is legal, the first is not looked at: it needs more, and sends no less."""
+"""Pairs of schemes: where the second is legal, the first is not looked at, since it needs more and sends no less."""
 
 _DIVIDE = {name for choice in SHARDINGS.values() for name in choice if not name.startswith("overlap_")}
 
@@ -29,7 +29,7 @@ RECOMPUTATIONS: dict[str, Choice] = {
     "MLP and norms": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-"""Each holds less than the one before, and computes more."""
+"""Kinds of recomputation: each holds less than the one before, and computes more."""
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
@@ -37,7 +37,8 @@ _MOST_CHUNKS = 8  # each halving of what is left of the bubble doubles what is s
 
 
 def layouts(values: Mapping[str, Any], world_size: int, gpus_per_node: int) -> Iterator[Choice]:
-    """How the ranks may share the model: TP inside a node, CP, PP, chunks, EP. What the user gave stays as it is."""
+    """Yield the ways in which ranks may share the model: TP inside a node, CP, PP, chunks, EP. What the user gave stays
+    as it is."""
     heads, layers, length = (values.get(name) or 1 for name in ("num_attention_heads", "num_layers", "seq_length"))
     tensor_sizes = [size for size in divisors(heads) if size <= gpus_per_node and gpus_per_node % size == 0]
     for tensor in _given(values, "tensor_model_parallel_size", tensor_sizes):
@@ -58,7 +59,8 @@ def layouts(values: Mapping[str, Any], world_size: int, gpus_per_node: int) -> I
 
 
 def shardings(values: Mapping[str, Any]) -> dict[str, Choice]:
-    """By name, those that contradict nothing that the user gave, the simplest first; what was given, if all do."""
+    """Return by name the schemes that contradict nothing that the user gave, the simplest first; what was given, if all
+    do."""
     needed = {name: value for name, value in values.items() if name in _DIVIDE}
     found = {
         name: _without(choice, values)
@@ -69,19 +71,19 @@ def shardings(values: Mapping[str, Any]) -> dict[str, Choice]:
 
 
 def recomputations(values: Mapping[str, Any]) -> dict[str, Choice]:
-    """By name; the user's alone where one was given."""
+    """Return the kinds of recomputation by name; the user's alone where one was given."""
     if values.get("recompute_granularity") or values.get("recompute_activations"):
         return {"as given": {}}
     return RECOMPUTATIONS
 
 
 def micro_batches(values: Mapping[str, Any], samples: int) -> list[int]:
-    """Sizes that the samples of a data-parallel rank in a step are a multiple of."""
+    """Return the sizes that divide the samples of a data-parallel rank in a step."""
     return list(_given(values, "micro_batch_size", [size for size in _MICRO_BATCHES if samples % size == 0]))
 
 
 def flags(choice: Choice) -> list[str]:
-    """The words of a command line, without what is the default anyway."""
+    """Return the words of a command line, without what is the default anyway."""
     words = []
     for name, value in choice.items():
         option = options_by_name()[name]
@@ -102,12 +104,12 @@ def _without(choice: Choice, values: Mapping[str, Any]) -> Choice:
 
 
 def _sequence_parallel(values: Mapping[str, Any], tensor: int) -> Choice:
-    """With tensor parallelism always: the same ranks hold less."""
+    """Return whether to use sequence parallelism: with tensor parallelism always, as the same ranks hold less."""
     return {} if "sequence_parallel" in values else {"sequence_parallel": tensor > 1}
 
 
 def _context_sizes(length: int, ranks: int) -> list[int]:
-    """Sizes that leave a rank 1,024 positions or more: below, what is sent outweighs what is computed."""
+    """Return the sizes that leave a rank 1,024 positions or more: below, what is sent outweighs what is computed."""
     return [size for size in divisors(ranks) if size == 1 or length // size >= 1024]
 
 
@@ -123,7 +125,7 @@ def _chunks(values: Mapping[str, Any], layers: int, stages: int) -> list[Choice]
 
 
 def _experts(values: Mapping[str, Any], ranks: int) -> list[Choice]:
-    """Expert-parallel sizes, with whole experts and tokens that go where they are needed."""
+    """Return the expert-parallel sizes, with whole experts and tokens that go where they are needed."""
     experts = values.get("num_experts")
     if experts is None:
         return [{}]

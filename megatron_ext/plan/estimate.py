@@ -35,7 +35,7 @@ _BESIDE = ("hidden", "sent_bytes", "bubble_share")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, on the busiest stage."""
+    """Seconds of a step, on the busiest stage, by part."""
 
     compute: float
     memory: float
@@ -47,20 +47,22 @@ class StepTime:
     dp: float
     optimizer: float
     hidden: float
-    """Data-parallel traffic beside computation; in no sum."""
+    """Seconds of data-parallel traffic that runs next to computation; in no sum."""
 
     sent_bytes: float
-    """What a rank of that stage sends."""
+    """Bytes that a rank of that stage sends."""
 
     bubble_share: float
-    """Of the time of the pipeline alone."""
+    """Bubble as a share of the time of the pipeline alone."""
 
     @property
     def total(self) -> float:
+        """Sum over the parts."""
         return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, float]:
+        """Seconds by part."""
         names = [field.name for field in fields(self) if field.name not in _BESIDE]
         return {name: getattr(self, name) for name in names}
 
@@ -70,18 +72,18 @@ class _Stage:
     """Seconds of one stage; per microbatch but for `data` and `optimizer`."""
 
     compute: list[tuple[float, float]]
-    """Forward and backward pass, by chunk."""
+    """Seconds of forward and backward pass, by chunk."""
 
     memory: list[tuple[float, float]]
     links: dict[str, float]
-    """Both passes of all chunks, by axis."""
+    """Seconds of both passes of all chunks, by axis."""
 
     data: list[tuple[Term, float]]
     optimizer: float
     sent_bytes: float
 
     def passes(self) -> tuple[list[float], list[float]]:
-        """Seconds of forward and backward pass by chunk, with what is sent in them."""
+        """Return seconds of forward and backward pass by chunk, with what is sent in them."""
         each = sum(self.links.values()) / len(self.compute)
         # Of a layer's traffic a backward pass sends at least as much as a forward pass.
         forward = [compute[0] + memory[0] + each / 2 for compute, memory in zip(self.compute, self.memory, strict=True)]
@@ -149,7 +151,8 @@ def _stage(config: Config, shapes: Shapes, stage: int, machine: Machine) -> _Sta
 
 
 def _compute(config: Config, shapes: Shapes, stage: int, chunk: int, machine: Machine) -> tuple[float, float]:
-    """Seconds of matrix products, forward and backward: by operations, but no faster than the weights are read."""
+    """Return the seconds of matrix products, forward and backward: by operations, but no faster than the weights are
+    read."""
     rate = machine.devices.peak_flops(config.training) * machine.efficiency
     weights = config.training.params_bytes * sum(shapes.parameters_of_chunk(stage, chunk))
     read = weights / (machine.devices.memory_bandwidth_gb_s * 1e9)
@@ -159,7 +162,8 @@ def _compute(config: Config, shapes: Shapes, stage: int, chunk: int, machine: Ma
 
 
 def _memory(config: Config, shapes: Shapes, stage: int, chunk: int, machine: Machine) -> tuple[float, float]:
-    """Seconds of everything that is bound by the memory: norms, activations, additions, adding up of gradients."""
+    """Return the seconds of everything that is bound by the memory: norms, activations, additions, adding up of
+    gradients."""
     formulas = Activations(config, fused=machine.devices.is_gpu)
     layers, last = shapes.stacks[stage][chunk], shapes.is_last(stage, chunk)
     kept = formulas.total(layers)
@@ -175,7 +179,7 @@ def _memory(config: Config, shapes: Shapes, stage: int, chunk: int, machine: Mac
 
 
 def _send(config: Config, machine: Machine) -> float:
-    """Seconds of one message between two stages."""
+    """Return the seconds of one message between two stages."""
     layout = config.layout
     if layout.pipeline_model_parallel_size == 1:
         return 0.0
@@ -186,7 +190,7 @@ def _send(config: Config, machine: Machine) -> float:
 def _data_parallel(
     config: Config, stage: _Stage, forward: float, backward: float, microbatches: int
 ) -> tuple[float, float]:
-    """Seconds of data-parallel traffic that no computation hides, and of that which it hides."""
+    """Return the seconds of data-parallel traffic that no computation hides, and of that which it hides."""
     layout = config.layout
     gathers = sum(time for term, time in stage.data if term.collective == "all-gather")
     sums = sum(time for _, time in stage.data) - gathers

@@ -45,7 +45,8 @@ def parameters_without_embeddings(config: Config) -> int:
 
 
 def repeated(config: Config, held: Stack) -> dict[str, Stack]:
-    """Which layers of a chunk run their attention's core, the rest of their attention, and their MLP once more."""
+    """Return which layers of a chunk run their attention's core, the rest of their attention, and their MLP once
+    more."""
     training, none = config.training, held[:0]
     if training.recompute_granularity == "full":
         again = held[: training.recompute_num_layers or 1] if training.recompute_method == "block" else held
@@ -60,7 +61,7 @@ def forward_flops(config: Config, shapes: Shapes, stage: int, chunk: int, *, aga
     """Floating-point operations of a forward pass, a multiplication and an addition counted as two.
 
     Args:
-        again: of what recomputation repeats in the backward pass instead.
+        again: whether to count what recomputation repeats in the backward pass instead.
     """
     held = shapes.stacks[stage][chunk]
     run = repeated(config, held) if again else {"core": held, "attention": held, "mlp": held}

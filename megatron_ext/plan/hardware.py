@@ -1,4 +1,5 @@
-"""What devices can do, from their makers' data sheets; every number can be given by a flag of tools/plan.py instead.
+"""The table says what devices can do, from their makers' data sheets; every number can be given by a flag of
+tools/plan.py instead.
 
 Peaks are those of dense matrices: data sheets print twice as much for 16-bit types "with sparsity". Link bandwidths are
 of one direction and one device: half of what data sheets add up over both.
@@ -21,19 +22,20 @@ class Hardware:
     memory_gb: float
     memory_bandwidth_gb_s: float
     intra_node_gb_s: float
-    """From one device to the others of its node, one direction, GB/s."""
+    """Bandwidth from one device to the others of its node, one direction, GB/s."""
 
     inter_node_gb_s: float
-    """From one device to other nodes, one direction, GB/s."""
+    """Bandwidth from one device to other nodes, one direction, GB/s."""
 
     source: str
 
     @property
     def is_gpu(self) -> bool:
+        """Whether it is a GPU."""
         return self.name != "cpu"
 
     def peak_flops(self, training: TrainingConfig) -> float:
-        """Operations a second of matrix products in the precision of the run."""
+        """Return the operations a second of matrix products in the precision of the run."""
         if training.mixed_precision:
             return self.peak_16bit_tflops * 1e12
         return (self.peak_tf32_tflops if training.tf32 else self.peak_fp32_tflops) * 1e12
@@ -41,7 +43,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices, and how far from their peak they are taken to be."""
+    """The devices of a run, and how far from their peak they are taken to be."""
 
     devices: Hardware
     gpus_per_node: int
@@ -104,5 +106,5 @@ TABLE = {
 
 
 def hardware(name: str, **given: float | None) -> Hardware:
-    """A row of the table, with the values that were given in place of its own."""
+    """Return a row of the table, with the values that were given in place of its own."""
     return dataclasses.replace(TABLE[name], **{key: value for key, value in given.items() if value is not None})

@@ -1,4 +1,4 @@
-"""How fast a group of ranks exchanges data, from where its ranks are: inside a node, or in several.
+"""Computes how fast a group of ranks exchanges data, from where its ranks are: inside a node, or in several.
 
 Neighbouring ranks are in one node (the rank order of config/ranks.py). A group of `size` ranks, `stride` apart, spans
 size x stride ranks. Beyond a node, its ranks there use their node's network adapters together, one adapter a device:
@@ -14,7 +14,7 @@ _GIGA = 1e9
 
 
 def seconds(term: Term, layout: LayoutConfig, machine: Machine) -> float:
-    """Time that a rank's part of a collective takes at the bandwidth alone, without latency."""
+    """Return the time that a rank's part of a collective takes at the bandwidth alone, without latency."""
     rate = _GIGA * machine.link_efficiency
     inside, outside = machine.devices.intra_node_gb_s * rate, machine.devices.inter_node_gb_s * rate
     if term.axis == "pp":
@@ -30,7 +30,7 @@ def seconds(term: Term, layout: LayoutConfig, machine: Machine) -> float:
 
 
 def span(axis: str, layout: LayoutConfig) -> tuple[int, int]:
-    """How far apart the ranks of a group are, and how many there are."""
+    """Return how far apart the ranks of a group are, and how many there are."""
     tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
     experts = layout.expert_tensor_size * layout.expert_model_parallel_size
     copies = layout.num_distributed_optimizer_instances

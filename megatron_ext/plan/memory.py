@@ -1,10 +1,10 @@
-"""Bytes that a rank of each stage needs, part by part: formulas, not measurements.
+"""Computes the bytes that a rank of each stage needs, part by part: formulas, not measurements.
 
 State is what plan/state_bytes.py says and benchmarks/sharding.py counts. Activations are plan/activations.py times
 the microbatches in flight. On top come what a layer's backward pass needs for a while (the gradients of one MLP's
-activations and of one matrix) and, under ZeRO-2, ZeRO-3 and FSDP2, what is whole for a while. Not in it: the CUDA
-context, NCCL's buffers, libraries' workspaces and what the allocator loses between blocks. A share of the memory is to
-be left for these.
+activations and of one matrix) and, under ZeRO-2, ZeRO-3 and FSDP2, what is whole for a while. The CUDA context, NCCL's
+buffers, libraries' workspaces and what the allocator loses between blocks are not in it. A share of the memory is to be
+left for these.
 """
 
 from dataclasses import dataclass, fields
@@ -20,39 +20,42 @@ from megatron_ext.plan.state_bytes import sharding, state_bytes
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank."""
+    """The bytes that one rank needs, by part."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    """Of the layers, for all microbatches in flight."""
+    """Activations of the layers, for all microbatches in flight."""
 
     loss: float
     """Final norm, softmax, and logits while they are there."""
 
     work: float
-    """For a while in a backward pass: recomputed activations, gradients of one layer, gathered weights."""
+    """Bytes held for a while in a backward pass: recomputed activations, gradients of one layer, gathered weights."""
 
     @property
     def total(self) -> float:
+        """Sum over the parts."""
         return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, float]:
+        """Bytes by part."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def largest(self) -> str:
+        """Name of the largest part."""
         parts = self.parts
         return max(parts, key=lambda name: parts[name])
 
 
 def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory:
-    """What a rank of this stage needs.
+    """Return what a rank of this stage needs.
 
     Args:
-        fused: of `activations.Activations`: whether this is a GPU.
+        fused: whether this is a GPU, as for `activations.Activations`.
     """
     dense, experts = shapes.parameters_of_stage(stage)
     of_dense, of_experts = state_bytes(config).sizes, state_bytes(config, expert=True).sizes
@@ -88,7 +91,7 @@ def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory
 
 
 def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, Memory]:
-    """The stage that needs most, and what it needs."""
+    """Return the stage that needs most, and what it needs."""
     # Of stages that are alike the first has most microbatches in flight.
     found = {stage: memory(config, stage, shapes, fused=fused) for stage in set(shapes.representatives())}
     stage = max(sorted(found), key=lambda stage: found[stage].total)
@@ -96,9 +99,10 @@ def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, Me
 
 
 def _gradients_of_a_layer(config: Config, formulas: Activations, shapes: Shapes) -> float:
-    """In a backward pass: gradients of a layer's widest activations and, before it is added up, of one matrix.
+    """Return the bytes held in a backward pass: gradients of a layer's widest activations and, before it is added up,
+    of one matrix.
 
-    Of the kinds of layers in the model, the one that needs most.
+    Of the kinds of layers in the model, the one that needs most counts.
     """
 
     def of(kind: Layer) -> float:
@@ -109,9 +113,9 @@ def _gradients_of_a_layer(config: Config, formulas: Activations, shapes: Shapes)
 
 
 def _gathered(config: Config, formulas: Activations, shapes: Shapes, stage: int) -> float:
-    """What ZeRO-2 and ZeRO-3 have whole for a while: the gradient of a layer, as computed and as it is summed, in fp32;
-    and of divided weights those of a layer and the next one (the two largest), all where they are kept, and what
-    belongs to no layer."""
+    """Return what ZeRO-2 and ZeRO-3 have whole for a while: the gradient of a layer, as computed and as it is summed,
+    in fp32; and of divided weights those of a layer and the next one (the two largest), all where they are kept, and
+    what belongs to no layer."""
     kind = sharding(config)
     if kind in ("ddp", "optim"):
         return 0.0

@@ -1,4 +1,4 @@
-"""A plan in words: the table, why its first row, why not something simpler, and the flags."""
+"""Presents a plan in words: the table, why its first row, why not something simpler, and the flags."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ _PARTS = {
 
 
 def head(question: Question, config_of: Candidate) -> list[str]:
-    """What was asked, and what kind of numbers follow."""
+    """Return what was asked, and what kind of numbers follow."""
     devices, config = question.machine.devices, config_of.config
     true_size = replace(config.model, padded_vocab_size=config.data.vocab_size or config.model.padded_vocab_size)
     return [
@@ -36,7 +36,7 @@ def head(question: Question, config_of: Candidate) -> list[str]:
 
 
 def table(best: Sequence[Candidate]) -> list[str]:
-    """One row for each layout: memory of the worst stage by part in GB, and the estimated step."""
+    """Return one row for each layout: memory of the worst stage by part in GB, and the estimated step."""
     rows = [["", "layout", "GB", *_PARTS.values(), "m", "bubble", "sent GB", "s/step", "where the time goes"]]
     for number, candidate in enumerate(best, start=1):
         memory, time = candidate.memory, candidate.time
@@ -68,7 +68,7 @@ def table(best: Sequence[Candidate]) -> list[str]:
 
 
 def name(candidate: Candidate) -> str:
-    """`TP2 CP1 PP4x2 DP8, ZeRO-1, recompute none, micro batch 1`."""
+    """Return a layout's name: `TP2 CP1 PP4x2 DP8, ZeRO-1, recompute none, micro batch 1`."""
     layout = candidate.config.layout
     chunks = layout.virtual_pipeline_model_parallel_size
     sizes = [
@@ -86,7 +86,7 @@ def name(candidate: Candidate) -> str:
 
 
 def why(best: Sequence[Candidate], question: Question) -> str:
-    """What fills the memory of the first, where its time goes, and what the second loses."""
+    """Return what fills the memory of the first, where its time goes, and what the second loses."""
     first = best[0]
     assert first.time is not None
     part = first.memory.largest
@@ -109,7 +109,7 @@ def why(best: Sequence[Candidate], question: Question) -> str:
 
 
 def simpler(candidates: Iterable[Candidate], question: Question) -> list[str]:
-    """Of the plain ways, which fit, and what those need that do not."""
+    """Return which of the plain ways fit, and what those need that do not."""
     lines = ["the plain ways, with no TP, CP and PP but what was given, and the smallest micro batch:"]
     for candidate in candidates:
         title = candidate.sharding
@@ -122,11 +122,11 @@ def simpler(candidates: Iterable[Candidate], question: Question) -> list[str]:
 
 
 def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloads: Mapping[str, Candidate]) -> list[str]:
-    """What comes nearest, and what would make it fit.
+    """Return what comes nearest, and what would make it fit.
 
     Args:
-        ranks: with so many ranks something fits; None: not with any number that was tried.
-        offloads: the nearest with more of it in host memory, by flag.
+        ranks: number of ranks with which something fits; None where no number that was tried does.
+        offloads: the nearest layout with more of it in host memory, by flag.
     """
     nearest = answer.nearest
     assert nearest is not None
@@ -154,7 +154,7 @@ def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloads
 
 
 def as_json(question: Question, answer: Answer) -> dict[str, Any]:
-    """Everything that the report is made of."""
+    """Return everything that the report is made of."""
     return {
         "world_size": question.world_size,
         "device": vars(question.machine.devices),
@@ -172,6 +172,7 @@ def as_json(question: Question, answer: Answer) -> dict[str, Any]:
 
 
 def command(choice: Choice) -> str:
+    """Return the command line of a layout."""
     return " ".join(flags(choice))
 
 
@@ -191,7 +192,7 @@ def _largest(candidate: Candidate) -> str:
 
 
 def _gb(size: float) -> str:
-    """Bytes in GB, with two digits where there are less than 0.1."""
+    """Return bytes in GB, with two digits where there are less than 0.1."""
     return f"{size / _GIGA:.1f}" if size == 0 or size >= 0.1 * _GIGA else f"{size / _GIGA:.2g}"
 
 

@@ -1,4 +1,4 @@
-"""From what the user typed to what is to be planned."""
+"""Makes the question that the search answers from what the user typed."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,12 +15,12 @@ from megatron_ext.plan.search import Question
 def question(
     values: Mapping[str, Any], facts: Facts, world_size: int, machine: Machine, memory_share: float
 ) -> Question:
-    """What to search.
+    """Return what to search.
 
     Args:
         values: what the user typed, by field name.
         facts: what was found outside of the flags on this machine, which need not be the one that is planned for.
-        memory_share: of a device's memory that a layout may fill.
+        memory_share: share of a device's memory that a layout may fill.
     Raises:
         ConfigurationError: no global batch size was given: it decides how many microbatches there are.
     """
@@ -33,7 +33,7 @@ def question(
 
 
 def placeholders(values: Mapping[str, Any]) -> Choice:
-    """What a run needs and a plan does not: values that the rules ask for, where the user gave none."""
+    """Return what a run needs and a plan does not: values that the rules ask for, where the user gave none."""
     added: Choice = {}
     if values.get("lr") is None:
         added["lr"] = 1e-4

@@ -20,7 +20,7 @@ class Work(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def order(stage: int, stages: int, chunks: int, microbatches: int, group: int) -> tuple[Work, ...]:
-    """Everything that a stage does in a step, in this order.
+    """Return everything that a stage does in a step, in this order.
 
     Args:
         group: microbatches that one chunk takes before the next one's turn; without interleaving it has no effect.
@@ -39,7 +39,7 @@ def order(stage: int, stages: int, chunks: int, microbatches: int, group: int) -
 
 
 def _table(chunks: int, microbatches: int, group: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch) of every forward pass of a stage."""
+    """Return (chunk, microbatch) of every forward pass of a stage."""
     if chunks == 1:
         return [(0, microbatch) for microbatch in range(microbatches)]
     starts = range(0, microbatches, group)
@@ -56,14 +56,14 @@ class Most(NamedTuple):
 
     bytes: float
     chunk: int
-    """Whose pass runs."""
+    """The chunk whose pass runs."""
 
     flight: list[int]
-    """Microbatches of each chunk between their forward and their backward pass."""
+    """Number of microbatches of each chunk between their forward and their backward pass."""
 
 
 def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequence[float]) -> Most:
-    """The most that a stage holds at any time.
+    """Return the most that a stage holds at any time.
 
     Args:
         held: bytes of one microbatch in each chunk, between its forward and its backward pass.
@@ -84,9 +84,10 @@ def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequenc
 
 
 def few_microbatches(stages: int, chunks: int, microbatches: int, group: int) -> int:
-    """So many microbatches show everything that more of them repeat: the pipeline filled, some groups, and emptied.
+    """Return the number of microbatches that show everything that more of them repeat: the pipeline filled, some
+    groups, and emptied.
 
-    Their number leaves the same incomplete last group.
+    It leaves the same incomplete last group.
     """
     period = group if chunks > 1 else 1
     enough = 4 * max(stages, group)

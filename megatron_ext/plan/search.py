@@ -1,4 +1,4 @@
-"""The search: every combination that the program's own rules allow, what it needs, and which fit and are fastest."""
+"""Searches every combination that the program's own rules allow: what it needs, and which fit and are fastest."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from megatron_ext.rules.validate import problems
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned."""
+    """States what is to be planned."""
 
     values: Mapping[str, Any]
     """What the user typed, by field name; what is not there may be chosen."""
@@ -26,7 +26,7 @@ class Question:
     world_size: int
     machine: Machine
     usable_bytes: float
-    """Of one device."""
+    """Bytes of memory of one device that a layout may fill."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,20 @@ class Candidate:
     sharding: str
     recomputation: str
     stage: int
-    """The one that needs most memory."""
+    """Pipeline stage that needs most memory."""
 
     memory: Memory
     time: StepTime | None = None
 
     @property
     def seconds(self) -> float:
+        """Seconds of a step."""
         assert self.time is not None
         return self.time.total
 
     @property
     def simplicity(self) -> tuple[int, ...]:
-        """Smaller is simpler: for layouts that take equally long."""
+        """Key of the order from simple to less simple: smaller is simpler, for layouts that take equally long."""
         layout = self.config.layout
         return (
             layout.model_parallel_size,
@@ -62,22 +63,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found."""
+    """What the search found."""
 
     best: list[Candidate]
-    """That fit, the fastest first."""
+    """The layouts that fit in memory, fastest first."""
 
     fitting: int
     legal: int
     nearest: Candidate | None
-    """That needs least memory; None where no layout is legal."""
+    """The layout that needs least memory; None where no layout is legal."""
 
     refusals: list[str]
-    """Where none is legal: what the rules said to the simplest."""
+    """What the rules said to the simplest layout, where none is legal."""
 
 
 def search(question: Question, number: int) -> Answer:
-    """The `number` best layouts, each another way to share the model."""
+    """Return the `number` best layouts, each another way to share the model."""
     fitting: list[Candidate] = []
     nearest: Candidate | None = None
     legal = 0
@@ -96,7 +97,8 @@ def search(question: Question, number: int) -> Answer:
 
 
 def simpler_layouts(question: Question) -> Iterator[Candidate]:
-    """The plain ways first: each sharding without TP, CP and PP (but what the user gave), one sample at a time."""
+    """Yield the plain ways first: each sharding without TP, CP and PP (but what the user gave), one sample at a
+    time."""
     plain = next(layouts({**_PLAIN, **question.values}, question.world_size, question.machine.gpus_per_node), {})
     ways = recomputations(question.values)
     names = list(ways)
@@ -110,7 +112,7 @@ def simpler_layouts(question: Question) -> Iterator[Candidate]:
 
 
 def fewest_ranks(question: Question, most: int) -> int | None:
-    """The smallest multiple by 2 of the ranks, up to `most`, with which something fits."""
+    """Return the smallest multiple by 2 of the ranks, up to `most`, with which something fits."""
     ranks = question.world_size * 2
     while ranks <= most:
         if any(c.memory.total <= question.usable_bytes for c in _candidates(replace(question, world_size=ranks))):
@@ -120,9 +122,10 @@ def fewest_ranks(question: Question, most: int) -> int | None:
 
 
 def with_offloads(question: Question, candidate: Candidate) -> dict[str, Candidate]:
-    """By flag: the same layout with the optimizer's state, or all that FSDP2 divides, in host memory, where legal.
+    """Return by flag the same layout with the optimizer's state, or all that FSDP2 divides, in host memory, where
+    legal.
 
-    None where the candidate has one of them already.
+    The value is None where the candidate has one of them already.
     """
     config = candidate.config
     if config.optimizer.optimizer_cpu_offload or config.layout.torch_fsdp2_cpu_offload:
@@ -141,7 +144,7 @@ _PLAIN = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline
 
 
 def _candidates(question: Question) -> Iterator[Candidate]:
-    """Every legal layout, sharding and micro batch, with the least recomputation that fits (or else the most)."""
+    """Yield every legal layout, sharding and micro batch, with the least recomputation that fits (or else the most)."""
     values = question.values
     batch = values["global_batch_size"]
     for layout in layouts(values, question.world_size, question.machine.gpus_per_node):
@@ -166,7 +169,8 @@ def _candidates(question: Question) -> Iterator[Candidate]:
 
 
 def _with_least_recomputation(question: Question, choice: Choice, sharding: str) -> Candidate | None:
-    """None where the choice is illegal whatever is recomputed."""
+    """Return the candidate with the least recomputation that fits; None where the choice is illegal whatever is
+    recomputed."""
     found = _legal(question, choice)
     if found is None:
         return None
@@ -183,7 +187,7 @@ def _with_least_recomputation(question: Question, choice: Choice, sharding: str)
 
 
 def _legal(question: Question, choice: Choice) -> tuple[Config, Shapes] | None:
-    """What the choice resolves to, where the program's rules have nothing against it."""
+    """Return what the choice resolves to, where the program's rules have nothing against it."""
     config = _resolved(question, choice)
     return None if problems(config, question.facts) else (config, Shapes(config))
 
@@ -206,7 +210,7 @@ def _timed(candidate: Candidate, question: Question, *, quick: bool = False) -> 
 
 
 def _way(candidate: Candidate) -> tuple[object, ...]:
-    """What makes two layouts different ways to share the model; of each, the fastest is shown."""
+    """Return what makes two layouts different ways to share the model; of each, the fastest is shown."""
     layout = candidate.config.layout
     sizes = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.pipeline_model_parallel_size
     return (*sizes, layout.expert_model_parallel_size, candidate.sharding)

@@ -1,4 +1,4 @@
-"""How many parameters and layers each stage and chunk has, fast enough to ask for a thousand layouts.
+"""Counts the parameters and layers of each stage and chunk, fast enough to ask for a thousand layouts.
 
 The catalogue (`config/parameters.py`) of a model with hundreds of experts in a hundred layers is long. Its layers are
 of a few kinds (`config/layers.py`), and the experts of a layer are alike: a layer of each kind with one of them says it
@@ -24,21 +24,21 @@ from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Elements of one part of the model on one rank."""
+    """The elements of one part of the model on one rank."""
 
     dense: int
     experts: int
     norms: int
-    """Those of norms among them."""
+    """Number of elements of the norm weights among them."""
 
     attention: int
-    """Those of the matrices of attention."""
+    """Number of elements of the attention matrices."""
 
     mlp: int
-    """Those of the matrices that every token passes after it: MLP, shared experts, router."""
+    """Number of elements of the matrices that every token passes after attention: MLP, shared experts, router."""
 
     largest: int
-    """Those of the largest matrix."""
+    """Number of elements of the largest matrix."""
 
     def __add__(self, other: "Part") -> "Part":
         return Part(
@@ -73,7 +73,7 @@ class Shapes:
         )
 
     def representatives(self) -> list[int]:
-        """For every stage the first one with the same contents."""
+        """The first stage of each kind, for every stage that has the same contents."""
         last = len(self.counts) - 1
         contents = [
             ([chunk.kinds for chunk in chunks], stage == 0, stage == last) for stage, chunks in enumerate(self.stacks)
@@ -81,7 +81,7 @@ class Shapes:
         return [contents.index(held) for held in contents]
 
     def part(self, layer: Layer) -> Part:
-        """What a rank holds of a layer."""
+        """Return what a rank holds of a layer."""
         return self.layers[layer]
 
     @property
@@ -90,15 +90,17 @@ class Shapes:
         return max(part.dense + part.experts for part in self.layers.values())
 
     def layer_sizes(self, stage: int) -> list[int]:
-        """Elements that a rank of this stage holds of each of its layers."""
+        """Return the elements that a rank of this stage holds of each of its layers."""
         sizes = {kind: part.dense + part.experts for kind, part in self.layers.items()}
         return [sizes[kind] for held in self.stacks[stage] for kind, number in held.kinds for _ in range(number)]
 
     def layers_of_stage(self, stage: int) -> int:
+        """Return the layers of a stage."""
         return sum(self.counts[stage])
 
     def parameters_of_stage(self, stage: int) -> tuple[int, int]:
-        """Parameters of a rank of this stage: of routed experts, and before that of everything else."""
+        """Return the parameters of a rank of this stage: those outside of routed experts, then those of routed
+        experts."""
         held = [self.parameters_of_chunk(stage, chunk) for chunk in range(len(self.counts[stage]))]
         dense = sum(part[0] for part in held)
         if self.tied and len(self.counts) == 1:
@@ -106,7 +108,7 @@ class Shapes:
         return dense, sum(part[1] for part in held)
 
     def parameters_of_chunk(self, stage: int, chunk: int) -> tuple[int, int]:
-        """The same of one chunk; a tied embedding counts where it is looked up and where it is multiplied."""
+        """Return the same of one chunk; a tied embedding counts where it is looked up and where it is multiplied."""
         held = [(self.layers[kind], number) for kind, number in self.stacks[stage][chunk].kinds]
         dense = sum(number * part.dense for part, number in held)
         if self.is_first(stage, chunk):
@@ -116,16 +118,17 @@ class Shapes:
         return dense, sum(number * part.experts for part, number in held)
 
     def norms_of_stage(self, stage: int) -> int:
+        """Return the norm weights of a rank of this stage."""
         last = self.is_last(stage, len(self.counts[stage]) - 1)
         norms = sum(number * self.layers[kind].norms for chunk in self.stacks[stage] for kind, number in chunk.kinds)
         return norms + (self.output.norms if last else 0)
 
     def is_first(self, stage: int, chunk: int) -> bool:
-        """Whether this chunk has the embedding."""
+        """Return whether this chunk has the embedding."""
         return stage == 0 and chunk == 0
 
     def is_last(self, stage: int, chunk: int) -> bool:
-        """Whether this chunk has the output layer and the loss."""
+        """Return whether this chunk has the output layer and the loss."""
         return stage == len(self.counts) - 1 and chunk == len(self.counts[stage]) - 1
 
 
@@ -133,7 +136,7 @@ class Shapes:
 def _parts(
     model: ModelConfig, data: DataConfig, tensor: int, expert_tensor: int, expert_ranks: int
 ) -> tuple[Part, int, dict[Layer, Part], Part]:
-    """Embedding, the word embeddings in it, a layer of each kind, and what follows the layers."""
+    """Return the embedding, the word embeddings in it, a layer of each kind, and what follows the layers."""
     config = Config(model=model, data=data)
 
     def held(found: Iterable[Parameter], experts: int = 0) -> Part:
@@ -150,7 +153,7 @@ def _parts(
 
 
 def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, expert_ranks: int) -> Part:
-    """What a rank holds of a parameter; of that of one expert, what it holds of all `experts` of the layer."""
+    """Return what a rank holds of a parameter; of that of one expert, what it holds of all `experts` of the layer."""
     routed = parameter.expert is not None
     held = math.prod(parameter.local_shape(expert_tensor if routed else tensor))
     matrix = held if len(parameter.shape) > 1 else 0

@@ -1,4 +1,4 @@
-"""A pipeline simulated: when every pass of every stage begins and ends, in the order of `schedule`.
+"""Simulates a pipeline: when every pass of every stage begins and ends, in the order of `schedule`.
 
 A pass begins when its stage is free and what it needs has arrived: the activations of the stage before, or the gradient
 of the stage after. Sends take `delay` and do not keep a stage from working.
@@ -12,11 +12,11 @@ from megatron_ext.plan.schedule import Work, few_microbatches, order
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step."""
+    """The seconds of a step."""
 
     total: float
     busiest: float
-    """Work of the stage that works longest."""
+    """Seconds that the stage works which works longest."""
 
     @property
     def bubble(self) -> float:
@@ -25,7 +25,7 @@ class Times:
 
     @property
     def bubble_share(self) -> float:
-        """The same over the whole time."""
+        """Time that the busiest stage waits, over the whole time."""
         return 1.0 - self.busiest / self.total if self.total else 0.0
 
 
@@ -65,7 +65,8 @@ def by_formula(
     group: int,
     delay: float = 0.0,
 ) -> Times:
-    """The same for stages that are alike, by the formula: filling and emptying take (p-1)/v microbatches' time."""
+    """Return the same for stages that are alike, by the formula: filling and emptying take (p-1)/v microbatches'
+    time."""
     stages, chunks = len(forward), len(forward[0])
     each = max(sum(map(sum, zip(f, b, strict=True))) for f, b in zip(forward, backward, strict=True))
     waits = (stages - 1) / chunks * each + 2 * (stages - 1) * delay
@@ -79,7 +80,7 @@ def finish(
     group: int,
     delay: float,
 ) -> float:
-    """When the last stage to finish has finished."""
+    """Return when the last stage to finish has finished."""
     stages, chunks = len(forward), len(forward[0])
     plans = [order(stage, stages, chunks, microbatches, group) for stage in range(stages)]
     done: dict[tuple[int, Work], float] = {}
@@ -105,7 +106,7 @@ def finish(
 
 
 def _needed(stage: int, work: Work, stages: int, chunks: int) -> tuple[int, Work] | None:
-    """The pass, and its stage, whose result this one waits for; None for the first of all."""
+    """Return the pass, and its stage, whose result this one waits for; None for the first of all."""
     if work.forward:
         if stage > 0:
             return stage - 1, work

@@ -1,4 +1,5 @@
-"""Bytes that a rank sends in a step, from the flags alone: the formulas beside the counts of benchmarks/sharding.py.
+"""Computes the bytes that a rank sends in a step, from the flags alone: the formulas next to the counts of
+benchmarks/sharding.py.
 
 P is the number of parameters of a rank's stage and tensor-parallel shard, n = data x context parallel size (who shares
 gradients) over the r copies of the shards, m microbatches, L layers of a rank, S sequence, B samples of a microbatch, H
@@ -23,10 +24,10 @@ from megatron_ext.plan.state_bytes import sharding, sharing_ranks, state_bytes
 
 @dataclass(frozen=True)
 class Term:
-    """Bytes that a rank sends in a step for one purpose."""
+    """The bytes that a rank sends in a step for one purpose."""
 
     axis: str
-    """Whom it exchanges them with: dp, between (copies of the shards), edp, tp, cp, ep, or pp."""
+    """Ranks that it exchanges them with: dp, between (copies of the shards), edp, tp, cp, ep, or pp."""
 
     collective: str
     bytes: float
@@ -34,11 +35,11 @@ class Term:
 
 
 def sent(config: Config, stage: int, shapes: Shapes | None = None) -> list[Term]:
-    """Every purpose for which a rank of this pipeline stage sends at least a tensor.
+    """Return every purpose for which a rank of this pipeline stage sends at least a tensor.
 
     Args:
-        config: resolved and validated.
-        shapes: of the same model and split; by default made from the configuration.
+        config: the resolved and validated configuration.
+        shapes: shapes of the same model and split; by default made from the configuration.
     """
     return _Stage(config, stage, shapes or Shapes(config)).terms()
 
@@ -63,6 +64,7 @@ class _Stage:
         """Layers of which recomputation repeats a part of the forward pass, and what that sends."""
 
     def terms(self) -> list[Term]:
+        """Yield every purpose."""
         parts = self._data(), self._tensor(), self._context(), self._experts(), self._pipeline()
         return [term for part in parts for term in part]
 
@@ -73,7 +75,7 @@ class _Stage:
         yield from self._shared("edp", experts, sharing_ranks(self.config, expert=True), copies, "P of experts")
 
     def _shared(self, axis: str, parameters: int, n: int, r: int, name: str) -> Iterator[Term]:
-        """What is sent for parameters of which n ranks share one copy and r groups have one each."""
+        """Yield what is sent for parameters of which n ranks share one copy and r groups have one each."""
         if n * r == 1 or parameters == 0:
             return
         gradient = state_bytes(self.config).gradients
@@ -151,12 +153,12 @@ class _Stage:
                 yield Term("cp", "all-to-all", m * each, f"m {_layers(forward + layers, layers)} (c-1)/c (2Q + KV)")
 
     def _keys(self, layer: Layer) -> int:
-        """Bytes of a rank's keys and values of a layer."""
+        """Return the bytes of a rank's keys and values of a layer."""
         attention = layer.attention
         return attention.groups * (self._one_head(attention.head_size) + self._one_head(attention.value_head_size))
 
     def _queries(self, layer: Layer) -> int:
-        """Bytes of a rank's queries of a layer, and of what they attended to."""
+        """Return the bytes of a rank's queries of a layer, and of what they attended to."""
         attention = layer.attention
         return attention.query_heads * (self._one_head(attention.head_size) + self._one_head(attention.value_head_size))
 
@@ -164,7 +166,8 @@ class _Stage:
         return self.tokens * channels * self.weight // self.tensor
 
     def _experts(self) -> Iterator[Term]:
-        """Tokens to their experts and back, forward and again backward; an even load is assumed."""
+        """Yield what routing tokens to their experts and back sends, forward and again backward; an even load is
+        assumed."""
         layout = self.config.layout
         ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size
         if all(layer.experts is None for layer, _ in stack(self.config).kinds) or ep * etp == 1:
@@ -205,7 +208,7 @@ class _Stage:
 
 
 def _kinds(stacks: Iterable[Stack]) -> Counter[Layer]:
-    """How many layers of each kind there are in several chunks."""
+    """Return how many layers of each kind there are in several chunks."""
     found: Counter[Layer] = Counter()
     for held in stacks:
         found.update(dict(held.kinds))
@@ -213,12 +216,12 @@ def _kinds(stacks: Iterable[Stack]) -> Counter[Layer]:
 
 
 def _number(layers: Counter[Layer], where: Callable[[Layer], object] = lambda kind: True) -> int:
-    """Number of the layers for which `where` holds."""
+    """Return the number of the layers for which `where` holds."""
     return sum(number for kind, number in layers.items() if where(kind))
 
 
 def _mixtures(layers: Counter[Layer]) -> Counter[Experts]:
-    """How many layers have each mixture of experts."""
+    """Return how many layers have each mixture of experts."""
     found: Counter[Experts] = Counter()
     for kind, number in layers.items():
         if kind.experts is not None:
@@ -227,7 +230,7 @@ def _mixtures(layers: Counter[Layer]) -> Counter[Experts]:
 
 
 def _layers(passes: float, layers: int) -> str:
-    """How often L layers: `L`, `2 L`, `1.5 L`."""
+    """Return how often L layers count: `L`, `2 L`, `1.5 L`."""
     return "L" if passes == layers else f"{passes / layers:g} L" if layers else "0"
 
 

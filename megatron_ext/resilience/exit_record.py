@@ -1,7 +1,8 @@
-"""Where a failing rank leaves its cause, for the other ranks and for whoever started the run.
+"""A failing rank leaves its cause here, for the other ranks and for whoever started the run.
 
-Two places: `exit.json` in --save, made by the first failing rank only; and, under torchrun, the rank's error file,
-whose message torchrun repeats in its summary. torchrun returns 1 whatever its ranks return: `exit.json` has the code.
+There are two places: `exit.json` in --save, made by the first failing rank only; and, under torchrun, the rank's error
+file, whose message torchrun repeats in its summary. torchrun returns 1 whatever its ranks return: `exit.json` has the
+code.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ def tell_launcher(message: str) -> None:
 
 
 def wait_for_another(save: str | Path | None, seconds: float) -> bool:
-    """Whether another rank records a cause within `seconds`; returns as soon as one has."""
+    """Return whether another rank records a cause within `seconds`; it returns as soon as one has."""
     deadline = time.monotonic() + seconds
     while not _another_has_recorded(save):
         if time.monotonic() >= deadline:

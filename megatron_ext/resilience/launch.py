@@ -1,9 +1,8 @@
-"""What earlier attempts of this launch left for a later one: a stop stays a stop, whatever --max-restarts.
+"""Earlier attempts of this launch leave notes for a later one: a stop stays a stop, whatever --max-restarts.
 
-No torch here.
-A launch is one torchrun process per machine, from its start to its end; an attempt is one start of its ranks. torchrun
-takes the exit code 75 of a stopped run for a failure and starts the ranks again. These find here that the run was
-stopped, and end as it did, at once.
+This needs no torch. A launch is one torchrun process per machine, from its start to its end; an attempt is one start of
+its ranks. torchrun takes the exit code 75 of a stopped run for a failure and starts the ranks again. These find here
+that the run was stopped, and end as it did, at once.
 
 The place is the folder that torchrun makes for a launch, with a random name, for its ranks' error files
 (TORCHELASTIC_ERROR_FILE is `LAUNCH/attempt_N/LOCAL_RANK/error.json`). A new launch has a new folder and trains on.
@@ -41,7 +40,7 @@ def stopped_before() -> bool:
     """Return whether an earlier attempt of this launch stopped with exit code 0, as after --exit-interval.
 
     Raises:
-        StoppedBefore: it stopped on request, with exit code 75.
+        StoppedBefore: an earlier attempt stopped on request, with exit code 75.
     """
     found = _read(_STOPPED)
     if found is None:

@@ -62,7 +62,8 @@ def _runs_python(process: psutil.Process) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return whether it still runs; a killed process that nobody has collected does not, nor does another of its id."""
+    """Return whether the process still runs; a killed process that nobody has collected does not, nor does another of
+    its id."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""Finding a NaN or an infinity: one fused check, and a search by name only where it fails."""
+"""Finds a NaN or an infinity: one fused check, and a search by name only where it fails."""
 
 import math
 from collections.abc import Iterable
@@ -17,7 +17,8 @@ class BadTensor(NamedTuple):
 
 
 def largest_magnitude(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The largest magnitude in any of the tensors, a scalar on `device`; NaN where one holds a NaN, 0 without elements.
+    """Return the largest magnitude in any of the tensors, a scalar on `device`; NaN where one holds a NaN, 0 without
+    elements.
 
     It does not wait for a device that holds the tensors, unless `device` is another one.
     """
@@ -29,7 +30,7 @@ def largest_magnitude(tensors: Iterable[torch.Tensor], device: torch.device) -> 
 def first_bad(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> BadTensor | None:
     """The first of the tensors that holds a NaN or an infinity; None if all are finite.
 
-    Costs one read of the tensors and one wait for the device. Tensors without elements, and of integers, are fine.
+    It costs one read of the tensors and one wait for the device. Tensors without elements, and of integers, are fine.
 
     Args:
         named_tensors: any shapes and devices.

@@ -1,4 +1,4 @@
-"""How a process ends: the exit code, the last line, and the record that others read.
+"""Ends a process: the exit code, the last line, and the record that others read.
 
     status = RunStatus(rank=int(os.environ.get("RANK", "0")))
     end_process(run_guarded(lambda: main(status), status))
@@ -52,7 +52,7 @@ _LOST_PEER_TEXTS = (
 
 @dataclass
 class RunStatus:
-    """What the report says about this rank; the program fills it in as it learns it."""
+    """Holds what the report says about this rank; the program fills it in as it learns it."""
 
     rank: int
     save: str | None = None  # --save, once known
@@ -108,7 +108,8 @@ def end_from_thread(text: str, code: int, status: RunStatus) -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether the error says that another rank is gone or does not answer, rather than something of this rank."""
+    """Return whether the error says that another rank is gone or does not answer, rather than something of this
+    rank."""
     if isinstance(error, PeerLostError):
         return True
     # gloo's errors are RuntimeErrors, so are DistBackendError and DistNetworkError; a checkpoint's come wrapped, in an
@@ -151,7 +152,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _last_line(error: BaseException, status: RunStatus) -> str:
-    """`rank R: what, where, next action`, in one line."""
+    """Return `rank R: what, where, next action`, in one line."""
     started = status.iteration is not None
     where = f"at iteration {status.iteration}" if started else "before the first step"
     resume = " --load resumes from the last checkpoint." if started else ""

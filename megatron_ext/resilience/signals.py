@@ -1,4 +1,4 @@
-"""Stopping on request: SIGTERM (what schedulers send before they take a machine away), Ctrl-C, or a stop file."""
+"""Stops the run on request: SIGTERM (what schedulers send before they take a machine away), Ctrl-C, or a stop file."""
 
 import os
 import signal

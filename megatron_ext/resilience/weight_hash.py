@@ -1,4 +1,4 @@
-"""A hash of a tensor's bits, computed where the tensor lies: 8 bytes travel, whatever its size.
+"""Hashes a tensor's bits where the tensor lies: 8 bytes travel, whatever its size.
 
 The bytes are read as 64-bit words w_i. The hash is the sum of mix(w_i) x m_i modulo 2^64: the m_i are odd and
 scattered (multiply-shift hashing: Dietzfelbinger et al. 1997, J. Algorithms 25, section 2), and mix lets the upper half
@@ -15,9 +15,9 @@ _PART_FACTOR = 0xD1342543DE82EF95 - (1 << 64)  # odd
 
 
 def weight_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """The hash of the tensor's bits, a 64-bit integer [] on its device. No wait for the device.
+    """Return the hash of the tensor's bits, a 64-bit integer [] on its device, without waiting for the device.
 
-    Reads the tensor once and needs 8 MB beside it. Tensors of equal shape and bits have equal hashes.
+    It reads the tensor once and needs 8 MB besides. Tensors of equal shape and bits have equal hashes.
     """
     data = tensor.detach()
     if not data.is_contiguous() or data.storage_offset() * data.element_size() % 8:

@@ -11,6 +11,7 @@ _EXCHANGES = ("p2p", "all_gather", "a2a")
 
 
 def exchange_of_keys_is_known(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that --cp-comm-type names ways of exchanging keys that exist."""
     for given in sorted(set(config.layout.cp_comm_type) - set(_EXCHANGES)):
         if given == "a2a+p2p":
             yield (
@@ -22,6 +23,7 @@ def exchange_of_keys_is_known(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def every_layer_has_its_exchange(config: Config, facts: Facts) -> Iterator[str]:
+    """Require one value of --cp-comm-type, or one for each layer."""
     kinds, layers = config.layout.cp_comm_type, config.model.num_layers
     if len(kinds) != 1 and len(kinds) != layers:
         yield (
@@ -31,6 +33,7 @@ def every_layer_has_its_exchange(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def context_chunks_are_equal(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that a sample divides into equal chunks, two for each context-parallel rank."""
     layout, length = config.layout, config.model.seq_length
     size, tensor = layout.context_parallel_size, layout.tensor_model_parallel_size
     if not positive(size, tensor, length) or size == 1:
@@ -48,6 +51,7 @@ def context_chunks_are_equal(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def heads_divide_over_context_ranks(config: Config, facts: Facts) -> Iterator[str]:
+    """Require for a2a that the heads divide over the context-parallel ranks."""
     layout, model = config.layout, config.model
     size, tensor = layout.context_parallel_size, layout.tensor_model_parallel_size
     groups = model.num_key_value_heads
@@ -64,6 +68,7 @@ def heads_divide_over_context_ranks(config: Config, facts: Facts) -> Iterator[st
 
 
 def blocks_have_no_attention_dropout(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse attention dropout where attention is computed block by block."""
     layout, data, dropout = config.layout, config.data, config.model.attention_dropout
     if dropout <= 0.0:
         return
@@ -81,6 +86,7 @@ def blocks_have_no_attention_dropout(config: Config, facts: Facts) -> Iterator[s
 
 
 def documents_need_all_keys(config: Config, facts: Facts) -> Iterator[str]:
+    """Require an exchange that shows all keys where documents are kept apart."""
     layout, kinds = config.layout, config.layout.cp_comm_type
     if not config.data.reset_attention_mask or layout.context_parallel_size <= 1:
         return
@@ -98,6 +104,7 @@ def documents_need_all_keys(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def documents_need_our_attention(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse Transformer Engine's attention where documents are kept apart."""
     flags = [("--reset-attention-mask", config.data.reset_attention_mask)]
     flags.append(("--reset-position-ids", config.data.reset_position_ids))
     given = [flag for flag, on in flags if on]

@@ -9,6 +9,7 @@ from megatron_ext.rules.suggest import divisors, groups_fit, listed, nearest_mul
 
 
 def heads_divide_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the attention heads divide by the tensor-parallel size."""
     heads, size = config.model.num_attention_heads, config.layout.tensor_model_parallel_size
     if positive(heads, size) and heads % size:
         fix = use("--tensor-model-parallel-size", tensor_sizes(config))
@@ -17,6 +18,7 @@ def heads_divide_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def query_groups_fit_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the query groups are a multiple or a divisor of the tensor-parallel size."""
     model, size = config.model, config.layout.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups
     if not model.group_query_attention or not positive(heads, groups, size):
@@ -30,6 +32,7 @@ def query_groups_fit_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def heads_divide_by_query_groups(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the attention heads divide by the query groups."""
     model = config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if not positive(heads, groups):
@@ -45,6 +48,7 @@ def heads_divide_by_query_groups(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def head_size_is_whole(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a head size: --kv-channels, or a hidden size that divides by the heads."""
     model = config.model
     hidden, heads = model.hidden_size, model.num_attention_heads
     if positive(hidden, heads) and model.kv_channels is None:
@@ -56,6 +60,7 @@ def head_size_is_whole(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def rotary_channels_are_even(config: Config, facts: Facts) -> Iterator[str]:
+    """Require an even number of rotated channels."""
     model = config.model
     if model.position_embedding_type != "rope" or not positive(model.kv_channels):
         return
@@ -71,6 +76,7 @@ def rotary_channels_are_even(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def mlp_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the MLP's width divides by the tensor-parallel size."""
     width, size = config.model.ffn_hidden_size, config.layout.tensor_model_parallel_size
     if positive(width, size) and width % size:
         yield (
@@ -80,6 +86,7 @@ def mlp_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def one_activation(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse two activations at once."""
     model = config.model
     switches = [
         ("--swiglu", model.swiglu),
@@ -92,6 +99,7 @@ def one_activation(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:
+    """Require learned positions for the whole sequence."""
     model = config.model
     rows, length = model.max_position_embeddings, model.seq_length
     if model.position_embedding_type == "learned_absolute" and positive(rows, length) and rows < length:
@@ -102,6 +110,7 @@ def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def rope_scaling_has_rope(config: Config, facts: Facts) -> Iterator[str]:
+    """Require rotary positions, and factors in order, for --use-rope-scaling."""
     model = config.model
     if not model.use_rope_scaling:
         return
@@ -118,6 +127,7 @@ def rope_scaling_has_rope(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def no_position_embedding_has_rope(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse --no-position-embedding without rotary positions."""
     kind = config.model.position_embedding_type
     if config.model.no_position_embedding and kind != "rope":
         yield (
@@ -128,6 +138,7 @@ def no_position_embedding_has_rope(config: Config, facts: Facts) -> Iterator[str
 
 
 def vocabulary_fits_its_padding(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a padded vocabulary that holds the true one and divides by the tensor-parallel size."""
     model, size = config.model, config.layout.tensor_model_parallel_size
     vocabulary = config.data.vocab_size or 0
     if not positive(vocabulary, model.padded_vocab_size, size):
@@ -140,6 +151,7 @@ def vocabulary_fits_its_padding(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def transformer_engine_is_installed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the package that --transformer-impl transformer_engine needs."""
     if config.model.transformer_impl == "transformer_engine" and not importlib.util.find_spec("transformer_engine"):
         yield (
             "--transformer-impl transformer_engine: the package transformer_engine is not installed; "

@@ -8,6 +8,7 @@ from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
 
 
 def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
+    """Require at most one load-balancing loss, and coefficients of the right sign."""
     model = config.model
     kinds, weights = model.moe_router_load_balancing_type or (), model.moe_aux_loss_coeff or ()
     if len(kinds) > 1 or len(weights) > 1:
@@ -23,6 +24,7 @@ def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse flags of experts without --num-experts."""
     model, layout = config.model, config.layout
     if model.num_experts is not None:
         return
@@ -41,6 +43,7 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the experts divide over the expert-parallel ranks."""
     experts, ranks = config.model.num_experts, config.layout.expert_model_parallel_size
     if positive(experts, ranks) and experts % ranks:  # pyright: ignore[reportOptionalOperand]
         yield (
@@ -50,6 +53,7 @@ def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def a_token_has_enough_experts(config: Config, facts: Facts) -> Iterator[str]:
+    """Require at least as many experts as compute each token."""
     model = config.model
     if not positive(model.num_experts, model.moe_router_topk):
         return
@@ -66,6 +70,7 @@ def a_token_has_enough_experts(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def expert_ranks_fit_the_stage(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the ranks of a pipeline stage divide by those that share the experts."""
     layout = config.layout
     world, stages = layout.world_size, layout.pipeline_model_parallel_size
     tensor, experts, expert_tensor = (
@@ -89,6 +94,7 @@ def expert_ranks_fit_the_stage(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def expert_width_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that an expert's width divides by the expert-tensor-parallel size."""
     model, layout = config.model, config.layout
     if model.num_experts is None:
         return
@@ -107,7 +113,7 @@ def expert_width_divides_by_tensor_size(config: Config, facts: Facts) -> Iterato
 
 
 def experts_are_computed_by_us(config: Config, facts: Facts) -> Iterator[str]:
-    """What a mixture of experts does not go with."""
+    """Refuse what a mixture of experts does not go with."""
     model, layout = config.model, config.layout
     if model.num_experts is None:
         return

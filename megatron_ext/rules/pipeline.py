@@ -15,6 +15,7 @@ _GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 def layers_are_split_in_one_way(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse two ways to split the layers over stages at once."""
     layout = config.layout
     ends, counted = _given_ends(layout), _counted(layout)
     if layout.pipeline_model_parallel_layout is not None:
@@ -33,6 +34,7 @@ def layers_are_split_in_one_way(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def layout_string_is_right(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a layout string that can be read and holds the whole model."""
     layout, layers = config.layout, config.model.num_layers
     text, stages = layout.pipeline_model_parallel_layout, layout.pipeline_model_parallel_size
     if text is None or not positive(layers, stages):
@@ -69,6 +71,7 @@ def layout_string_is_right(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def layers_divide_over_stages(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the layers divide over the pipeline stages."""
     layout, layers = config.layout, config.model.num_layers
     stages = layout.pipeline_model_parallel_size
     if layout.pipeline_model_parallel_layout is not None or _given_ends(layout) or not positive(layers, stages):
@@ -89,6 +92,7 @@ def layers_divide_over_stages(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def end_stages_leave_the_rest_even(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that what the end stages leave divides over the stages between."""
     layout, layers = config.layout, config.model.num_layers
     stages, given = layout.pipeline_model_parallel_size, _given_ends(layout)
     first, last = layout.decoder_first_pipeline_num_layers or 0, layout.decoder_last_pipeline_num_layers or 0
@@ -113,6 +117,7 @@ def end_stages_leave_the_rest_even(config: Config, facts: Facts) -> Iterator[str
 
 
 def layers_divide_over_chunks(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that a stage's layers divide over its model chunks."""
     layout, layers = config.layout, config.model.num_layers
     chunks = layout.num_virtual_stages_per_pipeline_rank or 0
     chunk_size = layout.num_layers_per_virtual_pipeline_stage or 0
@@ -138,6 +143,7 @@ def layers_divide_over_chunks(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def interleaving_needs_stages(config: Config, facts: Facts) -> Iterator[str]:
+    """Require at least two pipeline stages for interleaving."""
     layout = config.layout
     stages = layout.pipeline_model_parallel_size
     if layout.virtual_pipeline_model_parallel_size == 1 or stages < 1:
@@ -160,7 +166,7 @@ def interleaving_needs_stages(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _interleaved_layout(config: Config) -> str:
-    """A pipeline size that interleaves with the virtual stages given, and a batch in whole rounds for it."""
+    """Return a pipeline size that interleaves with the virtual stages given, and a batch in whole rounds for it."""
     layout, training = config.layout, config.training
     sizes = [size for size in pipeline_sizes(config) if size > 1]
     if not sizes or not positive(training.micro_batch_size, layout.model_parallel_size):
@@ -173,7 +179,8 @@ def _interleaved_layout(config: Config) -> str:
 
 
 def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[str]:
-    """megatron-core: groups of N microbatches, PP <= N <= all of them, and a last one of none or at least PP."""
+    """Require what megatron-core does: groups of N microbatches, PP <= N <= all of them, and a last one of none or at
+    least PP."""
     layout, training = config.layout, config.training
     stages, given = layout.pipeline_model_parallel_size, layout.microbatch_group_size_per_virtual_pipeline_stage
     if layout.virtual_pipeline_model_parallel_size == 1 or stages < 2:
@@ -207,7 +214,7 @@ def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[
 
 
 def split_is_right(config: Config, facts: Facts) -> bool:
-    """Whether `layer_counts` has an answer."""
+    """Return whether `layer_counts` has an answer."""
     sizes = (config.model.num_layers, config.layout.pipeline_model_parallel_size)
     chunks = config.layout.num_virtual_stages_per_pipeline_rank
     if not positive(*sizes) or (chunks is not None and chunks < 1):
@@ -216,19 +223,20 @@ def split_is_right(config: Config, facts: Facts) -> bool:
 
 
 def _given_ends(layout: LayoutConfig) -> list[str]:
-    """The flags of the end stages that are given, with their values."""
+    """Return the flags of the end stages that are given, with their values."""
     first, last = layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers
     return [f"{flag} {value}" for flag, value in ((_FIRST, first), (_LAST, last)) if value is not None]
 
 
 def _counted(layout: LayoutConfig) -> list[str]:
-    """The flags that count the embedding or the loss as a layer."""
+    """Return the flags that count the embedding or the loss as a layer."""
     embedding, loss = layout.account_for_embedding_in_pipeline_split, layout.account_for_loss_in_pipeline_split
     return [flag for flag, given in ((_EMBEDDING, embedding), (_LOSS, loss)) if given]
 
 
 def _per_stage(config: Config) -> list[float]:
-    """Layers of the kinds of stages there are, with what counts as one; fractions where they do not divide."""
+    """Return the layers of the kinds of stages there are, with what counts as one; fractions where they do not
+    divide."""
     layout, stages = config.layout, config.layout.pipeline_model_parallel_size
     ends = [layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers]
     given = [count for count in ends if count is not None]
@@ -237,7 +245,7 @@ def _per_stage(config: Config) -> list[float]:
 
 
 def _arithmetic(config: Config) -> str:
-    """How the layers of a stage come about."""
+    """Return how the layers of a stage come about."""
     layout = config.layout
     ends, counted = _given_ends(layout), _counted(layout)
     layers = f"--num-layers {config.model.num_layers}" + "".join(f" + 1 ({flag})" for flag in counted)
@@ -248,7 +256,7 @@ def _uneven_splits(layers: int, stages: int, chunks: int, ends: Sequence[str] = 
     """Flags that split layers over stages which do not divide them: one example of each kind that works.
 
     Args:
-        ends: the flags of end stages to use; none for the first stage's alone, or those that count embedding and loss.
+        ends: the flags of end stages to use; None for the first stage's alone, or those that count embedding and loss.
     """
     if stages < 2 or layers % chunks:
         return []
@@ -269,7 +277,7 @@ def _uneven_splits(layers: int, stages: int, chunks: int, ends: Sequence[str] = 
 
 
 def _even_layout(layers: int, stages: int) -> str:
-    """A layout string without interleaving, as even as it can be."""
+    """Return a layout string without interleaving, as even as it can be."""
     size, rest = divmod(layers, stages)
     return "E" + "|".join(f"t*{size + (stage < rest)}" for stage in range(stages)) + "L"
 

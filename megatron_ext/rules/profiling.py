@@ -12,6 +12,7 @@ _OF_NSIGHT = {"record_shapes": "use --pytorch-profiler-collect-shapes", "nvtx_ra
 
 
 def profile_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that a profile begins before it ends."""
     profiling = config.profiling
     if profiling.profile and not 0 <= profiling.profile_step_start < profiling.profile_step_end:
         start = max(profiling.profile_step_start, 0)
@@ -22,6 +23,7 @@ def profile_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def profiled_ranks_exist(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the profiled ranks exist."""
     ranks, world = config.profiling.profile_ranks or (), config.layout.world_size
     wrong = [rank for rank in ranks if not 0 <= rank < world]
     if wrong and world > 0:
@@ -32,6 +34,7 @@ def profiled_ranks_exist(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def options_are_of_the_chosen_profiler(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse options of the profiler that was not chosen."""
     profiling = config.profiling
     if not profiling.profile:
         return
@@ -51,6 +54,7 @@ def options_are_of_the_chosen_profiler(config: Config, facts: Facts) -> Iterator
 
 
 def recorded_memory_is_of_a_gpu(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse a history of GPU memory without a GPU."""
     if config.profiling.record_memory_history and runs_on_cpu(config, facts):
         yield (
             "--record-memory-history records the allocator of GPU memory, but the run is on CPU processes; leave it "
@@ -59,6 +63,7 @@ def recorded_memory_is_of_a_gpu(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse --log-communication-share with what it cannot time: one stream of a GPU that waits for another."""
     layout = config.layout
     if not config.logging.log_communication_share:
         return

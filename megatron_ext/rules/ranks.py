@@ -9,6 +9,7 @@ from megatron_ext.rules.suggest import listed, nearest_multiples, pipeline_sizes
 
 
 def ranks_are_those_of_the_launch(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that --world-size, where given, is the number of ranks started."""
     given, launched = config.layout.world_size, facts.world_size
     if launched is not None and given != launched:
         yield (
@@ -18,6 +19,7 @@ def ranks_are_those_of_the_launch(config: Config, facts: Facts) -> Iterator[str]
 
 
 def world_is_a_multiple_of_the_model(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a world size that is a multiple of the model-parallel size."""
     layout = config.layout
     world, tensor, stages = layout.world_size, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     context, need = layout.context_parallel_size, layout.model_parallel_size
@@ -34,6 +36,7 @@ def world_is_a_multiple_of_the_model(config: Config, facts: Facts) -> Iterator[s
 
 
 def sequence_parallel_needs_tensor_parallel(config: Config, facts: Facts) -> Iterator[str]:
+    """Require tensor parallelism, and a sequence that divides, for --sequence-parallel."""
     layout, length = config.layout, config.model.seq_length
     size = layout.tensor_model_parallel_size
     if not layout.sequence_parallel or size < 1:
@@ -53,6 +56,7 @@ def sequence_parallel_needs_tensor_parallel(config: Config, facts: Facts) -> Ite
 
 
 def parameter_gathering_needs_the_distributed_optimizer(config: Config, facts: Facts) -> Iterator[str]:
+    """Require for --overlap-param-gather what it overlaps."""
     layout = config.layout
     if not layout.overlap_param_gather:
         return
@@ -64,17 +68,19 @@ def parameter_gathering_needs_the_distributed_optimizer(config: Config, facts: F
 
 
 def distributed_optimizer_shards_adam(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse the distributed optimizer with another optimizer than Adam."""
     rule = config.optimizer.optimizer
     if config.layout.use_distributed_optimizer and rule != "adam":
         yield f"--use-distributed-optimizer shards Adam's state, not that of --optimizer {rule}; use --optimizer adam"
 
 
 def runs_on_cpu(config: Config, facts: Facts) -> bool:
-    """Whether the ranks are CPU processes, as --device says or this machine's lack of a GPU."""
+    """Return whether the ranks are CPU processes, as --device says or this machine's lack of a GPU."""
     return config.layout.device == "cpu" or (config.layout.device == "auto" and not facts.cuda_available)
 
 
 def device_is_there(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the device that --device names."""
     device, backend = config.layout.device, config.layout.distributed_backend
     if device == "cuda" and not facts.cuda_available:
         yield "--device cuda, but this machine shows no NVIDIA GPU; use --device cpu"
@@ -93,6 +99,7 @@ def device_is_there(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def timeout_is_a_time(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a positive timeout."""
     minutes = config.layout.distributed_timeout_minutes
     if not math.isfinite(minutes) or minutes <= 0:
         yield f"--distributed-timeout-minutes {minutes:g} is not above 0; use --distributed-timeout-minutes 10"

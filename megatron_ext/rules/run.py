@@ -16,6 +16,7 @@ from megatron_ext.config.schema import Config
 
 
 def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the values that no run can do without."""
     missing = [option for option in options() if option.required and _value(config, option) is None]
     if missing:
         flags = ", ".join(option.flag for option in missing)
@@ -24,6 +25,7 @@ def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def values_are_in_range(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that each value is within its field's bounds."""
     for option in options():
         value = _value(config, option)
         if value is not None:
@@ -42,6 +44,7 @@ def _out_of_range(option: Option, value: Any) -> Iterator[str]:
 
 
 def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
+    """Require exactly one source of data."""
     data = config.data
     given = [name for name in DATA_PATH_NAMES if getattr(data, name)]
     own_splits = [name for name in given if name != "data_path"]
@@ -59,6 +62,7 @@ def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def blends_are_well_formed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that each blend can be read."""
     for name in DATA_PATH_NAMES:
         try:
             read_blend(getattr(config.data, name) or ())
@@ -67,6 +71,7 @@ def blends_are_well_formed(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def validation_sets_are_named_once_each(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse a validation source that is named twice."""
     names = config.training.validation_set_names
     if names is None:
         return
@@ -83,6 +88,7 @@ def validation_sets_are_named_once_each(config: Config, facts: Facts) -> Iterato
 
 
 def named_files_exist(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the files which the flags name exist."""
     for named in facts.missing_paths:
         flag, _, path = named.partition(" ")
         hint = "check the path"
@@ -92,6 +98,7 @@ def named_files_exist(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def split_is_shares(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that --split is made of shares."""
     split = config.data.split
     try:
         shares = [float(part) for part in split.split(",")]
@@ -102,6 +109,7 @@ def split_is_shares(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def tokenizer_is_given(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a tokenizer, which can be read."""
     data = config.data
     if facts.tokenizer_error is not None:
         yield facts.tokenizer_error
@@ -119,6 +127,7 @@ def tokenizer_is_given(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def vocabulary_covers_the_tokenizer(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a vocabulary that holds every id of the tokenizer."""
     given, found = config.data.vocab_size, facts.vocab_size
     if given is not None and found is not None and given < found:
         yield (
@@ -127,6 +136,7 @@ def vocabulary_covers_the_tokenizer(config: Config, facts: Facts) -> Iterator[st
 
 
 def model_is_the_one_to_load(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the model's flags describe the model of --load-hf."""
     yield from facts.huggingface_problems
     different = differences(config, facts.huggingface)
     if different:
@@ -137,6 +147,7 @@ def model_is_the_one_to_load(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
+    """Require --save for the flags that save."""
     checkpoint = config.checkpoint
     if checkpoint.save_interval is not None and checkpoint.save is None:
         yield f"--save-interval {checkpoint.save_interval} needs a folder; add --save checkpoints"
@@ -161,11 +172,13 @@ def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def load_names_checkpoints(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that --load can be what the user means."""
     if facts.load_problem is not None:
         yield facts.load_problem
 
 
 def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the model's flags agree with the checkpoint to load."""
     if facts.saved is None:
         return
     model = vars(config.model) | {"vocab_size": config.data.vocab_size}
@@ -184,6 +197,7 @@ def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[st
 
 
 def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse options about a checkpoint to load without --load."""
     checkpoint = config.checkpoint
     if checkpoint.use_checkpoint_args and facts.saved is None:
         where = f"--load {checkpoint.load} holds none that is whole" if checkpoint.load else "--load is missing"
@@ -196,6 +210,7 @@ def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterat
 
 
 def wandb_is_installed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the package wandb where it is asked for."""
     logging = config.logging
     if logging.wandb_project is not None and not importlib.util.find_spec("wandb"):
         yield (
@@ -205,6 +220,7 @@ def wandb_is_installed(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
+    """Require what compiling needs on this machine for --torch-compile."""
     if not config.training.torch_compile:
         return
     # As torch's compiler looks for it.

@@ -9,6 +9,7 @@ from megatron_ext.rules.suggest import divisors, listed
 
 
 def fsdp2_is_the_only_sharding(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse other sharding together with FSDP2."""
     layout = config.layout
     if not layout.use_torch_fsdp2:
         for flag, given in (
@@ -38,6 +39,7 @@ def fsdp2_is_the_only_sharding(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def fsdp2_runs_whole_models_in_bf16_or_fp32(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse what FSDP2 does not go with."""
     layout = config.layout
     if not layout.use_torch_fsdp2:
         return
@@ -66,6 +68,7 @@ def fsdp2_runs_whole_models_in_bf16_or_fp32(config: Config, facts: Facts) -> Ite
 
 
 def sharded_weights_have_no_replicas(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse comparing data-parallel replicas where the weights are sharded."""
     interval = config.training.check_weight_hash_across_dp_replicas_interval
     if interval is None:
         return
@@ -81,6 +84,7 @@ def sharded_weights_have_no_replicas(config: Config, facts: Facts) -> Iterator[s
 
 
 def megatron_fsdp_is_the_only_sharding(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse other sharding together with Megatron-FSDP."""
     layout = config.layout
     if not layout.use_megatron_fsdp:
         if layout.data_parallel_sharding_strategy is not None:
@@ -108,6 +112,7 @@ def megatron_fsdp_is_the_only_sharding(config: Config, facts: Facts) -> Iterator
 
 
 def megatron_fsdp_runs_one_stage_with_adam(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse what Megatron-FSDP does not go with."""
     layout = config.layout
     if not layout.use_megatron_fsdp:
         return
@@ -142,6 +147,7 @@ def megatron_fsdp_runs_one_stage_with_adam(config: Config, facts: Facts) -> Iter
 
 
 def copies_are_divided_by_megatron_fsdp(config: Config, facts: Facts) -> Iterator[str]:
+    """Require Megatron-FSDP for --outer-dp-sharding-strategy."""
     layout = config.layout
     strategy = layout.outer_dp_sharding_strategy
     if strategy == "no_shard":
@@ -164,6 +170,7 @@ def copies_are_divided_by_megatron_fsdp(config: Config, facts: Facts) -> Iterato
 
 
 def optimizer_instances_divide_the_ranks(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the optimizer instances divide the data-parallel ranks."""
     layout = config.layout
     instances = layout.num_distributed_optimizer_instances
     if instances == 1:

@@ -1,4 +1,4 @@
-"""Settings that work, for the text of a problem: candidates are tried against the rules that they must meet."""
+"""Finds settings that work, for the text of a problem: candidates are tried against the rules that they must meet."""
 
 import math
 from collections.abc import Iterable
@@ -9,24 +9,26 @@ from megatron_ext.config.schema import Config
 
 
 def listed(values: Iterable[object]) -> str:
-    """`1, 2 or 4`."""
+    """Return the values as text: `1, 2 or 4`."""
     words = [str(value) for value in values]
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def divisors(value: int) -> list[int]:
-    """All divisors in rising order; fast enough that an absurd value is still answered at once."""
+    """Return all divisors in rising order; it is fast enough that an absurd value is still answered at once."""
     small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
     return small + [value // n for n in reversed(small) if n * n != value]
 
 
 def groups_fit(query_groups: int, tensor_size: int) -> bool:
-    """megatron-core's rule: the query groups are a multiple or a divisor of the tensor-parallel size."""
+    """Return whether the query groups are a multiple or a divisor of the tensor-parallel size, as megatron-core
+    demands."""
     return query_groups % tensor_size == 0 or tensor_size % query_groups == 0
 
 
 def tensor_sizes(config: Config) -> list[int]:
-    """Tensor-parallel sizes that suit the heads, the query groups, the MLP, the sequence and the world size."""
+    """Return the tensor-parallel sizes that suit the heads, the query groups, the MLP, the sequence and the world
+    size."""
     model, layout = config.model, config.layout
     if not positive(model.num_attention_heads):
         return []
@@ -42,7 +44,7 @@ def tensor_sizes(config: Config) -> list[int]:
 
 
 def pipeline_sizes(config: Config) -> list[int]:
-    """Pipeline sizes over which the layers and the world size divide, with as many model chunks as now."""
+    """Return the pipeline sizes over which the layers and the world size divide, with as many model chunks as now."""
     layout = config.layout
     return [
         size
@@ -53,7 +55,7 @@ def pipeline_sizes(config: Config) -> list[int]:
 
 
 def _splits(config: Config) -> list[int]:
-    """Pipeline sizes over which the layers divide, the flags of uneven stages kept."""
+    """Return the pipeline sizes over which the layers divide, the flags of uneven stages kept."""
     layout, layers = config.layout, config.model.num_layers
     chunks = layout.virtual_pipeline_model_parallel_size
     if not positive(layers, chunks):
@@ -71,13 +73,13 @@ def _splits(config: Config) -> list[int]:
 
 
 def nearest_multiples(value: int, of: int) -> list[int]:
-    """The multiples around a value, without 0: (30, 4) -> [28, 32]."""
+    """Return the multiples around a value, without 0: (30, 4) -> [28, 32]."""
     below = value // of * of
     return [multiple for multiple in (below, below + of) if multiple > 0]
 
 
 def use(flag: str, values: Iterable[object], otherwise: str = "") -> str:
-    """`use --flag 1, 2 or 4`; the fallback where no value works."""
+    """Return `use --flag 1, 2 or 4`; the fallback where no value works."""
     values = list(values)
     return f"use {flag} {listed(values)}" if values else otherwise
 

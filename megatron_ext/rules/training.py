@@ -12,6 +12,7 @@ RECOMPUTED_PARTS = ("core_attn", "mlp", "layernorm")
 
 
 def one_length(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse a run whose length is given both in iterations and in samples."""
     iters, samples = config.training.train_iters, config.training.train_samples
     if iters is None and samples is None:
         yield "the length of the run is missing: give --train-iters (optimizer steps) or --train-samples"
@@ -20,6 +21,7 @@ def one_length(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def global_batch_divides(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the global batch divides into microbatches of the data-parallel ranks."""
     batch, samples_at_once = config.training.global_batch_size, _samples_at_once(config)
     if samples_at_once and positive(batch) and batch % samples_at_once:
         yield (
@@ -29,6 +31,7 @@ def global_batch_divides(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a batch ramp-up that can be carried out."""
     rampup, full = config.training.rampup_batch_size, config.training.global_batch_size
     if rampup is None:
         return
@@ -57,11 +60,13 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def one_precision(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse --bf16 together with --fp16."""
     if config.training.bf16 and config.training.fp16:
         yield "--bf16 and --fp16 exclude each other; keep --bf16 (no loss scale needed), or --fp16 alone"
 
 
 def loss_scales_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the loss scale's bounds are in order."""
     training = config.training
     if training.loss_scale is not None and training.loss_scale <= 0:
         yield f"--loss-scale {training.loss_scale:g} is not above 0; leave it out for a dynamic scale"
@@ -73,6 +78,7 @@ def loss_scales_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def recomputation_is_complete(config: Config, facts: Facts) -> Iterator[str]:
+    """Require everything that a kind of recomputation needs."""
     training = config.training
     kind, method, layers = (
         training.recompute_granularity,
@@ -102,6 +108,7 @@ def recomputation_is_complete(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def recomputed_parts_are_known(config: Config, facts: Facts) -> Iterator[str]:
+    """Require names of parts that can be recomputed."""
     training, parts = config.training, config.training.recompute_modules
     if parts is None:
         return
@@ -119,6 +126,7 @@ def recomputed_parts_are_known(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def learning_rates_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the lowest and the first learning rate do not pass the peak."""
     optimizer = config.optimizer
     if optimizer.lr is None:
         return
@@ -135,6 +143,7 @@ def learning_rates_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def scaling_has_its_base(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the base batch for --lr-scale-rule."""
     optimizer = config.optimizer
     rule, base = optimizer.lr_scale_rule, optimizer.lr_scale_base_batch_size
     if rule == "none" and base is not None:
@@ -148,6 +157,7 @@ def scaling_has_its_base(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def curves_use_the_unit_of_the_run(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse curves in iterations where the run's length is in samples, and the other way round."""
     training, optimizer = config.training, config.optimizer
     by_iters = [
         ("--lr-decay-iters", optimizer.lr_decay_iters),
@@ -172,6 +182,7 @@ def curves_use_the_unit_of_the_run(config: Config, facts: Facts) -> Iterator[str
 
 
 def warmup_fits_the_decay(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a warmup that is shorter than the decay."""
     optimizer = config.optimizer
     fraction = optimizer.lr_warmup_fraction
     unit, length, warmup, decay = _curve(config)
@@ -192,6 +203,7 @@ def warmup_fits_the_decay(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def wsd_has_its_last_phase(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the length of WSD's last phase."""
     optimizer = config.optimizer
     unit, length, _, decay = _curve(config)
     last = optimizer.lr_wsd_decay_iters if unit == "iters" else optimizer.lr_wsd_decay_samples
@@ -214,6 +226,7 @@ def wsd_has_its_last_phase(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def weight_decay_has_both_ends(config: Config, facts: Facts) -> Iterator[str]:
+    """Require both ends of a weight decay that changes."""
     optimizer = config.optimizer
     start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
     if style == "constant":
@@ -232,7 +245,7 @@ def weight_decay_has_both_ends(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _curve(config: Config) -> tuple[str, int, int, int]:
-    """Unit of the run, its length, the warmup and the decay in that unit; 0 for what is not given."""
+    """Return the unit of the run, its length, the warmup and the decay in that unit; 0 for what is not given."""
     training, optimizer = config.training, config.optimizer
     if training.train_samples is not None and training.train_iters is None:
         return "samples", training.train_samples, optimizer.lr_warmup_samples, optimizer.lr_decay_samples or 0
@@ -240,7 +253,7 @@ def _curve(config: Config) -> tuple[str, int, int, int]:
 
 
 def _samples_at_once(config: Config) -> int | None:
-    """Micro batch x data-parallel size, or None where either is wrong and another rule says so."""
+    """Return micro batch x data-parallel size, or None where either is wrong and another rule says so."""
     layout, micro = config.layout, config.training.micro_batch_size
     model_size = layout.model_parallel_size
     if not positive(micro, layout.world_size, model_size) or layout.world_size % model_size:
@@ -249,7 +262,7 @@ def _samples_at_once(config: Config) -> int | None:
 
 
 def _microbatches_per_round(config: Config) -> int:
-    """Microbatches that one round of the schedule takes: with interleaving those of one group."""
+    """Return the microbatches that one round of the schedule takes: with interleaving those of one group."""
     return config.layout.microbatch_group_size if config.layout.virtual_pipeline_model_parallel_size > 1 else 1
 
 
@@ -265,6 +278,7 @@ def _at_once_text(config: Config, rounds: int = 1) -> str:
 
 
 def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse flags of offloading that offload nothing."""
     optimizer = config.optimizer
     fraction = optimizer.optimizer_offload_fraction
     if (

@@ -27,5 +27,5 @@ RULES: tuple[Rule, ...] = (
 
 
 def problems(config: Config, facts: Facts) -> list[str]:
-    """All problems of the configuration, in the order of the rules; empty where the run may start."""
+    """Return all problems of the configuration, in the order of the rules; empty where the run may start."""
     return [problem for rule in RULES for problem in rule(config, facts)]

@@ -1,9 +1,9 @@
 """--log-communication-share: how this rank's steps divide into computing, communicating, and waiting for a neighbour.
 
-Timed is what stands in the way of the computation, and nothing else: on a GPU by events on the stream that computes,
-before and after each collective and each wait for one; on a CPU by the clock, on the thread that computes. A
-collective that runs on another stream costs nothing until the computation waits for it. Nothing is synchronized:
-a step's events are read when a later step has passed them.
+What stands in the way of the computation is timed, and nothing else: on a GPU by events on the stream that computes,
+before and after each collective and each wait for one; on a CPU by the clock, on the thread that computes. A collective
+that runs on another stream costs nothing until the computation waits for it. Nothing is synchronized: a step's events
+are read when a later step has passed them.
 
     communication   in collectives of every group, and in waits for them; a late rank makes the others wait here
     idle            in sends and receives between pipeline stages: the pipeline's bubble, and the messages themselves
@@ -68,7 +68,7 @@ class CommunicationClock:
     """Times the steps of this rank between `begin_step` and `end_step`.
 
     Args:
-        device: whose marks are taken.
+        device: the device whose marks are taken.
         pipeline: the group whose messages are the pipeline's.
     """
 
@@ -82,7 +82,7 @@ class CommunicationClock:
         self._last_kind = threading.local()  # of the operation that a batch will start
 
     def start(self) -> None:
-        """Wrap the methods."""
+        """Wrap the methods of torch's process groups."""
         for name in (*_MESSAGES, *_COLLECTIVES, _END_OF_BATCH):
             if hasattr(ProcessGroup, name):  # names come and go with torch's versions
                 self._wrap(ProcessGroup, name, self._timed_operation(name))
@@ -95,16 +95,18 @@ class CommunicationClock:
         self._originals.clear()
 
     def begin_step(self) -> None:
+        """Mark the beginning of a step."""
         self._step = _Step(self._device.mark())
 
     def end_step(self) -> None:
+        """Mark the end of the step."""
         step, self._step = self._step, None
         assert step is not None, "no step was begun"
         step.end = self._device.mark()
         self._done.append(step)
 
     def take(self) -> torch.Tensor:
-        """Seconds [communication, idle, whole] of the steps that the device has passed since the last call."""
+        """Return seconds [communication, idle, whole] of the steps that the device has passed since the last call."""
         total = torch.zeros(3, dtype=torch.float64)
         while self._done and self._device.has_passed(self._done[0].end):
             step = self._done.pop(0)
@@ -155,7 +157,7 @@ class CommunicationClock:
 
 
 def shares(seconds: torch.Tensor) -> dict[str, float] | None:
-    """Shares of the whole, from seconds [communication, idle, whole]; None where no step was taken."""
+    """Return shares of the whole, from seconds [communication, idle, whole]; None where no step was taken."""
     communication, idle, whole = seconds.tolist()
     if whole <= 0.0:
         return None

@@ -1,4 +1,4 @@
-"""The log line and the validation lines on standard output."""
+"""Writes the log line and the validation lines to standard output."""
 
 from datetime import datetime
 
@@ -7,14 +7,17 @@ from megatron_ext.telemetry.metrics import Metrics, StepMetrics
 
 
 class Console:
+    """Prints what is logged."""
+
     def __init__(self, *, throughput: bool):
         self._throughput = throughput
 
     def write(self, metrics: Metrics) -> None:
+        """Print the line of a step or of an evaluation."""
         if isinstance(metrics, StepMetrics):
             print(step_line(metrics, datetime.now(), throughput=self._throughput), flush=True)
         else:
             print(evaluation_lines(metrics), flush=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no file is held open."""

@@ -1,4 +1,4 @@
-"""A run's history from its metrics file, and its loss curve as text for a terminal."""
+"""Reads a run's history from its metrics file, and draws its loss curve as text for a terminal."""
 
 import math
 from collections.abc import Iterable
@@ -20,16 +20,18 @@ class RunHistory:
     evaluations: list[dict[str, Any]]
 
     def points(self, field: str) -> list[Point]:
-        """(iteration, value) of a field of the steps; without the rows that have none (a skipped step's norm)."""
+        """Return (iteration, value) of a field of the steps, without the rows that have none (a skipped step's
+        norm)."""
         return [(row["iteration"], row[field]) for row in self.steps if row.get(field) is not None]
 
     @property
     def validation_points(self) -> list[Point]:
+        """Return (iteration, loss) of the evaluations."""
         return [(row["iteration"], row["validation_loss"]) for row in self.evaluations]
 
 
 def read_history(run: Path) -> RunHistory:
-    """The history of a run, given its metrics file or the folder (--save) that holds `metrics.jsonl`.
+    """Return the history of a run, given its metrics file or the folder (--save) that holds `metrics.jsonl`.
 
     Raises:
         ConfigurationError: there is no such file, or no row in it.
@@ -50,7 +52,7 @@ def read_history(run: Path) -> RunHistory:
 
 
 def loss_chart(history: RunHistory, width: int = 72, height: int = 16) -> str:
-    """The loss over the iterations: `.` training (mean of a column), `o` validation.
+    """Return the loss over the iterations: `.` training (mean of a column), `o` validation.
 
     Args:
         history: the run.
@@ -93,7 +95,7 @@ def loss_chart(history: RunHistory, width: int = 72, height: int = 16) -> str:
 
 
 def summary(history: RunHistory) -> list[str]:
-    """What came of the run, in a few lines."""
+    """Return what came of the run, in a few lines."""
     lines = []
     train, validation = history.points("lm_loss"), history.validation_points
     if train:
@@ -113,6 +115,7 @@ def summary(history: RunHistory) -> list[str]:
 
 
 def finite(points: Iterable[Point]) -> list[Point]:
+    """Return the points whose value is finite."""
     return [(iteration, value) for iteration, value in points if math.isfinite(value)]
 
 

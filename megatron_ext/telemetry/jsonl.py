@@ -26,9 +26,9 @@ class MetricsFile:
         """Open the file to go on after `loaded_iteration` (0: afresh); later rows, and a torn last one, are removed.
 
         Args:
-            path: of the file; its folder is made.
-            loaded_iteration: of the checkpoint that the run goes on from.
-            flag: that names the file, for error texts.
+            path: path of the file; its folder is made.
+            loaded_iteration: iteration of the checkpoint that the run goes on from.
+            flag: the flag that names the file, for error texts.
 
         Raises:
             DataError: a row other than the last cannot be read.
@@ -59,6 +59,7 @@ class MetricsFile:
             raise _storage_error("write", self.path, self._flag, error) from error
 
     def close(self) -> None:
+        """Close the file."""
         # Every row was flushed; only one whose write has failed, and raised, is still pending.
         with contextlib.suppress(OSError):
             self._file.close()
@@ -71,7 +72,7 @@ class MetricsFile:
 
 
 def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Every row of a metrics file, first to last; a torn last line is left out.
+    """Yield every row of a metrics file, first to last; a torn last line is left out.
 
     Raises:
         DataError: another line is no JSON object with an iteration; names file and line.

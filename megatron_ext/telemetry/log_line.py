@@ -1,4 +1,4 @@
-"""The log line of Megatron-LM, byte for byte: users' log parsers read it."""
+"""Writes the log line of Megatron-LM, byte for byte: users' log parsers read it."""
 
 import math
 from datetime import datetime
@@ -10,9 +10,9 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
     """The line of one logged step, without a newline; it begins with a space.
 
     Args:
-        metrics: the step.
-        now: printed in front; in local time, as upstream.
-        throughput: print TFLOP/s per GPU (--log-throughput).
+        metrics: metrics of the step.
+        now: time printed in front; in local time, as in Megatron-LM.
+        throughput: whether to print TFLOP/s per GPU (--log-throughput).
     """
     fields = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {metrics.iteration:8d}/{metrics.train_iters:8d}",
@@ -41,7 +41,8 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
 
 
 def evaluation_lines(metrics: ValidationMetrics | TestMetrics) -> str:
-    """The loss between dashes, three lines: of each source of several, and of all. Without the last newline."""
+    """Return the loss between dashes, three lines: of each source of several, and of all. The last newline is left
+    out."""
     if isinstance(metrics, TestMetrics):
         return _evaluation(metrics.iteration, "", " on test set", metrics.test_loss)
     sources = [_evaluation(metrics.iteration, f"-{source.suffix}", "", source.loss) for source in metrics.sources]
@@ -58,10 +59,10 @@ def _evaluation(iteration: int, suffix: str, data: str, loss: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), the loss capped at 20 as upstream caps it; NaN stays NaN."""
+    """Return exp(loss), with the loss capped at 20 as Megatron-LM caps it; NaN stays NaN."""
     return math.exp(min(loss, 20.0))
 
 
 def scientific(value: float) -> str:
-    """`9.845123E+00`; but `nan`, `inf`, which the E format would print in capitals."""
+    """Return `9.845123E+00`; but `nan` and `inf`, which the E format would print in capitals."""
     return f"{value:.6E}" if math.isfinite(value) else str(value)

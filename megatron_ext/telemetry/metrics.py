@@ -1,4 +1,4 @@
-"""What one logged step and one evaluation tell. Every sink (log line, metrics file, TensorBoard) reads these."""
+"""Holds what one logged step and one evaluation tell. Every sink (log line, metrics file, TensorBoard) reads these."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ MEASURED_FIELDS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One logged step. Losses are in nats per token; norms are L2 over the whole model."""
+    """The metrics of one logged step. Losses are in nats per token; norms are L2 over the whole model."""
 
     iteration: int
     train_iters: int
@@ -54,7 +54,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
-    """One evaluation on the validation data, after the step `iteration`."""
+    """The metrics of one evaluation on the validation data, after the step `iteration`."""
 
     iteration: int
     consumed_samples: int
@@ -73,7 +73,7 @@ class SourceLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class TestMetrics:
-    """The evaluation on the test data, after the last step."""
+    """The metrics of the evaluation on the test data, after the last step."""
 
     iteration: int
     consumed_samples: int
@@ -84,7 +84,8 @@ Metrics = StepMetrics | ValidationMetrics | TestMetrics
 
 
 def as_row(metrics: Metrics) -> dict[str, Any]:
-    """The object of the metrics file: the fields by name, and the losses of several sources by the source's name."""
+    """Return the object of the metrics file: the fields by name, and the losses of several sources by the source's
+    name."""
     row = dataclasses.asdict(metrics)
     sources = row.pop("sources", ())
     if sources:

@@ -1,4 +1,4 @@
-"""--profile: some steps under a profiler, Nsight Systems (`NsightCapture`) or torch's own (`TorchTrace`).
+"""--profile records some steps with a profiler, Nsight Systems (`NsightCapture`) or torch's own (`TorchTrace`).
 
 profiler = StepProfiler.from_config(config, rank, device)
 for iteration in ...:
@@ -18,18 +18,20 @@ from megatron_ext.errors import StorageError
 
 
 class Tracer(Protocol):
-    """Something that records from `start` to `stop`, once."""
+    """Records from `start` to `stop`, once."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Begin recording."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """End recording."""
 
 
 class TorchTrace:
-    """torch's profiler: a Chrome trace (open it in Perfetto or chrome://tracing).
+    """Records with torch's profiler: a Chrome trace (open it in Perfetto or chrome://tracing).
 
     Args:
-        path: the trace; with `chakra`, the execution trace lies beside it as `<name>.chakra.json`.
+        path: path of the trace; with `chakra`, the execution trace lies next to it as `<name>.chakra.json`.
     """
 
     def __init__(self, path: Path, *, shapes: bool = False, callstack: bool = False, chakra: bool = False):
@@ -78,7 +80,8 @@ class TorchTrace:
 
 
 class NsightCapture:
-    """What `nsys profile --capture-range=cudaProfilerApi` records; without nsys around the program, nothing is."""
+    """Marks what `nsys profile --capture-range=cudaProfilerApi` records; without nsys around the program, nothing is
+    recorded."""
 
     def __init__(self, device: Device, *, shapes: bool, ranges: bool):
         self._device = device
@@ -86,9 +89,11 @@ class NsightCapture:
         self._ranges = ranges
 
     def start(self) -> None:
+        """Begin the range."""
         self._device.start_capture(shapes=self._shapes, ranges=self._ranges)
 
     def stop(self) -> None:
+        """End the range."""
         self._device.stop_capture()
 
 
@@ -105,7 +110,7 @@ class StepProfiler:
 
     @classmethod
     def from_config(cls, config: Config, rank: int, device: Device) -> "StepProfiler":
-        """The profiler that the flags ask of this rank."""
+        """Return the profiler that the flags ask of this rank."""
         options = config.profiling
         tracer: Tracer | None = None
         if options.profile and rank in (options.profile_ranks or [rank]):

@@ -1,4 +1,4 @@
-"""A run as one HTML page: loss, learning rate, gradient norm and speed over the iterations.
+"""Shows a run as one HTML page: loss, learning rate, gradient norm and speed over the iterations.
 
 The page needs nothing else, neither scripts nor a network, and follows the reader's light or dark setting.
 """
@@ -62,7 +62,7 @@ class _Axes:
 
 
 def run_page(history: RunHistory, title: str) -> str:
-    """The page as text.
+    """Return the page as text.
 
     Args:
         history: the run.
@@ -84,7 +84,7 @@ def run_page(history: RunHistory, title: str) -> str:
 
 
 def _chart(name: str, unit: str, first: list[Point], second: list[Point] | None = None) -> str:
-    """One chart; a second series (validation) is drawn with its points and adds a key to the heading."""
+    """Return one chart; a second series (validation) is drawn with its points and adds a key to the heading."""
     heading = f"{name} <span>{unit}</span>"
     if second:
         heading += ' <span class="key">&#9472; training</span> <span class="key second">&#9679; validation</span>'
@@ -115,7 +115,7 @@ def _grid(axes: _Axes) -> str:
 
 
 def _ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) between low and high."""
+    """Return round numbers (1, 2 or 5 times a power of ten apart) between low and high."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
@@ -124,7 +124,7 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def _line(axes: _Axes, points: list[Point], style: str) -> str:
-    """A line through the points, broken where a value is not finite."""
+    """Return a line through the points, broken where a value is not finite."""
     path, pen_up = [], True
     for iteration, value in _thinned(points):
         if not math.isfinite(value):
@@ -144,7 +144,7 @@ def _dots(axes: _Axes, points: list[Point]) -> str:
 
 
 def _hits(axes: _Axes, points: list[Point]) -> str:
-    """Narrow invisible columns that tell the value under the pointer, in place of a script."""
+    """Return narrow invisible columns that tell the value under the pointer, in place of a script."""
     shown = _thinned(points)
     width = max(2.0, (_WIDTH - _LEFT - _RIGHT) / max(1, len(shown)))
     return "".join(
@@ -155,7 +155,7 @@ def _hits(axes: _Axes, points: list[Point]) -> str:
 
 
 def _thinned(points: list[Point]) -> list[Point]:
-    """At most `_MOST_POINTS`: of each stretch its lowest and highest, so that no spike is lost."""
+    """Return at most `_MOST_POINTS`: of each group of neighbours its lowest and highest, so that no spike is lost."""
     if len(points) <= _MOST_POINTS:
         return points
     stretch = math.ceil(2 * len(points) / _MOST_POINTS)

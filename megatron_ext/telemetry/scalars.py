@@ -1,4 +1,4 @@
-"""Megatron-LM's tags for a step and for an evaluation; TensorBoard and Weights & Biases show the same ones."""
+"""Holds Megatron-LM's tags for a step and for an evaluation; TensorBoard and Weights & Biases show the same ones."""
 
 from megatron_ext.telemetry.log_line import perplexity
 from megatron_ext.telemetry.metrics import Metrics, TestMetrics, ValidationMetrics
@@ -19,7 +19,8 @@ _AGAINST_SAMPLES = frozenset(
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:
-    """Tag to value, for an axis of iterations; what was not measured is left out. `iteration-time` is in seconds."""
+    """Return tag to value, for an axis of iterations; what was not measured is left out. `iteration-time` is in
+    seconds."""
     if isinstance(metrics, ValidationMetrics):
         losses = {"": metrics.validation_loss, **{f"-{source.suffix}": source.loss for source in metrics.sources}}
         return {
@@ -54,7 +55,7 @@ def scalars(metrics: Metrics) -> dict[str, float]:
 
 
 def scalars_against_samples(metrics: Metrics) -> dict[str, float]:
-    """Tag to value, for an axis of consumed samples."""
+    """Return tag to value, for an axis of consumed samples."""
     return {f"{tag} vs samples": value for tag, value in scalars(metrics).items() if _has_samples(tag)}
 
 

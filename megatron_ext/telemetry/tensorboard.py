@@ -1,4 +1,4 @@
-"""TensorBoard, with Megatron-LM's tags.
+"""Writes to TensorBoard, with Megatron-LM's tags.
 
 Resuming removes what lies past the checkpoint from the event files. TensorBoard's own `purge_step` cannot do that here:
 it hides every tag's points from one number on, but some of ours are shown against iterations and some against samples.
@@ -39,6 +39,7 @@ class TensorBoardWriter:
             ) from error
 
     def write(self, metrics: Metrics) -> None:
+        """Write the values of a step or an evaluation."""
         self._add(scalars(metrics), metrics.iteration)
         self._add(scalars_against_samples(metrics), metrics.consumed_samples)
         self._writer.flush()
@@ -50,6 +51,7 @@ class TensorBoardWriter:
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the event file."""
         self._writer.close()
 
     def _add(self, values: Mapping[str, float], step: int) -> None:

@@ -1,4 +1,5 @@
-"""How fast the model trains: tokens per second, model TFLOP/s per GPU, and the share of the GPU's peak (MFU)."""
+"""Computes how fast the model trains: tokens per second, model TFLOP/s per GPU, and the share of the GPU's peak
+(MFU)."""
 
 import re
 
@@ -26,27 +27,29 @@ _PEAKS = (
 
 
 def tokens_per_second(tokens: int, elapsed_ms: float) -> float:
-    """Tokens that the whole job trained on, per second."""
+    """Return the tokens that the whole job trained on, per second."""
     return tokens / (elapsed_ms / 1000.0)
 
 
 def tflops_per_gpu(flops_per_token: float, tokens_per_second: float, world_size: int) -> float:
-    """Model TFLOP/s per rank; recomputation is not counted.
+    """Return model TFLOP/s per rank; recomputation is not counted.
 
     Args:
-        flops_per_token: of forward and backward, over the whole model.
-        tokens_per_second: of the whole job.
-        world_size: ranks of the job.
+        flops_per_token: floating-point operations of forward and backward, over the whole model.
+        tokens_per_second: tokens per second of the whole job.
+        world_size: number of ranks of the job.
     """
     return flops_per_token * tokens_per_second / world_size / 1e12
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Peak dense 16-bit TFLOP/s of a device, by the name that torch.cuda.get_device_name gives; None if unknown."""
+    """Return peak dense 16-bit TFLOP/s of a device, by the name that torch.cuda.get_device_name gives; None if
+    unknown."""
     return next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name)), None)
 
 
 def model_flops_utilization(tflops: float, device_name: str) -> float | None:
-    """Share of the peak that the model's FLOPs reach, 0 to 1 (Chowdhery et al., PaLM, appendix B); None if unknown."""
+    """Return the share of the peak that the model's FLOPs reach, 0 to 1 (Chowdhery et al., PaLM, appendix B); None if
+    unknown."""
     peak = peak_tflops(device_name)
     return None if peak is None else tflops / peak

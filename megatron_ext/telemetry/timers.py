@@ -1,6 +1,6 @@
-"""Named timers of the parts of a step.
+"""Times the parts of a step, by name.
 
-They have the call shape that megatron-core's schedules and optimizers expect of `config.timers`, so that with
+Timers have the call shape that megatron-core's schedules and optimizers expect of `config.timers`, so that with
 --timing-log-level 1 or 2 the engine itself times what it does:
 
     timers = Timers(level=1, synchronize=torch.cuda.synchronize)
@@ -22,13 +22,13 @@ class Timer:
         self._started: float | None = None
 
     def start(self, barrier: bool = False) -> None:
-        """Begin. `barrier` is the engine's and ignored: waiting for the others would hide which rank is late."""
+        """Begin timing. `barrier` is the engine's and ignored: waiting for the others would hide which rank is late."""
         assert self._started is None, "the timer runs already"
         self._synchronize()
         self._started = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """End; `barrier` as in `start`."""
+        """End timing; `barrier` as in `start`."""
         assert self._started is not None, "the timer was not started"
         self._synchronize()
         self.seconds += time.perf_counter() - self._started
@@ -36,7 +36,7 @@ class Timer:
 
 
 class _Idle(Timer):
-    """A timer above the level: costs nothing and waits for nothing."""
+    """A timer above the level, which costs nothing and waits for nothing."""
 
     def start(self, barrier: bool = False) -> None:
         pass
@@ -60,7 +60,7 @@ class Timers:
         self._idle = _Idle(synchronize)
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer `name`; the first call, which says its level, makes it."""
+        """Return the timer `name`; the first call, which says its level, makes it."""
         if name not in self._timers:
             if log_level is None or log_level > self._level:
                 return self._idle
@@ -68,7 +68,7 @@ class Timers:
         return self._timers[name]
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call."""
+        """Return seconds by name since the last call."""
         taken = {name: timer.seconds for name, timer in self._timers.items()}
         for timer in self._timers.values():
             timer.seconds = 0.0
@@ -76,10 +76,10 @@ class Timers:
 
 
 def timers_text(of_ranks: Sequence[Mapping[str, float]], iterations: int) -> str:
-    """Shortest and longest time per iteration over the ranks, in Megatron's layout; "" if nothing was timed.
+    """Return shortest and longest time per iteration over the ranks, in Megatron's layout; "" if nothing was timed.
 
     Args:
-        of_ranks: what `Timers.take` gave on each rank. A name that some ranks lack (a pipeline stage without an
+        of_ranks: result of `Timers.take` on each rank. A name that some ranks lack (a pipeline stage without an
             embedding) counts over those that have it.
         iterations: iterations since the last time.
     """

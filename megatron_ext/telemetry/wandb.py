@@ -1,4 +1,4 @@
-"""Weights & Biases, with the tags of TensorBoard; only where it is asked for and installed."""
+"""Writes to Weights & Biases, with the tags of TensorBoard; only where it is asked for and installed."""
 
 import importlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from megatron_ext.telemetry.scalars import scalars
 
 
 class WandbWriter:
-    """One Weights & Biases run; its steps are iterations, and `samples vs steps` gives the samples of each."""
+    """Writes one Weights & Biases run; its steps are iterations, and `samples vs steps` gives the samples of each."""
 
     def __init__(self, options: LoggingConfig, arguments: Mapping[str, Any]):
         """Start the run and record the arguments of ours with it.
@@ -35,7 +35,9 @@ class WandbWriter:
         )
 
     def write(self, metrics: Metrics) -> None:
+        """Write the values of a step or an evaluation."""
         self._run.log(scalars(metrics) | {"samples vs steps": metrics.consumed_samples}, step=metrics.iteration)
 
     def close(self) -> None:
+        """End the run."""
         self._run.finish()

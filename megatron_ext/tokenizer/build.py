@@ -15,24 +15,31 @@ class TokenizerFlags(Protocol):
     @property
     def tokenizer_type(self) -> str | None:
         """Value of --tokenizer-type."""
+
     @property
     def tokenizer_model(self) -> str | None:
         """Value of --tokenizer-model."""
+
     @property
     def vocab_size(self) -> int | None:
         """Value of --vocab-size."""
+
     @property
     def vocab_file(self) -> str | None:
         """Value of --vocab-file."""
+
     @property
     def merge_file(self) -> str | None:
         """Value of --merge-file."""
+
     @property
     def tokenizer_special_tokens(self) -> tuple[str, ...] | None:
         """Value of --tokenizer-special-tokens."""
+
     @property
     def tiktoken_pattern(self) -> str | None:
         """Value of --tiktoken-pattern."""
+
     @property
     def tiktoken_num_special_tokens(self) -> int:
         """Value of --tiktoken-num-special-tokens."""
