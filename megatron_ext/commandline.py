@@ -1,4 +1,4 @@
-"""What the programs in tools/ share: errors of the command line, and how a failure ends the process."""
+"""Holds what the programs in tools/ share: errors of the command line, and how a failure ends the process."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from megatron_ext.errors import ConfigurationError, TrainingError
 
 
 class ToolParser(argparse.ArgumentParser):
-    """argparse that raises ConfigurationError (exit code 64) and never guesses an abbreviated flag."""
+    """An argparse parser that raises ConfigurationError (exit code 64) and never guesses an abbreviated flag."""
 
     def __init__(self, description: str):
         super().__init__(
@@ -17,6 +17,7 @@ class ToolParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        """Raise `message` as a ConfigurationError."""
         raise ConfigurationError(f"{message} (see {self.prog} --help)")
 
 

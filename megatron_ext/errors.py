@@ -1,4 +1,4 @@
-"""The errors that a user can meet, and the exit code of each (one table, one meaning per code).
+"""Defines the errors that a user can meet, and the exit code of each (one table, one meaning per code).
 
 An error's text is the last line that our processes print: it names what is wrong, where, and what to do next.
 `assert` is for our own mistakes; everything a user can cause is raised as one of these.
@@ -12,7 +12,7 @@ class TrainingError(Exception):
 
 
 class ConfigurationError(TrainingError):
-    """The flags, or a path that they name, cannot work. Found before any process group is made."""
+    """Raised where the flags, or a path that they name, cannot work. It is found before any process group is made."""
 
     exit_code = 64
 
@@ -22,34 +22,34 @@ class ConfigurationError(TrainingError):
 
 
 class DataError(TrainingError):
-    """Data that is present but wrong: truncated, altered, out of range."""
+    """Raised for data that is present but wrong: truncated, altered, out of range."""
 
     exit_code = 65
 
 
 class NumericError(TrainingError):
-    """A NaN or an infinity where there must be a number."""
+    """Raised for a NaN or an infinity where there must be a number."""
 
     exit_code = 70
 
 
 class StorageError(TrainingError):
-    """Reading or writing failed: disk full, permission, a vanished mount."""
+    """Raised where reading or writing failed: disk full, permission, a vanished mount."""
 
     exit_code = 74
 
 
 class StoppedBySignal(TrainingError):
-    """A signal or a stop request ended the run after its state was saved."""
+    """Raised when a signal or a stop request ended the run after its state was saved."""
 
     exit_code = 75
 
 
 class StoppedBefore(StoppedBySignal):
-    """An earlier attempt of this launch was stopped; this one ends as it did, at once."""
+    """Raised where an earlier attempt of this launch was stopped; this one ends as it did, at once."""
 
 
 class PeerLostError(TrainingError):
-    """Another rank died or stopped answering."""
+    """Raised when another rank died or stopped answering."""
 
     exit_code = 76

@@ -1,1 +1,1 @@
-"""What the user asked for, resolved and checked, without torch."""
+"""Holds what the user asked for, resolved and checked, without torch."""

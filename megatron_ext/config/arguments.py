@@ -1,4 +1,4 @@
-"""First stage of the configuration: what the user typed, argv over the `--config` file.
+"""The first stage of the configuration reads what the user typed: argv over the `--config` file.
 
 `parse(["--num-layers", "4", "--config", "run.yaml"])` returns the typed values by field name; nothing is derived
 and nothing is checked beyond types and choices. Every problem is collected before any is raised. A small parser
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"-\.?\d")  # a word that begins so is a value, although it
 
 @dataclass(frozen=True)
 class Typed:
-    """What the user typed. `values` holds only the fields that were given, by field name."""
+    """Holds what the user typed. `values` has only the fields that were given, by field name."""
 
     values: dict[str, Any]
     config_path: str | None = None
@@ -39,7 +39,7 @@ class Typed:
 
 @dataclass
 class _Reading:
-    """The state of one parse: what was found so far, and what is wrong with it."""
+    """Holds the state of one parse: what was found so far, and what is wrong with it."""
 
     values: dict[str, Any] = field(default_factory=dict)
     config_path: str | None = None

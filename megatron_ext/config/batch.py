@@ -1,4 +1,4 @@
-"""How large the global batch is, as a function of the samples consumed so far, and how long the run. Arithmetic."""
+"""Computes how large the global batch is, as a function of the samples consumed so far, and how long the run."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from megatron_ext.config.schema import Config
 
 @dataclass(frozen=True)
 class BatchPhase:
-    """A stretch of training with one global batch size, in optimizer steps and samples."""
+    """A phase of training with one global batch size, in optimizer steps and samples."""
 
     global_batch_size: int
     first_sample: int
@@ -15,7 +15,7 @@ class BatchPhase:
 
 
 def global_batch_size(config: Config, consumed_samples: int) -> int:
-    """Samples in the optimizer step that follows after `consumed_samples`.
+    """Return the samples in the optimizer step that follows after `consumed_samples`.
 
     With --rampup-batch-size START INCREMENT SAMPLES the batch grows by INCREMENT in equal shares of SAMPLES
     until it reaches --global-batch-size, as in Megatron-LM.
@@ -32,14 +32,14 @@ def global_batch_size(config: Config, consumed_samples: int) -> int:
 
 
 def num_microbatches(config: Config, global_batch: int) -> int:
-    """Microbatches that each data-parallel rank computes in a step of `global_batch` samples."""
+    """Return the microbatches that each data-parallel rank computes in a step of `global_batch` samples."""
     per_microbatch = config.training.micro_batch_size * config.layout.data_parallel_size
     assert global_batch % per_microbatch == 0, (global_batch, per_microbatch)
     return global_batch // per_microbatch
 
 
 def samples_at_iteration(config: Config, iteration: int) -> int:
-    """Samples consumed by the first `iteration` optimizer steps."""
+    """Return the samples consumed by the first `iteration` optimizer steps."""
     ramp = config.training.rampup_batch_size
     if ramp is None:
         return iteration * config.training.global_batch_size
@@ -51,11 +51,11 @@ def samples_at_iteration(config: Config, iteration: int) -> int:
 
 
 def batch_phases(config: Config) -> list[BatchPhase]:
-    """The whole run as stretches of equal global batch size: one, or several with `--rampup-batch-size`.
+    """Return the whole run as phases of equal global batch size: one, or several with `--rampup-batch-size`.
 
-    By the rule of `global_batch_size`, the batch is start + increment x floor(consumed / (samples / increments))
-    until `samples` are consumed. The last phase ends with the run, and a last step that would need more than
-    `--train-samples` is not taken.
+    As in `global_batch_size`, the batch is start + increment x floor(consumed / (samples / increments)) until `samples`
+    are consumed. The last phase ends with the run, and a last step that would need more than `--train-samples` is not
+    taken.
     """
     training = config.training
     full = training.global_batch_size
@@ -83,5 +83,5 @@ def batch_phases(config: Config) -> list[BatchPhase]:
 
 
 def training_steps(config: Config) -> int:
-    """Optimizer steps of the whole run."""
+    """Return the optimizer steps of the whole run."""
     return sum(phase.steps for phase in batch_phases(config))

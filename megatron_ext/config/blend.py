@@ -1,4 +1,4 @@
-"""The value of `--data-path` and its kin: prefixes, or weights and prefixes in turn."""
+"""Reads the value of `--data-path` and the like: prefixes, or weights and prefixes in turn."""
 
 import math
 import os
@@ -13,14 +13,14 @@ DATA_PATH_NAMES = ("data_path", "train_data_path", "valid_data_path", "test_data
 
 @dataclass(frozen=True)
 class Blend:
-    """Prefixes of .bin/.idx files, and their weights, or None where each is read in proportion to its size."""
+    """The prefixes of .bin/.idx files, and their weights, or None where each is read in proportion to its size."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
 
 
 def read_blend(items: Sequence[str]) -> Blend:
-    """The blend that a list of words names, by Megatron's rule.
+    """Return the blend that a list of words names, read as Megatron reads it.
 
     `w1 p1 w2 p2` has weights; a list of odd length, or one whose every other item is no number, is prefixes alone.
 
@@ -42,7 +42,7 @@ def read_blend(items: Sequence[str]) -> Blend:
 
 
 def missing_paths(typed: Mapping[str, Any]) -> tuple[str, ...]:
-    """Files that the typed values name and that do not exist, each after its flag: `--data-path x.idx`."""
+    """Return the files that the typed values name and that do not exist, each after its flag: `--data-path x.idx`."""
     return tuple(f"{flag} {path}" for flag, path in _needed_paths(typed) if not os.path.exists(path))
 
 

@@ -1,4 +1,4 @@
-"""The configuration as a YAML file: written beside every checkpoint, read back by `--config`.
+"""The configuration is kept as a YAML file, which is written with every checkpoint and read back by `--config`.
 
 The file is flat: one line per option, named as its flag with underscores. The world size is left out, because it
 belongs to the launch: the same file may be started on another number of ranks. So is a metrics file at its usual
@@ -17,11 +17,11 @@ from megatron_ext.untrusted.text import MOST_YAML, ExcessiveError, TextError, lo
 
 
 class ExcessiveFile(ConfigurationError):
-    """The file is larger or deeper than any configuration: not an accident."""
+    """Raised where the file is larger or deeper than any configuration: that is no accident."""
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration; resolving it again, with the same facts, gives an equal one."""
+    """Return the resolved configuration as YAML; resolving it again, with the same facts, gives an equal one."""
     left_out = {"world_size"}
     if config.checkpoint.save and config.logging.metrics_file == default_metrics_file(config.checkpoint.save):
         left_out.add("metrics_file")
@@ -40,7 +40,7 @@ def read_yaml(path: str, whose: str = "--config") -> dict[str, Any]:
     """The names and values of a configuration file, as YAML gives them (plain data; no tag builds an object).
 
     Args:
-        whose: the file is, for messages.
+        whose: whose file it is, for messages.
     Raises:
         ConfigurationError: the file is missing, is no YAML, names a key twice, or is not a list of `name: value`.
         ExcessiveFile: it is larger, deeper or of more values than a configuration can be.

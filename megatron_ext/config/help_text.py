@@ -1,4 +1,4 @@
-"""The text of `--help`: every flag, grouped as the schema groups them, with its default."""
+"""Makes the text of `--help`: every flag, grouped as the schema groups them, with its default."""
 
 import textwrap
 from importlib import metadata
@@ -20,6 +20,7 @@ _PROGRAM = (
 
 
 def version() -> str:
+    """Return the text of `--version`."""
     try:
         return f"megatron-ext {metadata.version('megatron-ext')}"
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed
@@ -27,7 +28,7 @@ def version() -> str:
 
 
 def text() -> str:
-    """All flags, 120 columns wide."""
+    """Return the text with all flags, 120 columns wide."""
     lines = [_USAGE, "program:"]
     for flag, sentence in _PROGRAM:
         lines += _entry(flag, sentence)
@@ -44,7 +45,7 @@ def text() -> str:
 
 
 def default_text(option: Option) -> str:
-    """The default as a user would type it; empty for switches and for values that are derived or optional."""
+    """Return the default as a user would type it; empty for switches and for values that are derived or optional."""
     if option.default is None:
         return "required" if option.required else ""
     if option.is_switch:

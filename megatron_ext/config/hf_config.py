@@ -1,4 +1,5 @@
-"""What a Hugging Face `config.json` says, as values of our flags, and back. Data alone: nothing that it names is run.
+"""Reads what a Hugging Face `config.json` says as values of our flags, and writes it back. The file is data: nothing
+that it names is run.
 
 What is peculiar to a family stands in its file in `config/families/`. A value that our model cannot have (a sliding
 window, another kind of rope scaling) is refused by name: a model that trains as something slightly else is worse than
@@ -21,7 +22,7 @@ _LARGEST = 1 << 24  # bytes; one has some 1,000
 
 
 def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
-    """The family of the model in `folder`, and the values of our flags by field name.
+    """Return the family of the model in `folder`, and the values of our flags by field name.
 
     Raises:
         ConfigurationError: there is no readable `config.json`, or our model cannot be what it describes; with every
@@ -52,7 +53,8 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
 
 
 def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
-    """Where the configuration is not the model of `values` (from `read_hf_config`), each as a flag with both values."""
+    """Return where the configuration is not the model of `values` (from `read_hf_config`), each as a flag with both
+    values."""
     given = {**vars(config.model), "vocab_size": config.data.vocab_size}
     given["group_query_attention"] = config.model.num_key_value_heads != config.model.num_attention_heads
     given["num_query_groups"] = config.model.num_key_value_heads
@@ -68,7 +70,7 @@ def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
 
 
 def hf_config(config: Config, family: Family, dtype: str) -> dict[str, Any]:
-    """The content of `config.json`. `dtype` is torch's name of the weights' dtype, such as "bfloat16".
+    """Return the content of `config.json`. `dtype` is torch's name of the weights' dtype, such as "bfloat16".
 
     Rotary settings are written as transformers 4 knows them; transformers 5 reads those too.
     """

@@ -1,4 +1,4 @@
-"""--lr-scale-rule: a learning rate that was found with one global batch, carried over to another.
+"""--lr-scale-rule carries a learning rate that was found with one global batch over to another.
 
     linear    lr x batch / base             Goyal et al. 2017 (arXiv:1706.02677), section 2.1: SGD
     sqrt      lr x sqrt(batch / base)       Krizhevsky 2014 (arXiv:1404.5997); for Adam
@@ -22,12 +22,12 @@ FLAGS = ("lr_scale_rule", "lr_scale_base_batch_size")
 
 
 def factor(rule: str, base: int, batch: int) -> float:
-    """What a learning rate found with `base` samples in a step is multiplied by, for `batch` samples."""
+    """Return what a learning rate found with `base` samples in a step is multiplied by, for `batch` samples."""
     return {"none": 1.0, "linear": batch / base, "sqrt": math.sqrt(batch / base)}[rule]
 
 
 def scale(values: dict[str, Any]) -> None:
-    """Scale the rates among `values`, by field name, in place; nothing where what it takes is missing or wrong."""
+    """Scale the rates among `values`, by field name, in place; do nothing where what it takes is missing or wrong."""
     rule = values.get("lr_scale_rule", "none")
     base, batch = values.get("lr_scale_base_batch_size"), values.get("global_batch_size")
     if rule == "none" or base is None or batch is None or min(base, batch) < 1:
@@ -39,7 +39,7 @@ def scale(values: dict[str, Any]) -> None:
 
 
 def scaling_text(typed: Mapping[str, Any], config: Config) -> str | None:
-    """How the rates came about, from the values that were typed; None without a rule."""
+    """Return how the rates came about, from the values that were typed; None without --lr-scale-rule."""
     optimizer, batch = config.optimizer, config.training.global_batch_size
     if optimizer.lr_scale_rule == "none":
         return None

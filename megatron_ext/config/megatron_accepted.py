@@ -1,9 +1,9 @@
-"""Every option of Megatron's own command line that is accepted although it changes nothing here, by reason.
+"""Lists every option of Megatron's own command line that is accepted although it changes nothing here, by reason.
 
-Flags are separated by commas: `--flag` is a switch, `--flag N` takes a value, `--flag N...` takes several.
-Each gets one warning line. Read from Megatron-LM as the megatron-core 0.19.2 wheel holds it;
-tests/unit/test_megatron_options.py reads that wheel and fails when an option is missing
-here, is listed twice, or takes another number of values.
+Flags are separated by commas: `--flag` is a switch, `--flag N` takes a value, `--flag N...` takes several. Each gets
+one warning line. The list was read from Megatron-LM as the megatron-core 0.19.2 wheel holds it;
+tests/unit/test_megatron_options.py reads that wheel and fails when an option is missing here, is listed twice, or takes
+another number of values.
 """
 
 ACCEPTED: tuple[tuple[str, str], ...] = (

@@ -1,4 +1,4 @@
-"""Megatron's own options that are not fields of our schema: each is accepted with a warning, or refused by name.
+"""Finds Megatron's own options that are not fields of our schema: each is accepted with a warning, or refused by name.
 
 Launch scripts written for Megatron-LM name many of its roughly 850 options. None may be misread or silently dropped,
 so each is listed in `megatron_accepted.py` or `refused/` with the number of values that it takes.
@@ -24,7 +24,8 @@ class MegatronOption:
     neutral: str | None
 
     def is_neutral(self, values: list[str]) -> bool:
-        """Whether these values ask for nothing (`--context-parallel-size 1`), so that the flag may pass silently."""
+        """Return whether these values ask for nothing (`--context-parallel-size 1`), so that the flag may pass
+        silently."""
         given = " ".join(values)
         if self.neutral is None or given == self.neutral:
             return given == self.neutral
@@ -35,13 +36,13 @@ class MegatronOption:
 
 
 def find(flag: str) -> MegatronOption | None:
-    """The option behind a flag, if Megatron has it and the schema does not."""
+    """Return the option behind a flag, if Megatron has it and the schema does not."""
     return megatron_options().get(flag)
 
 
 @functools.cache
 def megatron_options() -> dict[str, MegatronOption]:
-    """Flag -> option, for all of them."""
+    """Return flag -> option, for all of them."""
     found: dict[str, MegatronOption] = {}
     for table, accepted in ((ACCEPTED, True), (REFUSED, False)):
         for reason, flags in table:

@@ -1,4 +1,4 @@
-"""The schema seen as options: one `Option` per field, with its flag, its type, and how to read a value.
+"""The schema is seen here as options: one `Option` per field, with its flag, its type, and how to read a value.
 
 Everything that speaks of flags (the command line, `--config` files, `--help`, docs/flags.md) goes through here,
 so that a field is declared once, in the schema.
@@ -43,21 +43,23 @@ class Option:
 
     @property
     def flag(self) -> str:
+        """The flag, `--num-layers`."""
         return flag_of(self.name)
 
     @property
     def is_switch(self) -> bool:
+        """Whether the flag takes no value."""
         return self.type is bool
 
 
 def flag_of(name: str) -> str:
-    """`num_layers` -> `--num-layers`."""
+    """Return `--num-layers` for `num_layers`."""
     return "--" + name.replace("_", "-")
 
 
 @functools.cache
 def options() -> tuple[Option, ...]:
-    """Every option, in the order of the schema."""
+    """Return every option, in the order of the schema."""
     found = []
     for group in dataclasses.fields(Config):
         group_type = typing.cast(type, group.type)
@@ -74,23 +76,24 @@ def options() -> tuple[Option, ...]:
 
 @functools.cache
 def options_by_flag() -> dict[str, Option]:
-    """Flag or alias -> option."""
+    """Return flag or alias -> option."""
     return {flag: option for option in options() for flag in (option.flag, *option.aliases)}
 
 
 @functools.cache
 def options_by_name() -> dict[str, Option]:
+    """Return field name -> option."""
     return {option.name: option for option in options()}
 
 
 @functools.cache
 def names_by_resume(resume: Resume) -> tuple[str, ...]:
-    """The fields with which a resume does this, in the order of the schema."""
+    """Return the fields with which a resume does this, in the order of the schema."""
     return tuple(option.name for option in options() if option.resume == resume)
 
 
 def read_texts(option: Option, texts: list[str]) -> Any:
-    """The value of an option from the words that follow its flag.
+    """Return the value of an option from the words that follow its flag.
 
     Raises:
         ValueError: a word is not of the option's type, or not one of its choices.
@@ -100,7 +103,7 @@ def read_texts(option: Option, texts: list[str]) -> Any:
 
 
 def read_yaml_value(option: Option, value: Any) -> Any:
-    """The value of an option from a parsed YAML value.
+    """Return the value of an option from a parsed YAML value.
 
     Numbers may come as text: YAML 1.1 reads `1e-3`, which has no dot, as text.
 
@@ -144,7 +147,7 @@ def _read_text(option: Option, text: str) -> Any:
 
 
 def _single_type(hint: Any) -> tuple[type, bool]:
-    """`int | None` -> (int, False); `tuple[str, ...] | None` -> (str, True)."""
+    """Return (int, False) for `int | None`, and (str, True) for `tuple[str, ...] | None`."""
     if isinstance(hint, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
     if typing.get_origin(hint) is tuple:

@@ -1,11 +1,12 @@
-"""How many layers each pipeline stage and model chunk has: even, or as one of Megatron's four ways to be uneven.
+"""Computes how many layers each pipeline stage and model chunk has: even, or as one of Megatron's four ways to be
+uneven.
 
     --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2      the stages between share the rest
     --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split  each counts as a layer
     --pipeline-model-parallel-layout "Et*3|(tt|)*2tL"                               said chunk by chunk
 
-Everything that asks where a layer is goes through `layer_counts` (by `layout.chunk_layers`); megatron-core is handed
-its result.
+Everything that asks where a layer is goes through `layer_counts` (by `ranks.chunk_layers`); megatron-core is handed its
+result.
 """
 
 import re
@@ -19,10 +20,10 @@ _LETTER = re.compile(r"([EtmL|])\*(\d{1,6})")
 
 
 def read_pipeline_layout(text: str) -> list[str]:
-    """The chunks of a layout string, each as the letters of what it holds: "Et*2|(tt|)*2L" -> [Ett, tt, tt, L].
+    """Return the chunks of a layout string, each as the letters of what it holds: "Et*2|(tt|)*2L" -> [Ett, tt, tt, L].
 
-    Megatron's grammar: E is the embedding, t a transformer layer, L the loss with all that leads to it; `|` ends a
-    chunk; `x*n` and `(...)*n` repeat; commas mean nothing. Chunks are in the order in which a microbatch passes them.
+    The grammar is Megatron's: E is the embedding, t a transformer layer, L the loss with all that leads to it; `|` ends
+    a chunk; `x*n` and `(...)*n` repeat; commas mean nothing. Chunks are in the order in which a microbatch passes them.
 
     Raises:
         ValueError: it is not of this grammar; the text says where.
@@ -42,7 +43,7 @@ def read_pipeline_layout(text: str) -> list[str]:
 
 
 def layer_counts(config: Config) -> list[list[int]]:
-    """Layers of every chunk, `layer_counts(config)[stage][chunk]`, for a validated configuration."""
+    """Return the layers of every chunk, `layer_counts(config)[stage][chunk]`, for a validated configuration."""
     layout = config.layout
     stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     if layout.pipeline_model_parallel_layout is not None:
@@ -59,7 +60,7 @@ def layer_counts(config: Config) -> list[list[int]]:
 
 
 def _layers_per_stage(config: Config) -> list[int]:
-    """Layers of every stage, the embedding and the loss among them where they count."""
+    """Return the layers of every stage, the embedding and the loss among them where they count."""
     layout = config.layout
     first, last = layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers
     layers = config.model.num_layers + counted_as_layers(layout) - (first or 0) - (last or 0)
@@ -70,7 +71,7 @@ def _layers_per_stage(config: Config) -> list[int]:
 
 
 def counted_as_layers(layout: LayoutConfig) -> int:
-    """How many of the embedding and the loss count as a layer in the split."""
+    """Return how many of the embedding and the loss count as a layer in the split."""
     return layout.account_for_embedding_in_pipeline_split + layout.account_for_loss_in_pipeline_split
 
 
@@ -81,12 +82,13 @@ def _evenly(layers: int, parts: int) -> int:
 
 
 def is_uneven(counts: list[list[int]]) -> bool:
-    """Whether two chunks differ in their number of layers."""
+    """Return whether two chunks differ in their number of layers."""
     return len({layers for stage in counts for layers in stage}) > 1
 
 
 def core_layout(counts: list[list[int]]) -> list[list[str]]:
-    """The same split as megatron-core's PipelineParallelLayerLayout takes it: chunk by chunk, what each holds."""
+    """Return the same split as megatron-core's PipelineParallelLayerLayout takes it: chunk by chunk, what each
+    holds."""
     stages, chunks = len(counts), len(counts[0])
     rows = [["decoder"] * counts[stage][chunk] for chunk in range(chunks) for stage in range(stages)]
     rows[0] = ["embedding", *rows[0]]
@@ -95,7 +97,7 @@ def core_layout(counts: list[list[int]]) -> list[list[str]]:
 
 
 def first_layers(counts: list[list[int]]) -> list[list[int]]:
-    """Index in the whole model of the first layer of every chunk, `[stage][chunk]`."""
+    """Return the index in the whole model of the first layer of every chunk, `[stage][chunk]`."""
     stages, chunks = len(counts), len(counts[0])
     in_order = [counts[stage][chunk] for chunk in range(chunks) for stage in range(stages)]
     starts = [0, *accumulate(in_order)]

@@ -1,4 +1,4 @@
-"""Layout maths: which rank does what. Pure functions of the configuration, in Megatron's rank order.
+"""Layout maths: which rank does what. These are pure functions of the configuration, in Megatron's rank order.
 
 World size = tensor (TP) x context (CP) x data (DP) x pipeline (PP) parallel size. Tensor-parallel ranks are
 neighbours, so that the heaviest traffic stays inside a machine; pipeline stages are farthest apart:
@@ -27,7 +27,7 @@ class Coordinates(NamedTuple):
 
 
 def axis_sizes(layout: LayoutConfig) -> Coordinates:
-    """How many ranks each axis has."""
+    """Return how many ranks each axis has."""
     return Coordinates(
         layout.tensor_model_parallel_size,
         layout.context_parallel_size,
@@ -37,7 +37,7 @@ def axis_sizes(layout: LayoutConfig) -> Coordinates:
 
 
 def coordinates(layout: LayoutConfig, rank: int) -> Coordinates:
-    """The place of a rank, 0 <= rank < world size."""
+    """Return the place of a rank, 0 <= rank < world size."""
     assert 0 <= rank < layout.world_size, f"rank {rank} of {layout.world_size}"
     return Coordinates(*_place(rank, axis_sizes(layout)))
 
@@ -50,7 +50,7 @@ def _place(rank: int, sizes: Iterable[int]) -> Iterator[int]:
 
 
 def rank_of(layout: LayoutConfig, place: Coordinates) -> int:
-    """The rank at a place: the inverse of `coordinates`."""
+    """Return the rank at a place: the inverse of `coordinates`."""
     rank = 0
     for size, along in zip(reversed(axis_sizes(layout)), reversed(place), strict=True):
         rank = rank * size + along
@@ -58,7 +58,7 @@ def rank_of(layout: LayoutConfig, place: Coordinates) -> int:
 
 
 def groups(layout: LayoutConfig, axis: Axis) -> list[list[int]]:
-    """The ranks that differ only along one axis, group by group, each in the order of that axis."""
+    """Return the ranks that differ only along one axis, group by group, each in the order of that axis."""
     found: dict[Coordinates, list[int]] = {}
     for rank in range(layout.world_size):
         place = coordinates(layout, rank)
@@ -76,7 +76,8 @@ class ExpertCoordinates(NamedTuple):
 
 
 def expert_axis_sizes(layout: LayoutConfig) -> ExpertCoordinates:
-    """The same ranks a second time: expert tensor (ETP) x expert (EP) x expert data x pipeline parallel size."""
+    """Return the axes of the same ranks divided a second time: expert tensor (ETP) x expert (EP) x expert data x
+    pipeline parallel size."""
     return ExpertCoordinates(
         layout.expert_tensor_size,
         layout.expert_model_parallel_size,
@@ -86,13 +87,13 @@ def expert_axis_sizes(layout: LayoutConfig) -> ExpertCoordinates:
 
 
 def expert_coordinates(layout: LayoutConfig, rank: int) -> ExpertCoordinates:
-    """The place of a rank: rank = etp + ETP x (ep + EP x (edp + EDP x pp))."""
+    """Return the place of a rank: rank = etp + ETP x (ep + EP x (edp + EDP x pp))."""
     return ExpertCoordinates(*_place(rank, expert_axis_sizes(layout)))
 
 
 def context_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Which of the 2 x `size` equal chunks of a sample a context-parallel rank holds: one from the head, one from the
-    tail, in this order.
+    """Return which of the 2 x `size` equal chunks of a sample a context-parallel rank holds: one from the head, one
+    from the tail, in this order.
 
     Under the causal mask a chunk's cost grows with its number, and these two cost the same together on every rank
     (the order of Megatron-LM, and of Llama 3, arXiv:2407.21783, section 3.3.2).
@@ -101,7 +102,7 @@ def context_chunks(rank: int, size: int) -> tuple[int, int]:
 
 
 def chunk_layers(config: Config) -> list[list[range]]:
-    """Global layer indices (from 0) by pipeline stage and model chunk: `chunk_layers(config)[pp][chunk]`.
+    """Return the global layer indices (from 0) by pipeline stage and model chunk: `chunk_layers(config)[pp][chunk]`.
 
     Without interleaving a stage has one chunk. With it, chunk v of stage p is the (v x PP + p)-th that a microbatch
     passes (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A chunk may hold no layer, but the embedding or the

@@ -1,4 +1,5 @@
-"""The command line as text: what tests/golden/cli.txt pins, and the pages docs/flags.md and docs/errors.md show."""
+"""Makes the command line as text: what tests/golden/cli.txt pins, and the pages docs/flags.md and docs/errors.md
+show."""
 
 from megatron_ext.config.help_text import default_text
 from megatron_ext.config.megatron_options import megatron_options
@@ -6,7 +7,7 @@ from megatron_ext.config.options import Option, options
 
 
 def pinned_command_line() -> str:
-    """One line per flag: name, type, default, choices. It changes only when a flag does."""
+    """Return one line per flag: name, type, default, choices. It changes only when a flag does."""
     lines = [f"{option.flag} | {_type_text(option)} | {option.default!r} | {_choices(option)}" for option in options()]
     aliases = [f"{alias} = {option.flag}" for option in options() for alias in option.aliases]
     program = ["--config | str", "--dry-run | switch", "--help, -h | switch", "--version | switch"]
@@ -14,7 +15,7 @@ def pinned_command_line() -> str:
 
 
 def flags_page() -> str:
-    """docs/flags.md: every flag by group, and what becomes of Megatron's other options."""
+    """Return docs/flags.md: every flag by group, and what becomes of Megatron's other options."""
     accepted = [known for known in megatron_options().values() if known.accepted]
     refused = [known for known in megatron_options().values() if not known.accepted]
     lines = [

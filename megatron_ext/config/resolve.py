@@ -1,4 +1,4 @@
-"""Second stage of the configuration: typed values and facts of the machine -> one frozen `Config`.
+"""The second stage of the configuration turns typed values and facts of the machine into one frozen `Config`.
 
 Resolving derives what the user left out and never complains: a value that cannot be derived, because what it
 follows from is missing or wrong, stays as it is for `validate` to name.
@@ -20,7 +20,7 @@ from megatron_ext.config.schema import Config
 
 @dataclass(frozen=True)
 class Facts:
-    """What torch-free readers found outside of the flags.
+    """Holds what torch-free readers found outside of the flags.
 
     Attributes:
         world_size: ranks that really run ($WORLD_SIZE, else 1), or None where --dry-run --world-size decides.
@@ -32,7 +32,7 @@ class Facts:
         saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
         missing_paths: files that the flags name and that do not exist (`config.blend.missing_paths`).
         missing_checkpoint: what --exit-on-missing-checkpoint finds amiss in the --load folder.
-        load_problem: why --load cannot be what the user means (`checkpoint.folder.load_problem`), or None.
+        load_problem: why --load cannot be what the user means (`checkpoint.native.folder.load_problem`), or None.
     """
 
     world_size: int | None = None
@@ -48,7 +48,7 @@ class Facts:
 
 
 def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
-    """The configuration with every derived value filled in; wrong input is left for `validate`.
+    """Return the configuration with every derived value filled in; wrong input is left for `validate`.
 
     Args:
         typed: values by field name, as `arguments.parse` gives them.
@@ -64,12 +64,13 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
 
 
 def positive(*values: Any) -> bool:
-    """Whether all values are there and above zero, so that one may divide by them."""
+    """Return whether all values are there and above zero, so that one may divide by them."""
     return all(value is not None and value > 0 for value in values)
 
 
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
-    """4 x hidden size; with SwiGLU, which has three matrices for two, 2/3 of it, rounded down to a multiple of 64.
+    """Return 4 x hidden size; with SwiGLU, which has three matrices for two, 2/3 of it, rounded down to a multiple of
+    64.
 
     Source: Megatron-LM's default; the 2/3 is from Shazeer 2020 (arXiv:2002.05202), section 3.1. A width below 24
     would round to 0, so that at least 64 is given.
@@ -78,11 +79,12 @@ def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
 
 
 def default_metrics_file(save: str) -> str:
+    """Return the path of the metrics file in the folder of --save."""
     return os.path.join(save, "metrics.jsonl")
 
 
 def padded_vocabulary(vocab_size: int, divisor: int, tensor_parallel_size: int) -> int:
-    """The vocabulary rounded up to a multiple of divisor x tensor-parallel size, as Megatron sizes it."""
+    """Return the vocabulary rounded up to a multiple of divisor x tensor-parallel size, as Megatron sizes it."""
     multiple = divisor * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
 
@@ -98,7 +100,8 @@ def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
 
 
 def _resolve_virtual_stages(values: dict[str, Any]) -> None:
-    """Chunks per stage from the layers of a chunk, or the other way round; a layout string says how many there are."""
+    """Return the chunks per stage from the layers of a chunk, or the other way round; a layout string says how many
+    there are."""
     stages = values.get("pipeline_model_parallel_size", 1)
     split = values.get("pipeline_model_parallel_layout")
     if split is not None:
@@ -170,6 +173,6 @@ def _build(values: Mapping[str, Any]) -> Config:
 
 @functools.cache
 def _groups() -> tuple[tuple[str, type, tuple[str, ...]], ...]:
-    """Name, type and fields of every group of the schema."""
+    """Return name, type and fields of every group of the schema."""
     types = [(group.name, typing.cast(type, group.type)) for group in dataclasses.fields(Config)]
     return tuple((name, kind, tuple(field.name for field in dataclasses.fields(kind))) for name, kind in types)

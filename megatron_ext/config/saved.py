@@ -1,4 +1,4 @@
-"""The configuration that a checkpoint was saved with, beside the one that is given."""
+"""Compares the configuration that a checkpoint was saved with to the one that is given."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,24 +11,24 @@ from megatron_ext.errors import ConfigurationError
 
 
 def model_names(saved: Mapping[str, Any], *, finetune: bool) -> tuple[str, ...]:
-    """The fields in which a run must agree with the checkpoint that it loads."""
+    """Return the fields in which a run must agree with the checkpoint that it loads."""
     names = names_by_resume("shape") if finetune else shapes_and_function()
     learned = saved.get("position_embedding_type", "learned_absolute") == "learned_absolute"
     return tuple(name for name in names if learned or name != "max_position_embeddings")
 
 
 def shapes_and_function() -> tuple[str, ...]:
-    """The fields that say which model it is, those on which the weights' shapes depend first."""
+    """Return the fields that say which model it is, those on which the weights' shapes depend first."""
     return (*names_by_resume("shape"), *names_by_resume("function"))
 
 
 def read_saved(path: Path) -> dict[str, Any] | None:
     """The values of a checkpoint's config.yaml; None where it cannot be read, which loading will find out.
 
-    Names that are unknown here, as of another version, are left out.
+    Names that are unknown here, such as those of another version, are left out.
 
     Raises:
-        ConfigurationError: it is larger or deeper than any configuration.
+        ConfigurationError: the file is larger or deeper than any configuration.
     """
     try:
         content = read_yaml(str(path), "the checkpoint's")
@@ -41,7 +41,7 @@ def read_saved(path: Path) -> dict[str, Any] | None:
 
 
 def adopt(values: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The typed values with those of the checkpoint that --use-checkpoint-args and its like ask for.
+    """Return the typed values with those of the checkpoint that --use-checkpoint-args and its like ask for.
 
     A flag of the model that was typed stays, so that a rule can name it where the checkpoint has another value.
     """

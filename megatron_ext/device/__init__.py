@@ -1,4 +1,4 @@
-"""The only place that knows CUDA from CPU.
+"""This is the only place that knows CUDA from CPU.
 
 `install(kind)` is called once per process, before anything of megatron-core is imported; `current()` then
 answers every question about the device. On the CPU it also adapts megatron-core's CUDA assumptions
@@ -69,7 +69,7 @@ def install(kind: str, *, fuses: bool = True) -> Device:
 
 
 def _can_fuse(local_rank: int) -> bool:
-    """Whether kernels can be compiled on this machine, whose first rank warns if they cannot."""
+    """Return whether kernels can be compiled on this machine, whose first rank warns if they cannot."""
     from megatron_ext.device.fusions import missing_for_kernels
 
     missing = missing_for_kernels()
@@ -88,6 +88,6 @@ def _quiet_engine() -> None:
 
 
 def current() -> Device:
-    """The device that `install` chose for this process."""
+    """Return the device that `install` chose for this process."""
     assert _current is not None, "megatron_ext.device.install() has not been called"
     return _current

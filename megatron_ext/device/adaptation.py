@@ -1,4 +1,4 @@
-"""What megatron-core assumes about CUDA, replaced for CPU processes. One table, and nothing outside it.
+"""Replaces megatron-core's assumptions about CUDA in CPU processes: one table, and nothing outside of it.
 
 Each row names what is replaced, by what, and where megatron-core 0.19.2 needs it. The replacements act on torch,
 before megatron-core is imported, and mean "the CPU" wherever the engine says "cuda"; megatron-core itself is not
@@ -19,7 +19,8 @@ import torch.distributed.distributed_c10d as c10d
 
 @dataclass(frozen=True)
 class Replacement:
-    """`name` is a dotted path; `make` gets the original object and returns what stands in for it."""
+    """One row of the table: `name` is a dotted path; `make` gets the original object and returns what stands in for
+    it."""
 
     name: str
     make: Callable[[Any], Any]
@@ -27,7 +28,7 @@ class Replacement:
 
 
 class _NullStream:
-    """CPU work runs in program order, so that a stream has nothing to order."""
+    """Stands for a stream. CPU work runs in program order, so that a stream has nothing to order."""
 
     def __init__(self, *_args: Any, **_kwargs: Any):
         pass
@@ -45,7 +46,7 @@ class _NullStream:
         return self
 
     def wait(self, _stream: object = None) -> None:
-        """As an event: what comes after it in program order comes after it in time."""
+        """Do nothing, as an event: what comes after it in program order comes after it in time."""
 
 
 def _returns(value: Any) -> Callable[[Any], Any]:
@@ -53,7 +54,7 @@ def _returns(value: Any) -> Callable[[Any], Any]:
 
 
 def _names_cuda(device: Any) -> bool:
-    """Whether `device` means a GPU: "cuda", "cuda:1", torch.device("cuda"), or a bare index."""
+    """Return whether `device` means a GPU: "cuda", "cuda:1", torch.device("cuda"), or a bare index."""
     if isinstance(device, int):
         return True
     return str(device).startswith("cuda")
@@ -71,7 +72,7 @@ def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`tensor.type()` says "torch.cuda.FloatTensor", as the engine's optimizers expect."""
+    """Return "torch.cuda.FloatTensor" from `tensor.type()`, as the engine's optimizers expect."""
 
     @functools.wraps(original)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +85,7 @@ def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _splits_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """On a GPU the engine fetches the sizes to the host, and torch gets numbers; here it would get tensors."""
+    """Pass split sizes as numbers: on a GPU the engine fetches them to the host; here torch would get tensors."""
 
     @functools.wraps(original)
     def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +98,7 @@ def _splits_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gathers_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo gathers parts of one size: unequal ones are filled up to the largest, and cut again."""
+    """Gather parts of unequal sizes, filled up to the largest and cut again: gloo gathers parts of one size."""
 
     @functools.wraps(original)
     def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
@@ -116,7 +117,7 @@ def _gathers_unequal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mesh_of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Whatever device the engine names, the ranks of the mesh are CPU processes."""
+    """Make a mesh of CPU processes, whatever device the engine names."""
 
     def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
         return original(group, "cpu", *args, **kwargs)
@@ -125,7 +126,8 @@ def _mesh_of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gathers_one_by_one(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's manager of coalesced collectives, but gathers are issued one by one where it would coalesce them.
+    """Stand in for torch's manager of coalesced collectives; gathers are issued one by one where it would coalesce
+    them.
 
     gloo's coalesced gather corrupts the heap where its output is freed after the wait, as Megatron-FSDP does: two ranks
     with seven gathers in flight died within 2,000 rounds (torch 2.15), and not in 8,800 one by one.
@@ -228,7 +230,7 @@ def adapt(without: Iterable[str] = ()) -> None:
 
 
 def _resolve(path: str) -> Any:
-    """The module or class at a dotted path."""
+    """Return the module or class at a dotted path."""
     with contextlib.suppress(ImportError):
         return importlib.import_module(path)
     module, name = path.rsplit(".", 1)

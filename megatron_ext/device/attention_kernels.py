@@ -1,9 +1,9 @@
-"""Attention over one block of keys, with what is needed to put the results of several blocks together.
+"""Computes attention over one block of keys, with what is needed to put the results of several blocks together.
 
 torch's scaled_dot_product_attention keeps the log-sum-exp of the scores to itself. With it, attention over some keys
 and attention over others give attention over both, and each part's gradient can be computed by itself from the joint
 result (Dao 2023, arXiv:2307.08691, section 3.1; Liu et al. 2023, arXiv:2310.01889). So the kernels under it are called
-here by name, and beside them stands the same written out, for devices and types that have no such kernel.
+here by name, and next to them stands the same written out, for devices and types that have no such kernel.
 
 Shapes: B batch, H query heads, G key/value heads (H is a multiple of G), Q queries, K keys, D channels of a head. A
 causal block is square, and query i sees the keys up to i. Value heads may have another number of channels, V; torch's
@@ -25,7 +25,8 @@ _Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def block_forward(
     query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale Q K^T) V over these keys alone, [B, H, Q, V], and the log-sum-exp of its scores, fp32 [B, H, Q]."""
+    """Return softmax(scale Q K^T) V over these keys alone, [B, H, Q, V], and the log-sum-exp of its scores, fp32 [B, H,
+    Q]."""
     channels = value_BGKD.size(-1)
     if channels != query_BHQD.size(-1):
         query, key, value = _widened(query_BHQD, key_BGKD, value_BGKD)
@@ -54,7 +55,7 @@ def block_backward(
     causal: bool,
     scale: float,
 ) -> _Blocks:
-    """This block's share of the gradients of query, key and value.
+    """Return this block's share of the gradients of query, key and value.
 
     `out` and `log_sum_exp` are those of the whole attention: over all keys that the queries see, in this block or not.
     """
@@ -88,7 +89,7 @@ def block_backward(
 def block_forward_reference(
     query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`block_forward` written out; holds the scores of the block."""
+    """Compute `block_forward` written out; it holds the scores of the block."""
     scores = _scores(query_BHQD, key_BGKD, causal, scale)
     log_sum_exp = scores.logsumexp(-1)
     weights = (scores - log_sum_exp.unsqueeze(-1)).exp().to(value_BGKD.dtype)
@@ -106,7 +107,7 @@ def block_backward_reference(
     causal: bool,
     scale: float,
 ) -> _Blocks:
-    """`block_backward` written out (Dao et al. 2022, arXiv:2205.14135, appendix B.2)."""
+    """Compute `block_backward` written out (Dao et al. 2022, arXiv:2205.14135, appendix B.2)."""
     weights = (_scores(query_BHQD, key_BGKD, causal, scale) - log_sum_exp_BHQ.unsqueeze(-1)).exp()
     grad, accurate = grad_BHQD.to(weights.dtype), weights.dtype
     for_value = weights.transpose(-1, -2) @ grad
@@ -124,7 +125,7 @@ def block_backward_reference(
 
 
 def has_varlen_kernel(query: torch.Tensor) -> bool:
-    """Whether `varlen_causal` has a kernel for tensors like this one."""
+    """Return whether `varlen_causal` has a kernel for tensors like this one."""
     return _has_cuda_kernel(query)
 
 
@@ -137,14 +138,14 @@ def varlen_causal(
     longest: tuple[int, int],
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention within each of many sequences that lie end to end, in one kernel, on a GPU.
+    """Compute causal attention within each of many sequences that lie end to end, in one kernel, on a GPU.
 
     Args:
         query_THD: [queries of all sequences, H, D].
         key_UGD, value_UGD: [keys of all sequences, G, D]. The last query of a sequence sees all of its keys, the one
             before it all but the last, and so on.
         query_ends, key_ends: int32 [sequences + 1], cumulative lengths from 0.
-        longest: most queries, and most keys, of any sequence.
+        longest: largest number of queries, and of keys, of any sequence.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -172,7 +173,7 @@ def varlen_causal(
 
 
 def _widened(*heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors with as many channels as the widest of them, by zeros at their end."""
+    """Return the tensors with as many channels as the widest of them, by zeros at their end."""
     widest = max(tensor.size(-1) for tensor in heads)
     return tuple(
         tensor if tensor.size(-1) == widest else F.pad(tensor, (0, widest - tensor.size(-1))) for tensor in heads

@@ -1,4 +1,4 @@
-"""CPU processes over gloo."""
+"""The device of CPU processes, which communicate over gloo."""
 
 import platform
 import resource
@@ -11,6 +11,8 @@ from megatron_ext.device.protocol import Memory
 
 
 class CpuDevice:
+    """Implements `Device` for CPU processes."""
+
     kind = "cpu"
     backend = backend_with_host = "gloo"
 
@@ -19,16 +21,16 @@ class CpuDevice:
         self.model_name = platform.processor() or platform.machine()
 
     def bind_thread(self) -> None:
-        """Threads share the one CPU."""
+        """Do nothing: threads share the one CPU."""
 
     def bind_group(self) -> None:
-        """There is one CPU to communicate from."""
+        """Do nothing: there is one CPU to communicate from."""
 
     def synchronize(self) -> None:
-        """CPU work is done when the call returns."""
+        """Do nothing: CPU work is done when the call returns."""
 
     def memory(self) -> Memory:
-        """Resident memory of the process: a CPU has no separate allocator to ask."""
+        """Return the resident memory of the process: a CPU has no separate allocator to ask."""
         resident = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Memory(allocated=resident, max_allocated=max(peak, resident), reserved=resident)

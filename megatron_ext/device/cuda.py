@@ -1,4 +1,4 @@
-"""GPUs over NCCL. megatron-core is used as it is."""
+"""The device of GPU processes, which communicate over NCCL. megatron-core is used as it is."""
 
 from typing import Any
 
@@ -10,6 +10,8 @@ _MOST_ALLOCATIONS = 100_000  # as Megatron-LM keeps
 
 
 class CudaDevice:
+    """Implements `Device` for GPUs."""
+
     kind = "cuda"
     backend = "nccl"
     backend_with_host = "cpu:gloo,cuda:nccl"
@@ -85,5 +87,6 @@ class CudaDevice:
 
 
 def _runtime() -> Any:
-    """CUDA's runtime library; torch's stubs think that it may be missing, which it is not where there is a GPU."""
+    """Return CUDA's runtime library; torch's stubs think that it may be missing, which it is not where there is a
+    GPU."""
     return torch.cuda.cudart()

@@ -1,4 +1,4 @@
-"""megatron-core's small fused functions (dropout with its residual, SwiGLU and others).
+"""megatron-core's small fused functions (dropout with its residual, SwiGLU and others) need a compiler on a GPU.
 
 megatron-core wraps them in torch.compile when it is imported, and torch compiles each at its first call. On a GPU that
 needs Triton, which builds its launchers with a C compiler; without, the first step would fail.
@@ -17,7 +17,7 @@ import torch
 
 
 def missing_for_kernels() -> str | None:
-    """What a compiled GPU kernel needs and this machine lacks; None where nothing is."""
+    """Return what a compiled GPU kernel needs and this machine does not have; None where nothing is missing."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):

@@ -1,4 +1,4 @@
-"""CUDA_DEVICE_MAX_CONNECTIONS: how many hardware queues a process has on its GPU. Torch-free.
+"""CUDA_DEVICE_MAX_CONNECTIONS is how many hardware queues a process has on its GPU. This needs no torch.
 
 With one queue, a communication kernel that is launched before a computation also begins before it, which
 megatron-core's overlap of tensor- and context-parallel communication relies on. Blackwell keeps that order by itself,
@@ -23,7 +23,7 @@ def wants_one_queue(layout: LayoutConfig, capability: int | None) -> bool:
     """Whether the variable should be 1.
 
     Args:
-        layout: of the run.
+        layout: the layout of the run.
         capability: major compute capability of the oldest GPU; None where it is unknown, which counts as old.
     """
     overlaps = layout.tensor_model_parallel_size > 1 or layout.context_parallel_size > 1
@@ -31,7 +31,7 @@ def wants_one_queue(layout: LayoutConfig, capability: int | None) -> bool:
 
 
 def mistake(layout: LayoutConfig, capability: int | None, given: str | None) -> tuple[str, str] | None:
-    """Why the value that a user gave the variable costs speed, and what to do; None where it does not."""
+    """Return why the value that a user gave the variable costs speed, and what to do; None where it does not."""
     if given is None:
         return None
     if wants_one_queue(layout, capability):
@@ -63,7 +63,8 @@ def has_driver() -> bool:
 
 
 def compute_capability(library: str = "libnvidia-ml.so.1") -> int | None:
-    """Major compute capability of this machine's first GPU; None where the driver's management library is missing.
+    """Return the major compute capability of this machine's first GPU; None where the driver's management library is
+    missing.
 
     That library does not start CUDA. Machines have GPUs of one kind; of mixed ones the first counts.
     """

@@ -1,4 +1,4 @@
-"""The two operations that torch does slowly in fp32 on a CPU, each beside torch's own, which it equals.
+"""Computes the two operations that torch does slowly in fp32 on a CPU, each next to torch's own, which it equals.
 
 Matrix products: torch uses MKL, which on AMD processors does without AVX-512. oneDNN, which is in torch as well,
 uses it, and is 2.2 times as fast there (docs/LOG.md); torch itself asks it for 16-bit types alone.
@@ -15,14 +15,14 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn,
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [..., in]; weight: [out, in]; bias: [out]. Returns [..., out], and differentiates as F.linear does."""
+    """Return x A^T + b, differentiable as F.linear is. x: [..., in]; weight: [out, in]; bias: [out]."""
     if _HAS_ONEDNN and _is_fp32_on_cpu(x, weight):
         return _OneDNNLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; x: [..., hidden], weight: [hidden]."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension; x: [..., hidden], weight: [hidden]."""
     # The compiler knows torch's own, and makes one kernel of it.
     if _is_fp32_on_cpu(x, weight) and not torch.compiler.is_compiling():
         return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
@@ -34,7 +34,7 @@ def _is_fp32_on_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x A^T + b. Either matrix may be a transposed view; oneDNN reads it as it lies."""
+    """Return x A^T + b. Either matrix may be a transposed view; oneDNN reads it as it lies."""
     if torch.compiler.is_compiling():
         return _compiled_product(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -1,4 +1,4 @@
-"""What the rest of the program may ask of a device."""
+"""Defines what the rest of the program may ask of a device."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of this rank, in bytes."""
+    """The memory of this rank, in bytes."""
 
     allocated: int
     max_allocated: int
@@ -16,17 +16,19 @@ class Memory:
 
 
 class Device(Protocol):
+    """A kind of hardware and how to use it."""
+
     kind: str
     """"cuda" or "cpu"."""
 
     torch_device: torch.device
-    """Where parameters, activations and batches live."""
+    """Device on which parameters, activations and batches live."""
 
     backend: str
     """The torch.distributed backend that moves tensors of this device."""
 
     backend_with_host: str
-    """One that moves those in host memory, too."""
+    """Backend that moves tensors in host memory, too."""
 
     model_name: str
     """The hardware's own name, for the table of peak FLOP rates."""
@@ -47,11 +49,11 @@ class Device(Protocol):
         ...
 
     def memory(self) -> Memory:
-        """Memory in use now and at most."""
+        """Return the memory in use now and at most."""
         ...
 
     def rng_state(self) -> torch.Tensor:
-        """State of the generator that dropout draws from."""
+        """Return the state of the generator that dropout draws from."""
         ...
 
     def set_rng_state(self, state: torch.Tensor) -> None:
@@ -63,7 +65,7 @@ class Device(Protocol):
         ...
 
     def stop_capture(self) -> None:
-        """End it."""
+        """End what Nsight Systems records."""
         ...
 
     def record_memory_history(self) -> None:
@@ -79,13 +81,14 @@ class Device(Protocol):
         ...
 
     def mark(self) -> Any:
-        """Now, in the order of what this rank computes; None on a stream beside the one that computes."""
+        """Return a mark of now, in the order of what this rank computes; None on a stream other than the one that
+        computes."""
         ...
 
     def has_passed(self, mark: Any) -> bool:
-        """Whether everything before a mark is done. Does not wait."""
+        """Return whether everything before a mark is done. It does not wait."""
         ...
 
     def seconds_between(self, first: Any, last: Any) -> float:
-        """Time from one mark to another; both have passed."""
+        """Return the time from one mark to another; both have passed."""
         ...

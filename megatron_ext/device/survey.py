@@ -1,4 +1,4 @@
-"""What GPUs this machine shows, before any is used: driver, CUDA, NCCL, connections. Needs no `install`."""
+"""Finds what GPUs this machine shows, before any is used: driver, CUDA, NCCL, connections. This needs no `install`."""
 
 import re
 import subprocess
@@ -41,7 +41,7 @@ class Survey:
 
 
 def survey() -> Survey | None:
-    """The GPUs of this machine; None where there is no NVIDIA driver, and torch is not imported."""
+    """Return the GPUs of this machine; None where there is no NVIDIA driver, and then torch is not imported."""
     if not _DRIVER.exists():
         return None
     import torch
@@ -64,13 +64,13 @@ def survey() -> Survey | None:
 
 
 def driver_version(text: str) -> str:
-    """From /proc/driver/nvidia/version."""
+    """Return the driver's version from /proc/driver/nvidia/version."""
     found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
     return found.group(1) if found else "unknown"
 
 
 def links(matrix: str) -> dict[tuple[int, int], str]:
-    """Pairs of GPUs and their connection, from the text of `nvidia-smi topo -m`."""
+    """Return pairs of GPUs and their connection, from the text of `nvidia-smi topo -m`."""
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
     header = next((row for row in rows if row and row[0] == "GPU0" and "X" not in row), [])
     columns = [name for name in header if re.fullmatch(r"GPU\d+", name)]

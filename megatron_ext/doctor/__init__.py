@@ -1,1 +1,1 @@
-"""What breaks a launch, looked for before it starts: tools/doctor.py."""
+"""Looks for what breaks a launch, before it starts: tools/doctor.py."""

@@ -1,4 +1,4 @@
-"""Who is there: ranks sign in a store at every stage of a check, and those that did not can be named.
+"""Ranks sign in a store at every stage of a check, so that those that did not can be named.
 
     attendance = Attendance.open(environment, seconds=20)
     attendance.enter("all-reduce")
@@ -67,11 +67,11 @@ class Attendance:
         self._signatures.set(f"in/{stage}/{self.rank}", "")
 
     def leave(self, stage: str) -> None:
-        """Sign after it."""
+        """Sign after a stage."""
         self._signatures.set(f"out/{stage}/{self.rank}", "")
 
     def absent(self, stage: str, kind: str = "in", seconds: float | None = None) -> list[int]:
-        """Ranks that have not signed within so many seconds, by default all that there are for a stage."""
+        """Return the ranks that have not signed within so many seconds, by default all that there are for a stage."""
         deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
         keys = [f"{kind}/{stage}/{rank}" for rank in range(self.world_size)]
         while not self._signatures.check(keys):
@@ -81,7 +81,7 @@ class Attendance:
         return []
 
     def silent(self) -> list[int]:
-        """Ranks that came and are dead or stopped now: their heart does not beat. Takes two seconds."""
+        """Return the ranks that came and are dead or stopped now: their heart does not beat. This takes two seconds."""
         before = self._heartbeats()
         time.sleep(_SILENT_AFTER)
         now = self._heartbeats()
@@ -92,7 +92,7 @@ class Attendance:
         ]
 
     def names(self, ranks: Sequence[int]) -> str:
-        """`rank 3 (node7)`, with the host of those that came."""
+        """Return `rank 3 (node7)`, with the host of those that came."""
         named = []
         for rank in ranks:
             known = self._signatures.check([f"host/{rank}"])
@@ -101,11 +101,11 @@ class Attendance:
         return ", ".join(named)
 
     def hosts(self) -> list[str]:
-        """The host of every rank, when all are there."""
+        """Return the host of every rank, when all are there."""
         return [self._signatures.get(f"host/{rank}").decode() for rank in range(self.world_size)]
 
     def is_first_to_report(self) -> bool:
-        """One rank, the first that asks, says what went wrong."""
+        """Return whether this rank is the one that says what went wrong: the first that asks."""
         return self._signatures.add("reports", 1) == 1
 
     def close(self) -> None:

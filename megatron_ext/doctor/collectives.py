@@ -1,8 +1,8 @@
-"""tools/doctor.py --collectives: whether all ranks reach each other, which do not, and how fast.
+"""tools/doctor.py --collectives checks whether all ranks reach each other, which do not, and how fast.
 
-Stages, each with a time limit: every rank comes; a process group; an all-reduce; a message around the ring of ranks;
-a barrier; the speed of an all-reduce and of every link of the ring. The work is done on a thread of its own, so that
-this one can say who is missing while a backend still waits.
+There are these stages, each with a time limit: every rank comes; a process group; an all-reduce; a message around the
+ring of ranks; a barrier; the speed of an all-reduce and of every link of the ring. The work is done on a thread of its
+own, so that this one can say who is missing while a backend still waits.
 """
 
 import os
@@ -25,7 +25,7 @@ _REPEATS = 3
 
 
 class NotTheReporter(PeerLostError):
-    """The check failed, and another rank says why."""
+    """Raised where the check failed and another rank says why."""
 
 
 def check_collectives(kind: str, seconds: float, megabytes: float) -> list[Finding]:
@@ -33,8 +33,8 @@ def check_collectives(kind: str, seconds: float, megabytes: float) -> list[Findi
 
     Args:
         kind: the device, "auto", "cuda" or "cpu".
-        seconds: that each stage may take.
-        megabytes: of the messages whose speed is measured.
+        seconds: time that each stage may take.
+        megabytes: size of the messages whose speed is measured.
     Returns:
         What was found, on rank 0; nothing on the others.
     Raises:
@@ -139,7 +139,7 @@ class _Exercise:
             )
 
     def _pass_on(self, count: int) -> torch.Tensor:
-        """Send own values to the next rank; those of the previous one."""
+        """Send own values to the next rank; return those of the previous one."""
         sent, got = self._filled(self._attendance.rank, count), self._filled(-1, count)
         after = (self._attendance.rank + 1) % self._attendance.world_size
         if after == self._attendance.rank:
@@ -150,7 +150,7 @@ class _Exercise:
         return got
 
     def _seconds(self, work) -> float:
-        """The shortest of a few times."""
+        """Return the shortest of a few times."""
         times = []
         for _ in range(_REPEATS):
             dist.barrier()
@@ -169,7 +169,7 @@ class _Exercise:
         return (self._attendance.rank - 1) % self._attendance.world_size
 
     def _diagnosis(self) -> PeerLostError:
-        """Who is to blame for the stage that did not end."""
+        """Return who is to blame for the stage that did not end."""
         attendance, stage, error = self._attendance, self._stage, self._error
         left = max(attendance.seconds - (time.monotonic() - self._stage_began), 0.0)
         missing = attendance.absent(stage, seconds=left)
@@ -195,7 +195,8 @@ def _failure(attendance: Attendance, stage: str, what: str, error: BaseException
 
 
 def _report(hosts: list[str], backend: str, links: list[float]) -> list[Finding]:
-    """On the ring: who took part, and whether a link is much slower than the rest. `links` in GB/s, by receiver."""
+    """Return findings on the ring: who took part, and whether a link is much slower than the rest. `links` is in GB/s,
+    by receiver."""
     machines = ", ".join(f"{n} on {host}" for host, n in Counter(hosts).items())
     findings = [ok(f"{len(hosts)} ranks over {backend} ({machines}): all-reduce, ring and barrier are right")]
     slowest, median = min(range(len(links)), key=links.__getitem__), statistics.median(links)

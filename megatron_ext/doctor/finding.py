@@ -1,4 +1,4 @@
-"""What a check found, and what it looks at."""
+"""Defines what a check finds, and what it looks at."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ class Launch:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the launch."""
         return self.ranks * self.nodes
 
 
@@ -38,14 +39,15 @@ class Finding:
     """One line of the report; a warning or an error also says why it matters and how to put it right."""
 
     level: str
-    """ok, warning or error."""
+    """One of ok, warning and error."""
     what: str
     why: str = ""
     fix: str = ""
     exit_code: int = ConfigurationError.exit_code
-    """Of the doctor, where the level is error."""
+    """Exit code of the doctor, where the level is error."""
 
     def text(self) -> str:
+        """Return the finding as lines of the report."""
         lines = [f"{self.level:<8} {self.what}"]
         lines += [f"{'':<8} why: {self.why}"] if self.why else []
         lines += [f"{'':<8} fix: {self.fix}"] if self.fix else []
@@ -53,14 +55,15 @@ class Finding:
 
 
 def ok(what: str) -> Finding:
+    """Return a finding that all is well."""
     return Finding("ok", what)
 
 
 def warning(what: str, why: str, fix: str) -> Finding:
-    """Something that costs speed, or breaks some launches."""
+    """Return a finding that costs speed, or breaks some launches."""
     return Finding("warning", what, why, fix)
 
 
 def error(what: str, why: str, fix: str, exit_code: int = ConfigurationError.exit_code) -> Finding:
-    """Something with which this launch cannot work."""
+    """Return a finding with which this launch cannot work."""
     return Finding("error", what, why, fix, exit_code)

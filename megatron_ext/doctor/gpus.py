@@ -1,4 +1,5 @@
-"""GPUs: whether torch can use them, whether there are enough, how they are connected, and settings that follow."""
+"""Checks GPUs: whether torch can use them, whether there are enough, how they are connected, and settings that
+follow."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from megatron_ext.doctor.finding import Finding, Launch, error, ok, warning
 
 
 def gpus_work(launch: Launch) -> Iterator[Finding]:
+    """Check the GPUs of this machine."""
     found = survey()
     if found is None:
         yield ok("no NVIDIA driver: the run takes CPU processes")
@@ -18,7 +20,7 @@ def gpus_work(launch: Launch) -> Iterator[Finding]:
 
 
 def judge(launch: Launch, found: Survey) -> Iterator[Finding]:
-    """What is wrong with these GPUs for this launch."""
+    """Yield what is wrong with these GPUs for this launch."""
     if found.cuda is None:
         yield error(
             f"torch {found.torch} is built without CUDA, but there is an NVIDIA driver ({found.driver})",

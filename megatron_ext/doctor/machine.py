@@ -1,4 +1,4 @@
-"""The machine: ranks against cores, shared memory, limits of the system, and room for checkpoints."""
+"""Checks the machine: ranks against cores, shared memory, limits of the system, and room for checkpoints."""
 
 import os
 import resource
@@ -18,6 +18,7 @@ _SHARED_MEMORY = 1 << 30
 
 
 def ranks_have_cores(launch: Launch) -> Iterator[Finding]:
+    """Check that each rank has a core."""
     cores = len(os.sched_getaffinity(0))
     if launch.ranks > cores:
         yield warning(
@@ -30,6 +31,7 @@ def ranks_have_cores(launch: Launch) -> Iterator[Finding]:
 
 
 def shared_memory_is_large_enough(launch: Launch, folder: str = "/dev/shm") -> Iterator[Finding]:
+    """Check the size of shared memory."""
     if not Path(folder).is_dir():
         return
     size = shutil.disk_usage(folder).total
@@ -44,6 +46,7 @@ def shared_memory_is_large_enough(launch: Launch, folder: str = "/dev/shm") -> I
 
 
 def enough_files_may_be_open(launch: Launch) -> Iterator[Finding]:
+    """Check the limit of open files against the connections of the ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = _OTHER_FILES + _GROUPS * launch.world_size
     if soft < need:
@@ -58,7 +61,7 @@ def enough_files_may_be_open(launch: Launch) -> Iterator[Finding]:
 
 
 def pages_may_be_locked(launch: Launch) -> Iterator[Finding]:
-    """InfiniBand reads and writes memory that is locked in place."""
+    """Check the limit of locked memory: InfiniBand reads and writes memory that is locked in place."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     devices = Path("/sys/class/infiniband")
     if soft != resource.RLIM_INFINITY and devices.is_dir() and any(devices.iterdir()) and launch.nodes > 1:
@@ -70,6 +73,7 @@ def pages_may_be_locked(launch: Launch) -> Iterator[Finding]:
 
 
 def checkpoints_have_room(launch: Launch) -> Iterator[Finding]:
+    """Check that --save can be written, and has room for checkpoints."""
     if launch.config is None or launch.config.checkpoint.save is None:
         return
     path = Path(launch.config.checkpoint.save).absolute()
@@ -99,7 +103,7 @@ def checkpoints_have_room(launch: Launch) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Size of a checkpoint: a copy of the weights, and with the optimizer Adam's two moments and the fp32 weights."""
+    """Return the bytes of a checkpoint: a copy of the weights, and with the optimizer Adam's two moments and the fp32 weights."""
     each = config.training.params_bytes
     if not config.checkpoint.no_save_optim:
         moments = 2 if config.optimizer.optimizer == "adam" else 1

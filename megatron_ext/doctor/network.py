@@ -1,4 +1,4 @@
-"""Where ranks meet: address, port, network interfaces, and the numbers that a launcher hands out."""
+"""Checks where ranks meet: address, port, network interfaces, and the numbers that a launcher hands out."""
 
 import contextlib
 import socket
@@ -13,6 +13,7 @@ _DEFAULT_PORT = "29500"  # torchrun's
 
 
 def address_resolves(launch: Launch) -> Iterator[Finding]:
+    """Check that the name of MASTER_ADDR resolves."""
     address = launch.environment.get("MASTER_ADDR")
     if address is None:
         if launch.nodes > 1:
@@ -40,6 +41,7 @@ def address_resolves(launch: Launch) -> Iterator[Finding]:
 
 
 def port_is_free(launch: Launch) -> Iterator[Finding]:
+    """Check that MASTER_PORT is free on this machine."""
     if launch.has_launcher:
         return  # torchrun listens there
     text = launch.environment.get("MASTER_PORT", _DEFAULT_PORT)
@@ -66,6 +68,7 @@ def port_is_free(launch: Launch) -> Iterator[Finding]:
 
 
 def interfaces_exist(launch: Launch) -> Iterator[Finding]:
+    """Check that the network interfaces that variables name exist."""
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = launch.environment.get(variable)
@@ -93,6 +96,7 @@ def interfaces_exist(launch: Launch) -> Iterator[Finding]:
 
 
 def infiniband_is_there(launch: Launch) -> Iterator[Finding]:
+    """Check InfiniBand where a launch has several machines."""
     folder = Path("/sys/class/infiniband")
     devices = sorted(device.name for device in folder.iterdir()) if folder.is_dir() else []
     value = launch.environment.get("NCCL_IB_HCA", "")
@@ -113,7 +117,7 @@ def infiniband_is_there(launch: Launch) -> Iterator[Finding]:
 
 
 def ranks_come_from_a_launcher(launch: Launch) -> Iterator[Finding]:
-    """RANK and WORLD_SIZE left in a shell make a single process wait for others that nobody starts."""
+    """Check for RANK and WORLD_SIZE left in a shell, which make a single process wait for others that nobody starts."""
     given = {name: launch.environment[name] for name in ("RANK", "WORLD_SIZE") if name in launch.environment}
     if not given or launch.has_launcher or "SLURM_PROCID" in launch.environment:
         return
@@ -126,7 +130,7 @@ def ranks_come_from_a_launcher(launch: Launch) -> Iterator[Finding]:
 
 
 def resolve(name: str) -> list[str] | None:
-    """IP addresses of a host, or None; a name server that does not answer is given a few seconds."""
+    """Return the IP addresses of a host, or None; a name server that does not answer is given a few seconds."""
     found: list[str] = []
 
     def ask() -> None:
@@ -140,7 +144,7 @@ def resolve(name: str) -> list[str] | None:
 
 
 def _is_own(address: str) -> bool:
-    """Whether an IP address is one of this machine: one may listen there."""
+    """Return whether an IP address is one of this machine: one may listen there."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         try:
@@ -151,7 +155,7 @@ def _is_own(address: str) -> bool:
 
 
 def _can_listen(port: int) -> bool:
-    """As torch's store does: on every interface, with the address reusable."""
+    """Return whether one can listen there as torch's store does: on every interface, with the address reusable."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

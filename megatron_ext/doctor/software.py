@@ -1,4 +1,4 @@
-"""Python and the packages: the versions that the program needs, and strangers that bear a known name."""
+"""Checks Python and the packages: the versions that the program needs, and strangers that bear a known name."""
 
 import importlib.util
 import sys
@@ -13,6 +13,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def python_is_new_enough(launch: Launch) -> Iterator[Finding]:
+    """Check the version of Python."""
     wanted = _project()["requires-python"]
     have = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] >= tuple(map(int, wanted.removeprefix(">=").split("."))):
@@ -26,7 +27,7 @@ def python_is_new_enough(launch: Launch) -> Iterator[Finding]:
 
 
 def packages_are_the_tested_ones(launch: Launch) -> Iterator[Finding]:
-    """Against the ranges of pyproject.toml, and the exact versions of requirements.txt."""
+    """Check packages against the ranges of pyproject.toml, and the exact versions of requirements.txt."""
     if installed_version("packaging") is None:
         yield error(
             "the requirements are not installed", "not even `packaging` is there", "pip install -r requirements.txt"
@@ -63,7 +64,7 @@ def packages_are_the_tested_ones(launch: Launch) -> Iterator[Finding]:
 
 
 def apex_is_nvidias(launch: Launch) -> Iterator[Finding]:
-    """The `apex` of PyPI is an unrelated package for web servers."""
+    """Check that `apex` is NVIDIA's: the one of PyPI is an unrelated package for web servers."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return
@@ -79,7 +80,8 @@ def apex_is_nvidias(launch: Launch) -> Iterator[Finding]:
 
 
 def one_megatron(launch: Launch) -> Iterator[Finding]:
-    """A checkout of Megatron-LM on the path would be imported in place of the installed megatron-core."""
+    """Check for a checkout of Megatron-LM on the path, which would be imported in place of the installed
+    megatron-core."""
     spec = importlib.util.find_spec("megatron")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or () if spec else ())]
     cores = [folder for folder in folders if (folder / "core" / "__init__.py").is_file()]
@@ -93,7 +95,7 @@ def one_megatron(launch: Launch) -> Iterator[Finding]:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed distribution; None where there is none."""
+    """Return the version of an installed distribution; None where there is none."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,5 @@
-"""Environment variables with known mistakes: those that nobody reads, and those that cost speed or hide a failure."""
+"""Checks environment variables with known mistakes: those that nobody reads, and those that cost speed or hide a
+failure."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from megatron_ext.doctor.finding import Finding, Launch, warning
 
 @dataclass(frozen=True)
 class Mistake:
-    """A value of a variable that is not what its user hoped for. `values` empty: any value."""
+    """A value of a variable that is not what its user hoped for. Empty `values` stand for any value."""
 
     name: str
     values: tuple[str, ...]
@@ -67,6 +68,7 @@ MISTAKES = (
 
 
 def known_mistakes(launch: Launch) -> Iterator[Finding]:
+    """Check the variables against the table."""
     for mistake in MISTAKES:
         value = launch.environment.get(mistake.name)
         if value is not None and (not mistake.values or value.upper() in mistake.values):
@@ -74,6 +76,7 @@ def known_mistakes(launch: Launch) -> Iterator[Finding]:
 
 
 def threads_fit_the_cores(launch: Launch) -> Iterator[Finding]:
+    """Check the number of threads against the cores."""
     cores = len(os.sched_getaffinity(0))
     each = max(cores // launch.ranks, 1)
     value = launch.environment.get("OMP_NUM_THREADS")

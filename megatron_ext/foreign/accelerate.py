@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate's YAML file, as `accelerate config` writes it."""
+"""Translates Hugging Face Accelerate's YAML file, as `accelerate config` writes it."""
 
 from megatron_ext.foreign import fsdp
 from megatron_ext.foreign.meanings import (

@@ -1,4 +1,4 @@
-"""Axolotl's YAML file."""
+"""Translates Axolotl's YAML file."""
 
 from megatron_ext.foreign import fsdp
 from megatron_ext.foreign.meanings import (

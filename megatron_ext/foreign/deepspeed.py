@@ -1,4 +1,5 @@
-"""DeepSpeed's JSON configuration. Key names and meanings: DeepSpeed's configuration reference."""
+"""Translates DeepSpeed's JSON configuration. Key names and meanings are those of DeepSpeed's configuration
+reference."""
 
 from megatron_ext.foreign.meanings import (
     ADAM,
@@ -145,7 +146,7 @@ IMPLIED = {
     "scheduler.type": "DeepSpeed's warmup is logarithmic unless warmup_type says linear; ours is linear",
     "optimizer.type": "DeepSpeed's Adam decouples its weight decay too, unless adam_w_mode is false",
 }
-"""What a key brings with it that the file does not say."""
+"""Flags that a key brings with it and that the file does not say."""
 
 # A scheduler sets the rate at every step, whatever the optimizer's was.
 SHADOWED = {"optimizer.params.lr": "scheduler.params.warmup_max_lr"}

@@ -1,4 +1,4 @@
-"""The keys of `fsdp_config`, which Accelerate and Axolotl share but for a prefix."""
+"""Translates the keys of `fsdp_config`, which Accelerate and Axolotl share but for a prefix."""
 
 from megatron_ext.foreign.meanings import (
     CHECKPOINTS,

@@ -1,4 +1,5 @@
-"""What one key of another program's configuration means here. The tables of this folder are made of these."""
+"""Defines what one key of another program's configuration can mean here. The tables of this folder are made of
+these."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,21 +16,21 @@ class Flags:
 
 @dataclass(frozen=True)
 class Default:
-    """What the program does in any case, or does not do without a flag: nothing to write."""
+    """Says that the program does this in any case, or does not do it without a flag: there is nothing to write."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class NoCounterpart:
-    """Nothing here does this. The reason says what to do instead, if anything."""
+    """Says that nothing here does this. The reason says what to do instead, if anything."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A number of the layout, from which sizes are computed: see `layout.Layout`."""
+    """A number of the layout, from which sizes are computed: see `parallel_sizes.Layout`."""
 
     name: str
 
@@ -43,7 +44,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Cases:
-    """The meaning depends on the value, written as text in lower case (true, false, null)."""
+    """Says that the meaning depends on the value, written as text in lower case (true, false, null)."""
 
     by_value: Mapping[str, "Meaning"]
     otherwise: "Meaning"
@@ -52,18 +53,18 @@ class Cases:
 Meaning = Flags | Default | NoCounterpart | Fact | Launch | Cases
 
 Table = Mapping[str, Meaning]
-"""By key; nested keys are joined by dots, and `*` stands for the index in a list."""
+"""Meanings by key; nested keys are joined by dots, and `*` stands for the index in a list."""
 
 OFF = Default("off, as without a flag")
 
 
 def switch(flags: str) -> Cases:
-    """Flags where the value is true, nothing where it is false."""
+    """Return flags where the value is true, nothing where it is false."""
     return Cases({"true": Flags(flags), "false": OFF, "null": OFF}, NoCounterpart("neither true nor false"))
 
 
 def only_off(reason: str) -> Cases:
-    """Nothing where the value is false, empty or "none"; else no counterpart."""
+    """Return nothing to write where the value is false, empty or "none"; else no counterpart."""
     off: dict[str, Meaning] = dict.fromkeys(("false", "null", "none", "no", "0", ""), OFF)
     return Cases(off, NoCounterpart(reason))
 

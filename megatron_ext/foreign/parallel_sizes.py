@@ -1,4 +1,4 @@
-"""What another program's configuration says about ranks and batch, and the sizes that follow."""
+"""Computes what another program's configuration says about ranks and batch, and the sizes that follow."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from megatron_ext.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the launch; None where the file does not determine one."""
+    """The sizes of the launch; None where the file does not determine one."""
 
     tensor: int
     context: int
     pipeline: int
     replicate: int
-    """Copies of the shards (hybrid sharding)."""
+    """Number of copies of the shards (hybrid sharding)."""
     data: int | None
     """Data-parallel size, replicas of shards included."""
     micro_batch_size: int | None
@@ -23,10 +23,11 @@ class Layout:
 
     @property
     def world_size(self) -> int | None:
+        """Number of ranks."""
         return None if self.data is None else self.tensor * self.context * self.pipeline * self.data
 
     def flags(self) -> dict[str, str]:
-        """Flag -> value of every size that is not our default."""
+        """Return flag -> value of every size that is not our default."""
         sizes = {
             "--tensor-model-parallel-size": self.tensor,
             "--context-parallel-size": self.context,
@@ -38,7 +39,7 @@ class Layout:
         return found | {flag: str(size) for flag, size in batch.items() if size is not None}
 
     def lines(self) -> list[str]:
-        """The layout in words."""
+        """Return the layout in words."""
         unknown = "?"
         data, world = (unknown if size is None else str(size) for size in (self.data, self.world_size))
         micro, steps, batch = (
@@ -58,7 +59,7 @@ def solve(facts: Mapping[str, int], world_size: int | None, default_accumulation
     """The layout that `facts` determine.
 
     Args:
-        facts: sizes by the names that `rules.Fact` carries.
+        facts: sizes by the names that `meanings.Fact` carries.
         world_size: number of ranks, where the file does not say it.
         default_accumulation: microbatches of a step where the file does not say it; None where it follows.
     Raises:
@@ -86,7 +87,7 @@ def solve(facts: Mapping[str, int], world_size: int | None, default_accumulation
 def _batch(
     facts: Mapping[str, int], data: int | None, accumulation: int | None
 ) -> tuple[int | None, int | None, int | None]:
-    """Micro batch, accumulation and global batch: any two and the data-parallel size give the third."""
+    """Return micro batch, accumulation and global batch: any two and the data-parallel size give the third."""
     micro, total = facts.get("micro_batch_size"), facts.get("global_batch_size")
     if data is None:
         return micro, accumulation, total

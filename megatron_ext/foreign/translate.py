@@ -1,4 +1,4 @@
-"""Another program's configuration file, key by key, as flags of ours.
+"""Translates another program's configuration file, key by key, into flags of ours.
 
     result = translate("axolotl", read("config.yaml"))
     result.command        # {"--lr": "2e-05", "--bf16": "", ...}
@@ -27,7 +27,7 @@ SOURCES: dict[str, ModuleType] = {"deepspeed": deepspeed, "accelerate": accelera
 
 @dataclass(frozen=True)
 class Key:
-    """What became of one key: its flags, or why there are none."""
+    """Records what became of one key: its flags, or why there are none."""
 
     name: str
     value: Any
@@ -53,20 +53,22 @@ _CONTAINED = {
     ("--optimizer-cpu-offload", "--torch-fsdp2-cpu-offload"): _WITH_THE_WEIGHTS,
     ("--optimizer-offload-fraction", "--torch-fsdp2-cpu-offload"): _WITH_THE_WEIGHTS,
 }
-"""What a flag does already beside another, and why."""
+"""What a flag does already next to another, and why."""
 
 _SHARDING = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--use-distributed-optimizer"}
 
 
 @dataclass(frozen=True)
 class Translation:
+    """The result of translating one file."""
+
     keys: tuple[Key, ...]
     layout: Layout
     command: dict[str, str]
     """Flag -> its values as one text, empty for a switch."""
 
     def words(self) -> list[str]:
-        """The flags as a command line."""
+        """Return the flags as a command line."""
         return [word for flag, value in self.command.items() for word in (flag, *shlex.split(value))]
 
 
@@ -74,7 +76,7 @@ def read(path: str) -> dict[str, Any]:
     """The content of a JSON or YAML file.
 
     Raises:
-        ConfigurationError: it cannot be read, is neither, names a key twice, or is no mapping.
+        ConfigurationError: the file cannot be read, is neither JSON nor YAML, names a key twice, or is no mapping.
     """
     try:
         raw = read_file(path, MOST_YAML, pipes=True)
@@ -92,7 +94,7 @@ def translate(source: str, content: Mapping[str, Any], world_size: int | None = 
     """Translate `content`, a file of the program `source` (a key of SOURCES).
 
     Raises:
-        ConfigurationError: sizes that contradict each other.
+        ConfigurationError: the file's sizes contradict each other.
     """
     module = SOURCES[source]
     facts: dict[str, int] = {}
@@ -116,7 +118,7 @@ def translate(source: str, content: Mapping[str, Any], world_size: int | None = 
 
 
 def leaves(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything that is not a mapping; a list is a value unless it holds mappings."""
+    """Yield (dotted key, value) of everything that is not a mapping; a list is a value unless it holds mappings."""
     if isinstance(content, Mapping) and content:
         for name, value in content.items():
             yield from leaves(value, f"{path}.{name}" if path else str(name))
@@ -128,7 +130,7 @@ def leaves(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def split_flags(text: str) -> dict[str, str]:
-    """`--a 1 --b` -> {"--a": "1", "--b": ""}."""
+    """Return {"--a": "1", "--b": ""} for `--a 1 --b`."""
     found: dict[str, str] = {}
     flag = ""
     for word in shlex.split(text):
@@ -200,14 +202,14 @@ def _contained(key: Key, flag: str, reason: str) -> Key:
 
 
 def _unsharded(key: Key) -> Key:
-    """A number of shards alone shards nothing here: say what would."""
+    """Return no counterpart for a number of shards alone, which shards nothing here, and say what would."""
     if (key.became, key.reason) != ("layout", "shard"):
         return key
     return replace(key, reason="shard; no flag above shards anything: add --use-torch-fsdp2 (or take fewer ranks)")
 
 
 def _refused(key: Key) -> Key:
-    """The key as it is, or without counterpart where our own parser refuses the flag."""
+    """Return the key as it is, or without counterpart where our own parser refuses the flag."""
     refusal = _refusal(key.flags)
     return key if refusal is None else Key(key.name, key.value, "none", reason=refusal)
 

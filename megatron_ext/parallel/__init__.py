@@ -1,1 +1,1 @@
-"""Layout to process groups."""
+"""Turns a layout into process groups."""

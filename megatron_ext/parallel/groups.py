@@ -1,4 +1,4 @@
-"""From the layout to process groups."""
+"""Makes the process groups of a layout."""
 
 import os
 from datetime import timedelta
@@ -61,12 +61,13 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
 
 
 def _alone() -> tuple[Store, int, int]:
-    """Without a launcher the program is a group of one, which needs no address to meet at."""
+    """Return a store, rank 0 and world size 1: without a launcher the program is a group of one, which needs no
+    address."""
     return HashStore(), 0, 1
 
 
 def tensor_group(groups: ProcessGroupCollection, *, expert: bool) -> torch.distributed.ProcessGroup:
-    """The ranks that share the matrices of the routed experts, or those of everything else."""
+    """Return the ranks that share the matrices of the routed experts, or those of everything else."""
     return groups.expt_tp if expert else groups.tp
 
 

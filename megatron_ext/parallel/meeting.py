@@ -1,4 +1,4 @@
-"""Where the ranks of one attempt meet, apart from those of earlier attempts.
+"""Ranks of one attempt meet here, apart from those of earlier attempts.
 
 torchrun starts all ranks again after a failure, and lends every attempt the same store: that of its own process. The
 gloo and NCCL addresses that an earlier attempt left there belong to dead processes, and who takes them for a peer's
@@ -31,7 +31,7 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """Return the launcher's store with keys of this attempt's own, this rank, and the number of ranks.
 
     Raises:
-        PeerLostError: not all ranks came within `timeout`.
+        PeerLostError: some ranks did not come within `timeout`.
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -43,7 +43,7 @@ def agree(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a token that this attempt's ranks share with each other and with nobody before them. Collective.
 
     Raises:
-        PeerLostError: not all ranks came within `timeout`.
+        PeerLostError: some ranks did not come within `timeout`.
     """
     meeting = PrefixStore("meeting", store)
     deadline = time.monotonic() + timeout.total_seconds()

@@ -1,4 +1,4 @@
-"""Row shards: what a rank holds of a weight that data-parallel ranks divide among themselves (ZeRO-3, FSDP).
+"""Row shards are what a rank holds of a weight that data-parallel ranks divide among themselves (ZeRO-3, FSDP).
 
 Both of them cut along the first dimension, into whole rows, unevenly where the ranks do not divide the rows. A
 wrapper that shards weights puts a `RowShard` on each (`mark`); everyone else asks `row_shard(weight)`.
@@ -15,13 +15,14 @@ class RowShard:
     """This rank's rows of a weight."""
 
     local: torch.Tensor
-    """[rows, ...], in use by the model: what is written here is what the next forward pass computes with."""
+    """Values of the rows, [rows, ...], in use by the model: what is written here is what the next forward pass computes
+    with."""
 
     first: int
     """Index of the first row."""
 
     shape: tuple[int, ...]
-    """Of the weight that the ranks hold together: one tensor-parallel rank's shard, as without FSDP."""
+    """Shape of the weight that the ranks hold together: one tensor-parallel rank's shard, as without FSDP."""
 
     group: torch.distributed.ProcessGroup | None
     """The ranks that hold it together; None where this one holds all rows."""
@@ -35,7 +36,7 @@ class RowShard:
         return self.first + self.local.size(0)
 
     def gather(self, local: torch.Tensor | None = None) -> torch.Tensor:
-        """The whole of the weight, or of another tensor that is cut as it is. Collective over the group.
+        """Return the whole of the weight, or of another tensor that is cut as it is. Collective over the group.
 
         It is a sum with zeros, which is exact, and as good for uneven shards as for even ones. (-0 becomes 0.)
         """
@@ -55,11 +56,11 @@ def mark(weight: torch.Tensor, shard: RowShard) -> None:
 
 
 def row_shard(weight: torch.Tensor) -> RowShard | None:
-    """This rank's rows; None for a weight that it holds whole."""
+    """Return this rank's rows; None for a weight that it holds whole."""
     return getattr(weight, "row_shard", None)
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of the weight: its rows, or all of it."""
+    """Return what this rank holds of the weight: its rows, or all of it."""
     shard = row_shard(weight)
     return weight.detach() if shard is None else shard.local

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the layout rank by rank, and the sizes of model, batch and run."""
+"""Makes the text that `--dry-run` prints: the layout rank by rank, and the sizes of model, batch and run."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ _MOST_RANKS_LISTED = 64
 
 
 def describe(config: Config) -> str:
-    """The report on a validated configuration."""
+    """Return the report on a validated configuration."""
     sections = [_formula(config), _model(config), _stages(config), _batch(config), _run(config), _ranks(config)]
     return "\n\n".join("\n".join(lines) for lines in sections)
 

@@ -1,4 +1,5 @@
-"""Bytes of weights, gradients and optimizer state that a rank keeps between steps, for each of its parameters."""
+"""Computes bytes of weights, gradients and optimizer state that a rank keeps between steps, for each of its
+parameters."""
 
 from dataclasses import dataclass, replace
 
@@ -15,31 +16,32 @@ _SHARED = {
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Whole bytes a parameter, and over how many ranks each of them is divided."""
+    """The whole bytes a parameter, and over how many ranks each of them is divided."""
 
     weights: int
     gradients: int
     optimizer: int
-    """Moments and, for 16-bit weights, the fp32 master copy."""
+    """Bytes of the moments and, for 16-bit weights, of the fp32 master copy."""
 
     shares: tuple[int, int, int] = (1, 1, 1)
 
     on_device: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """Of each, the share that is not in host memory, which does not count."""
+    """Share of each that is not in host memory, which does not count."""
 
     @property
     def sizes(self) -> tuple[float, float, float]:
-        """Bytes a parameter that one rank keeps of weights, gradients and optimizer state."""
+        """Return the bytes a parameter that one rank keeps of weights, gradients and optimizer state."""
         weights, gradients, optimizer = (size / share for size, share in zip(self._whole, self.shares, strict=True))
         return weights, gradients, optimizer
 
     @property
     def total(self) -> float:
+        """Sum of what one rank keeps."""
         return sum(self.sizes)
 
     @property
     def formula(self) -> str:
-        """`2 + 4 + 12/8`."""
+        """Return the formula in numbers: `2 + 4 + 12/8`."""
         return " + ".join(
             f"{size:g}/{share}" if share > 1 else f"{size:g}"
             for size, share in zip(self._whole, self.shares, strict=True)
@@ -53,7 +55,7 @@ class StateBytes:
 
 
 def divided(weights: int, gradients: int, optimizer: int, kind: str, ranks: int) -> StateBytes:
-    """What is left of a parameter's bytes on each of `ranks` ranks, for the kinds of `sharding`.
+    """Return what is left of a parameter's bytes on each of `ranks` ranks, for the kinds of `sharding`.
 
     Source: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 5).
     """
@@ -62,7 +64,7 @@ def divided(weights: int, gradients: int, optimizer: int, kind: str, ranks: int)
 
 
 def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
-    """Bytes a parameter, of routed experts or of everything else.
+    """Return the bytes a parameter, of routed experts or of everything else.
 
     Mixed precision with Adam: 2 (weight) + 4 (fp32 gradient) + 12 (fp32 master and two moments) = 18, and 6 + 12/d
     with the distributed optimizer over d data- times context-parallel ranks (Megatron-LM's documentation of its
@@ -84,7 +86,7 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
 
 
 def _on_device(config: Config) -> tuple[float, float, float]:
-    """Shares of weights, gradients and optimizer state that are in the memory of the device."""
+    """Return the shares of weights, gradients and optimizer state that are in the memory of the device."""
     if config.layout.torch_fsdp2_cpu_offload:
         return (0.0, 0.0, 0.0)
     moved = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
@@ -92,14 +94,14 @@ def _on_device(config: Config) -> tuple[float, float, float]:
 
 
 def sharing_ranks(config: Config, *, expert: bool = False) -> int:
-    """Ranks over which a sharded optimizer divides one copy of its state."""
+    """Return the ranks over which a sharded optimizer divides one copy of its state."""
     layout = config.layout
     replicas = layout.data_parallel_size * layout.context_parallel_size
     return (layout.expert_data_parallel_size if expert else replicas) // layout.num_distributed_optimizer_instances
 
 
 def sharding(config: Config) -> str:
-    """What data-parallel ranks divide: ddp (nothing), optim, optim_grads, optim_grads_params, or fsdp2."""
+    """Return what data-parallel ranks divide: ddp (nothing), optim, optim_grads, optim_grads_params, or fsdp2."""
     layout = config.layout
     if layout.use_torch_fsdp2:
         return "fsdp2"

@@ -1,4 +1,5 @@
-"""JSON and YAML from files that anybody may have written: parsed only where they are of a reasonable size and depth.
+"""Reads JSON and YAML from files that anybody may have written: parsed only where they are of a reasonable size and
+depth.
 
     values = load_yaml(read_file(path, most=1 << 20).decode())
 
@@ -16,7 +17,7 @@ from typing import Any
 import yaml
 
 MOST_YAML = 1 << 20
-"""Bytes of a YAML file; one of all our flags has some 10,000."""
+"""Largest size in bytes of a YAML file; one of all our flags has some 10,000."""
 
 _DEPTH = 32
 _NODES = 20_000  # values of a YAML file, with what aliases stand for
@@ -28,11 +29,11 @@ _BRACKET = re.compile(r"[\[\]{}]")
 
 
 class TextError(ValueError):
-    """The text is not what it should be."""
+    """Raised where the text is not what it should be."""
 
 
 class ExcessiveError(TextError):
-    """The text is larger or deeper than any that is meant well."""
+    """Raised where the text is larger or deeper than any that is meant well."""
 
 
 def read_file(path: str | os.PathLike[str], most: int, *, pipes: bool = False) -> bytes:
@@ -41,8 +42,8 @@ def read_file(path: str | os.PathLike[str], most: int, *, pipes: bool = False) -
     Args:
         pipes: whether it may be something else than a regular file, which may be waited for without end.
     Raises:
-        ExcessiveError: it has more bytes, or is no regular file.
-        OSError: it cannot be read.
+        ExcessiveError: the file has more bytes, or is no regular file.
+        OSError: the file cannot be read.
     """
     if not pipes and not stat.S_ISREG(os.stat(path).st_mode):
         raise ExcessiveError("it is no regular file")
@@ -57,8 +58,8 @@ def load_json(content: bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        TextError: it is no JSON, or names a key twice.
-        ExcessiveError: it is nested deeper than any file that is read here.
+        TextError: the text is no JSON, or names a key twice.
+        ExcessiveError: the text is nested deeper than any file that is read here.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -71,11 +72,11 @@ def load_json(content: bytes) -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML text: plain data, for no tag builds an object.
+    """Return the value of a YAML text: plain data, for no tag builds an object.
 
     Raises:
-        TextError: it is no YAML, or names a key twice.
-        ExcessiveError: it is nested too deep, or stands for too many values.
+        TextError: the text is no YAML, or names a key twice.
+        ExcessiveError: the text is nested too deep, or stands for too many values.
     """
     try:
         _check_events(text)
@@ -121,7 +122,7 @@ def _check_events(text: str) -> None:
 
 
 class _Outline:
-    """How deep a YAML text is at the current event, and how many values it has stood for until there."""
+    """Tracks how deep a YAML text is at the current event, and how many values it has stood for until there."""
 
     def __init__(self) -> None:
         self._nodes = 0
@@ -168,7 +169,7 @@ class _Outline:
 
 
 class _Loader(_FastLoader):
-    """Takes no number that is longer than any number."""
+    """A loader that takes no number that is longer than any number."""
 
 
 def _number(tag: str) -> Any:

@@ -1,4 +1,4 @@
-"""Data and tokenizers. The notation is that of the package."""
+"""Refused options about data and tokenizers. The notation is that of the package."""
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (

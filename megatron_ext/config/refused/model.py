@@ -1,4 +1,5 @@
-"""The model's structure, its first weights and its vocabulary. The notation is that of the package."""
+"""Refused options about the model's structure, its first weights and its vocabulary. The notation is that of the
+package."""
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (

@@ -1,4 +1,5 @@
-"""Options of other programs than pretraining, which share Megatron's parser. The notation is that of the package."""
+"""Refused options of other programs than pretraining, which share Megatron's parser. The notation is that of the
+package."""
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (

@@ -1,4 +1,5 @@
-"""How the model is divided over ranks, and what the ranks send. The notation is that of the package."""
+"""Refused options about how the model is divided over ranks, and what the ranks send. The notation is that of the
+package."""
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (

@@ -1,4 +1,5 @@
-"""What happens beside the steps: checks, measurements, evaluation, checkpoints. The notation is that of the package."""
+"""Refused options about what happens next to the steps: checks, measurements, evaluation, checkpoints. The notation is
+that of the package."""
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (

@@ -1,4 +1,4 @@
-"""Old spellings, and what the command line says otherwise here. The notation is that of the package."""
+"""Refused old spellings, and what the command line says otherwise here. The notation is that of the package."""
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (

@@ -1,4 +1,4 @@
-"""Precision, optimizer, recomputation, and the batch. The notation is that of the package."""
+"""Refused options about precision, optimizer, recomputation, and the batch. The notation is that of the package."""
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (

@@ -1,4 +1,4 @@
-"""The configuration: frozen dataclasses, one file per subject, a sentence per field.
+"""Defines the configuration: frozen dataclasses, one file per subject, a sentence per field.
 
 Fields that the user may leave out and that `resolve` derives are declared without `| None`: after resolving
 they always hold a value, and that is the form in which the rest of the program sees them.
@@ -17,7 +17,7 @@ from megatron_ext.config.schema.training import TrainingConfig
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run. Field names are unique across the groups: each is a flag."""
+    """Holds everything that decides a run. Field names are unique across the groups: each is a flag."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)

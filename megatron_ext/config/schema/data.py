@@ -1,4 +1,4 @@
-"""The data: files, blends, splits, tokenizer, loading."""
+"""The options of the data: files, blends, splits, tokenizer, loading."""
 
 from dataclasses import dataclass
 
@@ -17,6 +17,8 @@ TOKENIZER_TYPES = (
 
 @dataclass(frozen=True)
 class DataConfig:
+    """Options of the data."""
+
     data_path: tuple[str, ...] | None = free(
         None, "Prefixes of .bin/.idx files, each optionally after its weight; --split divides them."
     )

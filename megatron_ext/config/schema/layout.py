@@ -1,4 +1,4 @@
-"""The layout: how the ranks share the model and the batch."""
+"""The options of the layout: how the ranks share the model and the batch."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from megatron_ext.config.schema.option import free
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """World size = tensor x pipeline x context x data parallel size."""
+    """Options of the layout. World size = tensor x pipeline x context x data parallel size."""
 
     world_size: int = free(
         None,
@@ -120,12 +120,12 @@ class LayoutConfig:
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int:
-        """Model chunks per pipeline rank; 1 without interleaving. Resolved from either flag."""
+        """Number of model chunks per pipeline rank; 1 without interleaving. It is resolved from either flag."""
         return self.num_virtual_stages_per_pipeline_rank or 1
 
     @property
     def microbatch_group_size(self) -> int:
-        """Microbatches that one virtual stage takes before the next one's turn."""
+        """Number of microbatches that one virtual stage takes before the next one's turn."""
         return self.microbatch_group_size_per_virtual_pipeline_stage or self.pipeline_model_parallel_size
 
     @property
@@ -135,20 +135,21 @@ class LayoutConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that work on the same samples: TP x CP x PP."""
+        """Number of ranks that work on the same samples: TP x CP x PP."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def expert_tensor_size(self) -> int:
-        """Ranks that share each expert's matrices, where nothing is said those that share the layers'."""
+        """Number of ranks that share each expert's matrices; where nothing is said, those that share the layers'."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def expert_data_parallel_size(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         stage = self.world_size // self.pipeline_model_parallel_size
         return stage // (self.expert_model_parallel_size * self.expert_tensor_size)
 
     @property
     def data_parallel_size(self) -> int:
+        """Number of ranks that hold the same part of the model and work on different samples."""
         return self.world_size // self.model_parallel_size

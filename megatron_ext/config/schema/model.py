@@ -1,4 +1,4 @@
-"""The model: its shape, its parts, and how its weights begin."""
+"""The options of the model: its shape, its parts, and how its weights begin."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from megatron_ext.config.schema.option import option
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A GPT decoder. Sizes are those of the whole model, never of one rank."""
+    """Options of the model, a GPT decoder. Sizes are those of the whole model, never of one rank."""
 
     num_layers: int = option(None, "Number of transformer layers.", resume="shape", required="12", at_least=1)
     hidden_size: int = option(None, "Width of the residual stream.", resume="shape", required="768", at_least=1)
@@ -137,7 +137,7 @@ class ModelConfig:
 
     @property
     def num_key_value_heads(self) -> int:
-        """Key/value heads: the query groups with grouped-query attention, else one per attention head."""
+        """Number of key/value heads: the query groups with grouped-query attention, else one per attention head."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     @property
@@ -153,4 +153,5 @@ class ModelConfig:
 
     @property
     def has_qkv_bias(self) -> bool:
+        """Whether the projection of queries, keys and values has a bias."""
         return self.add_qkv_bias or not self.disable_bias_linear

@@ -1,4 +1,4 @@
-"""The optimizer, and the curves that its learning rate and weight decay follow."""
+"""The options of the optimizer, and of the curves that its learning rate and weight decay follow."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ from megatron_ext.config.schema.option import free, option
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Steps of the curves are iterations; a run given in samples (--train-samples) gives them in samples."""
+    """Options of the optimizer. Steps of the curves are iterations; a run given in samples (--train-samples) gives them
+    in samples."""
 
     optimizer: str = free("adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=("adam", "sgd"))
     lr: float = option(None, "Peak learning rate.", resume="curve", required="6e-4", at_least=0)

@@ -1,4 +1,4 @@
-"""A configuration field and the command-line flag that it becomes, declared in one place.
+"""Declares a configuration field and the command-line flag that it becomes in one place.
 
 `num_layers: int = option(12, "Number of transformer layers.", resume="shape")` becomes `--num-layers N`. The flag's
 name is always the field's name with hyphens; the same name (with underscores) is the key in a `--config` YAML file.

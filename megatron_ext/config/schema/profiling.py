@@ -1,4 +1,4 @@
-"""What is traced: some steps, by Nsight Systems or torch's profiler, and the history of GPU memory."""
+"""The options of what is traced: some steps, by Nsight Systems or torch's profiler, and the history of GPU memory."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,8 @@ from megatron_ext.config.schema.option import free
 
 @dataclass(frozen=True)
 class ProfilingConfig:
+    """Options of profiling."""
+
     profile: bool = free(
         False,
         "Mark the steps of the range for `nsys profile --capture-range=cudaProfilerApi`; with --use-pytorch-profiler, "

@@ -1,4 +1,4 @@
-"""The run around the training: checkpoints, logs, where things go."""
+"""The options of the run around the training: checkpoints, logs, where things go."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,8 @@ from megatron_ext.config.schema.option import free
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    """Options of checkpoints: saving, loading, what to keep."""
+
     save: str | None = free(None, "Folder to write checkpoints to.")
     load: str | None = free(
         None, "Folder to resume from, if it holds a checkpoint; or one checkpoint, as checkpoints/iter_0000100."
@@ -63,6 +65,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
+    """Options of what is logged, and where to."""
+
     log_interval: int = free(100, "Steps between two log lines.", at_least=1)
     metrics_file: str | None = free(None, "JSON lines, one object per logged step; default metrics.jsonl in --save.")
     log_sample_ids: str | None = free(

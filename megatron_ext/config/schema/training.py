@@ -1,4 +1,4 @@
-"""The training run: batches, length, precision, recomputation, when to evaluate and when to stop."""
+"""The options of the training: batches, length, precision, recomputation, when to evaluate and when to stop."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,8 @@ from megatron_ext.config.schema.option import free
 
 @dataclass(frozen=True)
 class TrainingConfig:
+    """Options of the training."""
+
     micro_batch_size: int = free(None, "Samples in one microbatch of one data-parallel rank.", required="4", at_least=1)
     global_batch_size: int = free(
         None, "Samples in one optimizer step over all ranks; default micro-batch x data-parallel size.", at_least=1
