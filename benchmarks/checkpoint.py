@@ -1,4 +1,4 @@
-"""Seconds of a save, of the stall of --async-save, and of loading, beside `cp` of the same files.
+"""Measures the seconds of a save, of the stall of --async-save, and of loading, next to `cp` of the same files.
 
     python benchmarks/checkpoint.py /dev/shm/checkpoint --output benchmarks/results
 
@@ -30,7 +30,7 @@ FLAGS = shlex.split("""
 
 
 def measure(flags: list[str], folder: str, turns: int) -> dict[str, float]:
-    """On every rank: the fastest of some saves of each kind, and of some loads, in seconds."""
+    """Return on every rank the fastest of some saves of each kind, and of some loads, in seconds."""
     import torch
 
     from megatron_ext import device
@@ -67,7 +67,7 @@ def measure(flags: list[str], folder: str, turns: int) -> dict[str, float]:
 
 
 def copy_seconds(source: Path, destination: Path, turns: int) -> float:
-    """The fastest `cp -r`."""
+    """Return the seconds of the fastest `cp -r`."""
     seconds = []
     for _ in range(turns):
         started = time.perf_counter()
@@ -78,7 +78,7 @@ def copy_seconds(source: Path, destination: Path, turns: int) -> float:
 
 
 def report(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
+    """Return the record as Markdown."""
     lines = [
         f"# Saving and loading, {record['date']}",
         "",

@@ -1,4 +1,4 @@
-"""How fast does tools/convert_checkpoint.py convert, beside `cp` of the same file, and with how much memory?
+"""Measures how fast tools/convert_checkpoint.py converts, next to `cp` of the same file, and with how much memory.
 
     python benchmarks/conversion.py /dev/shm/conversion runs/conversion --output benchmarks/results
 
@@ -42,7 +42,7 @@ MODEL = {
 
 
 def write_model(folder: Path) -> None:
-    """Write the model. In a process of its own: a child's peak memory begins with its parent's."""
+    """Write the model. This is done in a process of its own: a child's peak memory begins with its parent's."""
     import numpy as np
 
     from megatron_ext.checkpoint.huggingface.safetensors import create
@@ -65,7 +65,7 @@ def write_model(folder: Path) -> None:
 
 
 def timed(command: list[str]) -> dict[str, float]:
-    """Seconds on the clock and of the processor, and peak memory, of a command that must succeed."""
+    """Return seconds on the clock and of the processor, and peak memory, of a command that must succeed."""
     # The modules are compiled in the first turn and kept, as they are for who uses the program twice.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
@@ -82,7 +82,7 @@ def timed(command: list[str]) -> dict[str, float]:
 
 
 def measure(folder: Path, turns: int) -> dict[str, Any]:
-    """The turns of every command in a folder, which is made and removed."""
+    """Return the turns of every command in a folder, which is made and removed."""
     source, copy, ours, back = (folder / name for name in ("hf", "copy", "ours", "back"))
     writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(source,))
     writer.start()
@@ -112,7 +112,7 @@ def measure(folder: Path, turns: int) -> dict[str, Any]:
 
 
 def report(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
+    """Return the record as Markdown."""
     lines = [
         f"# Conversion beside cp, {record['date']}",
         "",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokens/s of one CPU process with two threads, against the same model written plainly in torch.
+"""Measures tokens/s of one CPU process with two threads, against the same model written plainly in torch.
 
     python benchmarks/cpu_speed.py              # eager
     python benchmarks/cpu_speed.py --compile    # both with torch.compile
@@ -82,7 +82,7 @@ class Block:
 
 
 def write_data(folder: Path) -> list[str]:
-    """A megabyte of Python's standard library as bytes; the flags that train on it."""
+    """Write a megabyte of Python's standard library as bytes; return the flags that train on it."""
     import numpy as np
 
     from megatron_ext.data.indexed import IndexedWriter
@@ -95,7 +95,7 @@ def write_data(folder: Path) -> list[str]:
 
 
 def run_ours(pipe: Connection, contestant: Contestant, data_flags: list[str], steps: int) -> None:
-    """The real program, stopped between blocks by a callback."""
+    """Run the real program, stopped between blocks by a callback."""
     from megatron_ext import device
     from megatron_ext.train.configure import configure
 
@@ -169,7 +169,7 @@ def start(function: Callable[..., None], *arguments: object) -> tuple[Connection
 
 
 def measure(contestants: tuple[Contestant, ...], rounds: int, block: int) -> dict[str, list[Block]]:
-    """Blocks of every contestant, one a round, after a first block (at least the compared steps) to warm up."""
+    """Return blocks of every contestant, one a round, after a first block (at least the compared steps) to warm up."""
     warmup = max(block, COMPARED_STEPS)
     steps = warmup + rounds * block
     results: dict[str, list[Block]] = {contestant.name: [] for contestant in contestants}
@@ -196,7 +196,7 @@ def measure(contestants: tuple[Contestant, ...], rounds: int, block: int) -> dic
 
 
 def check_losses(contestants: tuple[Contestant, ...], results: dict[str, list[Block]]) -> float:
-    """The largest difference of the losses of the first steps; ends the program when it is too large."""
+    """Return the largest difference of the losses of the first steps; end the program when it is too large."""
     first = {c.name: results[c.name][0].losses[:COMPARED_STEPS] for c in contestants if c.real_data}
     reference = next(iter(first.values()))
     distance = max(abs(a - b) for losses in first.values() for a, b in zip(reference, losses, strict=True))
@@ -206,7 +206,7 @@ def check_losses(contestants: tuple[Contestant, ...], results: dict[str, list[Bl
 
 
 def summary(results: dict[str, list[Block]]) -> dict[str, dict[str, float]]:
-    """Per contestant: median tokens/s, median CPU time per step, and median speed relative to the first one."""
+    """Return per contestant: median tokens/s, median CPU time per step, and median speed relative to the first one."""
     reference, *_ = results.values()
     rows = {}
     for name, (_, *blocks) in results.items():
@@ -240,7 +240,7 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 def report(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
+    """Return the record as Markdown."""
     about = record["machine"]
     lines = [
         f"# Speed on a CPU, {record['mode']}, {record['date']}",

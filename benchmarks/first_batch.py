@@ -1,4 +1,4 @@
-"""How long until the first batch of a corpus of a trillion tokens, and in how much memory?
+"""Measures how long it takes until the first batch of a corpus of a trillion tokens, and in how much memory.
 
     python benchmarks/first_batch.py /tmp/trillion                  # both orders; takes 3 GB of disk and memory
     python benchmarks/first_batch.py /tmp/trillion --skip-shuffled  # --data-order formula alone
@@ -39,7 +39,7 @@ _BLOCK = 1 << 20
 
 
 def write_corpus(prefix: Path, tokens: int, document_tokens: int) -> int:
-    """Documents of `document_tokens` zeros, the last one shorter; returns how many. Done once."""
+    """Write documents of `document_tokens` zeros, the last one shorter; return how many. This is done once."""
     documents = -(-tokens // document_tokens)
     bytes_of_index = HEADER.size + 12 * documents + 8 * (documents + 1)
     if Path(f"{prefix}.idx").exists() and Path(f"{prefix}.idx").stat().st_size == bytes_of_index:
@@ -64,13 +64,13 @@ def write_corpus(prefix: Path, tokens: int, document_tokens: int) -> int:
 
 
 def resident(field: str) -> float:
-    """VmRSS or VmHWM (its peak) of this process, in MB. Linux."""
+    """Return VmRSS or VmHWM (its peak) of this process, in MB. This needs Linux."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 1024
 
 
 def first_batch(prefix: str, order: str, samples: int, seq_length: int, imports: str) -> dict[str, Any]:
-    """What one process measures."""
+    """Return what one process measures."""
     torch_free = imports == "no torch"
     if not torch_free:
         from megatron_ext import device

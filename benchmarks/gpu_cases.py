@@ -1,4 +1,4 @@
-"""What benchmarks/gpu_session.py runs: cases as data, in the order of their value.
+"""Lists what benchmarks/gpu_session.py runs: cases as data, in the order of their value.
 
 A case is a command of its own process, which may print a line `RESULT {...}`, whose figures are then kept. To add one,
 append a `Case` to the list of its phase, or make a new phase in `PHASES`; the runner needs no change.
@@ -48,8 +48,8 @@ MATCHES = {
     "FSDP2 in host memory": LLAMA + "--use-torch-fsdp2 --torch-fsdp2-cpu-offload ",
     "FSDP2 in host memory, bf16": LLAMA + "--use-torch-fsdp2 --torch-fsdp2-cpu-offload --bf16 ",
 }
-"""Flags beside SMALL. They take the kernels that differ between CUDA and CPU (attention, packed documents, experts) and
-what moves tensors between host and device or between dtypes."""
+"""Flags added to SMALL. They take the kernels that differ between CUDA and CPU (attention, packed documents, experts)
+and what moves tensors between host and device or between dtypes."""
 
 GPT_2 = MOCK + (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 --openai-gelu "
@@ -92,7 +92,7 @@ PACKAGES = ("torch", "triton", "megatron.core", "yaml", "psutil", "einops", "tok
 
 
 def cases(device: str) -> list[Case]:
-    """All cases for "cuda" or "cpu"; with "cpu" those that need no GPU, which compare the CPU with itself."""
+    """Return all cases for "cuda" or "cpu"; with "cpu" those that need no GPU, which compare the CPU with itself."""
     return [case for phase in PHASES.values() for case in phase(device)]
 
 

@@ -1,4 +1,5 @@
-"""One fact case of benchmarks/gpu_session.py: `gpu_facts.py DEVICE NAME`. Needs torch alone. Prints RESULT and JSON."""
+"""Runs one fact case of benchmarks/gpu_session.py: `gpu_facts.py DEVICE NAME`. It needs torch alone and prints RESULT
+and JSON."""
 
 import importlib.metadata
 import inspect
@@ -17,7 +18,7 @@ PACKAGES = (
     *("transformer-engine", "flash-attn"),
 )
 SHAPES = {"D64 s1k": (8, 12, 1024, 64), "D128 s2k": (4, 16, 2048, 128)}
-"""[B, H, S, D]."""
+"""Shape [B, H, S, D]."""
 
 
 def main(device: str, name: str) -> None:
@@ -42,7 +43,8 @@ def versions(device: str) -> dict[str, Any]:
 
 
 def attention(device: str) -> dict[str, Any]:
-    """Which of torch's kernels take which heads, forward and backward, and the signatures that our code relies on."""
+    """Report which of torch's kernels take which heads, forward and backward, and the signatures that our code relies
+    on."""
     from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
     from torch.nn.functional import scaled_dot_product_attention as attend
 

@@ -1,4 +1,4 @@
-"""A session on a GPU machine that is lent for minutes: is CUDA right, and how fast is it?
+"""Runs a session on a GPU machine that is lent for minutes: is CUDA right, and how fast is it?
 
     python benchmarks/gpu_session.py --output "$OUT" --budget-seconds 540
     python benchmarks/gpu_session.py --device cpu --phase matches --only bf16
@@ -83,7 +83,7 @@ def _options(argv: list[str]) -> Any:
 
 
 def missing(modules: Sequence[str]) -> list[str]:
-    """Those that are not installed."""
+    """Return those that are not installed."""
     return [name for name in modules if not _is_there(name)]
 
 
@@ -99,9 +99,9 @@ class Session:
     """Runs cases and keeps their results.
 
     Attributes:
-        folder: of results and logs.
+        folder: folder of results and logs.
         budget: seconds from now on until no process of a case is left.
-        limit: seconds of every case, in place of its own.
+        limit: seconds that every case may take, in place of its own.
     """
 
     folder: Path
@@ -148,7 +148,7 @@ class Session:
         self._keep(case, status, round(time.monotonic() - began, 2), figures)
 
     def _result(self, case: Case) -> tuple[str, dict[str, Any]]:
-        """Passed, failed, timed out or not run; and figures, or a reason."""
+        """Return passed, failed, timed out or not run; and figures, or a reason."""
         lacking = missing(case.needs)
         wanted = self.limit or case.limit
         limit = min(wanted, self._deadline - time.monotonic())
@@ -190,7 +190,7 @@ class Session:
         return process
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill what is left of it: a session of its own is a process group of its own."""
+        """Kill what is left of a case: a session of its own is a process group of its own."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -209,7 +209,7 @@ class Session:
 
 
 def _batches(chosen: Sequence[Case]) -> list[list[Case]]:
-    """Neighbours that may run at the same time; a case that runs alone is a batch of one."""
+    """Yield neighbours that may run at the same time; a case that runs alone is a batch of one."""
     batches: list[list[Case]] = []
     for case in chosen:
         if case.alone or not batches or batches[-1][0].alone or batches[-1][0].phase != case.phase:
@@ -219,7 +219,7 @@ def _batches(chosen: Sequence[Case]) -> list[list[Case]]:
 
 
 def _figures(text: str) -> dict[str, Any]:
-    """Of the last line `RESULT {...}`; none without one."""
+    """Return the figures of the last line `RESULT {...}`; none without one."""
     found = [line for line in text.splitlines() if line.startswith("RESULT ")]
     try:
         return {"figures": json.loads(found[-1].removeprefix("RESULT "))} if found else {}

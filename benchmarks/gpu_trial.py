@@ -1,4 +1,4 @@
-"""One training case of benchmarks/gpu_session.py: `gpu_trial.py DEVICE KIND FLAGS`.
+"""Runs one training case of benchmarks/gpu_session.py: `gpu_trial.py DEVICE KIND FLAGS`.
 
 KIND is `loss` (20 steps on the device whose losses are finite and fall), `match` (the same steps on the CPU and on the
 device, whose losses agree) or `speed` (medians over the steps after the first ten, in bf16). Prints RESULT and the
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST_FIRST_LOSS_DIFFERENCE = {32: 1e-5, 16: 1e-2}
-"""By bits of the weights."""
+"""Tolerance by bits of the weights."""
 WARMUP_STEPS, TIMED_STEPS = 10, 50
 
 
@@ -29,14 +29,14 @@ def main(device: str, kind: str, flags: str) -> None:
 
 
 def falling_loss(device: str, flags: str) -> dict[str, Any]:
-    """First and last loss of a run."""
+    """Return the first and the last loss of a run."""
     losses = [row["lm_loss"] for row in train(device, flags)]
     wrong = not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]
     return {"first loss": losses[0], "last loss": losses[-1], **({"wrong": "it does not fall"} if wrong else {})}
 
 
 def match(device: str, flags: str) -> dict[str, Any]:
-    """Largest differences between the losses of the device and of the CPU."""
+    """Return the largest differences between the losses of the device and of the CPU."""
     here, there = ([row["lm_loss"] for row in train(kind, flags)] for kind in ("cpu", device))
     differences = [abs(a - b) for a, b in zip(here, there, strict=True)]
     tolerance = LARGEST_FIRST_LOSS_DIFFERENCE[16 if "--bf16" in flags or "--fp16" in flags else 32]
@@ -45,7 +45,7 @@ def match(device: str, flags: str) -> dict[str, Any]:
 
 
 def speed(device: str, flags: str) -> dict[str, Any]:
-    """Medians over the timed steps of a run in bf16."""
+    """Return the medians over the timed steps of a run in bf16."""
     rows = train(device, f"{flags} --bf16 --log-interval 1 --train-iters {WARMUP_STEPS + TIMED_STEPS}")
     timed = rows[WARMUP_STEPS:]
     return {
@@ -55,7 +55,7 @@ def speed(device: str, flags: str) -> dict[str, Any]:
 
 
 def train(device: str, flags: str) -> list[dict[str, Any]]:
-    """The logged steps of one run of the program."""
+    """Return the logged steps of one run of the program."""
     from megatron_ext.telemetry.jsonl import read_rows
 
     with tempfile.TemporaryDirectory() as folder:

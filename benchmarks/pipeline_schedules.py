@@ -1,4 +1,4 @@
-"""Bubble and live activations of four pipeline orders, with megatron-core's schedules and stages that sleep.
+"""Measures bubble and live activations of four pipeline orders, with megatron-core's schedules and stages that sleep.
 
     python benchmarks/pipeline_schedules.py --forward-ms 100 --write benchmarks/results/pipeline_schedules.json
 
@@ -37,14 +37,14 @@ ORDERS = ("naive", "GPipe", "1F1B", "interleaved")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One order, measured and by formula."""
+    """One order, as measured and by formula."""
 
     order: str
     seconds: float
     bubble: float
     bubble_formula: float
     bubble_share: float
-    """Of the total time: b / (1 + b)."""
+    """Share of the total time: b / (1 + b)."""
     most_live: list[float]
     """Live activations by stage."""
     first_stage_live_formula: float
@@ -53,8 +53,8 @@ class Outcome:
 def run_order(
     order: str, microbatches: int, chunks: int, forward_seconds: float, repeats: int
 ) -> tuple[float, float, list[tuple[bool, int]]]:
-    """One rank: the fastest of some steps in seconds, the most live activations, in whole stages, and the order of the
-    last step's passes: whether each was a forward pass, and of which chunk."""
+    """Run on one rank; return the fastest of some steps in seconds, the most live activations, in whole stages, and the
+    order of the last step's passes: whether each was a forward pass, and of which chunk."""
     import torch
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -102,7 +102,8 @@ def run_order(
             return Sleep.apply(x, self.weight, self.vp_stage or 0)  # pyright: ignore[reportReturnType]
 
     class AllForwardFirst(P2PCommunicator):
-        """megatron-core runs as many forward passes ahead as there are stages to come: here there are many."""
+        """Runs all forward passes first: megatron-core runs as many ahead as there are stages to come, and here there
+        are many."""
 
         @property
         def total_stages(self) -> int:
@@ -188,7 +189,7 @@ def measure(order: str, stages: int, microbatches: int, chunks: int, forward_ms:
 
 
 def report(outcomes: list[Outcome]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [
         "| order | step, s | bubble, measured | bubble, formula | share of the time | live activations by stage |",
         "|---|---|---|---|---|---|",

@@ -1,7 +1,8 @@
-"""The model of `cpu_speed.py` as one would write it plainly in torch: what megatron_ext is measured against.
+"""The model of `cpu_speed.py` is written here as one would write it plainly in torch: megatron_ext is measured against
+it.
 
-nn.Linear, F.scaled_dot_product_attention, nn.RMSNorm, torch.optim.AdamW, clip_grad_norm_. It imports nothing of
-megatron. Query, key and value are one product, and so are gate and up: the faster of the two usual ways.
+It uses nn.Linear, F.scaled_dot_product_attention, nn.RMSNorm, torch.optim.AdamW and clip_grad_norm_, and imports
+nothing of megatron. Query, key and value are one product, and so are gate and up: the faster of the two usual ways.
 
 Shapes: B batch, S sequence, H heads, D channels of a head.
 """
@@ -69,7 +70,7 @@ class PlainGPT(nn.Module):
         self.register_buffer("sines", angles.sin(), persistent=False)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """tokens, labels: int64 [B, S]. Returns the mean loss in nats per token."""
+        """Return the mean loss in nats per token. tokens, labels: int64 [B, S]."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.cosines, self.sines)
@@ -113,7 +114,7 @@ class Recipe:
     clip: float
 
     def learning_rate(self, step: int) -> float:
-        """Linear warmup, then a cosine; `step` counts from 0."""
+        """Return the rate of a linear warmup, then a cosine; `step` counts from 0."""
         if step <= self.warmup:
             return self.peak * step / self.warmup
         done = (step - self.warmup) / (self.steps - self.warmup)
@@ -121,7 +122,7 @@ class Recipe:
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, fused: bool | None) -> torch.optim.AdamW:
-    """AdamW without weight decay on norms. `fused=None` is torch's default: on a CPU a loop over the tensors."""
+    """Return AdamW without weight decay on norms. `fused=None` is torch's default: on a CPU a loop over the tensors."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},
@@ -138,7 +139,7 @@ def train_step(
     tokens: torch.Tensor,
     labels: torch.Tensor,
 ) -> float:
-    """One step on one batch; returns its loss."""
+    """Take one step on one batch; return its loss."""
     for group in optimizer.param_groups:
         group["lr"] = recipe.learning_rate(step)
     loss = model(tokens, labels)

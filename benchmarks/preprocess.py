@@ -1,4 +1,4 @@
-"""How fast is tools/preprocess_data.py on one core? Cold process, one worker, the whole command.
+"""Measures how fast tools/preprocess_data.py is on one core: cold process, one worker, the whole command.
 
     python benchmarks/preprocess.py runs/preprocess                       # ours, with and without the fast tokenizer
     python benchmarks/preprocess.py runs/preprocess --peer ../Megatron-LM # and Megatron-LM's own tool, from a checkout
@@ -38,7 +38,7 @@ COMMANDS = ("fast", "plain", "peer")
 
 
 def text_files() -> Iterator[str]:
-    """The text of every readable file of up to 2 MB, each content once but the empty one, which stays."""
+    """Yield the text of every readable file of up to 2 MB, each content once but the empty one, which stays."""
     seen: set[bytes] = set()
     for source in SOURCES:
         for path in sorted(Path(source).rglob("*")):
@@ -65,7 +65,7 @@ def make_corpus(path: Path, megabytes: int) -> None:
 
 
 def describe_corpus(path: Path) -> dict[str, Any]:
-    """Size, documents, empty ones, and the share of the bytes in documents that are there once."""
+    """Return the size, documents, empty ones, and the share of the bytes in documents that are there once."""
     counts: dict[bytes, int] = {}
     sizes: dict[bytes, int] = {}
     empty = documents = 0
@@ -97,7 +97,7 @@ def train(folder: Path, corpus: Path, kind: str, max_bytes: int) -> Path:
 
 
 def tokenizer_flags(kind: str, folder: Path, corpus: Path) -> list[str]:
-    """The flags of a tokenizer of this kind; all byte-level ones have the same merges."""
+    """Return the flags of a tokenizer of this kind; all byte-level ones have the same merges."""
     if kind.startswith("sentencepiece"):
         model = train(folder, corpus, kind, 5_000_000) / "tokenizer.model"
         return ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
@@ -125,7 +125,8 @@ def tokenizer_flags(kind: str, folder: Path, corpus: Path) -> list[str]:
 
 
 def _bytes_of(text: str) -> bytes:
-    """The bytes that a token of a byte-level vocabulary stands for (GPT-2's table of one character for each byte)."""
+    """Return the bytes that a token of a byte-level vocabulary stands for (GPT-2's table of one character for each
+    byte)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in plain}
     others = [byte for byte in range(256) if byte not in plain]
@@ -134,7 +135,7 @@ def _bytes_of(text: str) -> bytes:
 
 
 def run(command: str, options: argparse.Namespace, corpus: Path, flags: list[str]) -> tuple[Measured, str]:
-    """Run one command once; the second value is the hash of its output."""
+    """Run one command once; the second value returned is the hash of its output."""
     prefix = options.folder / command
     tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py")]
     environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -179,7 +180,7 @@ def row(measured: Measured, megabytes: float, digest: str) -> dict[str, Any]:
 
 
 def report(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
+    """Return the record as Markdown."""
     about, corpus = record["machine"], record["corpus"]
     peer = f" The peer is Megatron-LM {about['peer_commit']}." if about["peer_commit"] else ""
     lines = [

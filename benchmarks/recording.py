@@ -1,4 +1,5 @@
-"""What a benchmark's record says of the machine, and how it is kept: NAME-DATE.json and .md in the folder --output."""
+"""Records what a benchmark's results say of the machine, and keeps them: NAME-DATE.json and .md in the folder
+--output."""
 
 import json
 import os
@@ -13,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def heading() -> dict[str, Any]:
-    """Date, machine and commit. To be called before the measurement: it asks for the load."""
+    """Return date, machine and commit. Call it before the measurement: it asks for the load."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -31,7 +32,7 @@ def heading() -> dict[str, Any]:
 
 
 def sentence(record: Mapping[str, Any]) -> str:
-    """The heading in words."""
+    """Return the heading in words."""
     about = record["machine"]
     return (
         f"{about['cpu']}, {about['cores']} cores, load average {about['load_average']} before the start, Python "

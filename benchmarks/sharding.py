@@ -1,4 +1,4 @@
-"""Bytes that every way of sharing a model keeps and sends on each rank, counted, beside the formulas.
+"""Counts the bytes that every way of sharding a model keeps and sends on each rank, next to the formulas.
 
     python benchmarks/sharding.py                                    # the table, to the standard output
     python benchmarks/sharding.py --write docs/parallelism.md        # into the page, and results as JSON
@@ -82,18 +82,18 @@ REASONS: dict[str, str] = {
     "ZeRO-3, Megatron-FSDP, tied": "tied embeddings are gathered once a step, not twice a microbatch",
     "Experts, ZeRO-3, Megatron-FSDP": "two experts on four ranks: whole matrices are divided, and padded",
 }
-"""Why a count is not its formula, by scheme."""
+"""Reasons why a count is not its formula, by scheme."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """What one rank kept and sent, and what the formulas say."""
+    """Holds what one rank kept and sent, and what the formulas say."""
 
     kept: dict[str, int]
     kept_formula: dict[str, float]
     kept_in_words: str
     sent: dict[str, float]
-    """By collective and axis."""
+    """Bytes sent, by collective and axis."""
     terms: list[tuple[str, float, str]]
     """Collective, bytes, formula."""
     parameters: int
@@ -120,7 +120,7 @@ def _off(counted: float, expected: float) -> float:
 
 
 def count_on_this_rank(flags: list[str], sabotage: Any = None) -> Count:
-    """One rank: a step to fill the optimizer's state, and one that is counted."""
+    """Take a step on one rank to fill the optimizer's state, and one that is counted."""
     from megatron_ext import device
     from megatron_ext.plan.shapes import Shapes
     from megatron_ext.plan.state_bytes import state_bytes
@@ -155,14 +155,14 @@ def count_on_this_rank(flags: list[str], sabotage: Any = None) -> Count:
 
 
 def measure(scheme: str, sabotage: Any = None) -> Count:
-    """The rank of a scheme that is farthest from its formulas."""
+    """Return the rank of a scheme that is farthest from its formulas."""
     ranks, flags = SCHEMES[scheme]
     counts = run_ranks(ranks, count_on_this_rank, [*MODEL.split(), *flags.split()], sabotage)
     return max(counts, key=lambda count: max(count.kept_off, count.sent_off))
 
 
 def refused(scheme: str) -> str | None:
-    """Why this version does not know a flag of the scheme; None where it knows them all."""
+    """Return why this version does not know a flag of the scheme; None where it knows them all."""
     try:
         parse(SCHEMES[scheme][1].split())
     except ConfigurationError as error:

@@ -20,6 +20,7 @@ from megatron_ext.telemetry.metrics import MEASURED_FIELDS
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Compare the metrics files of two runs, float for float.")
     parser.add_argument("first", help="metrics.jsonl of the one run")
     parser.add_argument("second", help="metrics.jsonl of the other")
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def first_difference(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> str | None:
-    """Where the runs part, in words; None if they do not."""
+    """Return where the runs differ first, in words; None if they do not."""
     for number, (one, other) in enumerate(zip(first, second, strict=False), start=1):
         for name in sorted((one.keys() | other.keys()) - MEASURED_FIELDS):
             if not _same(one.get(name), other.get(name)):

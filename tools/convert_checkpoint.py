@@ -22,6 +22,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Convert between our checkpoints and Hugging Face folders.")
     parser.add_argument("direction", choices=("to-hf", "from-hf"), help="what to write")
     parser.add_argument("--load", required=True, metavar="DIR", help="our checkpoints, or a Hugging Face folder")

@@ -1,4 +1,4 @@
-"""What breaks a launch, looked for before it starts, in a few seconds.
+"""Looks for what breaks a launch, before it starts, in a few seconds.
 
     python tools/doctor.py --nproc-per-node 8 -- <the flags of your launch>
     torchrun --nproc-per-node 8 tools/doctor.py --collectives
@@ -26,6 +26,7 @@ from megatron_ext.resilience.process_end import end_process
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     own, training = split_at_dashes(argv)
     parser = ToolParser("Look for what breaks a launch.")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks on this machine; default one per GPU")
@@ -63,7 +64,7 @@ def _collectives(kind: str, seconds: float, megabytes: float) -> int:
 
 
 def _configured(flags: list[str], world_size: int, findings: list[Finding]) -> Config | None:
-    """The configuration that the flags make; what is wrong with them goes to the findings."""
+    """Return the configuration that the flags make; what is wrong with them goes to the findings."""
     from megatron_ext.train.configure import configure
 
     given = [] if "--world-size" in flags else ["--world-size", str(world_size)]

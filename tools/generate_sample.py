@@ -1,4 +1,4 @@
-"""A sample of text from an exported model, by transformers alone: nothing of this repository computes it.
+"""Generates a sample of text from an exported model, by transformers alone: nothing of this repository computes it.
 
     python tools/generate_sample.py --model model-hf --prompt "def " --max-new-tokens 60
 
@@ -19,6 +19,7 @@ from megatron_ext.errors import ConfigurationError
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("A sample of text from an exported model, by transformers alone.")
     parser.add_argument("--model", required=True, metavar="DIR", help="folder that convert_checkpoint.py to-hf wrote")
     parser.add_argument("--prompt", default="def ", help="text to go on from")
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
 
 
 def sample(folder: str, prompt: str, count: int, temperature: float, seed: int) -> str:
-    """The prompt and what the model makes of it. No code from the folder is run."""
+    """Return the prompt and what the model makes of it. No code from the folder is run."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -1,4 +1,4 @@
-"""The flags of ours that another program's configuration file means.
+"""Prints the flags of ours that another program's configuration file means.
 
     python tools/import_config.py --from deepspeed ds_config.json --world-size 8
     python tools/import_config.py --from axolotl config.yaml
@@ -17,6 +17,7 @@ from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, read, tr
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Print the flags that another program's configuration means.")
     parser.add_argument("--from", required=True, choices=SOURCES, dest="source", help="whose configuration it is")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks, where the file does not say how many")
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
 
 
 def report(translation: Translation) -> str:
+    """Return the flags, the layout and what became of every key, as text."""
     flags = [f"    {flag} {value}".rstrip() for flag, value in translation.command.items()]
     parts = [["flags", *(flags or ["    none"])], ["layout", *(f"    {line}" for line in translation.layout.lines())]]
     for kind, title in KINDS.items():

@@ -22,6 +22,7 @@ from megatron_ext.errors import ConfigurationError, DataError
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Look into checkpoints: ls DIR | show CKPT | verify CKPT | diff A B.")
     parser.add_argument("command", choices=("ls", "show", "verify", "diff"))
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a checkpoint, or a --save folder")
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def list_checkpoints(folder: Path) -> int:
-    """One line for each checkpoint; the one to be loaded has a star."""
+    """Print one line for each checkpoint; the one to be loaded has a star."""
     latest = find_latest(folder)
     if latest is None:
         raise ConfigurationError(f"{folder} holds no checkpoint; give a --save folder")
@@ -52,6 +53,7 @@ def list_checkpoints(folder: Path) -> int:
 
 
 def show(path: Path) -> int:
+    """Print the tensors of a checkpoint."""
     from megatron_ext import device
 
     device.install("cpu")
@@ -69,6 +71,7 @@ def show(path: Path) -> int:
 
 
 def verify(path: Path) -> int:
+    """Check a checkpoint against its manifest."""
     checkpoint = _checkpoint(path)
     started = time.perf_counter()
     try:
@@ -86,6 +89,7 @@ def verify(path: Path) -> int:
 
 
 def diff(first: Path, second: Path) -> int:
+    """Print which tensors differ, and by how much."""
     from megatron_ext import device
 
     device.install("cpu")

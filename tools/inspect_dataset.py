@@ -29,6 +29,7 @@ from megatron_ext.train.configure import configure
 
 
 def make_parser() -> ToolParser:
+    """Return the parser of the tool's command line."""
     parser = ToolParser("Look into a .bin/.idx pair, or prove that it is whole.")
     add = parser.add_argument
     add("command", choices=("show", "document", "verify"), help="what to do (or: sample --help)")
@@ -39,6 +40,7 @@ def make_parser() -> ToolParser:
 
 
 def show(prefix: str) -> None:
+    """Print what is in a pair."""
     summary = summarize(prefix)
     print(f"{prefix}: {summary.tokens} tokens of type {summary.dtype}")
     made = made_with(prefix)
@@ -55,6 +57,7 @@ def show(prefix: str) -> None:
 
 
 def verify(prefix: str, vocab_size: int | None) -> None:
+    """Check a pair and print the outcome."""
     check_indexed_files(prefix)
     if vocab_size is not None:
         check_token_ids(prefix, vocab_size)
@@ -63,7 +66,7 @@ def verify(prefix: str, vocab_size: int | None) -> None:
 
 
 def sample(argv: list[str]) -> None:
-    """The text of one sample, or of those of one step, of a training with the flags `argv`."""
+    """Print the text of one sample, or of those of one step, of a training with the flags `argv`."""
     parser = ToolParser("Show the text that a training step saw. All other flags are those of the training.")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, help="the step, from 1")
@@ -90,6 +93,7 @@ def sample(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     if argv[:1] == ["sample"]:
         sample(argv[1:])
         return 0

@@ -30,6 +30,7 @@ from megatron_ext.verify.losses.compare import different_files, first_difference
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     options = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end and checkouts are removed
     jobs = _chosen(options)
@@ -70,14 +71,14 @@ def _chosen(options: Namespace) -> dict[str, Job]:
 
 
 def _done(options: Namespace) -> set[str]:
-    """The layouts that --output already has a verdict on."""
+    """Return the layouts that --output already has a verdict on."""
     if not options.skip_done or options.output is None or not options.output.exists():
         return set()
     return {json.loads(line)["layout"] for line in options.output.read_text().splitlines()}
 
 
 def _run_base(commit: str, jobs: dict[str, Job], scratch: Path, options: Namespace) -> dict[str, Result]:
-    """All results of the base; progress goes to the standard error."""
+    """Return all results of the base; progress goes to the standard error."""
     found, started = {}, time.monotonic()
     for name, result in results(commit, jobs, scratch, options.cache, options.jobs):
         found[name] = result
@@ -87,7 +88,7 @@ def _run_base(commit: str, jobs: dict[str, Job], scratch: Path, options: Namespa
 
 
 def _tell(name: str, base: Result, head: Result, options: Namespace) -> bool:
-    """Print the verdict on a layout; True where it counts as different."""
+    """Print the verdict on a layout; return True where it counts as different."""
     found, files = first_difference(base, head), different_files(base, head)
     if found is None and files and options.files:
         found = f"file {files[0]} differs"

@@ -1,4 +1,4 @@
-"""All .bin/.idx pairs of a folder into one pair.
+"""Merges all .bin/.idx pairs of a folder into one pair.
 
     python tools/merge_datasets.py --input data/parts --output-prefix data/corpus_text_document
 
@@ -16,6 +16,7 @@ from megatron_ext.data.prepare.merge import find_prefixes, merge_indexed_files
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Merge the .bin/.idx pairs of a folder into one.")
     parser.add_argument("--input", required=True, metavar="FOLDER", help="folder of the pairs")
     parser.add_argument("--output-prefix", required=True, help="path of the merged pair, without .bin or .idx")

@@ -1,11 +1,11 @@
-"""For whoever doubts: train a few steps in one process and in a layout, and say whether, and where, they part.
+"""For whoever doubts: trains a few steps in one process and in a layout, and says whether, and where, they differ.
 
     python tools/parity.py -- --num-layers 4 ... --tensor-model-parallel-size 2 --sequence-parallel
     python tools/parity.py --steps 10 --world-size 8 -- <the flags of your launch>
 
-Compared are the initial weights (bit for bit), the output of every module and the gradient of every parameter in the
-first step, and losses and gradient norms of all steps. Where the runs part, the first tensor that differs is named: in
-forward order for outputs, in backward order for gradients. Both start from the seed, in fp32, with dropout 0, on
+It compares the initial weights (bit for bit), the output of every module and the gradient of every parameter in the
+first step, and losses and gradient norms of all steps. Where the runs differ, the first tensor that differs is named:
+in forward order for outputs, in backward order for gradients. Both start from the seed, in fp32, with dropout 0, on
 processes of this machine. Exit codes: 0 they agree, 1 they do not, 64 the flags cannot work.
 """
 
@@ -21,6 +21,7 @@ from megatron_ext.verify.proof import Comparison, Proof, comparison, prove
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     own, training = split_at_dashes(argv)
     parser = ToolParser("Train a few steps in one process and in a layout, and say where they part.")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of each run")
@@ -54,7 +55,7 @@ def _start_device(kind: str, ranks: int) -> None:
 
 
 def report(both: Comparison, proof: Proof) -> str:
-    """The comparison in words, with the verdict in the last line."""
+    """Return the comparison in words, with the verdict in the last line."""
     lines = [f"one process against {both.world_size} ranks, fp32{''.join(f', {change}' for change in both.changed)}"]
     lines.append(f"{'step':>4}  {'loss, one process':>18}  {'loss':>18}  {'gradient norm':>18}  {'gradient norm':>18}")
     known, other = proof.reference, proof.other

@@ -1,4 +1,5 @@
-"""How far every layout is from one process: trains them all on CPU ranks and writes the table of docs/parity.md.
+"""Measures how far every layout is from one process: trains them all on CPU ranks and writes the table of
+docs/parity.md.
 
     python tools/parity_table.py --write docs/parity.md                   # the whole matrix, some minutes
     python tools/parity_table.py --cases "TP2, tied" "PP4 VPP2, untied"   # two rows, to the standard output
@@ -47,6 +48,7 @@ _BF16_COLUMNS = ("case", "ranks", "initial weights", "distance", "limit", "dista
 
 
 def make_parser() -> ToolParser:
+    """Return the parser of the tool's command line."""
     parser = ToolParser("Compare layouts with one process and write the table.")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="rows to make; default all")
     parser.add_argument("--write", type=Path, metavar="FILE", help="Markdown file to write; default standard output")
@@ -54,7 +56,7 @@ def make_parser() -> ToolParser:
 
 
 def fp32_row(case: Case, experiment: Experiment) -> tuple[list[str], bool]:
-    """One row of the first table, and whether it is within all tolerances."""
+    """Return one row of the first table, and whether it is within all tolerances."""
     reference, other = experiment.reference(case.model), experiment.train(case)
     found = compare(reference, other)
     worst = found.worst_gradient
@@ -70,7 +72,7 @@ def fp32_row(case: Case, experiment: Experiment) -> tuple[list[str], bool]:
 
 
 def bf16_row(case: Case, experiment: Experiment) -> tuple[list[str], bool]:
-    """One row of the second table, and whether it is within the limit."""
+    """Return one row of the second table, and whether it is within the limit."""
     reference, other = experiment.reference(case.model, bf16=True), experiment.train(case, bf16=True)
     distance, own = bf16_distance(experiment.reference(case.model), reference, other)
     cells = [
@@ -85,7 +87,7 @@ def bf16_row(case: Case, experiment: Experiment) -> tuple[list[str], bool]:
 def row_or_failure(
     make_row: Callable[[Case, Experiment], tuple[list[str], bool]], case: Case, experiment: Experiment
 ) -> tuple[list[str], str]:
-    """A row and what is printed of it; ranks that fail cost their own row alone."""
+    """Return a row and what is printed of it; ranks that fail cost their own row alone."""
     try:
         cells, agrees = make_row(case, experiment)
     except RankError as error:
@@ -110,7 +112,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def page(fp32: Sequence[Sequence[str]], bf16: Sequence[Sequence[str]]) -> str:
-    """The Markdown file around both tables."""
+    """Return the Markdown file around both tables."""
     machine = (
         f"{os.cpu_count()} CPU cores ({device.current().model_name}), Python {platform.python_version()}, "
         f"torch {version('torch')}, megatron-core {version('megatron-core')}"
@@ -152,6 +154,7 @@ fp32, whichever is larger. Limit: {BF16_FACTOR:g} times one process's own distan
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     parser = make_parser()
     options = parser.parse_args(argv)
     unknown = [name for name in options.cases or [] if name not in CASES]

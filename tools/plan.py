@@ -1,4 +1,4 @@
-"""Which layout for this model on these devices, and why.
+"""Says which layout to use for this model on these devices, and why.
 
     python tools/plan.py --world-size 64 --device h100 --gpus-per-node 8 -- \
         --num-layers 32 --hidden-size 4096 ... --bf16 --seq-length 4096 --global-batch-size 512
@@ -32,6 +32,7 @@ _MOST_RANKS = 16  # times as many, in search of what would fit
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     own, training = split_at_dashes(argv)
     parser = _parser()
     options = parser.parse_args(own)

@@ -18,6 +18,7 @@ from megatron_ext.train.configure import configure
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0

@@ -1,4 +1,4 @@
-"""Text to the .bin/.idx files that training reads.
+"""Turns text into the .bin/.idx files that training reads.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod --workers 8 \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
@@ -27,6 +27,7 @@ _INPUTS = (
 
 
 def make_parser() -> ToolParser:
+    """Return the parser of the tool's command line."""
     parser = ToolParser("Encode text files into .bin/.idx, one pair for each JSON key.")
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help=_INPUTS)
@@ -90,6 +91,7 @@ def _time_left(begun: Progress, progress: Progress, elapsed: float) -> str:
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     gc.freeze()  # what is imported by now stays: nothing to look through again and again, and workers share it
     parser = make_parser()
     options = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""A corpus of real text that every machine has: the Python standard library's sources, some 30 MB.
+"""Writes a corpus of real text that every machine has: the Python standard library's sources, some 30 MB.
 
     python tools/python_corpus.py --output-prefix data/python
 
@@ -22,7 +22,7 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
 def library_files(library: Path) -> Iterator[tuple[str, str]]:
-    """(path below `library`, text) of its .py files, sorted by path; files that are not UTF-8 are left out."""
+    """Yield (path below `library`, text) of its .py files, sorted by path; files that are not UTF-8 are left out."""
     files = (file.relative_to(library) for file in library.rglob("*.py") if file.is_file())
     for path in sorted(path.as_posix() for path in files if not _NOT_THE_LIBRARY & set(path.parts)):
         try:
@@ -32,11 +32,12 @@ def library_files(library: Path) -> Iterator[tuple[str, str]]:
 
 
 def is_validation(path: str, share: float) -> bool:
-    """Whether a file is validation data: a hash of its path, below `share` of all hashes."""
+    """Return whether a file is validation data: a hash of its path, below `share` of all hashes."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") < share * 2**64
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Write the standard library's sources as a training and a validation .jsonl file.")
     parser.add_argument(
         "--output-prefix", required=True, help="the files get this name plus _train.jsonl, _valid.jsonl"

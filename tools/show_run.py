@@ -1,4 +1,4 @@
-"""Show a run: its loss curve in the terminal, and as a web page.
+"""Shows a run: its loss curve in the terminal, and as a web page.
 
     python tools/show_run.py checkpoints/quickstart --html run.html
 
@@ -16,6 +16,7 @@ from megatron_ext.telemetry.run_page import run_page
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Show a run: its loss curve in the terminal, and as a web page.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's --save folder, or its metrics file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with loss, rate, norm and speed")

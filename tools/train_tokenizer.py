@@ -1,4 +1,4 @@
-"""Train a tokenizer on text files.
+"""Trains a tokenizer on text files.
 
     python tools/train_tokenizer.py --input data/python_train.jsonl --output-dir data/tokenizer --vocab-size 8192
 
@@ -20,6 +20,7 @@ from megatron_ext.tokenizer.training import TRAINABLE_TYPES, sample_texts, train
 
 
 def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Train a tokenizer on text files.")
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .txt files, or folders of them")

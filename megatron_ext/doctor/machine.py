@@ -103,7 +103,7 @@ def checkpoints_have_room(launch: Launch) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of a checkpoint: a copy of the weights, and with the optimizer Adam's two moments and the fp32 weights."""
+    """Return the bytes of a checkpoint: a copy of the weights, and with the optimizer its moments and fp32 weights."""
     each = config.training.params_bytes
     if not config.checkpoint.no_save_optim:
         moments = 2 if config.optimizer.optimizer == "adam" else 1

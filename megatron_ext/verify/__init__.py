@@ -1,1 +1,1 @@
-"""Proof: launch ranks, compare runs by global parameter name, plant faults."""
+"""Proves the program right: launches ranks, compares runs by global parameter name, plants faults."""

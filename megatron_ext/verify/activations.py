@@ -1,4 +1,5 @@
-"""What the modules of a model put out in the first step, whole, from the parts that the ranks of any layout hold.
+"""Gathers what the modules of a model put out in the first step, whole, from the parts that the ranks of any layout
+hold.
 
 On the ranks, `Taps(run)` copies the outputs of the modules named below while the first step runs; in the parent,
 `assemble_outputs` puts the parts of all ranks together by global module name, so that two layouts can be compared
@@ -58,6 +59,7 @@ class Taps:
         self._handles = [module.register_forward_hook(self._copy(name)) for name, module in named_modules(run.chunks)]
 
     def close(self) -> None:
+        """Stop copying."""
         for handle in self._handles:
             handle.remove()
 
@@ -75,7 +77,7 @@ class Taps:
 
 
 def named_modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(global name, module) of the modules of this rank whose outputs are compared."""
+    """Yield (global name, module) of the modules of this rank whose outputs are compared."""
     for chunk in unwrapped(chunks):
         modules = dict(chunk.named_modules())
         for name in (*_BEFORE, *_AFTER):
@@ -91,7 +93,7 @@ def named_modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
 
 
 def forward_order(config: Config) -> list[str]:
-    """The names of all modules that may have outputs, in the order of a forward pass."""
+    """Return the names of all modules that may have outputs, in the order of a forward pass."""
     layers = [
         f"decoder.layers.{layer}.{inner}".rstrip(".")
         for layer in range(config.model.num_layers)
@@ -101,9 +103,10 @@ def forward_order(config: Config) -> list[str]:
 
 
 def assemble_outputs(config: Config, parts: Iterable[Part]) -> dict[str, list[np.ndarray]]:
-    """Whole outputs by name, [samples of the global batch, sequence, width], in the order of a forward pass.
+    """Return whole outputs by name, [samples of the global batch, sequence, width], in the order of a forward pass.
 
-    Every name has a list: one output, or one of each tensor-parallel rank where these hold the same by design.
+    The value of every name is a list: one output, or one of each tensor-parallel rank where these hold the same by
+    design.
     """
     found: dict[str, dict[tuple[int, int, int, int], np.ndarray]] = {}
     for part in parts:
@@ -141,7 +144,8 @@ def _whole(config: Config, name: str, parts: dict[tuple[int, int, int, int], np.
 
 
 def _in_order(pieces: list[np.ndarray]) -> np.ndarray:
-    """The sequence from what context-parallel ranks hold of it: of 2n chunks, rank r has number r and 2n - 1 - r."""
+    """Return the sequence from what context-parallel ranks hold of it: of 2n chunks, rank r has number r and 2n - 1 -
+    r."""
     if len(pieces) == 1:
         return pieces[0]
     chunks: dict[int, np.ndarray] = {}

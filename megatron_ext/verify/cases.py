@@ -1,4 +1,4 @@
-"""The layouts that are compared with one process, and the models that they are compared on.
+"""Lists the layouts that are compared with one process, and the models that they are compared on.
 
     case = CASES["TP2 SP, tied"]
     case.flags                       # ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -255,13 +255,13 @@ class Case:
 
     world_size: int
     flags: tuple[str, ...]
-    """What differs from the one process."""
+    """Flags in which the layout differs from the one process."""
 
     slow: bool = False
-    """Left to docs/parity.md and to tests that are asked for with `-m slow`."""
+    """Whether the case is left to docs/parity.md and to tests that are asked for with `-m slow`."""
 
     slow_in_bf16: bool = False
-    """The same for bf16 alone."""
+    """Whether the same holds for bf16 alone."""
 
 
 def _cases() -> list[Case]:

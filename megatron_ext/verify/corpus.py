@@ -1,4 +1,4 @@
-"""A small corpus whose loss masks differ from sample to sample, for comparing runs on real .bin/.idx files."""
+"""Writes a small corpus whose loss masks differ from sample to sample, for comparing runs on real .bin/.idx files."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megatron_ext.tokenizer.byte import ByteTokenizer
 SEQ_LENGTH = 32
 TRAINING_SAMPLES = 128
 VALIDATION_SAMPLES = 13
-"""No multiple of any batch: the last global batch of an evaluation is a remainder."""
+"""Number of samples, no multiple of any batch: the last global batch of an evaluation is a remainder."""
 
 _LONGEST_DOCUMENT = 3 * SEQ_LENGTH
 
@@ -32,7 +32,7 @@ def write_corpus(folder: Path) -> list[str]:
 
 
 def _write(prefix: Path, samples: int, split: int) -> None:
-    """Exactly `samples` samples of SEQ_LENGTH tokens and their labels."""
+    """Write exactly `samples` samples of SEQ_LENGTH tokens and their labels."""
     left = samples * SEQ_LENGTH + 1
     random = np.random.default_rng(split)
     text = MockDataset(

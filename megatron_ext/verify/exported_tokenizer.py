@@ -1,4 +1,4 @@
-"""Proof of an exported tokenizer: it gives the ids of the tokenizer that the model was trained with, and back.
+"""Proves an exported tokenizer: it gives the ids of the tokenizer that the model was trained with, and back.
 
 The folder is read twice: with the library `tokenizers`, as --tokenizer-type HuggingFaceTokenizer reads it, and with
 transformers' AutoTokenizer where that is installed, as those who get the folder will.
@@ -32,12 +32,12 @@ _NAMES = ("<unk>", "<s>", "</s>", "<pad>", "<0x0A>", "<|endoftext|>", "<mask>", 
 
 @dataclass(frozen=True)
 class SameIds:
-    """What was compared."""
+    """Reports what was compared."""
 
     probes: int
     documents: int
     by: tuple[str, ...]
-    """Who read the folder."""
+    """Names of those who read the folder."""
     note: str | None
     """Why no validation data was read, where none was."""
 
@@ -128,7 +128,8 @@ def _short(value: Any) -> str:
 
 
 def _held_out_texts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], str | None]:
-    """Documents of the validation data (where there is none, of the training data), decoded; or why there are none."""
+    """Return the documents of the validation data (where there is none, of the training data), decoded; or why there
+    are none."""
     files = split_files(config, "valid") or split_files(config, "train")
     if files is None:
         return [], "the run names no data files"
@@ -145,7 +146,7 @@ def _held_out_texts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], st
 
 
 def _documents(prefix: str, bounds: tuple[float, float], eod: int) -> Iterator[list[int]]:
-    """The first tokens of some sequences from all over this share of the corpus, without ends of documents."""
+    """Yield the first tokens of some sequences from all over this share of the corpus, without ends of documents."""
     index, share = open_index(prefix), share_of(prefix, bounds)
     step = max(1, (share.end - share.first) // _DOCUMENTS)
     for sequence in range(share.first, share.end, step)[:_DOCUMENTS]:

@@ -1,4 +1,4 @@
-"""Whole tensors by global parameter name, from the shards that the ranks of any layout hold.
+"""Gathers whole tensors by global parameter name, from the shards that the ranks of any layout hold.
 
 On the ranks, `weights(run)` and `gradients(run)` return this rank's shards; in the parent, `assemble` puts those of
 all ranks together, so that two layouts can be compared tensor by tensor.
@@ -25,12 +25,12 @@ class Shard:
 
     name: str
     tp_rank: int
-    """Among the ranks that share its matrices: for a routed expert, those of expert tensor parallelism."""
+    """Rank among those that share its matrices: for a routed expert, those of expert tensor parallelism."""
     values: np.ndarray
 
 
 def weights(run: Run) -> list[Shard]:
-    """This rank's shards of the weights."""
+    """Return this rank's shards of the weights."""
     with run.gathered_parameters():
         return [
             _shard(run, inner, tensor)
@@ -40,7 +40,7 @@ def weights(run: Run) -> list[Shard]:
 
 
 def gradients(run: Run) -> list[Shard]:
-    """This rank's shards of the reduced gradients, before clipping. All data-parallel ranks must call it."""
+    """Return this rank's shards of the reduced gradients, before clipping. All data-parallel ranks must call it."""
     names = {id(parameter): name for name, parameter in global_named_parameters(run.chunks)}
     return [
         _shard(run, name, tensor)
@@ -51,7 +51,7 @@ def gradients(run: Run) -> list[Shard]:
 
 
 def _whole(run: Run, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The weight as the forward pass computes with it: in the model's dtype, gathered where it is sharded."""
+    """Return the weight as the forward pass computes with it: in the model's dtype, gathered where it is sharded."""
     shard = row_shard(parameter)
     return parameter.data if shard is None else shard.gather().to(run.transformer_config.params_dtype)
 
@@ -62,8 +62,8 @@ def _shard(run: Run, name: str, tensor: torch.Tensor) -> Shard:
 
 
 def copied(tensor: torch.Tensor) -> np.ndarray:
-    """In fp32. numpy never sees the tensor's own memory: that could not be freed by resizing it afterwards, as
-    recomputation does."""
+    """Return the tensor in fp32, copied. numpy must never see the tensor's own memory: that could not be freed by
+    resizing it afterwards, as recomputation does."""
     return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
 
 

@@ -1,6 +1,6 @@
-"""Proof of an exported model: transformers, reading the new folder, and we, reading the checkpoint, agree.
+"""Proves an exported model: transformers, reading the new folder, and we, reading the checkpoint, agree.
 
-On logits, and on the loss of a preprocessed corpus; both models compute in fp32.
+They agree on logits, and on the loss of a preprocessed corpus; both models compute in fp32.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class LossAgreement:
-    """Mean loss per token, in nats, of the two models."""
+    """The mean loss per token, in nats, of the two models."""
 
     ours: float
     theirs: float
@@ -51,10 +51,12 @@ class LossAgreement:
 
     @property
     def relative_difference(self) -> float:
+        """Difference of the losses over our loss."""
         return abs(self.ours - self.theirs) / abs(self.ours)
 
     @property
     def holds(self) -> bool:
+        """Whether rounding alone explains the difference."""
         return self.relative_difference <= 1e-6
 
 
@@ -76,10 +78,10 @@ def compare_logits(source: SavedModel, folder: Path, dtype: str) -> Agreement:
 
 
 def compare_losses(source: SavedModel, folder: Path, dtype: str, prefix: str, samples: int) -> LossAgreement:
-    """Losses of both models on the first `samples` stretches of the corpus, each as long as those of training.
+    """Return the losses of both models on the first `samples` samples of the corpus, each as long as those of training.
 
     Raises:
-        ConfigurationError: transformers is not installed, or the corpus is shorter than one stretch.
+        ConfigurationError: transformers is not installed, or the corpus is shorter than one sample.
         DataError: the corpus is damaged.
     """
     _need_transformers()
@@ -92,7 +94,8 @@ def compare_losses(source: SavedModel, folder: Path, dtype: str, prefix: str, sa
 
 
 def _stretches(prefix: str, length: int, samples: int) -> torch.Tensor:
-    """[samples, length + 1]: the corpus from its beginning; the last token of a stretch is the next one's first."""
+    """Return the corpus from its beginning, [samples, length + 1]; the last token of a sample is the next one's
+    first."""
     check_indexed_files(prefix)
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -109,7 +112,7 @@ def _stretches(prefix: str, length: int, samples: int) -> torch.Tensor:
 
 
 def mean_loss(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> float:
-    """Mean loss per token, in nats, of predicting each of `tokens` [samples, length + 1] but the first."""
+    """Return the mean loss per token, in nats, of predicting each of `tokens` [samples, length + 1] but the first."""
     total = 0.0
     for rows in tokens.split(_BATCH):
         logits = model(rows[:, :-1])
@@ -129,7 +132,8 @@ def _need_transformers() -> None:
 
 
 def _tokens(config: Config) -> torch.Tensor:
-    """[1, sequence]: a text, where the tokenizer is at hand, else token ids from all over the vocabulary."""
+    """Return tokens [1, sequence]: a text, where the tokenizer is at hand, else token ids from all over the
+    vocabulary."""
     data = config.data
     assert data.vocab_size is not None
     length = _LENGTH
@@ -147,7 +151,7 @@ def _tokens(config: Config) -> torch.Tensor:
 
 @contextmanager
 def our_model(source: SavedModel, dtype: str) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Inside: a function from tokens [batch, sequence] to logits [batch, sequence, vocabulary] in fp32.
+    """Yield a function from tokens [batch, sequence] to logits [batch, sequence, vocabulary] in fp32.
 
     The weights are the checkpoint's, rounded to `dtype`.
     """
@@ -182,19 +186,19 @@ def our_model(source: SavedModel, dtype: str) -> Iterator[Callable[[torch.Tensor
 
 
 def _alone(config: Config) -> Config:
-    """The same model in fp32 on one process."""
+    """Return the same model in fp32 on one process."""
     training = dataclasses.replace(config.training, bf16=False, fp16=False)
     layout = LayoutConfig(world_size=1, device="cpu")
     return dataclasses.replace(config, training=training, layout=layout)
 
 
 def their_logits(folder: str, tokens: list[list[int]]) -> torch.Tensor:
-    """[batch, sequence, vocabulary] in fp32, by transformers. No code from the folder is run."""
+    """Return the logits [batch, sequence, vocabulary] in fp32, by transformers. No code from the folder is run."""
     return _their_model(folder)(torch.tensor(tokens))
 
 
 def their_loss(folder: str, tokens: list[list[int]]) -> float:
-    """`mean_loss` of transformers' model."""
+    """Return `mean_loss` of transformers' model."""
     return mean_loss(_their_model(folder), torch.tensor(tokens))
 
 

@@ -1,4 +1,4 @@
-"""Bytes that the model keeps on one rank between steps, counted at the tensors' storages.
+"""Counts the bytes that the model keeps on one rank between steps, at the tensors' storages.
 
 A storage counts once, however many tensors look into it: megatron-core's parameters are views of its buffers, and an
 fp32 optimizer updates the weights themselves. What a step needs for a while (activations, gathered weights that are
@@ -15,28 +15,28 @@ from megatron_ext.train.run import Run
 
 @dataclass(frozen=True)
 class Bytes:
-    """Live bytes of one rank."""
+    """The live bytes of one rank."""
 
     weights: int
-    """What the forward pass computes with."""
+    """Bytes of what the forward pass computes with."""
 
     gradients: int
 
     optimizer: int
-    """Moments and, for 16-bit weights, the fp32 master copy; not what is already counted as weights."""
+    """Bytes of moments and, for 16-bit weights, of the fp32 master copy; not of what is already counted as weights."""
 
     host: int = 0
-    """Of --optimizer-cpu-offload and --torch-fsdp2-cpu-offload: weights, gradients and moments that are updated in
-    host memory."""
+    """Bytes in host memory under --optimizer-cpu-offload and --torch-fsdp2-cpu-offload: weights, gradients and moments
+    that are updated there."""
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Sum of what is on the device."""
         return self.weights + self.gradients + self.optimizer
 
 
 def bytes_per_rank(run: Run) -> Bytes:
-    """What this rank holds now. Call it after a step: before the first, the optimizer has no moments."""
+    """Return what this rank holds now. Call it after a step: before the first, the optimizer has no moments."""
     seen: set[int] = set()
     held = [_count(tensors, seen) for tensors in (_weights(run), _gradients(run), _optimizer(run), _host(run))]
     if run.sharding.lives_on_host:
@@ -81,7 +81,7 @@ def _state(rule: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:
-    """Bytes of the storages that are not yet in `seen`, and adds them."""
+    """Return the bytes of the storages that are not yet in `seen`, and add these to it."""
     total = 0
     for tensor in tensors:
         if tensor is None:

@@ -1,10 +1,10 @@
-"""Any layout, one loss curve: how runs are compared with one process.
+"""Any layout has one loss curve: runs are compared here with one process.
 
     experiment = Experiment(write_corpus(folder))
     case = CASES["TP2 SP, tied"]
     print(compare(experiment.reference(case.model), experiment.train(case)).problems())     # [] when they agree
 
-Source of recipe and tolerances: promise 1 of the project, in fp32 with dropout 0.
+Recipe and tolerances are those of the project's promise of one loss curve, in fp32 with dropout 0.
 """
 
 import functools
@@ -19,13 +19,13 @@ from megatron_ext.verify.record import Record, record
 
 STEPS = 20
 FIRST_LOSS_TOLERANCE = 1e-6
-"""Nats per token, at the first step."""
+"""Tolerance of the loss at the first step, in nats per token."""
 
 GRADIENT_TOLERANCE = 1e-5
-"""L2 norm of the difference of a tensor's first gradient over the norm of that gradient."""
+"""Tolerance of gradients: L2 norm of the difference of a tensor's first gradient over the norm of that gradient."""
 
 CURVE_TOLERANCE = 1e-5
-"""Losses in nats per token, and gradient norms, over all steps; validation loss after them."""
+"""Tolerance over all steps: losses in nats per token, gradient norms, and the validation loss after them."""
 
 BF16_FACTOR = 2.0
 """How far a bf16 curve may be off, in units of one process's own distance between bf16 and fp32."""
@@ -43,11 +43,11 @@ class Experiment:
         self.reference = functools.cache(self._reference)
 
     def train(self, case: Case, *, bf16: bool = False, sabotage: Callable[[], None] | None = None) -> Record:
-        """The record of a case; `sabotage` plants a fault on every rank before the run is built."""
+        """Return the record of a case; `sabotage` plants a fault on every rank before the run is built."""
         return record([*self._flags(case.model, bf16), *case.flags], case.world_size, STEPS, sabotage)
 
     def _reference(self, model: str, *, bf16: bool = False) -> Record:
-        """The record of one process."""
+        """Return the record of one process."""
         return record(self._flags(model, bf16), 1, STEPS)
 
     def _flags(self, model: str, bf16: bool) -> list[str]:
@@ -56,22 +56,22 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Differences:
-    """How far a run is from its reference. NaN, which nothing may be, is beyond every tolerance."""
+    """Reports how far a run is from its reference. NaN, which nothing may be, is beyond every tolerance."""
 
     weights: tuple[str, ...]
-    """Tensors whose initial values are not equal bit for bit."""
+    """Names of tensors whose initial values are not equal bit for bit."""
 
     flaws: tuple[str, ...]
-    """Of the run by itself: see `Record.flaws`."""
+    """Flaws of the run by itself: see `Record.flaws`."""
 
     gradients: dict[str, float]
-    """By tensor: the distance of the first gradients over the norm of the reference's."""
+    """Distance of the first gradients over the norm of the reference's, by tensor."""
 
     first_loss: float
     loss: float
-    """Largest over the steps."""
+    """Largest difference of the losses over the steps."""
     grad_norm: float
-    """Largest over the steps."""
+    """Largest difference of the gradient norms over the steps."""
     validation_loss: float
 
     @property
@@ -86,7 +86,7 @@ class Differences:
         return not self.weights and not self.flaws and all(distance == 0.0 for distance in distances)
 
     def problems(self) -> list[str]:
-        """What is beyond the tolerances of fp32, in words; empty when the runs agree."""
+        """Return what is beyond the tolerances of fp32, in words; empty when the runs agree."""
         found = [f"initial weights differ: {name}" for name in self.weights]
         found += self.flaws
         found += [
@@ -106,7 +106,7 @@ class Differences:
 
 
 def compare(reference: Record, other: Record) -> Differences:
-    """Distance of `other` from `reference`, two runs of one model on the same data."""
+    """Return the distance of `other` from `reference`, two runs of one model on the same data."""
     assert reference.weights.keys() == other.weights.keys(), "two different models"
     assert reference.gradients.keys() == other.gradients.keys() == reference.weights.keys()
     return Differences(
@@ -121,7 +121,7 @@ def compare(reference: Record, other: Record) -> Differences:
 
 
 def farthest(curve: Sequence[float | None], other: Sequence[float | None]) -> float:
-    """Largest distance of two curves of the same length; NaN where one of them has no number."""
+    """Return the largest distance of two curves of the same length; NaN where one of them has no number."""
     assert len(curve) == len(other)
     return float(np.max(np.abs(np.array(curve, np.float64) - np.array(other, np.float64))))
 
@@ -138,9 +138,9 @@ def bf16_distance(fp32: Record, bf16: Record, other: Record) -> tuple[float, flo
     """How far a layout's bf16 curve is from one process, training losses and validation loss together.
 
     Args:
-        fp32: one process.
-        bf16: one process.
-        other: the layout, in bf16.
+        fp32: record of one process.
+        bf16: record of one process in bf16.
+        other: record of the layout in bf16.
     Returns:
         The larger of its distances from the two, and one process's own distance between bf16 and fp32.
     """

@@ -1,4 +1,4 @@
-"""Imported once by the forkserver, so that every rank starts with torch and megatron-core loaded."""
+"""This module is imported once by the forkserver, so that every rank starts with torch and megatron-core loaded."""
 
 from megatron_ext import device
 

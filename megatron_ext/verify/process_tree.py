@@ -1,4 +1,4 @@
-"""Peak memory of a command and everything that it starts."""
+"""Measures the peak memory of a command and everything that it starts."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ _INTERVAL = 0.02  # seconds between two looks
 
 @dataclass(frozen=True)
 class Measured:
-    """What a command took. Processor seconds are those of all its threads and processes.
+    """Reports what a command took. Processor seconds are those of all its threads and processes.
 
     `peak_bytes` is the highest sum over the process tree of PSS (Linux: memory that processes share is counted once,
     files that they map are counted, the page cache is not), looked at every 20 ms, or the peak RSS that the kernel

@@ -1,9 +1,9 @@
-"""One process against a layout, from a user's own flags: where the two part, and at which tensor.
+"""Compares one process with a layout, from a user's own flags: where the two part, and at which tensor.
 
     proof = prove(["--num-layers", "4", ..., "--tensor-model-parallel-size", "2"], world_size=2, steps=3)
     proof.parting()      # None, or the first tensor that differs
 
-Compared in fp32 with dropout 0, which no two layouts draw alike, from the seed and without a checkpoint.
+They are compared in fp32 with dropout 0, which no two layouts draw alike, from the seed and without a checkpoint.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _SAME_FOR_BOTH = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "eval_iters":
 
 @dataclass(frozen=True)
 class Comparison:
-    """The flags of both runs."""
+    """Holds the flags of both runs."""
 
     reference: list[str]
     other: list[str]
@@ -40,10 +40,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Parting:
-    """The first tensor at which two runs part."""
+    """The first tensor at which two runs differ."""
 
     what: str
-    """"initial weight", "output", "loss", "gradient", "disagreement" or "step"."""
+    """Kind of tensor: "initial weight", "output", "loss", "gradient", "disagreement" or "step"."""
     name: str
     distance: float
     sentence: str
@@ -51,6 +51,8 @@ class Parting:
 
 @dataclass(frozen=True)
 class Proof:
+    """Holds the records of both runs and tells where they differ."""
+
     reference: Record
     other: Record
     tolerance: float
@@ -62,7 +64,7 @@ class Proof:
 
     @cached_property
     def outputs(self) -> dict[str, float]:
-        """Relative distance of every module's output in the first step, in the order of a forward pass."""
+        """Return the relative distance of every module's output in the first step, in the order of a forward pass."""
         found = {}
         for name, (known, *_) in self.reference.outputs.items():
             replicas = self.other.outputs.get(name, [])
@@ -72,16 +74,17 @@ class Proof:
 
     @cached_property
     def gradients(self) -> dict[str, float]:
-        """Relative distance of every first gradient, in the order of a backward pass."""
+        """Return the relative distance of every first gradient, in the order of a backward pass."""
         found = _distances(self.reference.gradients, self.other.gradients)
         return dict(reversed(found.items()))
 
     def far(self, distances: Mapping[str, float]) -> list[str]:
-        """The names beyond the tolerance; NaN is beyond every tolerance."""
+        """Return the names beyond the tolerance; NaN is beyond every tolerance."""
         return [name for name, distance in distances.items() if not distance <= self.tolerance]
 
     def parting(self) -> Parting | None:
-        """Where the runs part first: initial weights, forward pass, loss, backward pass, replicas, later steps."""
+        """Return where the runs differ first: initial weights, forward pass, loss, backward pass, replicas, later
+        steps."""
         for name, distance in self.weights.items():
             if distance != 0.0:
                 return Parting("initial weight", name, distance, f"the initial weight {name} is {_off(distance)}")
@@ -115,7 +118,7 @@ class Proof:
         return Parting("gradient", far[0], distance, sentence)
 
     def _common_factor(self) -> float | None:
-        """By what all gradients were multiplied, if that alone is wrong."""
+        """Return the factor by which all gradients were multiplied, if that alone is wrong."""
         factors = []
         for name, known in self.reference.gradients.items():
             square = float(np.vdot(known, known))
@@ -150,7 +153,7 @@ class Proof:
 
 
 def comparison(argv: Sequence[str], world_size: int | None = None) -> Comparison:
-    """The flags of the one process and of the layout.
+    """Return the flags of the one process and of the layout.
 
     Args:
         argv: flags of pretrain_gpt.py.
@@ -177,7 +180,7 @@ def comparison(argv: Sequence[str], world_size: int | None = None) -> Comparison
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
-    """Typed values, by field name, as a command line."""
+    """Return typed values, by field name, as a command line."""
     words: list[str] = []
     for name, value in values.items():
         option = options_by_name()[name]
@@ -205,7 +208,7 @@ def prove(
         argv: flags of pretrain_gpt.py, the layout's among them.
         world_size: see `comparison`.
         steps: optimizer steps of each.
-        tolerance: of outputs and gradients, relative to their norm; a tenth of it for the first loss.
+        tolerance: tolerance of outputs and gradients, relative to their norm; a tenth of it for the first loss.
         device: "cpu" or "cuda".
         sabotage: plants a fault in the layout's ranks alone.
     Raises:
@@ -218,7 +221,7 @@ def prove(
 
 
 def relative(values: np.ndarray, reference: np.ndarray) -> float:
-    """L2 norm of the difference over that of the reference; infinite where only the reference is zero."""
+    """Return the L2 norm of the difference over that of the reference; infinite where only the reference is zero."""
     distance = float(np.linalg.norm((values.astype(np.float64) - reference).ravel()))
     norm = float(np.linalg.norm(reference.ravel()))
     if norm == 0.0:

@@ -1,4 +1,4 @@
-"""Run a function on real ranks: forked processes that talk over gloo, exactly as under torchrun.
+"""Runs a function on real ranks: forked processes that talk over gloo, exactly as under torchrun.
 
     losses = run_ranks(4, train_ten_steps, flags)     # one result per rank
 
@@ -20,7 +20,7 @@ _PRELOAD = "megatron_ext.verify.preload"
 
 
 class RankError(AssertionError):
-    """A rank raised, or died. `tracebacks` holds what each failing rank said, first failure first."""
+    """Raised where a rank raised, or died. `tracebacks` holds what each failing rank said, first failure first."""
 
     def __init__(self, tracebacks: Sequence[tuple[int, str]]):
         self.tracebacks = list(tracebacks)

@@ -1,4 +1,4 @@
-"""Train a few steps from flags on real ranks, and keep what two layouts must agree on."""
+"""Trains a few steps from flags on real ranks, and keeps what two layouts must agree on."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Record:
-    """What one run did; equal in every layout, up to rounding."""
+    """Holds what one run did; equal in every layout, up to rounding."""
 
     losses: list[float]
     grad_norms: list[float | None]
@@ -27,14 +27,14 @@ class Record:
     gradients: dict[str, np.ndarray]
     """Gradients of the first step by global name, before clipping."""
     flaws: tuple[str, ...]
-    """What ranks should hold in common and do not, and vocabulary padding that is not zero: in the initial weights,
-    the first gradients and the final weights, by name."""
+    """What ranks should hold in common and do not, and vocabulary padding that is not zero: in the initial weights, the
+    first gradients and the final weights, by name."""
     outputs: dict[str, list[np.ndarray]] = field(default_factory=dict)
     """What the modules put out in the first step, where it was asked for: `activations.assemble_outputs`."""
 
     @property
     def weight_hash(self) -> str:
-        """SHA-256 over all initial weights, in the order of their names."""
+        """Return the SHA-256 over all initial weights, in the order of their names."""
         digest = hashlib.sha256()
         for name in sorted(self.weights):
             digest.update(name.encode())
@@ -89,7 +89,7 @@ def _outputs(results: list["_RankRecord"]) -> dict[str, list[np.ndarray]]:
 
 @dataclass(frozen=True)
 class _RankRecord:
-    """What one rank hands back. Losses and norms are equal on all ranks."""
+    """Holds what one rank hands back. Losses and norms are equal on all ranks."""
 
     config: Config
     losses: list[float]
@@ -100,7 +100,7 @@ class _RankRecord:
 
 
 def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool) -> _RankRecord:
-    """One rank of `record`."""
+    """Train on one rank of `record`."""
     from megatron_ext import device
     from megatron_ext.train.configure import configure
 

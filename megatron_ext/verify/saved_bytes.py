@@ -1,4 +1,4 @@
-"""Bytes of activations that autograd holds between a forward pass and its backward pass."""
+"""Counts bytes of activations that autograd holds between a forward pass and its backward pass."""
 
 from collections.abc import Callable, Iterable
 
@@ -61,14 +61,14 @@ class HeldForBackward:
         return _Held(tensor.detach(), self, pointer)
 
     def release(self, tensor: torch.Tensor, pointer: int) -> None:
-        """Autograd lets go of one of its references to a storage."""
+        """Count off one of autograd's references to a storage, which it lets go of."""
         self._times[pointer] -= 1
         if self._times[pointer] == 0:
             self.now -= tensor.untyped_storage().nbytes()
 
 
 class _Held:
-    """What autograd has in place of a tensor; the end of it is the end of the reference."""
+    """Stands for a tensor that autograd keeps; the end of it is the end of the reference."""
 
     def __init__(self, tensor: torch.Tensor, counter: HeldForBackward | None, pointer: int):
         self.tensor, self.counter, self.pointer = tensor, counter, pointer

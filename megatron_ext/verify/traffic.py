@@ -1,4 +1,4 @@
-"""Bytes that a rank sends, counted where torch hands its collectives to a backend.
+"""Counts the bytes that a rank sends, where torch hands its collectives to a backend.
 
     with Traffic(run.groups) as traffic:
         trainer.step()
@@ -56,7 +56,7 @@ _SILENT = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_t
 
 @dataclass
 class Sent:
-    """What one rank sent by one kind of collective in one kind of group."""
+    """Counts what one rank sent by one kind of collective in one kind of group."""
 
     calls: int = 0
     bytes: float = 0.0
@@ -68,16 +68,16 @@ class Traffic(TorchDispatchMode):
     def __init__(self, groups: ProcessGroupCollection | None = None):
         super().__init__()
         self.sent: dict[tuple[str, str], Sent] = {}
-        """By (collective, axis of the group)."""
+        """What was sent, by (collective, axis of the group)."""
         self._axes = _axes(groups) if groups is not None else {}
 
     @property
     def total(self) -> float:
-        """Bytes sent by all collectives."""
+        """Return the bytes sent by all collectives."""
         return sum(sent.bytes for sent in self.sent.values())
 
     def bytes(self, collective: str, *axes: str) -> float:
-        """Bytes sent by one collective, on the given axes or on all."""
+        """Return the bytes sent by one collective, on the given axes or on all."""
         found = ((kind, axis, sent) for (kind, axis), sent in self.sent.items())
         return sum(sent.bytes for kind, axis, sent in found if kind == collective and (not axes or axis in axes))
 
@@ -118,7 +118,7 @@ def _group(values: Mapping[str, Any]) -> dist.ProcessGroup:
 
 
 def _share_for_others(values: Mapping[str, Any], group: dist.ProcessGroup) -> float:
-    """Of an all-to-all's rows, those that do not stay on their rank."""
+    """Return of an all-to-all's rows the share that does not stay on this rank."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     splits = values.get("input_split_sizes") or []
     if not splits or not sum(splits):
@@ -137,7 +137,7 @@ def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _axes(groups: ProcessGroupCollection) -> dict[tuple[int, ...], str]:
-    """Ranks of a group -> its axis. Where axes have the same ranks, the one that divides most is named."""
+    """Return the ranks of a group -> its axis. Where axes have the same ranks, the one that divides most is named."""
     found: dict[tuple[int, ...], str] = {}
     for axis in (
         "tp",

@@ -1,4 +1,4 @@
-"""Results of layouts, by commit: checked out, run in a process of its own, and kept for the next time.
+"""Gets results of layouts, by commit: checked out, run in a process of its own, and kept for the next time.
 
 with scratch_folder() as scratch:
     for name, result in results(commit, layouts.chosen("quick"), scratch, cache=None, workers=2):
@@ -110,14 +110,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @functools.cache
 def cpu_kind() -> str:
-    """The CPU's vendor and model, and the vector instructions that torch uses on it: others give other bits."""
+    """Return the CPU's vendor and model, and the vector instructions that torch uses on it: others give other bits."""
     import torch
 
     return f"{_cpu_model()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _cpu_model() -> str:
-    """As Linux tells it of the first core, elsewhere what Python knows."""
+    """Return the CPU's model as Linux tells it of the first core, elsewhere what Python knows."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -128,7 +128,8 @@ def _cpu_model() -> str:
 
 
 def _kept(cache: Path | None, commit: str | None, job: Job) -> Path | None:
-    """Where a result is kept: it follows from the commit, the job and its data, torch, megatron-core and the CPU."""
+    """Return where a result is kept: it follows from the commit, the job and its data, torch, megatron-core and the
+    CPU."""
     if cache is None or commit is None:
         return None
     key = json.dumps([run.VERSION, layouts.corpus_hash(), job, version("torch"), version("megatron-core"), cpu_kind()])
@@ -166,7 +167,7 @@ def _tree(commit: str | None, scratch: Path) -> Iterator[Path]:
 
 
 def commit_hash(name: str) -> str:
-    """The full hash of a commit, tag or branch.
+    """Return the full hash of a commit, tag or branch.
 
     Raises:
         ConfigurationError: git does not know it.

@@ -1,4 +1,4 @@
-"""The first place where two results of `losses.run` differ, in words."""
+"""Finds the first place where two results of `losses.run` differ, in words."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,8 @@ _FIRST = ("iteration", "lm_loss", "validation_loss", "grad_norm")
 
 
 def first_difference(base: Mapping[str, Any], head: Mapping[str, Any]) -> str | None:
-    """What differs first: of each stage in turn the metrics, step by step, the tensors saved, the files exported.
+    """Return what differs first: of each stage in turn the metrics, step by step, the tensors saved, the files
+    exported.
 
     Files of checkpoints are left to `different_files`: what is in them is compared here.
     """
@@ -30,7 +31,7 @@ def first_difference(base: Mapping[str, Any], head: Mapping[str, Any]) -> str | 
 def different_files(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
     """The files, of checkpoints too, that are not equal to the byte or that only one of them has.
 
-    Left out are those of which no two runs write the same bytes: .metadata, manifest.json and .lock.
+    Those of which no two runs write the same bytes are left out: .metadata, manifest.json and .lock.
     """
     names = []
     for stage, known in base.get("stages", {}).items():
@@ -55,7 +56,8 @@ def _stage_differences(stage: str, base: Mapping[str, Any], head: Mapping[str, A
 
 
 def _importance(field: str) -> tuple[int, str]:
-    """The loss of a step is told before its norm, and both before what follows from them."""
+    """Return the order of the fields: the loss of a step is told before its norm, and both before what follows from
+    them."""
     return _FIRST.index(field) if field in _FIRST else len(_FIRST), field
 
 

@@ -1,4 +1,4 @@
-"""Losses of a few layouts, kept in a file: the same on the machine that wrote them, nearly the same on others.
+"""Keeps losses of a few layouts in a file: the same on the machine that wrote them, nearly the same on others.
 
     tests/golden/losses/torch-2.15.json
     {"torch": "2.15.0", "megatron-core": "0.19.2", "cpu": "..., AVX512", "losses": {layout: {field: [hex, ...]}}}
@@ -18,14 +18,14 @@ from megatron_ext.verify.losses.commits import ROOT, cpu_kind, run_jobs, scratch
 
 FIELDS = ("lm_loss", "grad_norm", "validation_loss")
 TOLERANCE = 1e-6
-"""Relative, on another machine or with another torch."""
+"""Relative tolerance on another machine or with another torch."""
 
 Losses = dict[str, dict[str, list[str]]]
-"""By layout and field: one number for each step or evaluation, as a hexadecimal float."""
+"""Losses by layout and field: one number for each step or evaluation, as a hexadecimal float."""
 
 
 def here() -> dict[str, str]:
-    """What the bits depend on besides the code."""
+    """Return what the bits depend on besides the code."""
     return {"torch": version("torch"), "megatron-core": version("megatron-core"), "cpu": cpu_kind()}
 
 
@@ -49,7 +49,7 @@ def _losses(result: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def file_for(folder: Path) -> Path:
-    """The file of this version of torch, by major and minor number."""
+    """Return the file of this version of torch, by major and minor number."""
     return folder / f"torch-{'.'.join(version('torch').split('.')[:2])}.json"
 
 

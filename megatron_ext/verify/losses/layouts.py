@@ -1,4 +1,5 @@
-"""What tools/loss_compare.py runs: each layout's stages as command lines, with paths relative to a scratch folder.
+"""Lists what tools/loss_compare.py runs: each layout's stages as command lines, with paths relative to a scratch
+folder.
 
     jobs(["default"])["FSDP2"]      # {"name", "folder", "stages": [{"name", "ranks", "script", "words"}, ...]}
 
@@ -75,7 +76,7 @@ class Layout:
 
     export: bool = False
     quick: bool = False
-    """Part of --quick."""
+    """Whether it is part of --quick."""
 
 
 _ALONE = (1, "")
@@ -125,7 +126,7 @@ DEFAULT = {
         "tied", 8, f"{_TP2_SP} {_PP2_VPP2} {_OVERLAP}", reshard=_ALONE
     ),
 }
-"""Every sharding scheme and technique at least once."""
+"""Layouts that use every sharding scheme and technique at least once."""
 
 GOLDEN = ("one process", "TP2 SP, tied", "PP2 VPP2, tied", "DP2 distributed optimizer, overlap", "FSDP2")
 GOLDEN += ("EP2, alltoall, experts",)
@@ -138,7 +139,7 @@ def job(name: str, layout: Layout, folder: str, steps_only: bool = False) -> dic
     Args:
         name: what the comparison calls it.
         layout: what to run.
-        folder: of its output, relative to the scratch folder.
+        folder: folder of its output, relative to the scratch folder.
         steps_only: train and evaluate; save nothing, and leave the other stages out.
     """
     return _job(name, folder, MODELS[layout.model].split(), layout, steps_only)
@@ -166,18 +167,19 @@ def _job(name: str, folder: str, model: list[str], layout: Layout, steps_only: b
 
 
 def chosen(which: str) -> dict[str, dict[str, Any]]:
-    """The jobs of a set, by name: `quick`, `default`, or `all`, which adds the parity table in fp32 and bf16."""
+    """Return the jobs of a set, by name: `quick`, `default`, or `all`, which adds the parity table in fp32 and bf16."""
     layouts = {name: layout for name, layout in DEFAULT.items() if layout.quick or which != "quick"}
     found = {name: job(name, layout, f"runs/{slug(name)}") for name, layout in layouts.items()}
     return {**found, **_parity_jobs()} if which == "all" else found
 
 
 def golden_jobs() -> dict[str, dict[str, Any]]:
+    """Return the jobs of the layouts in `GOLDEN`, by name."""
     return {name: job(name, DEFAULT[name], f"runs/{slug(name)}", steps_only=True) for name in GOLDEN}
 
 
 def _parity_jobs() -> dict[str, dict[str, Any]]:
-    """Every row of docs/parity.md, to the sixth step and with a resumption, on the data of this comparison."""
+    """Return every row of docs/parity.md, to the sixth step and with a resumption, on the data of this comparison."""
     from megatron_ext.verify import cases
 
     found = {}
@@ -191,7 +193,7 @@ def _parity_jobs() -> dict[str, dict[str, Any]]:
 
 
 def slug(name: str) -> str:
-    """A name as a folder's."""
+    """Return a name as a folder's name."""
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
 
 
@@ -208,7 +210,7 @@ def write_corpus(folder: Path) -> None:
 
 @functools.cache
 def corpus_hash() -> str:
-    """SHA-256 of what `write_corpus` writes."""
+    """Return the SHA-256 of what `write_corpus` writes."""
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder))
         contents = [path.read_bytes() for path in sorted(Path(folder).iterdir())]

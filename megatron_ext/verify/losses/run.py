@@ -1,4 +1,4 @@
-"""Run layouts with the program of one commit, and write down what must not change: run by path, in its own process.
+"""Runs layouts with the program of one commit, and writes down what must not change: run by path, in its own process.
 
     cd SCRATCH && PYTHONPATH=TREE python run.py TREE JOBS.json RESULTS.jsonl WORKERS
 
@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 1
-"""Raise it when what is run or written down changes, so that kept results are not compared with others."""
+"""Version of the results. Raise it when what is run or written down changes, so that kept results are not compared with
+others."""
 
 _PRELOAD = (
     "megatron_ext.verify.preload",
@@ -102,7 +103,7 @@ def run_script(script: str, words: Sequence[str], log: str) -> None:
 
 
 def _written(folder: Path) -> dict[str, Any]:
-    """What a stage left behind: the rows of its metrics, the tensors of its checkpoints, and all files."""
+    """Return what a stage left behind: the rows of its metrics, the tensors of its checkpoints, and all files."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     metrics = folder / "metrics.jsonl"
     checkpoints = sorted(path.parent for path in paths if path.name == ".metadata")
@@ -122,8 +123,8 @@ def _written(folder: Path) -> dict[str, Any]:
 def tensor_hashes(checkpoint: Path) -> Iterator[tuple[str, str]]:
     """Yield (global name, SHA-256) of everything in a torch_dist checkpoint, in the order of the names.
 
-    Read by torch alone, so that how the shards are laid out in files does not count. The checkpoint was written by
-    this process's own ranks; pickles in it are trusted.
+    The checkpoint is read by torch alone, so that how the shards are laid out in files does not count. The checkpoint
+    was written by this process's own ranks; pickles in it are trusted.
     """
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
