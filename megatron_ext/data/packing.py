@@ -16,7 +16,7 @@ import torch
 from megatron_ext.config.ranks import context_chunks
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """Consecutive queries and the consecutive keys that they see: the last query sees all of them, the one before it
     all but the last, and so on."""
 
@@ -34,24 +34,24 @@ class Run(NamedTuple):
 class Documents:
     """The documents of a microbatch, as attention over its samples laid end to end takes them."""
 
-    runs: tuple[Run, ...]
+    segments: tuple[Segment, ...]
     """Attention blocks in the order of the queries, which they cover. Key k of sample b is number b x S + k."""
     query_ends: torch.Tensor
-    """int32 [runs + 1], cumulative numbers of queries from 0."""
+    """int32 [segments + 1], cumulative numbers of queries from 0."""
     key_ends: torch.Tensor
-    """int32 [runs + 1], cumulative numbers of keys; the same object as `query_ends` where every run has as many keys as
-    queries, which is how torch's cuDNN kernel knows it."""
+    """int32 [segments + 1], cumulative numbers of keys; the same object as `query_ends` where every segment has as many
+    keys as queries, which is how torch's cuDNN kernel knows it."""
     key_index: torch.Tensor | None
-    """int64, the keys of all runs one after another; None where they are all keys in their order."""
+    """int64, the keys of all segments one after another; None where they are all keys in their order."""
     longest: tuple[int, int]
-    """Largest number of queries, and of keys, of a run."""
+    """Largest number of queries, and of keys, of a segment."""
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Documents":
         """Return the same with `function` applied to every tensor."""
         index = None if self.key_index is None else function(self.key_index)
         query_ends = function(self.query_ends)
         key_ends = query_ends if self.key_ends is self.query_ends else function(self.key_ends)
-        return Documents(self.runs, query_ends, key_ends, index, self.longest)
+        return Documents(self.segments, query_ends, key_ends, index, self.longest)
 
 
 def document_starts(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
@@ -70,23 +70,27 @@ def restarted_positions(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
 def documents_of(tokens_BS: torch.Tensor, eod: int, cp_rank: int = 0, cp_size: int = 1) -> Documents:
     """Return the documents of whole samples, as the queries of one of `cp_size` context-parallel ranks see them.
 
-    A rank has two chunks of every sample, and begins a run wherever a document or a chunk begins.
+    A rank has two chunks of every sample, and begins a segment wherever a document or a chunk begins.
     """
-    runs, first_query = [], 0
+    segments, first_query = [], 0
     for sample, row in enumerate(tokens_BS):
         borders = [0, *((row[:-1] == eod).nonzero().flatten() + 1).tolist(), len(row)]
         for first, last, document in _held(borders, cp_rank, cp_size):
-            runs.append(Run(first_query, last - first, sample * len(row) + document, last - document))
+            segments.append(Segment(first_query, last - first, sample * len(row) + document, last - document))
             first_query += last - first
-    query_ends = torch.tensor([0, *(run.queries for run in runs)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    query_ends = torch.tensor([0, *(segment.queries for segment in segments)], dtype=torch.int32).cumsum(
+        0, dtype=torch.int32
+    )
     key_ends = query_ends
-    if any(run.keys != run.queries for run in runs):
-        key_ends = torch.tensor([0, *(run.keys for run in runs)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if any(segment.keys != segment.queries for segment in segments):
+        key_ends = torch.tensor([0, *(segment.keys for segment in segments)], dtype=torch.int32).cumsum(
+            0, dtype=torch.int32
+        )
     index = None
     if cp_size > 1:
-        index = torch.cat([torch.arange(run.first_key, run.first_key + run.keys) for run in runs])
-    longest = max(run.queries for run in runs), max(run.keys for run in runs)
-    return Documents(tuple(runs), query_ends, key_ends, index, longest)
+        index = torch.cat([torch.arange(segment.first_key, segment.first_key + segment.keys) for segment in segments])
+    longest = max(segment.queries for segment in segments), max(segment.keys for segment in segments)
+    return Documents(tuple(segments), query_ends, key_ends, index, longest)
 
 
 def _held(borders: list[int], cp_rank: int, cp_size: int) -> Iterator[tuple[int, int, int]]:

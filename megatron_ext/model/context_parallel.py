@@ -24,9 +24,9 @@ from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_seque
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv, irecv, isend
 
 from megatron_ext.config.ranks import context_chunks
-from megatron_ext.data.packing import Run
+from megatron_ext.data.packing import Segment
 from megatron_ext.device.attention_kernels import block_backward, block_forward
-from megatron_ext.model.runs import attend_runs, merge
+from megatron_ext.model.segments import attend_segments, merge
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -41,11 +41,11 @@ def all_positions(
     return key, value
 
 
-def runs_of_rank(rank: int, size: int, length: int) -> tuple[Run, Run]:
+def segments_of_rank(rank: int, size: int, length: int) -> tuple[Segment, Segment]:
     """What a rank's two chunks see of one sample of `length` positions: everything up to their own end."""
     chunk = length // (2 * size)
     head, tail = context_chunks(rank, size)
-    return Run(0, chunk, 0, (head + 1) * chunk), Run(chunk, chunk, 0, (tail + 1) * chunk)
+    return Segment(0, chunk, 0, (head + 1) * chunk), Segment(chunk, chunk, 0, (tail + 1) * chunk)
 
 
 def attend_gathered(
@@ -53,7 +53,7 @@ def attend_gathered(
 ) -> torch.Tensor:
     """Attention of this rank's queries, [B, H, s, V], over gathered keys."""
     key, value = all_positions(key_BGsD, value_BGsV, group)
-    return attend_runs(query_BHsD, key, value, runs_of_rank(group.rank(), group.size(), key.size(2)), scale)
+    return attend_segments(query_BHsD, key, value, segments_of_rank(group.rank(), group.size(), key.size(2)), scale)
 
 
 def attend_by_heads(

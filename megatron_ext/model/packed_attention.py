@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.data.packing import Documents
 from megatron_ext.device.attention_kernels import has_varlen_kernel, varlen_causal
-from megatron_ext.model.runs import attend_runs
+from megatron_ext.model.segments import attend_segments
 
 
 def attend_documents(
@@ -21,7 +21,7 @@ def attend_documents(
         query, key, value = (
             tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query_BHsD, key_BGSD, value_BGSV)
         )
-        out = attend_runs(query, key, value, documents.runs, scale)
+        out = attend_segments(query, key, value, documents.segments, scale)
         return out[0].unflatten(1, (query_BHsD.size(0), -1)).transpose(0, 1)
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BHsD, key_BGSD, value_BGSV))
     if documents.key_index is not None:

@@ -33,7 +33,7 @@ def _far_from_whole(value_size: int) -> dict[str, Any]:
     from megatron_ext.data.batch import Batch, StageView, divide
     from megatron_ext.model import context_parallel
     from megatron_ext.model.packed_attention import attend_documents
-    from megatron_ext.model.runs import attend_runs
+    from megatron_ext.model.segments import attend_segments
 
     group: Any = torch.distributed.group.WORLD
     rank, size = group.rank(), group.size()
@@ -51,7 +51,7 @@ def _far_from_whole(value_size: int) -> dict[str, Any]:
     query, key, value = (torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes)
     weight = torch.randn((2, 8, LENGTH, value_size), generator=generator, dtype=torch.float64)
     packed, own = documents_of(tokens, EOD), documents_of(tokens, EOD, rank, size)
-    plain = partial(attend_runs, runs=context_parallel.runs_of_rank(0, 1, LENGTH), scale=SCALE)
+    plain = partial(attend_segments, segments=context_parallel.segments_of_rank(0, 1, LENGTH), scale=SCALE)
     by_document = partial(attend_documents, documents=packed, scale=SCALE)
     kinds: dict[str, tuple[Any, Any]] = {
         "p2p": (partial(context_parallel.attend_ring, group=group, scale=SCALE), plain),

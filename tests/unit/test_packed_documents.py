@@ -41,9 +41,9 @@ def alone(model: GPT, batch: Batch) -> torch.Tensor:
     assert batch.documents is not None
     losses = []
     model.restarts_positions = False
-    for run in batch.documents.runs:
-        tokens, labels = (ids.flatten()[run.rows][None] for ids in (batch.tokens, batch.labels))
-        losses.append(model(tokens, torch.arange(run.queries)[None], labels=labels)[0])
+    for segment in batch.documents.segments:
+        tokens, labels = (ids.flatten()[segment.rows][None] for ids in (batch.tokens, batch.labels))
+        losses.append(model(tokens, torch.arange(segment.queries)[None], labels=labels)[0])
     model.restarts_positions = True
     return torch.cat(losses).view(batch.tokens.shape)
 
@@ -58,7 +58,7 @@ def test_packed_documents_are_the_same_documents_run_alone(shape: str, tmp_path:
     batch = packed_batch(config, tmp_path)
     assert batch.documents is not None
     assert batch.loss_mask is not None
-    assert len(batch.documents.runs) > 40, "several documents in a sample"
+    assert len(batch.documents.segments) > 40, "several documents in a sample"
     weights = list(model.parameters())
 
     packed = model(batch.tokens, batch.position_ids, labels=batch.labels, documents=batch.documents)

@@ -33,12 +33,12 @@ def test_the_runs_of_all_ranks_together_are_megatrons_mask(size: int) -> None:
         documents = documents_of(SAMPLES, EOD, rank, size)
         positions = torch.arange(LENGTH).view(2 * size, -1)[list(context_chunks(rank, size))].flatten()
         queries = [(sample, int(position)) for sample in range(len(SAMPLES)) for position in positions]
-        covered = [row for run in documents.runs for row in range(run.rows.start, run.rows.stop)]
+        covered = [row for segment in documents.segments for row in range(segment.rows.start, segment.rows.stop)]
         assert covered == list(range(len(queries))), "every query once, in order"
-        for run in documents.runs:
-            for number, row in enumerate(range(run.rows.start, run.rows.stop)):
-                seen = run.keys - run.queries + number + 1
-                visible[queries[row]][run.first_key : run.first_key + seen] += 1
+        for segment in documents.segments:
+            for number, row in enumerate(range(segment.rows.start, segment.rows.stop)):
+                seen = segment.keys - segment.queries + number + 1
+                visible[queries[row]][segment.first_key : segment.first_key + seen] += 1
     expected = torch.zeros_like(visible)
     for sample, mask in enumerate(masks_and_positions()[0]):
         expected[sample, :, sample * LENGTH : (sample + 1) * LENGTH] = mask
@@ -49,11 +49,11 @@ def test_the_runs_of_all_ranks_together_are_megatrons_mask(size: int) -> None:
 def test_lengths_and_the_index_of_keys_say_the_same_as_the_runs(size: int) -> None:
     documents = documents_of(SAMPLES, EOD, size - 1, size)
     assert documents.query_ends.tolist()[-1] == SAMPLES.numel() // size
-    assert documents.query_ends.diff().tolist() == [run.queries for run in documents.runs]
-    assert documents.key_ends.diff().tolist() == [run.keys for run in documents.runs]
+    assert documents.query_ends.diff().tolist() == [segment.queries for segment in documents.segments]
+    assert documents.key_ends.diff().tolist() == [segment.keys for segment in documents.segments]
     assert documents.query_ends.dtype == documents.key_ends.dtype == torch.int32
     assert documents.longest == (documents.query_ends.diff().max(), documents.key_ends.diff().max())
-    keys = [key for run in documents.runs for key in range(run.first_key, run.first_key + run.keys)]
+    keys = [key for segment in documents.segments for key in range(segment.first_key, segment.first_key + segment.keys)]
     assert keys == (list(range(SAMPLES.numel())) if documents.key_index is None else documents.key_index.tolist())
 
 
@@ -67,7 +67,7 @@ def test_every_stage_knows_the_documents_and_restarted_positions() -> None:
         view = StageView(first, last, eod=EOD, restarts_positions=True, separates_documents=True)
         got = batch(view)
         assert got.documents is not None
-        assert got.documents.runs == documents_of(SAMPLES, EOD).runs
+        assert got.documents.segments == documents_of(SAMPLES, EOD).segments
         assert torch.equal(torch.as_tensor(got.position_ids), restarted_positions(SAMPLES, EOD))
         assert (got.tokens is None, got.labels is None) == (not first, not last)
 
@@ -82,7 +82,7 @@ def test_exchanged_heads_see_whole_documents() -> None:
     view = StageView(cp_rank=1, cp_size=2, eod=EOD, separates_documents=True, documents_are_whole=True)
     documents = batch(view).documents
     assert documents is not None
-    assert documents.runs == documents_of(SAMPLES, EOD).runs
+    assert documents.segments == documents_of(SAMPLES, EOD).segments
 
 
 def test_a_batch_is_mapped_with_its_documents() -> None:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.data.packing import Run, documents_of
+from megatron_ext.data.packing import Segment, documents_of
 from megatron_ext.device import attention_kernels as kernels
 from megatron_ext.model.packed_attention import attend_documents
-from megatron_ext.model.runs import attend_runs, attend_runs_reference, merge
+from megatron_ext.model.segments import attend_segments, attend_segments_reference, merge
 
 SCALE = 0.3
-RUNS = (Run(0, 5, 0, 5), Run(5, 3, 5, 3), Run(8, 4, 6, 10), Run(12, 1, 3, 9))
+SEGMENTS = (Segment(0, 5, 0, 5), Segment(5, 3, 5, 3), Segment(8, 4, 6, 10), Segment(12, 1, 3, 9))
 
 
 def heads(
@@ -25,11 +25,11 @@ def heads(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize(("groups", "value_size"), [(1, 8), (2, 8), (4, 8), (2, 4), (4, 12)])
-def test_runs_are_attention_with_a_mask(groups: int, value_size: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_segments_are_attention_with_a_mask(groups: int, value_size: int, dtype: torch.dtype, tolerance: float) -> None:
     query, key, value = heads(groups, dtype, value_size=value_size)
     exact = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
-    out = attend_runs(query, key, value, RUNS, SCALE)
-    expected = attend_runs_reference(exact[0], exact[1], exact[2], RUNS, SCALE)
+    out = attend_segments(query, key, value, SEGMENTS, SCALE)
+    expected = attend_segments_reference(exact[0], exact[1], exact[2], SEGMENTS, SCALE)
     weight = torch.randn_like(expected)
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
     for got, wanted in zip(
@@ -91,5 +91,5 @@ def test_documents_take_no_tensor_of_length_squared() -> None:
         attend_documents(query, key, value, documents_of(tokens, 0), SCALE).sum().backward()
     assert query.numel() <= largest.elements < length * length / 8
     with _Largest() as largest:  # what would not pass
-        attend_runs_reference(query, key, value, (Run(0, length, 0, length),), SCALE)
+        attend_segments_reference(query, key, value, (Segment(0, length, 0, length),), SCALE)
     assert largest.elements >= length * length
