@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.data.prepare.documents import read_records
+from megatron_ext.data.prepare.documents import read_documents
 from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.tokenizer.text import as_string
 from megatron_ext.tokenizer.training import TRAINABLE_TYPES, sample_texts, train_bytelevel_bpe, train_sentencepiece
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     start = time.perf_counter()
     files = find_files(options.input)
     size = sum(file.size() or 0 for file in files)
-    records = read_records(files, options.json_keys)
+    records = read_documents(files, options.json_keys)
     texts = (as_string(text) for record in records for text in record.texts(options.json_keys))
     if options.max_bytes is not None and options.max_bytes < size:
         texts = sample_texts(texts, options.max_bytes / size)

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_ext.data.prepare import documents
-from megatron_ext.data.prepare.documents import InputHashes, Place, Record, read_blocks
+from megatron_ext.data.prepare.documents import InputHashes, RawDocument, ReadPosition, read_blocks
 from megatron_ext.data.prepare.inputs import find_files, zstd_module
 from megatron_ext.errors import ConfigurationError, DataError
 
@@ -26,10 +26,10 @@ COMPRESSORS = {
 }
 
 
-def records(*paths: Path | str, split_on: str | None = None, start: Place | None = None) -> list[Record]:
+def records(*paths: Path | str, split_on: str | None = None, start: ReadPosition | None = None) -> list[RawDocument]:
     files = find_files([str(path) for path in paths])
-    blocks = read_blocks(files, ("text",), split_on, start or Place())
-    return [record for block in blocks for record in block.records()]
+    blocks = read_blocks(files, ("text",), split_on, start or ReadPosition())
+    return [record for block in blocks for record in block.documents()]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_parquet_rows(tmp_path: Path):
     assert [record.texts(["text"]) for record in found] == [[text] for text in texts]
     assert [record.position for record in found] == list(range(1, 1001))
     for rows in (0, 1, 299, 300, 555, 1000):
-        rest = records(path, start=Place(0, rows, rows + 1))
+        rest = records(path, start=ReadPosition(0, rows, rows + 1))
         assert [record.position for record in rest] == list(range(rows + 1, 1001))
     with pytest.raises(DataError, match=r"no column \"body\"; the columns are \['id', 'text'\]"):
         list(read_blocks(find_files([str(path)]), ("body",)))
@@ -98,12 +98,12 @@ def test_reading_goes_on_behind_any_block(tmp_path: Path, name: str):
     hashes = InputHashes()
     blocks = list(read_blocks(files, ("text",), split_on, hashes=hashes))
     assert len(blocks) > (1 if name == "whole.txt" else 10)
-    whole = [record for block in blocks for record in block.records()]
+    whole = [record for block in blocks for record in block.documents()]
     for count in range(1, len(blocks) + 1):
-        before = [record for block in blocks[:count] for record in block.records()]
+        before = [record for block in blocks[:count] for record in block.documents()]
         resumed = InputHashes()
         rest = read_blocks(files, ("text",), split_on, blocks[count - 1].end, resumed)
-        assert before + [record for block in rest for record in block.records()] == whole
+        assert before + [record for block in rest for record in block.documents()] == whole
         assert resumed.found.items() <= hashes.found.items()
         assert 1 in resumed.found
 
@@ -140,13 +140,13 @@ def test_standard_input(tmp_path: Path):
 
 
 def test_what_the_fast_json_reader_refuses_the_exact_one_judges():
-    good = Record("f", 1, b'{"text": "\\u00e9", "n": NaN}', is_json=True)
+    good = RawDocument("f", 1, b'{"text": "\\u00e9", "n": NaN}', is_json=True)
     assert good.texts(["text"]) == ["é"]
-    assert Record("f", 1, b'{"text": "a", "text": "b"}', is_json=True).texts(["text"]) == ["b"]
-    lone = Record("f", 1, b'{"text": "\\ud800"}', is_json=True)
+    assert RawDocument("f", 1, b'{"text": "a", "text": "b"}', is_json=True).texts(["text"]) == ["b"]
+    lone = RawDocument("f", 1, b'{"text": "\\ud800"}', is_json=True)
     assert lone.texts(["text"]) == ["\ud800"]
     with pytest.raises(DataError, match="not a line of JSON"):
-        Record("f", 1, b'\xef\xbb\xbf{"text": "a"}', is_json=True).texts(["text"])
+        RawDocument("f", 1, b'\xef\xbb\xbf{"text": "a"}', is_json=True).texts(["text"])
 
 
 def test_the_hash_is_that_of_the_file_on_the_disk(tmp_path: Path):

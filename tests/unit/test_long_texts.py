@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_ext.data.prepare import documents, long_texts, parquet, workers
-from megatron_ext.data.prepare.documents import Record
+from megatron_ext.data.prepare.documents import RawDocument
 from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.data.prepare.long_texts import split_strings
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
@@ -70,7 +70,7 @@ def test_long_strings_of_a_line(ascii_only: bool):
             kept += 1
             assert {key: beginning(found[key], 10**6) for key in ("text", "title")} == {"text": one, "title": other}
             assert any(isinstance(found[key], bytes) for key in ("text", "title")) or len(line) > 200
-        assert Record("f", 1, line, is_json=True).texts(["title"])[0] in (other, other.encode())
+        assert RawDocument("f", 1, line, is_json=True).texts(["title"])[0] in (other, other.encode())
     assert kept > 100
 
 
@@ -88,7 +88,7 @@ def test_long_strings_of_a_line(ascii_only: bool):
 )
 def test_bad_long_lines_are_named_as_short_ones(line: bytes, message: str):
     with pytest.raises(DataError) as caught:
-        Record("f", 7, line, is_json=True).texts(["text"])
+        RawDocument("f", 7, line, is_json=True).texts(["text"])
     assert str(caught.value).startswith("f:7: ")
     assert message in str(caught.value)
 
@@ -97,7 +97,7 @@ def test_bad_long_lines_are_named_as_short_ones(line: bytes, message: str):
 def test_a_lone_surrogate_is_left_to_the_tokenizer():
     line = b'{"text": "%s\\ud800"}' % (b"a" * 500)
     assert split_strings(line) is None
-    assert Record("f", 1, line, is_json=True).texts(["text"]) == ["a" * 500 + "\ud800"]
+    assert RawDocument("f", 1, line, is_json=True).texts(["text"]) == ["a" * 500 + "\ud800"]
     assert split_strings(b'{"text": "%s", "t": "\\uDC000"}' % (b"a" * 500)) is None  # looks like our mark
 
 

@@ -2,7 +2,7 @@
 
 A .jsonl file holds one JSON object a line, a .parquet file one document a row, a .txt file one document, or several
 with a separator. The reading process only cuts the files into blocks of whole records; parsing happens where the block
-ends up (`Record.texts`). A block knows the place where the next one begins, so that reading can go on from there.
+ends up (`RawDocument.texts`). A block knows the place where the next one begins, so that reading can go on from there.
 """
 
 import json
@@ -28,7 +28,7 @@ _BRACE, _LINE_END = b"{\n"
 BLOCK_BYTES = 1 << 20  # blocks are about so large, or as large as one record
 
 
-class Record(NamedTuple):
+class RawDocument(NamedTuple):
     """One JSON line (bytes), one text document (bytes), or one parquet row (column -> value), not yet looked at."""
 
     file: str
@@ -96,7 +96,7 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class ReadPosition:
     """Where a reader stands: in which file, after how many bytes (decompressed) or rows, before which record."""
 
     file: int = 0
@@ -112,10 +112,10 @@ class Block:
     position: int
     payload: bytes | bytearray | list[bytes | None] | list[dict[str, Any]]  # None: an empty piece, no document
     size: int  # bytes of text, about
-    end: Place
+    end: ReadPosition
     bytes_read: int  # of all input files so far, as they lie on the disk
 
-    def records(self) -> Iterator[Record]:
+    def documents(self) -> Iterator[RawDocument]:
         """Yield the records; blank lines of JSON files and empty pieces of separated text hold none."""
         if isinstance(self.payload, (bytes, bytearray)):
             payload, view = self.payload, memoryview(self.payload)
@@ -125,12 +125,12 @@ class Block:
                 end = size if end < 0 else end
                 line = view[begin:end]  # not a copy
                 if payload[begin] == _BRACE or (line and not bytes(line).isspace()):
-                    yield Record(self.file, position, line, is_json=True)
+                    yield RawDocument(self.file, position, line, is_json=True)
                 position, begin = position + 1, end + 1
         else:
             for position, piece in enumerate(self.payload, start=self.position):
                 if piece is not None:
-                    yield Record(self.file, position, piece, is_json=False)
+                    yield RawDocument(self.file, position, piece, is_json=False)
 
 
 @dataclass
@@ -144,7 +144,7 @@ def read_blocks(
     files: Sequence[InputFile],
     keys: Sequence[str],
     split_on: str | None = None,
-    start: Place = Place(),
+    start: ReadPosition = ReadPosition(),
     hashes: InputHashes | None = None,
 ) -> Iterator[Block]:
     """Cut files into blocks.
@@ -162,7 +162,7 @@ def read_blocks(
     """
     before = sum(file.size() or 0 for file in files[: start.file])
     for number, file in enumerate(files[start.file :], start=start.file):
-        place = start if number == start.file else Place(number)
+        place = start if number == start.file else ReadPosition(number)
         with open_input(file) as (stream, hashing):
             if file.kind == "parquet":
                 yield from _row_blocks(file, keys, place, before)
@@ -176,24 +176,24 @@ def read_blocks(
             hashes.found[number] = (digest, hashing.bytes_read)
 
 
-def read_records(files: Sequence[InputFile], keys: Sequence[str] = ("text",)) -> Iterator[Record]:
+def read_documents(files: Sequence[InputFile], keys: Sequence[str] = ("text",)) -> Iterator[RawDocument]:
     """Yield all records of the files, in order."""
-    return (record for block in read_blocks(files, keys) for record in block.records())
+    return (record for block in read_blocks(files, keys) for record in block.documents())
 
 
-_Cut = tuple[bytes | bytearray | list[bytes | None], int, int, Place]  # payload, position, size, end
+_Cut = tuple[bytes | bytearray | list[bytes | None], int, int, ReadPosition]  # payload, position, size, end
 
 
-def _row_blocks(file: InputFile, keys: Sequence[str], place: Place, bytes_before: int) -> Iterator[Block]:
+def _row_blocks(file: InputFile, keys: Sequence[str], place: ReadPosition, bytes_before: int) -> Iterator[Block]:
     size, total = file.size() or 0, row_count(file)
     for rows, first, text_bytes in read_rows(file, keys, place.offset):
         behind = first + len(rows)
-        end = Place(place.file, behind, behind + 1)
+        end = ReadPosition(place.file, behind, behind + 1)
         # A parquet file is not read from front to back: its rows tell how far it is.
         yield Block(file.path, first + 1, rows, text_bytes, end, bytes_before + size * behind // total)
 
 
-def _cut_lines(stream: BufferedIOBase, place: Place) -> Iterator[_Cut]:
+def _cut_lines(stream: BufferedIOBase, place: ReadPosition) -> Iterator[_Cut]:
     _skip(stream, place.offset)
     rest = b""  # the beginning of a line, whose end has not been read
     while True:
@@ -212,7 +212,7 @@ def _cut_lines(stream: BufferedIOBase, place: Place) -> Iterator[_Cut]:
             return
         # numpy counts 4 times as fast, but makes an array as long as the lines.
         count = lines.count(b"\n") if is_one_line else np.count_nonzero(np.frombuffer(lines, np.uint8) == _LINE_END)
-        end = Place(place.file, place.offset + len(lines), place.position + int(count))
+        end = ReadPosition(place.file, place.offset + len(lines), place.position + int(count))
         cut = lines, place.position, len(lines), end
         del lines
         yield cut
@@ -220,11 +220,11 @@ def _cut_lines(stream: BufferedIOBase, place: Place) -> Iterator[_Cut]:
         place = end
 
 
-def _cut_text(stream: BufferedIOBase, split_on: str | None, place: Place) -> Iterator[_Cut]:
+def _cut_text(stream: BufferedIOBase, split_on: str | None, place: ReadPosition) -> Iterator[_Cut]:
     if not split_on:
         if place.position == 1:
             content = stream.read()
-            yield [content], 1, len(content), Place(place.file, len(content), 2)
+            yield [content], 1, len(content), ReadPosition(place.file, len(content), 2)
         return
     separator = split_on.encode()
     _skip(stream, place.offset)
@@ -235,7 +235,7 @@ def _cut_text(stream: BufferedIOBase, split_on: str | None, place: Place) -> Ite
         pieces = (pending + chunk).split(separator)
         pending = b"" if is_last else pieces.pop()
         size = sum(map(len, pieces)) + len(separator) * len(pieces)
-        end = Place(place.file, place.offset + size, place.position + len(pieces))
+        end = ReadPosition(place.file, place.offset + size, place.position + len(pieces))
         if pieces:
             yield [piece or None for piece in pieces], place.position, size, end
         place = end

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_ext.data.indexed import token_dtype
-from megatron_ext.data.prepare.documents import Block, Place
+from megatron_ext.data.prepare.documents import Block, ReadPosition
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer
 from megatron_ext.tokenizer.text import Text, beginning
@@ -30,7 +30,7 @@ class Sample:
 class EncodedBlock:
     """The documents of one block: for each key the tokens of all, and the number of tokens of each."""
 
-    end: Place
+    end: ReadPosition
     bytes_read: int
     text_bytes: int
     documents: int
@@ -86,7 +86,7 @@ class BlockEncoder:
         positions: list[int] = []
         rows: list[list[Text]] = []
         problems: list[tuple[int, DataError]] = []
-        for record in block.records():
+        for record in block.documents():
             try:
                 rows.append(record.texts(self._keys))
                 positions.append(record.position)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.data.indexed import Written
-from megatron_ext.data.prepare.documents import InputHashes, Place
+from megatron_ext.data.prepare.documents import InputHashes, ReadPosition
 from megatron_ext.data.prepare.encode import Sample
 from megatron_ext.durable import replacing
 
@@ -32,7 +32,7 @@ class Journal:
     """Holds what a run needs to go on where an earlier one stopped."""
 
     job: dict[str, Any]  # all that decides the output
-    place: Place = Place()  # noqa: RUF009 (frozen)
+    place: ReadPosition = ReadPosition()  # noqa: RUF009 (frozen)
     progress: Progress = Progress()
     written: list[Written] = field(default_factory=list)
     blocks: int = 0
@@ -62,7 +62,7 @@ class Journal:
             fields = json.loads(path.read_text(encoding="utf-8"))
             return Journal(
                 job=fields["job"],
-                place=Place(**fields["place"]),
+                place=ReadPosition(**fields["place"]),
                 progress=Progress(**fields["progress"]),
                 written=[Written(**one) for one in fields["written"]],
                 blocks=fields["blocks"],

@@ -272,7 +272,7 @@ def _start_worker(job: EncodeJob, is_fast: bool) -> BlockEncoder:
 def _first_sample(block: Block, keys: Sequence[str]) -> list[str]:
     texts: list[str] = []
     left = _FIRST_SAMPLE_CHARACTERS
-    for record in block.records():
+    for record in block.documents():
         try:
             found = record.texts(keys)
         except DataError:
