@@ -23,7 +23,7 @@ import numpy as np
 from megatron_ext.data.integrity import Share, open_index
 from megatron_ext.data.mixture import Mixture
 from megatron_ext.data.permutation import Permutation
-from megatron_ext.data.samples import Place, Source
+from megatron_ext.data.samples import SampleWindow, Source
 from megatron_ext.errors import DataError
 
 
@@ -112,10 +112,10 @@ class FormulaDataset:
         """Return how many of the first `samples` samples come from each source."""
         return self._mixture.counts(samples)
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> SampleWindow:
         """Return where sample `index` lies."""
         source, number = self._mixture.place(index)
-        return Place(source, self._parts[source].number_at(number))
+        return SampleWindow(source, self._parts[source].number_at(number))
 
     def part(self, source: int) -> "FormulaDataset":
         """Return the samples of one source alone, in the order in which they appear here."""

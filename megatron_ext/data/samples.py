@@ -27,7 +27,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Place:
+class SampleWindow:
     """Where a sample lies: the window that begins seq_length x `number` tokens into the epochs of a source."""
 
     source: int
@@ -50,7 +50,7 @@ class Samples(SampleDataset, Protocol):
         """Return how many of the first `samples` samples come from each source."""
         ...
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> SampleWindow:
         """Return where sample `index` lies."""
         ...
 

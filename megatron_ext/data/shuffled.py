@@ -18,7 +18,7 @@ from megatron_ext.config.blend import Blend
 from megatron_ext.config.schema import Config
 from megatron_ext.data.index_cache import CachedGPTDataset, LocalBuilder, cache_folder
 from megatron_ext.data.integrity import Share, index_digest
-from megatron_ext.data.samples import Place, SampleDataset, Source
+from megatron_ext.data.samples import SampleDataset, SampleWindow, Source
 from megatron_ext.data.splits import SPLITS, SplitFiles
 from megatron_ext.errors import StorageError, TrainingError
 from megatron_ext.tokenizer.protocol import Tokenizer
@@ -61,12 +61,12 @@ class ShuffledDataset:
         self._counted = samples, counts
         return counts.tolist()
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> SampleWindow:
         """Return where sample `index` lies: its number is that in megatron-core's stream of shuffled documents."""
         source = 0
         if isinstance(self._dataset, BlendedDataset):
             source, index = int(self._dataset.dataset_index[index]), int(self._dataset.dataset_sample_index[index])
-        return Place(source, int(self._parts[source].shuffle_index[index]))
+        return SampleWindow(source, int(self._parts[source].shuffle_index[index]))
 
     def part(self, source: int) -> SampleDataset:
         """Return the samples of one source alone, in the order in which they appear here."""

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from megatron_ext.data.samples import Place, Source
+from megatron_ext.data.samples import SampleWindow, Source
 
 _STEPS = np.array([1, 2, 3, 5])
 _SHARES = (0.7, 0.1, 0.1, 0.1)
@@ -58,9 +58,9 @@ class MockDataset:
         """Return the number of samples: all of the first `samples` samples come from the only source."""
         return [samples]
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> SampleWindow:
         """Return where sample `index` lies."""
-        return Place(0, index)
+        return SampleWindow(0, index)
 
     def part(self, source: int) -> "MockDataset":
         """Return the dataset itself, which has only one source."""

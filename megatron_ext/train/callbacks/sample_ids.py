@@ -3,7 +3,7 @@
     {"iteration": 3, "sources": ["data/a", "data/b"], "samples": [[0, 17], [1, 4]]}
 
 Step 3 used window 17 of the first source and window 4 of the second. The number counts windows of seq_length tokens
-through all epochs of the source, in the stream that the sample order cuts (`data.samples.Place`).
+through all epochs of the source, in the stream that the sample order cuts (`data.samples.SampleWindow`).
 """
 
 from megatron_ext.telemetry.jsonl import MetricsFile
