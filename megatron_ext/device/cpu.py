@@ -7,7 +7,7 @@ import time
 import psutil
 import torch
 
-from megatron_ext.device.protocol import Memory
+from megatron_ext.device.protocol import DeviceMemory
 
 
 class CpuDevice:
@@ -29,11 +29,11 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Do nothing: CPU work is done when the call returns."""
 
-    def memory(self) -> Memory:
+    def memory(self) -> DeviceMemory:
         """Return the resident memory of the process: a CPU has no separate allocator to ask."""
         resident = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Memory(allocated=resident, max_allocated=max(peak, resident), reserved=resident)
+        return DeviceMemory(allocated=resident, max_allocated=max(peak, resident), reserved=resident)
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()

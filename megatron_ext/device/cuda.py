@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.device.protocol import Memory
+from megatron_ext.device.protocol import DeviceMemory
 
 _MOST_ALLOCATIONS = 100_000  # as Megatron-LM keeps
 
@@ -31,8 +31,8 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def memory(self) -> Memory:
-        return Memory(
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(
             allocated=torch.cuda.memory_allocated(),
             max_allocated=torch.cuda.max_memory_allocated(),
             reserved=torch.cuda.memory_reserved(),

@@ -7,7 +7,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """The memory of this rank, in bytes."""
 
     allocated: int
@@ -48,7 +48,7 @@ class Device(Protocol):
         """Wait until everything that was launched is done."""
         ...
 
-    def memory(self) -> Memory:
+    def memory(self) -> DeviceMemory:
         """Return the memory in use now and at most."""
         ...
 

@@ -19,7 +19,7 @@ from megatron_ext.plan.state_bytes import sharding, state_bytes
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """The bytes that one rank needs, by part."""
 
     weights: float
@@ -51,7 +51,7 @@ class Memory:
         return max(parts, key=lambda name: parts[name])
 
 
-def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory:
+def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> MemoryEstimate:
     """Return what a rank of this stage needs.
 
     Args:
@@ -80,7 +80,7 @@ def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory
     loss = sum(number * chunk.loss for number, chunk in zip(most.flight, chunks, strict=True))
     running = chunks[most.chunk]
     loss += running.logits if in_layers[most.chunk] < running.logits else -running.loss
-    return Memory(
+    return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
@@ -90,7 +90,7 @@ def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory
     )
 
 
-def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, Memory]:
+def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, MemoryEstimate]:
     """Return the stage that needs most, and what it needs."""
     # Of stages that are alike the first has most microbatches in flight.
     found = {stage: memory(config, stage, shapes, fused=fused) for stage in set(shapes.representatives())}

@@ -10,7 +10,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.plan.choices import BETTER, SHARDINGS, Choice, layouts, micro_batches, recomputations, shardings
 from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.memory import Memory, worst_stage
+from megatron_ext.plan.memory import MemoryEstimate, worst_stage
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.rules.validate import problems
 
@@ -40,7 +40,7 @@ class Candidate:
     stage: int
     """Pipeline stage that needs most memory."""
 
-    memory: Memory
+    memory: MemoryEstimate
     time: StepTime | None = None
 
     @property
