@@ -23,7 +23,7 @@ from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ElementCounts:
     """The elements of one part of the model on one rank."""
 
     dense: int
@@ -40,8 +40,8 @@ class Part:
     largest: int
     """Number of elements of the largest matrix."""
 
-    def __add__(self, other: "Part") -> "Part":
-        return Part(
+    def __add__(self, other: "ElementCounts") -> "ElementCounts":
+        return ElementCounts(
             self.dense + other.dense,
             self.experts + other.experts,
             self.norms + other.norms,
@@ -80,7 +80,7 @@ class Shapes:
         ]
         return [contents.index(held) for held in contents]
 
-    def part(self, layer: Layer) -> Part:
+    def part(self, layer: Layer) -> ElementCounts:
         """Return what a rank holds of a layer."""
         return self.layers[layer]
 
@@ -135,13 +135,13 @@ class Shapes:
 @functools.lru_cache(maxsize=64)
 def _parts(
     model: ModelConfig, data: DataConfig, tensor: int, expert_tensor: int, expert_ranks: int
-) -> tuple[Part, int, dict[Layer, Part], Part]:
+) -> tuple[ElementCounts, int, dict[Layer, ElementCounts], ElementCounts]:
     """Return the embedding, the word embeddings in it, a layer of each kind, and what follows the layers."""
     config = Config(model=model, data=data)
 
-    def held(found: Iterable[Parameter], experts: int = 0) -> Part:
+    def held(found: Iterable[Parameter], experts: int = 0) -> ElementCounts:
         parts = (_part(parameter, tensor, expert_tensor, experts, expert_ranks) for parameter in found)
-        return sum(parts, Part(0, 0, 0, 0, 0, 0))
+        return sum(parts, ElementCounts(0, 0, 0, 0, 0, 0))
 
     embedding, output = list(embedding_parameters(config)), list(output_parameters(config))
     layers = {
@@ -152,16 +152,16 @@ def _parts(
     return held(embedding), table, layers, held(output)
 
 
-def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, expert_ranks: int) -> Part:
+def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, expert_ranks: int) -> ElementCounts:
     """Return what a rank holds of a parameter; of that of one expert, what it holds of all `experts` of the layer."""
     routed = parameter.expert is not None
     held = math.prod(parameter.local_shape(expert_tensor if routed else tensor))
     matrix = held if len(parameter.shape) > 1 else 0
     if routed:
-        return Part(0, held * experts // expert_ranks, 0, 0, 0, matrix)
+        return ElementCounts(0, held * experts // expert_ranks, 0, 0, 0, matrix)
     if "router" in parameter.name:
         # Whole on every rank of tensor parallelism, which divides its tokens instead.
-        return Part(held, 0, 0, 0, matrix // tensor, 0)
+        return ElementCounts(held, 0, 0, 0, matrix // tensor, 0)
     attention = matrix if ".self_attention." in parameter.name else 0
     norm = held if "layernorm" in parameter.name else 0
-    return Part(held, 0, norm, attention, matrix - attention, matrix)
+    return ElementCounts(held, 0, norm, attention, matrix - attention, matrix)
