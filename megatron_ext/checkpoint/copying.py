@@ -1,4 +1,5 @@
-"""Through a file from its beginning to its end, in blocks: how weights move between shards and safetensors.
+"""Copies a file from its beginning to its end, in blocks, with its checksum: how weights move between shards and
+safetensors.
 
     gather(path, parts)            writes the file, from parts that lie elsewhere; returns its CRC-32
     scatter(path, parts, size)     reads the file, whose parts belong elsewhere; returns its CRC-32
@@ -18,19 +19,19 @@ from pathlib import Path
 from typing import ClassVar
 
 BLOCK = 1 << 20
-"""Bytes: fits a core's own cache."""
+"""Bytes of a block, which fits a core's own cache."""
 
 _THREADS = min(4, os.cpu_count() or 1)
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power in the highest bit
 
 
 @dataclass(frozen=True)
-class Part:
-    """A stretch of a file that is gathered or scattered."""
+class FilePart:
+    """A part of a file that is gathered or scattered."""
 
     length: int
     divisible: ClassVar[bool] = True
-    """Whether any stretch of it can be had alone. What cannot be divided should not be much larger than a block."""
+    """Whether any range of it can be had alone. What cannot be divided should not be much larger than a block."""
 
     def gather(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on."""
@@ -65,7 +66,7 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Literal(Part):
+class Literal(FilePart):
     """Bytes that are known."""
 
     content: bytes
@@ -75,23 +76,23 @@ class Literal(Part):
 
 
 @dataclass(frozen=True)
-class Zeros(Part):
-    """Padding."""
+class Zeros(FilePart):
+    """Zeros, for padding."""
 
     def gather(self, start: int, target: memoryview) -> None:
         target[:] = bytes(len(target))
 
 
 @dataclass(frozen=True)
-class Passed(Part):
-    """Belongs nowhere."""
+class SkippedBytes(FilePart):
+    """Bytes that belong nowhere."""
 
     def scatter(self, start: int, source: memoryview) -> None:
         pass
 
 
 @dataclass(frozen=True)
-class Stretch(Part):
+class FileRange(FilePart):
     """Bytes that lie, unchanged, in another file."""
 
     files: Files
@@ -106,7 +107,7 @@ class Stretch(Part):
 
 
 @dataclass(frozen=True)
-class Made(Part):
+class ComputedBytes(FilePart):
     """Bytes that are computed, on their way in either direction."""
 
     make: Callable[[memoryview], None]
@@ -119,11 +120,11 @@ class Made(Part):
         self.make(source)
 
 
-def gather(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
+def gather(path: Path, parts: Iterable[FilePart]) -> tuple[int, int]:
     """Write a new file that consists of these parts; returns its size and its CRC-32.
 
     Raises:
-        OSError: it cannot be written, or a part cannot be read.
+        OSError: the file cannot be written, or a part cannot be read.
         EOFError: a part is shorter than it should be.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -141,19 +142,19 @@ def gather(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
         os.close(descriptor)
 
 
-def scatter(path: Path, parts: Iterable[Part], *, checksum: bool) -> tuple[int, int]:
+def scatter(path: Path, parts: Iterable[FilePart], *, checksum: bool) -> tuple[int, int]:
     """Read a file that consists of these parts and put each where it belongs; returns its size and its CRC-32.
 
     Args:
-        checksum: without it, what is `Passed` is not read, and the CRC-32 means nothing.
+        checksum: without it, what is `SkippedBytes` is not read, and the CRC-32 means nothing.
     Raises:
-        OSError: it cannot be read, or a part cannot be written.
-        EOFError: it is shorter than its parts.
+        OSError: the file cannot be read, or a part cannot be written.
+        EOFError: the file is shorter than its parts.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def move(block: _Block, buffer: memoryview) -> int:
-        if not checksum and all(isinstance(part, Passed) for part, *_ in block.pieces):
+        if not checksum and all(isinstance(part, SkippedBytes) for part, *_ in block.pieces):
             return 0
         read_exactly(descriptor, block.start, buffer, path)
         value = zlib.crc32(buffer) if checksum else 0
@@ -181,21 +182,23 @@ def read_exactly(descriptor: int, offset: int, target: memoryview, path: Path) -
 
 
 def write_all(descriptor: int, offset: int, source: memoryview) -> None:
+    """Write all of `source` at an offset of a file."""
     while source:
         count = os.pwrite(descriptor, source, offset)
         source, offset = source[count:], offset + count
 
 
 def combined_crc32(first: int, second: int, length: int) -> int:
-    """CRC-32 of two stretches one after the other, from that of each and the length in bytes of the second.
+    """Return the CRC-32 of two byte strings one after the other, from that of each and the length in bytes of the
+    second.
 
-    As polynomials over the field of two elements: first * x^(8 length) + second, modulo the CRC's own.
+    The CRCs are polynomials over the field of two elements: first * x^(8 length) + second, modulo the CRC's own.
     """
     return _product(_power(length), first) ^ second
 
 
 def _product(one: int, other: int) -> int:
-    """Of two polynomials of degree < 32, modulo the CRC's own."""
+    """Return the product of two polynomials of degree < 32, modulo the CRC's own."""
     product = 0
     for power in range(31, -1, -1):
         if one >> power & 1:
@@ -206,7 +209,7 @@ def _product(one: int, other: int) -> int:
 
 @functools.lru_cache(1024)
 def _power(length: int) -> int:
-    """x^(8 length), by squaring."""
+    """Return x^(8 length), by squaring."""
     result, square = 1 << 31, 1 << 23
     while length:
         if length & 1:
@@ -217,15 +220,15 @@ def _power(length: int) -> int:
 
 @dataclass
 class _Block:
-    """A stretch of the file that one thread moves at once."""
+    """The part of the file that one thread moves at once."""
 
     start: int
     length: int
-    pieces: list[tuple[Part, int, int, int]]
+    pieces: list[tuple[FilePart, int, int, int]]
     """Part, where in the part, where in the block, length."""
 
 
-def _blocks(parts: Iterable[Part]) -> Iterator[_Block]:
+def _blocks(parts: Iterable[FilePart]) -> Iterator[_Block]:
     block = _Block(0, 0, [])
     for part in parts:
         taken = 0
@@ -243,7 +246,7 @@ def _blocks(parts: Iterable[Part]) -> Iterator[_Block]:
         yield block
 
 
-def _run(parts: Iterable[Part], move: Callable[[_Block, memoryview], int]) -> tuple[int, int]:
+def _run(parts: Iterable[FilePart], move: Callable[[_Block, memoryview], int]) -> tuple[int, int]:
     """Let threads move all blocks; returns size and CRC-32 of all. The first failure ends it and is raised."""
     waiting, lock = iter(enumerate(_blocks(parts))), threading.Lock()
     done: dict[int, tuple[int, int]] = {}
@@ -263,7 +266,7 @@ def _run(parts: Iterable[Part], move: Callable[[_Block, memoryview], int]) -> tu
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, name=f"sweep {number}", daemon=True) for number in range(1, _THREADS)]
+    threads = [threading.Thread(target=work, name=f"copy {number}", daemon=True) for number in range(1, _THREADS)]
     for thread in threads:
         thread.start()
     work()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron_ext.checkpoint import copying as sweep
+from megatron_ext.checkpoint import copying
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface import arrays as bits
 from megatron_ext.checkpoint.native import torch_dist
@@ -111,29 +111,29 @@ def test_a_file_from_parts_and_back(tmp_path: Path) -> None:
     def made(target: memoryview) -> None:
         target[:] = b"m" * len(target)
 
-    with sweep.Files(0) as files:
-        stretches = [sweep.Stretch(2_500_000, files, source, 3), sweep.Stretch(3, files, source, 0)]
-        last = sweep.Stretch(2_499_997, files, source, 2_500_003)
+    with copying.Files(0) as files:
+        ranges = [copying.FileRange(2_500_000, files, source, 3), copying.FileRange(3, files, source, 0)]
+        last = copying.FileRange(2_499_997, files, source, 2_500_003)
         parts = [
-            sweep.Literal(1000, content[:1000]),
-            *stretches,
-            sweep.Zeros(70),
-            *(sweep.Made(700_000, made),) * 3,
+            copying.Literal(1000, content[:1000]),
+            *ranges,
+            copying.Zeros(70),
+            *(copying.ComputedBytes(700_000, made),) * 3,
             last,
         ]
-        size, checksum = sweep.gather(whole, parts)
+        size, checksum = copying.gather(whole, parts)
     expected = content[:1000] + content[3:2_500_003] + content[:3] + bytes(70) + b"m" * 2_100_000 + content[2_500_003:]
     assert whole.read_bytes() == expected
     assert (size, checksum) == (len(expected), zlib.crc32(expected))
     seen = []
-    with sweep.Files(1) as files:
-        taken = sweep.Made(700_000, lambda bits: seen.append(bytes(bits)))
-        targets = [sweep.Stretch(part.length, files, back, part.offset) for part in (*stretches, last)]
-        parts = [sweep.Passed(1000), *targets[:2], sweep.Passed(70), *(taken,) * 3, targets[2]]
-        assert sweep.scatter(whole, parts, checksum=True) == (size, checksum)
+    with copying.Files(1) as files:
+        taken = copying.ComputedBytes(700_000, lambda bits: seen.append(bytes(bits)))
+        targets = [copying.FileRange(part.length, files, back, part.offset) for part in (*ranges, last)]
+        parts = [copying.SkippedBytes(1000), *targets[:2], copying.SkippedBytes(70), *(taken,) * 3, targets[2]]
+        assert copying.scatter(whole, parts, checksum=True) == (size, checksum)
         assert seen == [b"m" * 700_000] * 3
         with pytest.raises(EOFError, match="too early"):
-            sweep.scatter(whole, [*parts, sweep.Passed(1)], checksum=True)
+            copying.scatter(whole, [*parts, copying.SkippedBytes(1)], checksum=True)
     assert back.read_bytes() == content
 
 

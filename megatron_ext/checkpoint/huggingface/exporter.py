@@ -14,7 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.checkpoint.copying import BLOCK, Files, Made, Part, Passed, Stretch, scatter, write_all
+from megatron_ext.checkpoint.copying import (
+    BLOCK,
+    ComputedBytes,
+    FilePart,
+    FileRange,
+    Files,
+    SkippedBytes,
+    scatter,
+    write_all,
+)
 from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
 from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
 from megatron_ext.checkpoint.huggingface.folder import INDEX, SINGLE
@@ -115,7 +124,7 @@ def _write_weights(source: SavedModel, arranged: list[Arranged], entries: Mappin
         DataError: they are not what the manifest says.
     """
     shards, problems = source.damage()
-    parts: dict[str, list[tuple[int, Part]]] = {name: [] for name in shards}
+    parts: dict[str, list[tuple[int, FilePart]]] = {name: [] for name in shards}
     for one in arranged:
         dtype = source.dtype(one.parameter.name)
         for piece in source.pieces(one.parameter.name):
@@ -135,26 +144,26 @@ def _write_weights(source: SavedModel, arranged: list[Arranged], entries: Mappin
         raise DataError(f"{source.path} is damaged ({', '.join(problems[:5])}). Take an earlier checkpoint.")
 
 
-def _all(wanted: list[tuple[int, Part]], path: Path) -> Iterator[Part]:
+def _all(wanted: list[tuple[int, FilePart]], path: Path) -> Iterator[FilePart]:
     """The whole file: the wanted parts, and what lies between them."""
     position = 0
     for offset, part in sorted(wanted, key=lambda place: place[0]):
         if offset < position:
             raise DataError(f"{path}: two tensors overlap at {offset}. Take an earlier checkpoint.")
         if offset > position:
-            yield Passed(offset - position)
+            yield SkippedBytes(offset - position)
         yield part
         position = offset + part.length
     rest = path.stat().st_size - position
     if rest < 0:
         raise EOFError(f"{path} ends {-rest} bytes too early")
     if rest:
-        yield Passed(rest)
+        yield SkippedBytes(rest)
 
 
 def _parts(
     piece: Piece, arranged: Arranged, entries: Mapping[str, Entry], dtype: str, files: Files
-) -> Iterator[tuple[int, Part]]:
+) -> Iterator[tuple[int, FilePart]]:
     """Where in the shard which rows of a piece lie, and where they belong; padding of the vocabulary is left out."""
     rows, *columns = piece.shape
     width = WIDTH[dtype] * math.prod(columns)
@@ -169,13 +178,13 @@ def _parts(
             continue
         offset = piece.offset + (low - piece.row) * width
         if not arranged.transposed and entry.dtype == dtype and tuple(columns) == entry.shape[1:]:
-            yield offset, Stretch((high - low) * width, files, entry.path, entry.place(low + shift))
+            yield offset, FileRange((high - low) * width, files, entry.path, entry.place(low + shift))
             continue
         step = max(1, BLOCK // width)
         for start in range(low, high, step):
             target = _Target(entry, arranged.transposed, start + shift, piece.column, files)
             shape = (min(step, high - start), *columns)
-            part = Made(shape[0] * width, partial(target.put_bytes, shape=shape, dtype=dtype))
+            part = ComputedBytes(shape[0] * width, partial(target.put_bytes, shape=shape, dtype=dtype))
             yield offset + (start - low) * width, part
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.copying import BLOCK, Files, Literal, Made, Part, Stretch, Zeros, gather
+from megatron_ext.checkpoint.copying import BLOCK, ComputedBytes, FilePart, FileRange, Files, Literal, Zeros, gather
 from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.checkpoint.huggingface.folder import HFFolder, safe_file
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
@@ -131,7 +131,7 @@ class _Item:
 
 def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> tuple[bytes, manifest.Files]:
     """Write the file of all weights and objects; returns the checkpoint's metadata, and the file's own entry."""
-    dtype, parts, position = folder.dtype(), list[Part](), 0
+    dtype, parts, position = folder.dtype(), list[FilePart](), 0
     objects: dict[str, Chunk] = {}
     for key, value in _objects(config):
         content, _ = archive(pickle.dumps([value], protocol=2), None)
@@ -159,7 +159,7 @@ def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> 
     return torch_dist.write(tensors, objects), {path.name: {"bytes": size, "crc32": f"{checksum:08x}"}}
 
 
-def _elements(folder: HFFolder, arranged: Arranged, rows: range, dtype: str, files: Files) -> Iterator[Part]:
+def _elements(folder: HFFolder, arranged: Arranged, rows: range, dtype: str, files: Files) -> Iterator[FilePart]:
     """The elements of these rows of a parameter; padding, which comes last, is zero."""
     width = WIDTH[dtype] * math.prod(arranged.parameter.shape[1:])
     covered = rows.start
@@ -171,12 +171,12 @@ def _elements(folder: HFFolder, arranged: Arranged, rows: range, dtype: str, fil
         covered = high
         entry, first = folder.entries[run.tensor], run.tensor_start + low - run.start
         if not arranged.transposed and entry.dtype == dtype:
-            yield Stretch((high - low) * width, files, entry.path, entry.place(first))
+            yield FileRange((high - low) * width, files, entry.path, entry.place(first))
             continue
         step = max(1, BLOCK // width)
         for start in range(first, first + high - low, step):
             part = range(start, min(start + step, first + high - low))
-            yield Made(len(part) * width, functools.partial(_convert, entry, arranged.transposed, part, dtype))
+            yield ComputedBytes(len(part) * width, functools.partial(_convert, entry, arranged.transposed, part, dtype))
     if covered < rows.stop:
         yield Zeros((rows.stop - covered) * width)
 
