@@ -38,7 +38,7 @@ _BEFORE, _AFTER = ("embedding",), ("decoder.final_layernorm",)
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleOutput:
     """One rank's output of one module for one microbatch, in fp32."""
 
     name: str
@@ -52,7 +52,7 @@ class Taps:
     """Copies outputs from its construction until `close`. Outputs of a recomputation are not copied again."""
 
     def __init__(self, run: Run):
-        self.parts: list[Part] = []
+        self.parts: list[ModuleOutput] = []
         groups = run.groups
         self._place = (groups.tp.rank(), groups.cp.rank(), groups.dp.rank())
         self._calls: dict[str, int] = {}
@@ -71,7 +71,7 @@ class Taps:
             call = self._calls[name] = self._calls.get(name, -1) + 1
             tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
             tensor = tensor.t().unsqueeze(2) if name == LOSS else tensor.flatten(2)
-            self.parts.append(Part(name, call, self._place, copied(tensor)))
+            self.parts.append(ModuleOutput(name, call, self._place, copied(tensor)))
 
         return hook
 
@@ -102,7 +102,7 @@ def forward_order(config: Config) -> list[str]:
     return [*_BEFORE, *layers, *_AFTER, LOSS]
 
 
-def assemble_outputs(config: Config, parts: Iterable[Part]) -> dict[str, list[np.ndarray]]:
+def assemble_outputs(config: Config, parts: Iterable[ModuleOutput]) -> dict[str, list[np.ndarray]]:
     """Return whole outputs by name, [samples of the global batch, sequence, width], in the order of a forward pass.
 
     The value of every name is a list: one output, or one of each tensor-parallel rank where these hold the same by

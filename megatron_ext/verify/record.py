@@ -11,7 +11,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.verify.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from megatron_ext.verify.activations import Part
+    from megatron_ext.verify.activations import ModuleOutput
     from megatron_ext.verify.gather import Shard
 
 
@@ -96,7 +96,7 @@ class _RankRecord:
     grad_norms: list[float | None]
     validation_loss: float | None
     shards: dict[str, list["Shard"]]
-    parts: list["Part"]
+    parts: list["ModuleOutput"]
 
 
 def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool) -> _RankRecord:
