@@ -2,10 +2,10 @@
 
     python benchmarks/checkpoint.py /dev/shm/checkpoint --output benchmarks/results
 
-A model of 29M parameters with Adam's state (0.35 GB in fp32), on one process and on two with the distributed
-optimizer. The stall of the first background save of a run and of later ones is stated beside the pure copy of the bytes
-that a rank takes, from memory to memory that was used before: no snapshot is faster. The fastest of --turns; a machine
-that is busy with other things measures itself. --output FOLDER records the table and the machine as JSON and Markdown.
+A model of 29M parameters with Adam's state (0.35 GB in fp32), on one process and on two with the distributed optimizer.
+The stall of the first background save of a run and of later ones is stated next to the pure copy of the bytes that a
+rank takes, from memory to memory that was used before: no snapshot is faster. The fastest of --turns; a machine that is
+busy with other things measures itself. --output FOLDER records the table and the machine as JSON and Markdown.
 """
 
 import argparse

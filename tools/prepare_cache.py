@@ -3,9 +3,9 @@
     python tools/prepare_cache.py --data-path data/corpus_text_document --data-cache-path cache --world-size 64 ...
 
 Give all the flags of the training, or --config with a file of them, and --world-size with its number of ranks: the
-order of the samples follows from their number. A run with the same flags then finds its index where
---data-cache-path (or the folder beside the data) is the same. With --data-order formula there is nothing to prepare.
-Exit codes: 0 done, 64 the flags cannot work, 65 data that is wrong, 74 the cache cannot be written.
+order of the samples follows from their number. A run with the same flags then finds its index where --data-cache-path
+(or the folder next to the data) is the same. With --data-order formula there is nothing to prepare. Exit codes: 0 done,
+64 the flags cannot work, 65 data that is wrong, 74 the cache cannot be written.
 """
 
 import sys

@@ -37,7 +37,7 @@ def to_yaml(config: Config) -> str:
 
 
 def read_yaml(path: str, whose: str = "--config") -> dict[str, Any]:
-    """The names and values of a configuration file, as YAML gives them (plain data; no tag builds an object).
+    """Return the names and values of a configuration file, as YAML gives them (plain data; no tag builds an object).
 
     Args:
         whose: whose file it is, for messages.

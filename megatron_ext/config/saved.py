@@ -23,7 +23,7 @@ def shapes_and_function() -> tuple[str, ...]:
 
 
 def read_saved(path: Path) -> dict[str, Any] | None:
-    """The values of a checkpoint's config.yaml; None where it cannot be read, which loading will find out.
+    """Return the values of a checkpoint's config.yaml; None where it cannot be read, which loading will find out.
 
     Names that are unknown here, such as those of another version, are left out.
 

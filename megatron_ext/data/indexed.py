@@ -55,9 +55,9 @@ class Written:
 class IndexedWriter:
     """Writes `<prefix>.bin` and `<prefix>.idx`; they appear under these names only when whole.
 
-    Until `finish`, all lies in `<name>.partial`. A pair of the same name is replaced; there is no moment at which
-    one file of the old pair stands beside one of the new pair. As a context manager it finishes on success and
-    removes the partial files on an exception. Memory does not grow with the number of documents.
+    Until `finish`, all lies in `<name>.partial`. A pair of the same name is replaced; there is no moment at which one
+    file of the old pair stands next to one of the new pair. As a context manager it finishes on success and removes the
+    partial files on an exception. Memory does not grow with the number of documents.
 
     Args:
         prefix: path without suffix.

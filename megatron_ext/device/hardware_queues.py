@@ -20,7 +20,7 @@ _DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"))
 
 
 def wants_one_queue(layout: LayoutConfig, capability: int | None) -> bool:
-    """Whether the variable should be 1.
+    """Return whether the variable should be 1.
 
     Args:
         layout: the layout of the run.

@@ -56,7 +56,7 @@ class Layout:
 
 
 def solve(facts: Mapping[str, int], world_size: int | None, default_accumulation: int | None) -> Layout:
-    """The layout that `facts` determine.
+    """Return the layout that `facts` determine.
 
     Args:
         facts: sizes by the names that `meanings.Fact` carries.

@@ -73,7 +73,7 @@ class Translation:
 
 
 def read(path: str) -> dict[str, Any]:
-    """The content of a JSON or YAML file.
+    """Return the content of a JSON or YAML file.
 
     Raises:
         ConfigurationError: the file cannot be read, is neither JSON nor YAML, names a key twice, or is no mapping.
@@ -109,8 +109,8 @@ def translate(source: str, content: Mapping[str, Any], world_size: int | None = 
     sizes = {flag: value for flag, value in layout.flags().items() if _refusal(f"{flag} {value}") is None}
     missing = [f"{flag} {value}" for flag, value in layout.flags().items() if flag not in sizes]
     found += [Key(flags, "", "none", reason=_refusal(flags) or "") for flags in missing]
-    for (flag, beside), reason in _CONTAINED.items():
-        if beside in command and command.pop(flag, None) is not None:
+    for (flag, other), reason in _CONTAINED.items():
+        if other in command and command.pop(flag, None) is not None:
             found = [_contained(key, flag, reason) for key in found]
     if "shard" in facts and not _SHARDING & command.keys():
         found = [_unsharded(key) for key in found]

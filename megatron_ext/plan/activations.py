@@ -161,9 +161,9 @@ class Activations:
         """Return the bytes held until the backward pass, and what comes on top around the loss."""
         model = self.config.model
         norm = 2 * self.stream + self._statistics(final_norm(model))
-        copy = 0 if self.width == _FP32 else self.width  # 16-bit logits beside their fp32 copy
+        copy = 0 if self.width == _FP32 else self.width  # 16-bit logits next to their fp32 copy
         if self.tensor > 1:
-            # The softmax overwrites the fp32 logits; beside it lie the labels of this rank's part and their mask.
+            # The softmax overwrites the fp32 logits; next to it lie the labels of this rank's part and their mask.
             logits = self.tokens * model.padded_vocab_size / self.tensor
             return norm + _FP32 * logits + (_INT64 + 1) * self.tokens, copy * logits
         logits = self.tokens * (self.config.data.vocab_size or model.padded_vocab_size)

@@ -195,7 +195,7 @@ def _data_parallel(
     gathers = sum(time for term, time in stage.data if term.collective == "all-gather")
     sums = sum(time for _, time in stage.data) - gathers
     if sharding(config) not in ("ddp", "optim"):
-        # Layer by layer, beside the layers before and after.
+        # Layer by layer, next to the layers before and after.
         hidden = min(gathers + sums, microbatches * (forward + backward))
     else:
         hidden = min(sums, backward) if layout.overlap_grad_reduce else 0.0

@@ -58,7 +58,7 @@ def repeated(config: Config, held: Stack) -> dict[str, Stack]:
 
 
 def forward_flops(config: Config, shapes: Shapes, stage: int, chunk: int, *, again: bool = False) -> float:
-    """Floating-point operations of a forward pass, a multiplication and an addition counted as two.
+    """Return the floating-point operations of a forward pass, a multiplication and an addition counted as two.
 
     Args:
         again: whether to count what recomputation repeats in the backward pass instead.

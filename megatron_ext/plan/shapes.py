@@ -73,7 +73,7 @@ class Shapes:
         )
 
     def representatives(self) -> list[int]:
-        """The first stage of each kind, for every stage that has the same contents."""
+        """Return the first stage of each kind, for every stage that has the same contents."""
         last = len(self.counts) - 1
         contents = [
             ([chunk.kinds for chunk in chunks], stage == 0, stage == last) for stage, chunks in enumerate(self.stacks)

@@ -178,7 +178,7 @@ class _Stage:
         times = _layers(passes.total(), layers.total())
         if layout.moe_token_dispatcher_type == "allgather":
             others = ep * etp - 1
-            # Beside the tokens: which experts each has, forward in bytes, and with which weights, in fp32.
+            # Besides the tokens: which experts each has, forward in bytes, and with which weights, in fp32.
             one = 4 * self.microbatches * self.tokens / self.tensor
             weights = sum(number * one * experts.count for experts, number in layers.items())
             tokens = passes.total() * own

@@ -28,7 +28,7 @@ def largest_magnitude(tensors: Iterable[torch.Tensor], device: torch.device) -> 
 
 
 def first_bad(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> BadTensor | None:
-    """The first of the tensors that holds a NaN or an infinity; None if all are finite.
+    """Return the first of the tensors that holds a NaN or an infinity; None if all are finite.
 
     It costs one read of the tensors and one wait for the device. Tensors without elements, and of integers, are fine.
 

@@ -7,7 +7,7 @@ from megatron_ext.telemetry.metrics import StepMetrics, TestMetrics, ValidationM
 
 
 def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) -> str:
-    """The line of one logged step, without a newline; it begins with a space.
+    """Return the line of one logged step, without a newline; it begins with a space.
 
     Args:
         metrics: metrics of the step.

@@ -158,10 +158,10 @@ def _thinned(points: list[Point]) -> list[Point]:
     """Return at most `_MOST_POINTS`: of each group of neighbours its lowest and highest, so that no spike is lost."""
     if len(points) <= _MOST_POINTS:
         return points
-    stretch = math.ceil(2 * len(points) / _MOST_POINTS)
+    group = math.ceil(2 * len(points) / _MOST_POINTS)
     kept: list[Point] = []
-    for start in range(0, len(points), stretch):
-        inside = points[start : start + stretch]
+    for start in range(0, len(points), group):
+        inside = points[start : start + group]
         good = finite(inside)
         ends = {min(good, key=lambda point: point[1]), max(good, key=lambda point: point[1])} if good else inside[:1]
         kept += sorted(ends)

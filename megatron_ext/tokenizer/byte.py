@@ -18,5 +18,5 @@ class ByteTokenizer:
         return bytes(i for i in ids if i != self.eod).decode("utf-8", errors="replace")
 
     def identity(self) -> dict[str, str | int]:
-        """What tells this tokenizer from any other."""
+        """Return what tells this tokenizer from any other."""
         return {"type": "ByteTokenizer"}

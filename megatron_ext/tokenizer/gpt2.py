@@ -38,5 +38,5 @@ class GPT2BPETokenizer(LibraryTokenizer):
         self._digest = digest.hexdigest()
 
     def identity(self) -> dict[str, str | int]:
-        """What tells this tokenizer from any other."""
+        """Return what tells this tokenizer from any other."""
         return {"type": "GPT2BPETokenizer", "sha256": self._digest}

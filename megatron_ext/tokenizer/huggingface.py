@@ -54,7 +54,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self._digest = hashlib.sha256(model + b"\0" + config + added).hexdigest()
 
     def identity(self) -> dict[str, str | int]:
-        """What tells this tokenizer from any other."""
+        """Return what tells this tokenizer from any other."""
         return {"type": "HuggingFaceTokenizer", "sha256": self._digest}
 
     def _read(self, file: Path) -> bytes:

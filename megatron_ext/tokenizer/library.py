@@ -61,7 +61,8 @@ class LibraryTokenizer:
         )
 
     def splits_between_words(self) -> bool:
-        """Whether the ids of a text are those of its pieces if it is cut between two ASCII words, before the space.
+        """Return whether the ids of a text are those of its pieces if it is cut between two ASCII words, before the
+        space.
 
         This holds for GPT-2's byte-level BPE: no normalizer, its own pattern, nothing added around a text, and no token
         that is found in a text before with a space in or around it.

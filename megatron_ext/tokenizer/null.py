@@ -19,5 +19,5 @@ class NullTokenizer:
         return " ".join(str(i) for i in ids)
 
     def identity(self) -> dict[str, str | int]:
-        """What tells this tokenizer from any other."""
+        """Return what tells this tokenizer from any other."""
         return {"type": "NullTokenizer", "vocab_size": self.vocab_size}

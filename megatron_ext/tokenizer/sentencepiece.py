@@ -62,5 +62,5 @@ class SentencePieceTokenizer:
         return self._processor.id_to_piece(id)
 
     def identity(self) -> dict[str, str | int]:
-        """What tells this tokenizer from any other."""
+        """Return what tells this tokenizer from any other."""
         return {"type": "SentencePieceTokenizer", "sha256": self._digest}

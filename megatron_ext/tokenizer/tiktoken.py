@@ -124,12 +124,12 @@ class TikTokenizer:
         return self._encoding.decode(list(ids))
 
     def splits_between_words(self) -> bool:
-        """Whether `LibraryTokenizer.splits_between_words` holds here: both patterns end at the end of a word, and a
-        space may begin the next one."""
+        """Return whether `LibraryTokenizer.splits_between_words` holds here: both patterns end at the end of a word,
+        and a space may begin the next one."""
         return not any(" " in text for text in self._special)
 
     def identity(self) -> dict[str, str | int]:
-        """What tells this tokenizer from any other."""
+        """Return what tells this tokenizer from any other."""
         return {"type": "TikTokenizer", "sha256": self._digest}
 
 

@@ -37,7 +37,7 @@ class ExcessiveError(TextError):
 
 
 def read_file(path: str | os.PathLike[str], most: int, *, pipes: bool = False) -> bytes:
-    """The content of a file of at most so many bytes.
+    """Return the content of a file of at most so many bytes.
 
     Args:
         pipes: whether it may be something else than a regular file, which may be waited for without end.
@@ -55,7 +55,7 @@ def read_file(path: str | os.PathLike[str], most: int, *, pipes: bool = False) -
 
 
 def load_json(content: bytes) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
         TextError: the text is no JSON, or names a key twice.

@@ -135,7 +135,7 @@ def _relative(gradient: np.ndarray, reference: np.ndarray) -> float:
 
 
 def bf16_distance(fp32: Record, bf16: Record, other: Record) -> tuple[float, float]:
-    """How far a layout's bf16 curve is from one process, training losses and validation loss together.
+    """Return how far a layout's bf16 curve is from one process, training losses and validation loss together.
 
     Args:
         fp32: record of one process.

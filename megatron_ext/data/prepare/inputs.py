@@ -43,7 +43,7 @@ class InputFile:
         return self.path == STANDARD_INPUT
 
     def size(self) -> int | None:
-        """Size in bytes on the disk; None for the standard input."""
+        """Return the size in bytes on the disk; None for the standard input."""
         return None if self.is_standard_input else Path(self.path).stat().st_size
 
     def state(self) -> list[str | int | None]:

@@ -145,7 +145,7 @@ def _keep(path: Path, result: Result) -> None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder with the data that all layouts read."""
+    """Make a temporary folder with the data that all layouts read."""
     with tempfile.TemporaryDirectory(prefix="loss_compare_") as name:
         folder = Path(name).resolve()
         layouts.write_corpus(folder / "data")

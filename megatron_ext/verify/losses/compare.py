@@ -29,7 +29,7 @@ def first_difference(base: Mapping[str, Any], head: Mapping[str, Any]) -> str | 
 
 
 def different_files(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
-    """The files, of checkpoints too, that are not equal to the byte or that only one of them has.
+    """Yield the files, of checkpoints too, that are not equal to the byte or that only one of them has.
 
     Those of which no two runs write the same bytes are left out: .metadata, manifest.json and .lock.
     """

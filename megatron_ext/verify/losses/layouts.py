@@ -134,7 +134,7 @@ GOLDEN += ("EP2, alltoall, experts",)
 
 
 def job(name: str, layout: Layout, folder: str, steps_only: bool = False) -> dict[str, Any]:
-    """The command lines of a layout.
+    """Return the command lines of a layout.
 
     Args:
         name: what the comparison calls it.
