@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     _start_device(options.device, both.world_size)
     proof = prove(training, options.world_size, steps=options.steps, tolerance=options.tolerance, device=options.device)
     print(report(both, proof))
-    return 0 if proof.parting() is None else 1
+    return 0 if proof.first_difference() is None else 1
 
 
 def _start_device(kind: str, ranks: int) -> None:
@@ -68,11 +68,11 @@ def report(both: Comparison, proof: Proof) -> str:
         if distances:
             worst = max(distances, key=lambda name: distances[name])
             lines.append(f"{title:<15}  {len(distances)}, the farthest {distances[worst]:.1e} of its norm: {worst}")
-    parting = proof.parting()
-    if parting is None:
+    difference = proof.first_difference()
+    if difference is None:
         lines.append(f"verdict: they agree within {proof.tolerance:g}")
     else:
-        lines.append(f"verdict: THEY PART. First, {parting.sentence} (tolerance {proof.tolerance:g})")
+        lines.append(f"verdict: THEY PART. First, {difference.sentence} (tolerance {proof.tolerance:g})")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
-"""Compares one process with a layout, from a user's own flags: where the two part, and at which tensor.
+"""Compares one process with a layout, from a user's own flags: where the two differ first, and at which tensor.
 
     proof = prove(["--num-layers", "4", ..., "--tensor-model-parallel-size", "2"], world_size=2, steps=3)
-    proof.parting()      # None, or the first tensor that differs
+    proof.first_difference()      # None, or the first tensor that differs
 
 They are compared in fp32 with dropout 0, which no two layouts draw alike, from the seed and without a checkpoint.
 """
@@ -39,7 +39,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstDifference:
     """The first tensor at which two runs differ."""
 
     what: str
@@ -82,18 +82,22 @@ class Proof:
         """Return the names beyond the tolerance; NaN is beyond every tolerance."""
         return [name for name, distance in distances.items() if not distance <= self.tolerance]
 
-    def parting(self) -> Parting | None:
+    def first_difference(self) -> FirstDifference | None:
         """Return where the runs differ first: initial weights, forward pass, loss, backward pass, replicas, later
         steps."""
         for name, distance in self.weights.items():
             if distance != 0.0:
-                return Parting("initial weight", name, distance, f"the initial weight {name} is {_off(distance)}")
+                return FirstDifference(
+                    "initial weight", name, distance, f"the initial weight {name} is {_off(distance)}"
+                )
         for name in self.far(self.outputs):
             distance = self.outputs[name]
-            return Parting("output", name, distance, f"in forward order, the output of {name} is {_off(distance)}")
+            return FirstDifference(
+                "output", name, distance, f"in forward order, the output of {name} is {_off(distance)}"
+            )
         return self._loss() or self._gradient() or self._disagreement() or self._later_step()
 
-    def _loss(self) -> Parting | None:
+    def _loss(self) -> FirstDifference | None:
         known, loss = self.reference.losses[0], self.other.losses[0]
         if abs(loss - known) <= self.tolerance * max(1.0, abs(known)) / 10:
             return None
@@ -101,9 +105,9 @@ class Proof:
             f"every token's loss agrees, but their mean is {loss:.9g} instead of {known:.9g}: the sum over the ranks, "
             "or the number of tokens that it is divided by"
         )
-        return Parting("loss", "loss", abs(loss - known), sentence)
+        return FirstDifference("loss", "loss", abs(loss - known), sentence)
 
-    def _gradient(self) -> Parting | None:
+    def _gradient(self) -> FirstDifference | None:
         far = self.far(self.gradients)
         if not far:
             return None
@@ -115,7 +119,7 @@ class Proof:
         else:
             rest = f": {', '.join(far[:12])}{', ...' if len(far) > 12 else ''}"
             sentence += f"; {len(far)} of {len(self.gradients)} gradients differ{rest}"
-        return Parting("gradient", far[0], distance, sentence)
+        return FirstDifference("gradient", far[0], distance, sentence)
 
     def _common_factor(self) -> float | None:
         """Return the factor by which all gradients were multiplied, if that alone is wrong."""
@@ -128,13 +132,15 @@ class Proof:
             factors.append(factor)
         return factors[0] if max(factors) - min(factors) <= self.tolerance * abs(factors[0]) else None
 
-    def _disagreement(self) -> Parting | None:
+    def _disagreement(self) -> FirstDifference | None:
         for flaw in self.other.flaws:
             name = flaw.split(": ")[1]
-            return Parting("disagreement", name, float("nan"), f"ranks that should hold the same do not: {flaw}")
+            return FirstDifference(
+                "disagreement", name, float("nan"), f"ranks that should hold the same do not: {flaw}"
+            )
         return None
 
-    def _later_step(self) -> Parting | None:
+    def _later_step(self) -> FirstDifference | None:
         pairs = (
             ("loss", self.reference.losses, self.other.losses),
             ("gradient norm", self.reference.grad_norms, self.other.grad_norms),
@@ -148,7 +154,7 @@ class Proof:
                         f"the first step's gradients agree, but at step {step + 1} the {what} is {value:.9g} instead "
                         f"of {one:.9g}: the update of the weights, or rounding that a large learning rate amplifies"
                     )
-                    return Parting("step", f"step {step + 1}", float(distance), sentence)
+                    return FirstDifference("step", f"step {step + 1}", float(distance), sentence)
         return None
 
 

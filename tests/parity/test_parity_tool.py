@@ -140,7 +140,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_report_names_the_tensor(fault: str, proof_of: Callable[..., Proof]) -> None:
     model, layout, sabotage, what, name = FAULTS[fault]
-    found = proof_of(model, layout, sabotage).parting()
+    found = proof_of(model, layout, sabotage).first_difference()
     assert found is not None
     assert (found.what, found.name) == (what, name), found.sentence
     assert fault != "gradient scale" or "all gradients are 2 times" in found.sentence
@@ -150,7 +150,7 @@ def test_swapped_sends_are_found_where_a_stage_receives(proof_of: Callable[..., 
     proof = proof_of(
         "untied", f"{PP2} --num-virtual-stages-per-pipeline-rank 2", planted.batch_sends_between_two_stages
     )
-    found = proof.parting()
+    found = proof.first_difference()
     assert found is not None
     # With two chunks on each of two stages every layer is a stage's first.
     assert found.what in ("output", "gradient")
@@ -160,7 +160,7 @@ def test_swapped_sends_are_found_where_a_stage_receives(proof_of: Callable[..., 
 def test_agreement_of_a_layout_that_divides_everything(proof_of: Callable[..., Proof]) -> None:
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     proof = proof_of("untied", f"{TP2_SP} --use-distributed-optimizer {recompute}", world_size=4)
-    assert proof.parting() is None
+    assert proof.first_difference() is None
     assert len(proof.outputs) == 4 * 9 + 3
     assert LOSS in proof.outputs
     assert len(proof.gradients) == len(proof.weights) == 27
@@ -179,7 +179,7 @@ def test_outputs_are_found_inside_of_wrappers_and_before_they_are_dropped(
     layout: str, proof_of: Callable[..., Proof]
 ) -> None:
     proof = proof_of("untied", layout)
-    assert proof.parting() is None
+    assert proof.first_difference() is None
     assert len(proof.outputs) == 4 * 9 + 3
     assert len(proof.gradients) == len(proof.weights) == 27
 
