@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ext.verify.cases import MODELS, RECIPE, Case
-from megatron_ext.verify.record import Record, record
+from megatron_ext.verify.record import RunRecord, record
 
 STEPS = 20
 FIRST_LOSS_TOLERANCE = 1e-6
@@ -42,11 +42,11 @@ class Experiment:
         self._data = list(data)
         self.reference = functools.cache(self._reference)
 
-    def train(self, case: Case, *, bf16: bool = False, sabotage: Callable[[], None] | None = None) -> Record:
+    def train(self, case: Case, *, bf16: bool = False, sabotage: Callable[[], None] | None = None) -> RunRecord:
         """Return the record of a case; `sabotage` plants a fault on every rank before the run is built."""
         return record([*self._flags(case.model, bf16), *case.flags], case.world_size, STEPS, sabotage)
 
-    def _reference(self, model: str, *, bf16: bool = False) -> Record:
+    def _reference(self, model: str, *, bf16: bool = False) -> RunRecord:
         """Return the record of one process."""
         return record(self._flags(model, bf16), 1, STEPS)
 
@@ -62,7 +62,7 @@ class Differences:
     """Names of tensors whose initial values are not equal bit for bit."""
 
     flaws: tuple[str, ...]
-    """Flaws of the run by itself: see `Record.flaws`."""
+    """Flaws of the run by itself: see `RunRecord.flaws`."""
 
     gradients: dict[str, float]
     """Distance of the first gradients over the norm of the reference's, by tensor."""
@@ -105,7 +105,7 @@ class Differences:
         return found
 
 
-def compare(reference: Record, other: Record) -> Differences:
+def compare(reference: RunRecord, other: RunRecord) -> Differences:
     """Return the distance of `other` from `reference`, two runs of one model on the same data."""
     assert reference.weights.keys() == other.weights.keys(), "two different models"
     assert reference.gradients.keys() == other.gradients.keys() == reference.weights.keys()
@@ -134,7 +134,7 @@ def _relative(gradient: np.ndarray, reference: np.ndarray) -> float:
     return distance / norm
 
 
-def bf16_distance(fp32: Record, bf16: Record, other: Record) -> tuple[float, float]:
+def bf16_distance(fp32: RunRecord, bf16: RunRecord, other: RunRecord) -> tuple[float, float]:
     """Return how far a layout's bf16 curve is from one process, training losses and validation loss together.
 
     Args:
@@ -148,5 +148,5 @@ def bf16_distance(fp32: Record, bf16: Record, other: Record) -> tuple[float, flo
     return max(farthest(_curve(other), _curve(known)) for known in (fp32, bf16)), own
 
 
-def _curve(run: Record) -> list[float | None]:
+def _curve(run: RunRecord) -> list[float | None]:
     return [*run.losses, run.validation_loss]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """Holds what one run did; equal in every layout, up to rounding."""
 
     losses: list[float]
@@ -50,7 +50,7 @@ def record(
     *,
     outputs: bool = False,
     device: str = "cpu",
-) -> Record:
+) -> RunRecord:
     """Train `steps` steps with `flags` on `world_size` ranks of this machine.
 
     Args:
@@ -70,7 +70,7 @@ def record(
     for what in ("initial weights", "first gradients", "final weights"):
         tensors[what], found = assemble(last.config, (shard for result in results for shard in result.shards[what]))
         flaws += [f"{what}: {flaw}" for flaw in found]
-    return Record(
+    return RunRecord(
         losses=last.losses,
         grad_norms=last.grad_norms,
         validation_loss=last.validation_loss,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron_ext.verify.cases import MODELS, RECIPE, RECOMPUTE
 from megatron_ext.verify.corpus import SEQ_LENGTH, write_corpus
 from megatron_ext.verify.ranks import run_ranks
-from megatron_ext.verify.record import Record, record
+from megatron_ext.verify.record import RunRecord, record
 
 # The last of two flags counts. Heads of 32 channels are as long as a sample, so that an identity fits as values.
 DROPOUT = "--num-attention-heads 2 --hidden-dropout 0.1 --attention-dropout 0.1"
@@ -133,10 +133,10 @@ def test_the_seed_decides_the_masks(flags: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def without_recomputation(flags: list[str]) -> Callable[[str], Record]:
-    records: dict[str, Record] = {}
+def without_recomputation(flags: list[str]) -> Callable[[str], RunRecord]:
+    records: dict[str, RunRecord] = {}
 
-    def get(layout: str) -> Record:
+    def get(layout: str) -> RunRecord:
         if layout not in records:
             world_size, layout_flags = LAYOUTS[layout]
             records[layout] = record([*flags, *layout_flags.split()], world_size, STEPS)
@@ -148,7 +148,7 @@ def without_recomputation(flags: list[str]) -> Callable[[str], Record]:
 @pytest.mark.parametrize("mode", RECOMPUTE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_recomputation_repeats_the_masks(
-    layout: str, mode: str, flags: list[str], without_recomputation: Callable[[str], Record]
+    layout: str, mode: str, flags: list[str], without_recomputation: Callable[[str], RunRecord]
 ) -> None:
     world_size, layout_flags = LAYOUTS[layout]
     expected = without_recomputation(layout)
@@ -158,6 +158,6 @@ def test_recomputation_repeats_the_masks(
         assert np.array_equal(actual.gradients[name], gradient), name
 
 
-def test_dropout_changes_the_loss(flags: list[str], without_recomputation: Callable[[str], Record]) -> None:
+def test_dropout_changes_the_loss(flags: list[str], without_recomputation: Callable[[str], RunRecord]) -> None:
     without_dropout = record([*flags, "--hidden-dropout", "0", "--attention-dropout", "0"], 1, 1)
     assert without_dropout.losses[0] != without_recomputation("one process").losses[0]

@@ -16,7 +16,7 @@ from megatron_ext.verify.cases import MODELS, RECIPE
 from megatron_ext.verify.corpus import write_corpus
 from megatron_ext.verify.parity import GRADIENT_TOLERANCE
 from megatron_ext.verify.proof import Proof, comparison, prove
-from megatron_ext.verify.record import Record, record
+from megatron_ext.verify.record import RunRecord, record
 from tests.parity import test_planted_faults as planted
 from tools import parity
 
@@ -35,7 +35,7 @@ def proof_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Proof]:
     data = write_corpus(tmp_path_factory.mktemp("corpus"))
 
     @functools.cache
-    def reference(model: str) -> Record:
+    def reference(model: str) -> RunRecord:
         return record(comparison(flags(model)).reference, 1, STEPS, outputs=True)
 
     def flags(model: str, layout: str = "") -> list[str]:

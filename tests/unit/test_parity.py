@@ -8,10 +8,10 @@ import pytest
 
 from megatron_ext.verify.gather import Shard, assemble
 from megatron_ext.verify.parity import bf16_distance, compare, farthest
-from megatron_ext.verify.record import Record
+from megatron_ext.verify.record import RunRecord
 from tests.small_models import LLAMA, small_config
 
-RUN = Record(
+RUN = RunRecord(
     losses=[5.0, 4.0],
     grad_norms=[1.0, 2.0],
     validation_loss=4.5,
