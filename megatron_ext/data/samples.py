@@ -40,6 +40,7 @@ class Samples(SampleDataset, Protocol):
     @property
     def sources(self) -> Sequence[Source]:
         """The sources of the samples, in the order of the blend."""
+        ...
 
     @property
     def order_depends_on(self) -> list[int]:

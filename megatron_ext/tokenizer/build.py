@@ -43,6 +43,7 @@ class TokenizerFlags(Protocol):
     @property
     def tiktoken_num_special_tokens(self) -> int:
         """Value of --tiktoken-num-special-tokens."""
+        ...
 
 
 def tokenizer_from_flags(flags: TokenizerFlags) -> Tokenizer:

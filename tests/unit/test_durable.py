@@ -12,7 +12,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
     with pytest.raises(TypeError), replacing(path) as file:
-        file.writelines([b"half of the ne", None])  # pyright: ignore[reportArgumentType]
+        file.writelines([b"half of the ne", None])  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
 
