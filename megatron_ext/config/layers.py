@@ -160,6 +160,14 @@ class Layer:
     """Whether norms stand before attention and MLP (on what they take in), after them (on what they give, before it is
     added to the residual stream), or on both sides."""
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Once a layer: the planner looks layers up some hundred times for each of thousands of layouts.
+        return hash((self.attention, self.mlp, self.norm, self.norm_places))
+
     @property
     def experts(self) -> Experts | None:
         """The mixture of experts, or None in a layer with an MLP."""
@@ -195,8 +203,11 @@ class Stack:
     A sum over its layers computes each kind of layer once.
     """
 
-    def __init__(self, layers: tuple[Layer, ...]):
+    def __init__(self, layers: tuple[Layer, ...], kinds: tuple[Layer, ...] | None = None):
         self._layers = layers
+        first: dict[Layer, Layer] = {}
+        # One object for each kind, the same in all slices, so that looking it up compares nothing.
+        self._kinds = tuple(first.setdefault(layer, layer) for layer in layers) if kinds is None else kinds
         self._slices: dict[tuple[int | None, int | None], Stack] = {}
 
     def __len__(self) -> int:
@@ -210,13 +221,13 @@ class Stack:
         assert part.step is None
         found = self._slices.get((part.start, part.stop))
         if found is None:
-            found = self._slices[part.start, part.stop] = Stack(self._layers[part])
+            found = self._slices[part.start, part.stop] = Stack(self._layers[part], self._kinds[part])
         return found
 
     @functools.cached_property
     def kinds(self) -> tuple[tuple[Layer, int], ...]:
-        """A layer of every kind, in the order in which they first appear, and the number of its like."""
-        return tuple(Counter(self._layers).items())
+        """The model's first layer of every kind that is among these, in their order, and the number of its like."""
+        return tuple(Counter(self._kinds).items())
 
     def total(self, of: Callable[[Layer], float]) -> float:
         """The sum of `of` over the layers."""

@@ -19,6 +19,7 @@ tests/distributed/test_plan_bytes.py, on ranks, within 0.5% (5% with experts, wh
 Source of the scheme: Korthikanti et al. 2022 (arXiv:2205.05198, section 4), who store an unfused softmax as well.
 """
 
+import functools
 from dataclasses import dataclass
 
 from megatron_ext.config.layers import Attention, Layer, Mlp, Norm, Stack, final_norm, stack
@@ -88,9 +89,15 @@ class Activations:
         self.tokens = model.seq_length // self.context * training.micro_batch_size
         self.stream = self.width * self.tokens * model.hidden_size / self.divided
         """Bytes of one residual stream."""
+        self._of_kinds: dict[Layer, LayerBytes] = {}
 
     def layer(self, layer: Layer) -> LayerBytes:
         """Return the bytes of one layer, without recomputation."""
+        if layer not in self._of_kinds:
+            self._of_kinds[layer] = self._layer(layer)
+        return self._of_kinds[layer]
+
+    def _layer(self, layer: Layer) -> LayerBytes:
         attention, width = layer.attention, self.width * self.tokens
         queries = attention.query_heads // self.tensor
         context = width * attention.value_head_size * queries
@@ -110,7 +117,7 @@ class Activations:
         held, recomputed = self._layers(layers)
         loss, logits = self._loss() if last else (0.0, 0.0)
         rest = self._dropout_mask() if first else 0.0
-        return ChunkBytes(held, loss, rest + self._rotary_table(), recomputed, logits)
+        return ChunkBytes(held, loss, rest + self._rotary_table, recomputed, logits)
 
     def total(self, layers: Stack) -> float:
         """Return the bytes of some layers, without recomputation."""
@@ -197,6 +204,7 @@ class Activations:
             return 0.0
         return self.stream if not self.fused else self.stream / self.width
 
+    @functools.cached_property
     def _rotary_table(self) -> float:
         """Return the bytes of one table for all layers that rotate alike."""
         attentions = [kind.attention for kind, _ in stack(self.config).kinds]

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterable
 
-from megatron_ext.config.layers import Layer, stack
+from megatron_ext.config.layers import Layer, Stack, stack
 from megatron_ext.config.parameters import (
     WORD_EMBEDDINGS,
     Parameter,
@@ -62,6 +62,7 @@ class Shapes:
             for starts, stage in zip(first_layers(self.counts), self.counts, strict=True)
         ]
         """The layers of every chunk, `[stage][chunk]`."""
+        self._sums: dict[Stack, tuple[int, int]] = {}
         self.tied = not config.model.untie_embeddings_and_output_weights
         layout = config.layout
         self.embedding, self.table, self.layers, self.output = _parts(
@@ -109,13 +110,20 @@ class Shapes:
 
     def parameters_of_chunk(self, stage: int, chunk: int) -> tuple[int, int]:
         """Return the same of one chunk; a tied embedding counts where it is looked up and where it is multiplied."""
-        held = [(self.layers[kind], number) for kind, number in self.stacks[stage][chunk].kinds]
-        dense = sum(number * part.dense for part, number in held)
+        dense, experts = self._of_layers(self.stacks[stage][chunk])
         if self.is_first(stage, chunk):
             dense += self.embedding.dense
         if self.is_last(stage, chunk):
             dense += self.output.dense + (self.table if self.tied else 0)
-        return dense, sum(number * part.experts for part, number in held)
+        return dense, experts
+
+    def _of_layers(self, held: Stack) -> tuple[int, int]:
+        found = self._sums.get(held)
+        if found is None:
+            parts = [(self.layers[kind], number) for kind, number in held.kinds]
+            dense = sum(number * part.dense for part, number in parts)
+            found = self._sums[held] = dense, sum(number * part.experts for part, number in parts)
+        return found
 
     def norms_of_stage(self, stage: int) -> int:
         """Return the norm weights of a rank of this stage."""
