@@ -101,7 +101,8 @@ def step_time(config: Config, shapes: Shapes, machine: Machine, *, quick: bool =
     """
     layout = config.layout
     alike = shapes.representatives()
-    distinct = {stage: _stage(config, shapes, stage, machine) for stage in sorted(set(alike))}
+    formulas = Activations(config, fused=machine.devices.is_gpu)
+    distinct = {stage: _stage(config, shapes, formulas, stage, machine) for stage in sorted(set(alike))}
     stages = [distinct[stage] for stage in alike]
     microbatches = num_microbatches(config, config.training.global_batch_size)
     passes = [stage.passes() for stage in stages]
@@ -127,7 +128,7 @@ def step_time(config: Config, shapes: Shapes, machine: Machine, *, quick: bool =
     )
 
 
-def _stage(config: Config, shapes: Shapes, stage: int, machine: Machine) -> _Stage:
+def _stage(config: Config, shapes: Shapes, formulas: Activations, stage: int, machine: Machine) -> _Stage:
     microbatches = num_microbatches(config, config.training.global_batch_size)
     chunks = range(len(shapes.counts[stage]))
     terms = sent(config, stage, shapes)
@@ -142,7 +143,7 @@ def _stage(config: Config, shapes: Shapes, stage: int, machine: Machine) -> _Sta
     )
     return _Stage(
         compute=[_compute(config, shapes, stage, chunk, machine) for chunk in chunks],
-        memory=[_memory(config, shapes, stage, chunk, machine) for chunk in chunks],
+        memory=[_memory(shapes, formulas, stage, chunk, machine) for chunk in chunks],
         links=links,
         data=[(term, time) for term, time in timed if term.axis in _DATA],
         optimizer=updated / (machine.devices.memory_bandwidth_gb_s * 1e9),
@@ -161,10 +162,9 @@ def _compute(config: Config, shapes: Shapes, stage: int, chunk: int, machine: Ma
     return max(forward / rate, read), max((2 * forward + again) / rate, 2 * read)
 
 
-def _memory(config: Config, shapes: Shapes, stage: int, chunk: int, machine: Machine) -> tuple[float, float]:
+def _memory(shapes: Shapes, formulas: Activations, stage: int, chunk: int, machine: Machine) -> tuple[float, float]:
     """Return the seconds of everything that is bound by the memory: norms, activations, additions, adding up of
     gradients."""
-    formulas = Activations(config, fused=machine.devices.is_gpu)
     layers, last = shapes.stacks[stage][chunk], shapes.is_last(stage, chunk)
     kept = formulas.total(layers)
     held = formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=last)
