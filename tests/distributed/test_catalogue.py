@@ -2,15 +2,17 @@
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_ext.config import layers as config_layers
+from megatron_ext.config.layers import Layer
 from megatron_ext.config.parameters import Parameter, count_per_rank, parameters, stages, tensor_size
 from megatron_ext.config.ranks import expert_coordinates
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
 from megatron_ext.verify.ranks import run_ranks
 from tests.small_models import LLAMA, build_small_model, small_config
@@ -155,6 +157,35 @@ def test_catalogue_is_the_model(layout: str, model: str, whole_model: Any) -> No
             )
         assert built == expected
         assert sum(math.prod(tensor.shape) for tensor in built.values()) == count_per_rank(config)[place.pp]
+
+
+def _dense_first(model: ModelConfig, number: int) -> Layer:
+    """A description that no flag gives yet: an MLP in the first two layers, and mixtures of experts after them."""
+    layer = _LAYER(model, number)
+    return layer if number > 1 else replace(layer, mlp=config_layers._mlp(model, model.ffn_hidden_size))
+
+
+_LAYER = config_layers._layer
+
+
+def _shapes_of_dense_first(config: Config) -> tuple[int, dict[str, tuple[int, ...]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config_layers, "_layer", _dense_first)
+        place, built = _describe(config)
+    return place.pp, {name: parameter.shape for name, parameter in built.items()}
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_every_stage_builds_its_own_kinds_of_layers(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": chunks, "world_size": 2}
+    # An epsilon of its own: nothing that other tests remember of a model is of this one.
+    config = small_config({**ALL_MODELS[EXPERTS], "norm_epsilon": 7e-5}, layout)
+    built = run_ranks(2, _shapes_of_dense_first, config)
+    monkeypatch.setattr(config_layers, "_layer", _dense_first)
+    catalogue = parameters(config)
+    assert {p.stage for p in catalogue if p.expert is not None} == {2, 3}
+    for stage, shapes in built:
+        assert shapes == {p.name: p.shape for p in catalogue if stage in stages(config, p)}
 
 
 def _holds(config: Config, parameter: Parameter, ep_rank: int) -> bool:
