@@ -49,7 +49,7 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     values = family.read(reading)
     if reading.problems:
         raise ConfigurationError([f"{path}: {problem}" for problem in reading.problems])
-    return family, {**family.flags, **values}
+    return family, {**family.fixed, **values}
 
 
 def differences(config: Config, values: Mapping[str, Any]) -> list[str]:

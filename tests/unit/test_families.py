@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
 from megatron_ext.checkpoint.huggingface.folder import HFFolder
+from megatron_ext.config import families
 from megatron_ext.config.families import FAMILIES, arrangement, family_of
 from megatron_ext.config.hf_config import hf_config, read_hf_config
 from megatron_ext.config.parameters import parameters
@@ -52,6 +53,11 @@ def _write(folder: Path, config: dict[str, Any] | None = None, **changes: torch.
     tensors |= changes  # pyright: ignore[reportAssignmentType]
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
     return ours
+
+
+def test_a_family_is_a_file() -> None:
+    files = Path(families.__file__).parent.glob("*.py")
+    assert list(FAMILIES) == sorted(path.stem for path in files if "= Family(\n" in path.read_text())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +136,7 @@ def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, '"bert" is not supported; use one of llama, mistral'),
+        ({"model_type": "bert"}, '"bert" is not supported; use one of gpt2, llama, mistral'),
         ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window is 4096"),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),

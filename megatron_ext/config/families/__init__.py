@@ -4,7 +4,7 @@
     for parameter in arrangement(config, family):
         print(parameter.name, [run.tensor for run in parameter.runs])
 
-`protocol.py` says what a family consists of, `registry.py` lists the families and finds that of a configuration,
+`protocol.py` says what a family consists of, `registry.py` finds the families' files and that of a configuration,
 `arrangement.py` finds the rows of our parameters in a family's tensors, and `shared.py` holds what several families
 have in common. `config/hf_config.py` reads and writes whole `config.json` files with them.
 """

@@ -7,21 +7,16 @@ from megatron_ext.config.families.reading import Reading
 from megatron_ext.config.families.shared import (
     DECODER_FLAGS,
     EXPERT_FLAGS,
-    NAMES_BESIDE_MLP,
     decoder_json,
     decoder_values,
     expert_json,
+    expert_names,
     expert_values,
     refuse_window,
 )
 from megatron_ext.config.schema import Config
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    **NAMES_BESIDE_MLP,
-    "mlp.router": ("block_sparse_moe.gate",),
-    "mlp.experts.linear_fc1": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
-    "mlp.experts.linear_fc2": ("block_sparse_moe.experts.{}.w2",),
-}
+_NAMES = expert_names("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def _read(reading: Reading) -> dict[str, Any]:

@@ -1,5 +1,7 @@
-"""What a family of Hugging Face consists of. Its file makes one `Family`, and `registry.py` lists it."""
+"""What a family of Hugging Face consists of. Its file makes one `Family`, which `registry.py` finds there."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +33,8 @@ class Family:
     One name for the fused QKV: queries, keys and values lie one above the other there."""
 
     flags: Mapping[str, Any]
-    """Values of our flags that every model of the family has."""
+    """Values of our flags that every model of the family has. A kind of part (a flag of the model with a closed set of
+    values, on which its weights depend) that is not named here is the usual one."""
 
     read: Callable[[Reading], dict[str, Any]]
     """Translates a `config.json` into values of our flags by field name, beyond `flags`. It adds what our model cannot
@@ -58,3 +61,15 @@ class Family:
 
     experts: bool = False
     """Whether each layer's MLP is a mixture of experts. `{}` in the names of their modules is the expert's index."""
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """`flags`, with the usual kind of every part that they do not name."""
+        return {**_usual_kinds(), **self.flags}
+
+
+@functools.cache
+def _usual_kinds() -> dict[str, Any]:
+    """The default of every flag of the model that chooses among kinds of a part with weights of their own."""
+    kinds = [one for one in dataclasses.fields(ModelConfig) if one.metadata["choices"]]
+    return {one.name: one.default for one in kinds if one.metadata["resume"] == "shape"}

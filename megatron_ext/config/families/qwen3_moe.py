@@ -7,22 +7,17 @@ from megatron_ext.config.families.reading import Reading
 from megatron_ext.config.families.shared import (
     DECODER_FLAGS,
     EXPERT_FLAGS,
-    NAMES_BESIDE_MLP,
     decoder_json,
     decoder_values,
     expert_json,
+    expert_names,
     expert_values,
     refuse_attention_bias,
     refuse_chosen_windows,
 )
 from megatron_ext.config.schema import Config
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    **NAMES_BESIDE_MLP,
-    "mlp.router": ("mlp.gate",),
-    "mlp.experts.linear_fc1": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-    "mlp.experts.linear_fc2": ("mlp.experts.{}.down_proj",),
-}
+_NAMES = expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 _DENSE = "some layers without experts, which is not supported"
 
 

@@ -1,25 +1,29 @@
 """The families of Hugging Face that there are, and which of them a configuration is."""
 
 import dataclasses
+import importlib
+import pkgutil
+from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.families.gpt2 import GPT2
-from megatron_ext.config.families.llama import LLAMA
-from megatron_ext.config.families.mistral import MISTRAL
-from megatron_ext.config.families.mixtral import MIXTRAL
 from megatron_ext.config.families.protocol import Family
-from megatron_ext.config.families.qwen2 import QWEN2
-from megatron_ext.config.families.qwen3 import QWEN3
-from megatron_ext.config.families.qwen3_moe import QWEN3_MOE
 from megatron_ext.config.layers import stack
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.errors import ConfigurationError
 
+
+def _found() -> dict[str, Family]:
+    """Every family that a file of this folder makes, by model type, in the order of the files' names."""
+    package = __package__ or ""
+    files = [found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    modules = [importlib.import_module(f"{package}.{name}") for name in files if f"{package}.{name}" != __name__]
+    families = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    return {family.model_type: family for family in families}
+
+
 # In the order in which a configuration that fits several is given one.
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GPT2)
-}
+FAMILIES = _found()
 
 
 def family_of(config: Config) -> Family:
@@ -42,7 +46,7 @@ def family_of(config: Config) -> Family:
 def obstacles(config: Config, family: Family) -> list[str]:
     """What the family has and the configuration has not, each as a flag."""
     model = _normalized(config.model)
-    wanted = {**family.flags, **family.dependent_flags(model)}
+    wanted = {**family.fixed, **family.dependent_flags(model)}
     found = [
         _difference(name, value, getattr(model, name))
         for name, value in wanted.items()

@@ -21,7 +21,6 @@ DECODER_NAMES: dict[str, tuple[str, ...]] = {
     "decoder.final_layernorm": ("model.norm",),
     "output_layer": ("lm_head",),
 }
-NAMES_BESIDE_MLP = {name: theirs for name, theirs in DECODER_NAMES.items() if not name.startswith("mlp.")}
 DECODER_FLAGS = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
@@ -29,6 +28,20 @@ DECODER_FLAGS = {
     "normalization": "RMSNorm",
 }
 EXPERT_FLAGS = {"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"}
+
+
+def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+    """The names of a decoder with a mixture of experts: the module of the mixture, and those of one expert's matrices.
+
+    The router is the module `gate` of the mixture in every family.
+    """
+    expert = f"{mixture}.experts.{{}}"
+    return {
+        **{name: theirs for name, theirs in DECODER_NAMES.items() if not name.startswith("mlp.")},
+        "mlp.router": (f"{mixture}.gate",),
+        "mlp.experts.linear_fc1": (f"{expert}.{gate}", f"{expert}.{up}"),
+        "mlp.experts.linear_fc2": (f"{expert}.{down}",),
+    }
 
 
 def decoder_values(reading: Reading) -> dict[str, Any]:
