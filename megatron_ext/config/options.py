@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.config.schema.option import Resume
+from megatron_ext.config.schema.option import Need, Resume
 
 _TYPE_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
@@ -38,6 +38,9 @@ class Option:
     share: bool
     saves_memory: bool
     choices: tuple[Any, ...] | None
+    needs: tuple[tuple[Any, Need], ...]
+    """Pairs of a value, and what it needs."""
+
     metavar: str
     aliases: tuple[str, ...]
 

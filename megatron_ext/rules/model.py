@@ -109,17 +109,10 @@ def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
-def rope_scaling_has_rope(config: Config, facts: Facts) -> Iterator[str]:
-    """Require rotary positions, and factors in order, for --use-rope-scaling."""
+def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
+    """Require factors in order for --use-rope-scaling."""
     model = config.model
-    if not model.use_rope_scaling:
-        return
-    if model.position_embedding_type != "rope":
-        yield (
-            f"--use-rope-scaling needs rotary positions, but --position-embedding-type is "
-            f"{model.position_embedding_type}; use --position-embedding-type rope"
-        )
-    if model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
+    if model.use_rope_scaling and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
         yield (
             f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor:g} is not below "
             f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor:g}; use 1 and 4"
@@ -168,7 +161,7 @@ RULES = (
     mlp_divides_by_tensor_size,
     one_activation,
     positions_cover_the_sequence,
-    rope_scaling_has_rope,
+    rope_scaling_has_a_range,
     no_position_embedding_has_rope,
     vocabulary_fits_its_padding,
     transformer_engine_is_installed,

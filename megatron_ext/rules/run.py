@@ -43,6 +43,20 @@ def _out_of_range(option: Option, value: Any) -> Iterator[str]:
         yield f"{option.flag} {value:g} is not at least 0 and below 1; use {option.default:g}"
 
 
+def values_have_what_they_need(config: Config, facts: Facts) -> Iterator[str]:
+    """What a value needs of other fields stands at its field (`config.schema.option.Need`)."""
+    for option in options():
+        value = _value(config, option)
+        for need in [need for with_needs, need in option.needs if value == with_needs]:
+            other = options_by_name()[need.field]
+            found = _value(config, other)
+            given = option.flag if option.is_switch else f"{option.flag} {value}"
+            if found != need.value and other.is_switch:
+                yield f"{given} needs {need.words}; {'add' if need.value else 'leave out'} {other.flag}"
+            elif found != need.value:
+                yield f"{given} needs {need.words}, but {other.flag} is {found}; use {other.flag} {need.value}"
+
+
 def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
     """Require exactly one source of data."""
     data = config.data
@@ -243,6 +257,7 @@ def _value(config: Config, option: Option) -> Any:
 RULES = (
     nothing_needed_is_missing,
     values_are_in_range,
+    values_have_what_they_need,
     there_is_one_source_of_data,
     blends_are_well_formed,
     validation_sets_are_named_once_each,

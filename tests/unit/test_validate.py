@@ -67,6 +67,10 @@ WRONG = [
     ("--position-embedding-type rope --kv-channels 15", "they turn in pairs; use --kv-channels 16"),
     ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0 is not above 0 and at most 1"),
     ("--use-rope-scaling", "use --position-embedding-type rope"),
+    (
+        "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 4",
+        "--rope-scaling-low-freq-factor 4 is not below --rope-scaling-high-freq-factor 4; use 1 and 4",
+    ),
     ("--no-position-embedding", "--position-embedding-type learned_absolute is refused, as by Megatron"),
     ("--no-position-embedding --position-embedding-type none", "leave it out and use --position-embedding-type none"),
     ("--world-size 2 --tensor-model-parallel-size 2 --ffn-hidden-size 511", "use --ffn-hidden-size 510 or 512"),

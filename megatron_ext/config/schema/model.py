@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import option
+from megatron_ext.config.schema.option import Need, option
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,12 @@ class ModelConfig:
     )
     rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).", resume="function", positive=True)
     rotary_percent: float = option(1.0, "Share of each head's channels that is rotated.", resume="function")
-    use_rope_scaling: bool = option(False, "Stretch the rotary frequencies as Llama 3.1 does.", resume="function")
+    use_rope_scaling: bool = option(
+        False,
+        "Stretch the rotary frequencies as Llama 3.1 does.",
+        resume="function",
+        needs={True: [Need("position_embedding_type", "rope", "rotary positions")]},
+    )
     rope_scaling_factor: float = option(
         8.0, "How far the context is stretched with --use-rope-scaling.", resume="function", positive=True
     )

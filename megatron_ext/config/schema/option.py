@@ -4,13 +4,13 @@
 name is always the field's name with hyphens; the same name (with underscores) is the key in a `--config` YAML file.
 The annotation decides the type: `bool` is a switch, `T | None` is optional, `tuple[T, ...]` takes several values.
 
-What else is known of a field stands at the field: what a resume does with it, which every field must say, and its
-bounds. No list of names elsewhere repeats it.
+What else is known of a field stands at the field: what a resume does with it, which every field must say, its bounds,
+and what its values need of other fields. No list of names elsewhere repeats it.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 Resume = Literal["shape", "function", "curve", "tokenizer", "free"]
@@ -24,6 +24,16 @@ free: it may change: the layout, how one trains on (length, batch, dropout, the 
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """A value that another field must have."""
+
+    field: str
+    value: Any
+    words: str
+    """What it means, for the message: "needs <words>, but --field is ..."."""
+
+
 def option(
     default: Any,
     help: str,
@@ -35,6 +45,7 @@ def option(
     share: bool = False,
     saves_memory: bool = False,
     choices: Sequence[Any] | None = None,
+    needs: Mapping[Any, Sequence[Need]] | None = None,
     metavar: str | None = None,
     aliases: Sequence[str] = (),
 ) -> Any:
@@ -50,6 +61,7 @@ def option(
         share: whether values must be at least 0 and below 1.
         saves_memory: whether it only says how memory is saved: no result depends on it beyond rounding.
         choices: the accepted values, if they are a closed set.
+        needs: value -> what it cannot do without. `rules.run.values_have_what_they_need` refuses it without.
         metavar: the placeholder in `--help`.
         aliases: further spellings of the flag that Megatron accepts.
     """
@@ -62,6 +74,7 @@ def option(
         "share": share,
         "saves_memory": saves_memory,
         "choices": tuple(choices) if choices else None,
+        "needs": tuple((value, need) for value, needed in (needs or {}).items() for need in needed),
         "metavar": metavar,
         "aliases": tuple(aliases),
     }
