@@ -130,7 +130,7 @@ def _build_chunk(
     with torch.device("meta") if on_meta else nullcontext():
         gpt = GPT(
             config=transformer_config,
-            transformer_layer_spec=block_spec(config, stack(config)[held.start : held.stop]),  # pyright: ignore[reportArgumentType]
+            transformer_layer_spec=block_spec(config, stack(config)[held.start : held.stop], pg_collection.tp),  # pyright: ignore[reportArgumentType]
             vocab_size=model.padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=pg_collection.pp.rank() == 0 and chunk == 0,

@@ -72,3 +72,12 @@ class PreNormLayer(TransformerLayer):
         # Its default, False, asks Transformer Engine about FP8 all the same; None does not.
         kept = tensor_parallel.CheckpointWithoutOutput(fp8=None)  # pyright: ignore[reportArgumentType]
         return kept.checkpoint(norm, hidden_states), kept.discard_output_and_register_recompute
+
+
+_CLASSES: dict[str, type[TransformerLayer]] = {"before": PreNormLayer}
+
+
+def layer_class(norm_places: str) -> type[TransformerLayer]:
+    """The class of a layer by where its norms stand (`config.layers.Layer.norm_places`)."""
+    assert norm_places in _CLASSES, f"nothing builds norms {norm_places} attention and MLP"
+    return _CLASSES[norm_places]

@@ -1,6 +1,5 @@
 """What a transformer layer is made of: ours on plain torch, or Transformer Engine's."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -8,81 +7,77 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch.distributed import ProcessGroup
 
 from megatron_ext.config.layers import Layer, Stack, final_norm
 from megatron_ext.config.schema import Config
 from megatron_ext.model.attention import CausalSelfAttention, SDPAttention
-from megatron_ext.model.layer import PreNormLayer
+from megatron_ext.model.layer import layer_class
 from megatron_ext.model.linear import ColumnLinear, RowLinear
 from megatron_ext.model.moe import mixture_of_experts
-from megatron_ext.model.norm import norm_class
+from megatron_ext.model.norm import norm_class, query_key_norms
 
 
-def block_spec(config: Config, held: Stack) -> TransformerBlockSubmodules:
+def block_spec(config: Config, held: Stack, tp_group: ProcessGroup) -> TransformerBlockSubmodules:
     """The layers of one model chunk, each by its own description, and the final norm that the last chunk has.
 
     Args:
+        config: the resolved configuration.
         held: the chunk's layers.
+        tp_group: the ranks that share each layer.
     """
     if config.model.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
         specs, final = {kind: _transformer_engine_spec(kind) for kind, _ in held.kinds}, TENorm
     else:
-        specs = {kind: layer_spec(kind) for kind, _ in held.kinds}
+        specs = {kind: layer_spec(kind, tp_group) for kind, _ in held.kinds}
         final = norm_class(final_norm(config.model).kind)
     return TransformerBlockSubmodules(layer_specs=[specs[layer] for layer in held], layer_norm=final)
 
 
-def layer_spec(layer: Layer) -> ModuleSpec:
+def layer_spec(layer: Layer, tp_group: ProcessGroup) -> ModuleSpec:
     """One layer on plain torch: it needs neither Transformer Engine nor apex."""
-    norm = norm_class(layer.norm.kind)
+    before = norm_class(layer.norm.kind) if layer.norms_before else IdentityOp
     return ModuleSpec(
-        module=_module(_LAYERS, layer.norm_places, "norms {} attention and MLP"),
+        module=layer_class(layer.norm_places),
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=_attention(layer),
+            input_layernorm=before,
+            self_attention=_attention(layer, tp_group),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=before,
             mlp=_dense_mlp() if layer.experts is None else mixture_of_experts(),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
 
 
-_LAYERS = {"before": PreNormLayer}
-"""The class of a layer by where its norms stand."""
-
 _ATTENTIONS = {"grouped_query": CausalSelfAttention}
-"""The class of its attention by kind."""
+"""The class of a layer's attention by kind."""
 
 
-def _attention(layer: Layer) -> ModuleSpec:
+def _attention(layer: Layer, tp_group: ProcessGroup) -> ModuleSpec:
     attention = layer.attention
+    assert attention.kind in _ATTENTIONS, f"nothing builds attention of the kind {attention.kind}"
     assert attention.window is None, "no attention here has a window"
-    assert attention.qk_norm in (None, "head"), f"no attention here normalizes queries and keys by {attention.qk_norm}"
     assert attention.value_head_size == attention.head_size, "megatron-core's fused QKV has heads of one size"
-    head_norm = norm_class(layer.norm.kind) if attention.qk_norm == "head" else None
+    query_norm, key_norm = query_key_norms(layer, tp_group)
     return ModuleSpec(
-        module=_module(_ATTENTIONS, attention.kind, "attention of the kind {}"),
+        module=_ATTENTIONS[attention.kind],
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
             core_attention=SDPAttention,  # pyright: ignore[reportArgumentType]
             linear_proj=RowLinear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
+            q_layernorm=query_norm,
+            k_layernorm=key_norm,
         ),
     )
-
-
-def _module(found: Mapping[str, type], kind: str, what: str) -> type:
-    assert kind in found, f"nothing builds {what.format(kind)}"
-    return found[kind]
 
 
 def _transformer_engine_spec(layer: Layer) -> ModuleSpec:
