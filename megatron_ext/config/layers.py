@@ -85,6 +85,13 @@ class Attention:
     output_bias: bool
 
     @property
+    def qk_norm_sizes(self) -> tuple[int, int] | None:
+        """Channels that are normalized together: of queries, and of keys. None without these norms."""
+        if self.qk_norm is None:
+            return None
+        return (self.head_size, self.head_size) if self.qk_norm == "head" else (self.query_size, self.key_size)
+
+    @property
     def query_size(self) -> int:
         """Channels of all query heads."""
         return self.query_heads * self.head_size

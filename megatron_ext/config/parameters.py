@@ -51,7 +51,8 @@ class Parameter:
 
     sequence_parallel: bool = False
     """Whether, under sequence parallelism, each rank sees the gradient of its own tokens only, so that it must be
-    summed over the tensor-parallel ranks. (Those of the query and key norms are summed in any case.)"""
+    summed over the tensor-parallel ranks. (Those of the query and key norms, whole on every rank, are summed in
+    any case.)"""
 
     expert: int | None = None
     """Index of the routed expert that it is part of. Its shards lie on the expert-tensor-parallel ranks."""
@@ -188,12 +189,8 @@ def _attention(config: Config, layer: Layer, attention: Attention, name: str) ->
     yield Parameter(f"{name}.linear_qkv.weight", (qkv, hidden), index, "normal", std, tp_dim=0)
     if attention.qkv_bias:
         yield Parameter(f"{name}.linear_qkv.bias", (qkv,), index, "zeros", tp_dim=0)
-    if attention.qk_norm == "head":
-        yield from _norm(layer.norm, f"{name}.q_layernorm", index, attention.head_size)
-        yield from _norm(layer.norm, f"{name}.k_layernorm", index, attention.head_size)
-    elif attention.qk_norm == "projection":
-        yield from _divided_norm(layer.norm, f"{name}.q_layernorm", index, attention.query_size)
-        yield from _divided_norm(layer.norm, f"{name}.k_layernorm", index, attention.key_size)
+    for part, size in zip(("q_layernorm", "k_layernorm"), attention.qk_norm_sizes or (), strict=False):
+        yield from _norm(layer.norm, f"{name}.{part}", index, size)
 
 
 def _mixture(
@@ -242,13 +239,6 @@ def _norm(norm: Norm, name: str, stage: int | Literal["output"], width: int) -> 
     yield Parameter(f"{name}.weight", (width,), stage, "ones", sequence_parallel=True)
     if norm.has_bias:
         yield Parameter(f"{name}.bias", (width,), stage, "zeros", sequence_parallel=True)
-
-
-def _divided_norm(norm: Norm, name: str, index: int, width: int) -> Iterator[Parameter]:
-    """The norm of all heads at once: a tensor-parallel rank has the part of its own heads, and sees all tokens."""
-    yield Parameter(f"{name}.weight", (width,), index, "ones", tp_dim=0)
-    if norm.has_bias:
-        yield Parameter(f"{name}.bias", (width,), index, "zeros", tp_dim=0)
 
 
 def _true_rows(config: Config) -> int | None:

@@ -21,8 +21,9 @@ _FUSED_NORMS = (
 
 # The parts of a layer, or of what follows the layers, in the order in which a forward pass comes to them.
 _PARTS = (
-    *("input_layernorm", "linear_qkv", "q_layernorm", "k_layernorm", "linear_proj", "pre_mlp_layernorm"),
-    *("router", "linear_fc1", "linear_fc2", "final_layernorm", "output_layer"),
+    *("input_layernorm", "linear_qkv", "q_layernorm", "k_layernorm", "linear_proj", "post_self_attn_layernorm"),
+    *("pre_mlp_layernorm", "router", "linear_fc1", "linear_fc2", "post_mlp_layernorm"),
+    *("final_layernorm", "output_layer"),
 )
 _AFTER_LAYERS = 1 << 30
 AFTER_ALL = (_AFTER_LAYERS + 1, 0)

@@ -130,8 +130,10 @@ class Activations:
             return 0.0, 0.0
         if training.recompute_granularity == "full":
             units = training.recompute_num_layers or 1
-            # The first norm of a unit keeps the input that is held already; RMSNorm on a CPU keeps another tensor.
-            own_input = self.fused or self.config.model.normalization != "RMSNorm"
+            # The first norm, or product, of a unit keeps the input that is held already; RMSNorm on a CPU keeps another
+            # tensor.
+            first = next(iter(layers))
+            own_input = self.fused or first.norm.kind != "RMSNorm" or not first.norms_before
             shared = self.stream if own_input else 0.0
             if training.recompute_method == "block":
                 again = layers[:units]
@@ -147,7 +149,9 @@ class Activations:
     def _dropped(self, layer: Layer) -> float:
         """Return the bytes of the parts of a layer that selective recomputation drops."""
         held = self.layer(layer)
-        sizes = {"core_attn": held.core, "layernorm": held.norms, "mlp": held.mlp}
+        # Of a norm after attention or MLP nobody keeps the output.
+        norms = held.norms * 2 * layer.norms_before / layer.norm_count
+        sizes = {"core_attn": held.core, "layernorm": norms, "mlp": held.mlp}
         return sum(sizes[part] for part in self.config.training.recompute_modules or ("core_attn",))
 
     def _heads(self, attention: Attention) -> float:

@@ -122,6 +122,11 @@ class _Stage:
         else:
             sums = 2 * blocks + again + first + last
             yield Term("tp", "all-reduce", 2 * sums * one, f"{2 * sums} m (t-1)/t A")
+        # The mean squares of a token's whole queries, and of its keys, in fp32, and their gradients.
+        means = 2 * _number(self.held + self.held + self.again["attention"], _normalizes_projections)
+        if means:
+            each = m * 2 * (t - 1) / t * 4 * self.tokens
+            yield Term("tp", "all-reduce", means * each, f"{2 * means} m (t-1)/t 4 S/c B")
         if last:
             # The loss over a divided vocabulary: largest logit, logit of the label, sum of exponentials, in fp32.
             yield Term("tp", "all-reduce", 3 * m * 2 * (t - 1) / t * 4 * self.tokens, "6 m (t-1)/t 4 S/c B")
@@ -218,6 +223,10 @@ def _kinds(stacks: Iterable[Stack]) -> Counter[Layer]:
 def _number(layers: Counter[Layer], where: Callable[[Layer], object] = lambda kind: True) -> int:
     """Return the number of the layers for which `where` holds."""
     return sum(number for kind, number in layers.items() if where(kind))
+
+
+def _normalizes_projections(layer: Layer) -> bool:
+    return layer.attention.qk_norm == "projection"
 
 
 def _mixtures(layers: Counter[Layer]) -> Counter[Experts]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_ext.config.layers import stack
 from megatron_ext.config.pipeline import layer_counts
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
@@ -123,6 +124,12 @@ def recomputed_parts_are_known(config: Config, facts: Facts) -> Iterator[str]:
         yield f"{given} frees tensors that --torch-compile's code still refers to; leave one of the two out"
     elif "layernorm" in parts and config.model.transformer_impl == "transformer_engine":
         yield f"{given}: Transformer Engine's norms are inside its linear layers; use core_attn or mlp"
+    elif "layernorm" in parts and _norms_stand_after(config):
+        yield f"{given}: of norms after attention and MLP no output is kept to be computed anew; use core_attn or mlp"
+
+
+def _norms_stand_after(config: Config) -> bool:
+    return positive(config.model.num_layers) and any(not kind.norms_before for kind, _ in stack(config).kinds)
 
 
 def learning_rates_are_in_order(config: Config, facts: Facts) -> Iterator[str]:

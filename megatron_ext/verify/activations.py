@@ -28,10 +28,12 @@ _IN_A_LAYER = {
     "self_attention.linear_qkv": True,
     "self_attention.core_attention": True,
     "self_attention.linear_proj": False,
+    "post_self_attn_layernorm": False,
     "pre_mlp_layernorm": False,
     "mlp.linear_fc1": True,
     "mlp.linear_fc2": False,
     "mlp": False,
+    "post_mlp_layernorm": False,
     "": False,
 }
 _BEFORE, _AFTER = ("embedding",), ("decoder.final_layernorm",)

@@ -8,12 +8,14 @@ import pytest
 from megatron_ext.config import layers as described
 from megatron_ext.config.layers import Attention, Layer, layers, stack
 from megatron_ext.config.parameters import count, count_per_rank, layer_parameters, parameters
+from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_flops
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.traffic import sent
+from megatron_ext.rules.training import recomputed_parts_are_known
 from tests.small_models import LLAMA, small_config
 
 MIXTURE = {**LLAMA, "num_layers": 4, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
@@ -111,6 +113,36 @@ def test_norms_may_stand_after_attention_and_mlp() -> None:
     assert {both[name] for name in norms_before | norms_after} == {(64,)}
 
 
+def _with_norms_after(model: ModelConfig, number: int) -> Layer:
+    attention = replace(_LAYER(model, number).attention, qk_norm="projection")
+    return replace(_LAYER(model, number), norm_places="after", attention=attention)
+
+
+def _recomputing_norms(epsilon: float) -> Config:
+    """With an epsilon of its own: nothing that is remembered of other models is of this one."""
+    selective = {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}
+    layout = {"tensor_model_parallel_size": 2, "world_size": 2}
+    return small_config({**LLAMA, "norm_epsilon": epsilon}, layout, {"train_iters": 1, **selective})
+
+
+def test_what_norms_after_and_over_whole_projections_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _recomputing_norms(5e-5)
+    usual, one = sent(config, 0), Activations(config, fused=False)
+    assert one.chunk(stack(config), first=False, last=False).layers < one.total(stack(config))
+    assert list(recomputed_parts_are_known(config, Facts())) == []
+
+    monkeypatch.setattr(described, "_layer", _with_norms_after)
+    config = _recomputing_norms(6e-5)
+    # Of 4 layers' queries and keys, forward and backward, in 2 microbatches: an fp32 number for each of 2 x 16 tokens.
+    [means] = set(sent(config, 0)) - set(usual)
+    assert (means.axis, means.collective, means.bytes) == ("tp", "all-reduce", 4 * 2 * 2 * 2 * (2 * 16) * 4)
+    # Computing such norms anew would save nothing, and is refused.
+    one = Activations(config, fused=False)
+    assert one.chunk(stack(config), first=False, last=False).layers == one.total(stack(config))
+    [problem] = recomputed_parts_are_known(config, Facts())
+    assert "of norms after attention and MLP no output is kept to be computed anew; use core_attn or mlp" in problem
+
+
 def test_norms_of_queries_and_keys_and_sizes_of_values() -> None:
     layer = layers(small_config(LLAMA))[0]
     attention: Attention = replace(layer.attention, qk_norm="projection", value_head_size=8)
@@ -119,10 +151,8 @@ def test_norms_of_queries_and_keys_and_sizes_of_values() -> None:
     assert found["self_attention.k_layernorm.weight"] == (2 * 16,)
     assert found["self_attention.linear_qkv.weight"] == (4 * 16 + 2 * 16 + 2 * 8, 64)
     assert found["self_attention.linear_proj.weight"] == (64, 4 * 8)
-    divided = [
-        p for p in layer_parameters(small_config(LLAMA), replace(layer, attention=attention)) if "q_lay" in p.name
-    ]
-    assert [p.local_shape(2) for p in divided] == [(32,)]
+    norms = [p for p in layer_parameters(small_config(LLAMA), replace(layer, attention=attention)) if "q_lay" in p.name]
+    assert [p.local_shape(2) for p in norms] == [(4 * 16,)]
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
