@@ -21,6 +21,7 @@ LLAMA: dict[str, Any] = {
     "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
 }
+OLMO2 = {**LLAMA, "norm_position": "after", "qk_layernorm": True, "qk_layernorm_over": "projection"}
 
 
 def small_config(

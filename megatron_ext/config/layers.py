@@ -267,7 +267,7 @@ def _layer(model: ModelConfig, number: int) -> Layer:
         attention=_attention(model),
         mlp=_mlp(model, model.ffn_hidden_size) if model.num_experts is None else _experts(model, model.num_experts),
         norm=final_norm(model),
-        norm_places="before",
+        norm_places=model.norm_position,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -285,7 +285,7 @@ def _attention(model: ModelConfig) -> Attention:
         value_head_size=model.kv_channels,
         window=None,
         rotary=_rotary(model),
-        qk_norm="head" if model.qk_layernorm else None,
+        qk_norm=model.qk_layernorm_over if model.qk_layernorm else None,  # pyright: ignore[reportArgumentType]
         qkv_bias=model.has_qkv_bias,
         output_bias=not model.disable_bias_linear,
     )

@@ -1,4 +1,4 @@
-"""A transformer layer whose forward pass is for training alone."""
+"""Transformer layers whose forward pass is for training alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.data.packing import Documents
+from megatron_ext.model.norm import norm_class
 
 
 class PreNormLayer(TransformerLayer):
@@ -74,7 +76,42 @@ class PreNormLayer(TransformerLayer):
         return kept.checkpoint(norm, hidden_states), kept.discard_output_and_register_recompute
 
 
-_CLASSES: dict[str, type[TransformerLayer]] = {"before": PreNormLayer}
+class PostNormLayer(PreNormLayer):
+    """x + norm(attention(x)), then x + norm(MLP(x)) (OLMo 2, arXiv:2501.00656), with dropout on both branches."""
+
+    def __init__(self, config: TransformerConfig, *positional: Any, **settings: Any) -> None:
+        super().__init__(config, *positional, **settings)
+        norm, size = norm_class(config.normalization), config.hidden_size
+        self.post_self_attn_layernorm = norm(config, size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = norm(config, size, config.layernorm_epsilon)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: Documents | None = None,
+        **unused: object,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states: [sequence, batch, hidden]. Returns the same shape, and no context for cross-attention."""
+        given = [name for name, value in unused.items() if value is not None]
+        assert not given, f"not for training on plain sequences: {given}"
+        add: Any = get_bias_dropout_add(self.training, self.config.bias_dropout_fusion)
+        attended: Any = self.self_attention(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params)
+        normed = self.post_self_attn_layernorm(_with_bias(*attended))
+        hidden_states = add((normed, None), hidden_states, self.hidden_dropout)
+
+        again = self.recompute_mlp and self.training
+        expanded = self._checkpointed_mlp(hidden_states) if again else self._mlp(hidden_states)
+        normed = self.post_mlp_layernorm(_with_bias(*expanded))
+        return add((normed, None), hidden_states, self.hidden_dropout), None
+
+
+def _with_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return output if bias is None else output + bias
+
+
+_CLASSES: dict[str, type[TransformerLayer]] = {"before": PreNormLayer, "after": PostNormLayer}
 
 
 def layer_class(norm_places: str) -> type[TransformerLayer]:

@@ -7,6 +7,8 @@ gradients under tensor parallelism in any case.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,70 @@ class LayerNorm(torch.nn.Module):
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
+class ProjectionNorm(torch.nn.Module):
+    """RMSNorm of all heads of a token at once, which tensor-parallel ranks have divided (OLMo 2, arXiv:2501.00656).
+
+    The mean square is that of the heads of all ranks. Every rank has the weights of all heads and uses those of its
+    own, so that gradients are zero elsewhere and sum up to the whole, as those of norms of single heads do.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, tp_group: ProcessGroup
+    ) -> None:
+        """hidden_size: channels of a head; heads: those of all ranks."""
+        super().__init__()
+        self.eps, self.heads, self.tp_group = eps, heads, tp_group
+        self.weight = _parameter(config, heads * hidden_size)
+
+    def forward(self, x_SBHD: torch.Tensor) -> torch.Tensor:
+        """x_SBHD: this rank's heads, [sequence, batch, heads, channels]; the result has its shape and dtype.
+
+        Where there are more ranks than heads, consecutive ranks hold the same head.
+        """
+        if self.tp_group.size() == 1:
+            return rms_norm(x_SBHD.flatten(2), self.weight, self.eps).view(x_SBHD.shape)
+        return self._divided(x_SBHD)
+
+    @torch.compiler.disable
+    def _divided(self, x_SBHD: torch.Tensor) -> torch.Tensor:
+        heads, channels = x_SBHD.shape[2:]
+        first = self.tp_group.rank() * self.heads // self.tp_group.size() * channels
+        weight = self.weight[first : first + heads * channels]
+        copies = self.tp_group.size() * heads // self.heads
+        normed: Any = _DividedRMSNorm.apply(x_SBHD.flatten(2), weight, self.eps, copies, self.tp_group)
+        return normed.view(x_SBHD.shape)
+
+
+class _DividedRMSNorm(torch.autograd.Function):
+    """RMSNorm of vectors whose channels the ranks of a group hold, each of them on `copies` ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, copies: int, group: ProcessGroup
+    ) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        ctx.width = x.size(-1) * group.size() // copies
+        total = wide.square().sum(-1, keepdim=True)
+        torch.distributed.all_reduce(total, group=group)
+        inverse = total.div_(ctx.width * copies).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, inverse, weight)
+        ctx.copies, ctx.group = copies, group
+        return (wide * inverse * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        x, inverse, weight = ctx.saved_tensors
+        normalized, weighted = x * inverse, grad * weight.to(inverse.dtype)
+        # What would change the norm of the whole vector has no effect: it is taken out.
+        radial = (weighted * normalized).sum(-1, keepdim=True)
+        torch.distributed.all_reduce(radial, group=ctx.group)
+        for_x = (weighted - normalized * (radial / (ctx.width * ctx.copies))) * inverse
+        for_weight = (grad * normalized).flatten(0, -2).sum(0)
+        return for_x.to(x.dtype), for_weight.to(weight.dtype), None, None, None
+
+
 def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:
     """The class that `--normalization` names."""
     return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[normalization]
@@ -66,11 +132,14 @@ def query_key_norms(layer: Layer, tp_group: ProcessGroup) -> tuple[NormBuilder |
         layer: its description.
         tp_group: the ranks that have divided the heads among themselves.
     """
-    over = layer.attention.qk_norm
-    if over is None:
+    attention = layer.attention
+    if attention.qk_norm is None:
         return None, None
-    assert over == "head", f"no norm here is over the {over} of queries and keys"
-    return norm_class(layer.norm.kind), norm_class(layer.norm.kind)
+    if attention.qk_norm == "head":
+        return norm_class(layer.norm.kind), norm_class(layer.norm.kind)
+    assert layer.norm.kind == "RMSNorm", f"no {layer.norm.kind} here is over the whole projection"
+    builder = partial(ProjectionNorm, tp_group=tp_group)
+    return partial(builder, heads=attention.query_heads), partial(builder, heads=attention.groups)
 
 
 def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:

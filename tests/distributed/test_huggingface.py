@@ -68,9 +68,11 @@ def test_load_hf_into_shards(name: str, sharding: str, models: dict[str, Any]) -
         assert (whole_vocabulary([logits]) - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize(("heads", "tp"), [(2, 2), (6, 2), (3, 1), (3, 3)])
-def test_query_groups(heads: int, tp: int, tmp_path: Path) -> None:
-    expected = reference_logits(write_model(tmp_path, "Qwen2", num_key_value_heads=heads, intermediate_size=96))
+@pytest.mark.parametrize(
+    ("name", "heads", "tp"), [("Qwen2", 2, 2), ("Qwen2", 6, 2), ("Qwen2", 3, 1), ("Qwen2", 3, 3), ("OLMo-2", 1, 2)]
+)
+def test_query_groups(name: str, heads: int, tp: int, tmp_path: Path) -> None:
+    expected = reference_logits(write_model(tmp_path, name, num_key_value_heads=heads, intermediate_size=96))
     assert _difference(tp, flags(["--load-hf", str(tmp_path)], tp), expected) < TOLERANCE
 
 

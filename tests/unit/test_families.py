@@ -22,7 +22,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.train.configure import configure
-from tests.small_models import LLAMA, small_config
+from tests.small_models import LLAMA, OLMO2, small_config
 
 QWEN3 = {**LLAMA, "qk_layernorm": True}
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "moe_ffn_hidden_size": 24}
@@ -69,6 +69,7 @@ def test_a_family_is_a_file() -> None:
         ({**LLAMA, "group_query_attention": False, "kv_channels": 20}, "llama"),
         ({**LLAMA, "add_qkv_bias": True}, "qwen2"),
         (QWEN3, "qwen3"),
+        (OLMO2, "olmo2"),
         (MIXTRAL, "mixtral"),
         (QWEN3_MOE, "qwen3_moe"),
         ({**QWEN3, **EXPERTS}, "qwen3_moe"),
@@ -89,6 +90,8 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
         ({"kv_channels": 20}, r"--kv-channels 16 \(not 20\)"),
         ({**QWEN3, "add_qkv_bias": True}, "is qwen2, which has no --qk-layernorm"),
         ({**LLAMA, "swiglu": False}, "which has --swiglu"),
+        ({**OLMO2, "norm_position": "before"}, r"is olmo2, which has --norm-position after \(not before\)"),
+        ({**LLAMA, "norm_position": "after"}, r"is llama, which has --norm-position before \(not after\)"),
         (
             {**MIXTRAL, "moe_shared_expert_intermediate_size": 8},
             "is mixtral, which has no --moe-shared-expert-intermediate-size",
@@ -106,7 +109,7 @@ def test_without_a_family_the_flag_in_the_way_is_named(model: dict[str, Any], ob
         family_of(small_config(model))
 
 
-@pytest.mark.parametrize("model", [{}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE])
+@pytest.mark.parametrize("model", [{}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE, OLMO2])
 def test_runs_cover_every_row_once(model: dict[str, Any]) -> None:
     config = small_config(model)
     arranged = arrangement(config, family_of(config))
@@ -119,7 +122,7 @@ def test_runs_cover_every_row_once(model: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [{"openai_gelu": True}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE]
+    "model", [{"openai_gelu": True}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE, OLMO2]
 )
 def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Path) -> None:
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 16.0} if model else {}
@@ -150,6 +153,7 @@ def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Pa
         ({"rope_parameters": {"rope_type": "dynamic"}}, 'rope_type is "dynamic"'),
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "differ between layers"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", but the MLP here is SwiGLU'),
+        ({"model_type": "olmo2", "attention_bias": True}, "attention_bias is true, which has no flag"),
         ({"attention_bias": True}, "mlp_bias is false, but attention_bias is true"),
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ({"num_hidden_layers": "4"}, 'num_hidden_layers is "4", and not a positive integer'),
@@ -182,6 +186,8 @@ def test_load_hf_fills_the_model_and_lists_what_differs(tmp_path: Path) -> None:
     assert "--num-layers is 2 and there 1" in problem
     assert "--normalization is LayerNorm and there RMSNorm" in problem
     assert "--num-attention-heads" not in problem
+    with pytest.raises(ConfigurationError, match="--norm-position is after and there before"):
+        configure([*run, "--norm-position", "after"])
     with pytest.raises(ConfigurationError, match=r"--load-hf \S*nowhere/config.json: No such file"):
         configure([*run, "--load-hf", str(tmp_path / "nowhere")])
 

@@ -10,7 +10,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.parallel import groups
 from megatron_ext.plan.activations import Activations
 from megatron_ext.verify.saved_bytes import bytes_held_for_backward
-from tests.small_models import LLAMA, build_small_model, small_config
+from tests.small_models import LLAMA, OLMO2, build_small_model, small_config
 
 S, B, H, F, HEADS = 32, 2, 64, 96, 4
 UNIT = 4 * S * B * H
@@ -95,6 +95,12 @@ def test_a_layer_is_what_docs_say() -> None:
 )
 def test_other_models_hold_what_the_formula_says(model: dict[str, Any]) -> None:
     assert _held(2, model) == _formula(2, model)
+
+
+def test_norms_after_attention_and_mlp_hold_what_the_formula_says() -> None:
+    modes = {mode: flags for mode, flags in MODES.items() if "layernorm" not in flags.get("recompute_modules", ())}
+    held = {mode: _held(LAYERS, OLMO2, **flags) for mode, flags in modes.items()}
+    assert held == {mode: _formula(LAYERS, OLMO2, **flags) for mode, flags in modes.items()}
 
 
 def test_selective_means_core_attention() -> None:

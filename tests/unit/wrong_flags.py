@@ -27,6 +27,16 @@ EXAMPLES = {
         "--tensor-model-parallel-size 2",
         "--num-query-groups 4",
     ),
+    "Norms over the projection without norms of queries and keys": Example(
+        "--normalization RMSNorm --qk-layernorm-over projection", "--qk-layernorm"
+    ),
+    "LayerNorm over the projection": Example(
+        "--qk-layernorm --qk-layernorm-over projection", "--normalization RMSNorm"
+    ),
+    "Norms after attention and MLP, recomputed": Example(
+        "--norm-position after --recompute-granularity selective --recompute-modules layernorm",
+        "--recompute-modules core_attn",
+    ),
     "A sequence that tensor-parallel ranks cannot share": Example(
         "--world-size 4 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 66", "--seq-length 64"
     ),

@@ -70,13 +70,33 @@ class ModelConfig:
     squared_relu: bool = option(False, "Squared ReLU activation in the MLP.", resume="function")
     openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.", resume="function")
     normalization: str = option("LayerNorm", "Kind of norm.", resume="shape", choices=("LayerNorm", "RMSNorm"))
+    norm_position: str = option(
+        "before",
+        "Whether norms stand before attention and MLP, or after them, on what they add to the residual stream.",
+        resume="shape",
+        choices=("before", "after"),
+        needs={"after": [Need("transformer_impl", "local", "layers of this program's own")]},
+    )
     norm_epsilon: float = option(1e-5, "Epsilon inside the norms.", resume="function", positive=True)
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
     )
     disable_bias_linear: bool = option(False, "No biases in the linear layers.", resume="shape")
     add_qkv_bias: bool = option(False, "A bias in the QKV projection even with --disable-bias-linear.", resume="shape")
-    qk_layernorm: bool = option(False, "Normalize queries and keys per head.", resume="shape")
+    qk_layernorm: bool = option(False, "Normalize queries and keys.", resume="shape")
+    qk_layernorm_over: str = option(
+        "head",
+        "What --qk-layernorm normalizes: each head, or all heads of a token at once, as OLMo-2 does.",
+        resume="shape",
+        choices=("head", "projection"),
+        needs={
+            "projection": [
+                Need("qk_layernorm", True, "norms of queries and keys"),
+                Need("normalization", "RMSNorm", "RMSNorm"),
+                Need("transformer_impl", "local", "layers of this program's own"),
+            ]
+        },
+    )
     num_experts: int | None = option(
         None, "Replace each layer's MLP by a mixture of this many experts.", resume="shape", at_least=1
     )
