@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_ext.config.ranks import context_chunks
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import unwrapped
 from megatron_ext.train.run import Run
@@ -152,5 +153,5 @@ def _in_order(pieces: list[np.ndarray]) -> np.ndarray:
         return pieces[0]
     chunks: dict[int, np.ndarray] = {}
     for rank, piece in enumerate(pieces):
-        chunks[rank], chunks[2 * len(pieces) - 1 - rank] = np.split(piece, 2)
+        chunks |= zip(context_chunks(rank, len(pieces)), np.split(piece, 2), strict=True)
     return np.concatenate([chunks[index] for index in range(2 * len(pieces))])

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.options import options, options_by_name
+from megatron_ext.config.options import flag_of, options, options_by_name
 from megatron_ext.config.schema import CheckpointConfig, LoggingConfig
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.parity import GRADIENT_TOLERANCE
@@ -181,7 +181,7 @@ def comparison(argv: Sequence[str], world_size: int | None = None) -> Comparison
     not_alone = {option.name for option in options() if option.group == "layout" or option.saves_memory}
     alone = {name: value for name, value in values.items() if name not in not_alone}
     changed = [f"without --{name}" for name in ("bf16", "fp16") if typed.get(name)]
-    changed += [f"--{name.replace('_', '-')} 0" for name in _SAME_FOR_BOTH if typed.get(name) != 0]
+    changed += [f"{flag_of(name)} 0" for name in _SAME_FOR_BOTH if typed.get(name) != 0]
     return Comparison(to_flags(alone), to_flags(values), ranks, tuple(changed))
 
 
