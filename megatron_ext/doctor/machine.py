@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_ext.config.optimizers import traits_of
 from megatron_ext.config.parameters import count
 from megatron_ext.config.schema import Config
 from megatron_ext.doctor.finding import Finding, Launch, error, ok, warning
@@ -103,11 +104,10 @@ def checkpoints_have_room(launch: Launch) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of a checkpoint: a copy of the weights, and with the optimizer its moments and fp32 weights."""
+    """Return the bytes of a checkpoint: a copy of the weights, and with the optimizer its states and fp32 weights."""
     each = config.training.params_bytes
     if not config.checkpoint.no_save_optim:
-        moments = 2 if config.optimizer.optimizer == "adam" else 1
-        each += 4 * moments + 4 * config.training.mixed_precision
+        each += traits_of(config.optimizer).bytes_each(config.optimizer) + 4 * config.training.mixed_precision
     return each * count(config)
 
 

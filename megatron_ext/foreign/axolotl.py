@@ -2,12 +2,9 @@
 
 from megatron_ext.foreign import fsdp
 from megatron_ext.foreign.meanings import (
-    ADAM,
     EPOCHS,
     FULL_RECOMPUTE,
     OFF,
-    OTHER_OPTIMIZER,
-    SGD,
     Cases,
     Default,
     Fact,
@@ -15,6 +12,7 @@ from megatron_ext.foreign.meanings import (
     NoCounterpart,
     Table,
     only_off,
+    optimizers,
     switch,
 )
 
@@ -47,10 +45,7 @@ TABLE: Table = {
     "gradient_accumulation_steps": Fact("accumulation"),
     "num_epochs": EPOCHS,
     "max_steps": Flags("--train-iters {}"),
-    "optimizer": Cases(
-        dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused"), ADAM) | {"sgd": SGD},
-        OTHER_OPTIMIZER,
-    ),
+    "optimizer": optimizers("axolotl"),
     "learning_rate": Flags("--lr {}", float),
     "lr_scheduler": Cases(
         {

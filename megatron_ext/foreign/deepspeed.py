@@ -2,19 +2,18 @@
 reference."""
 
 from megatron_ext.foreign.meanings import (
-    ADAM,
     FULL_RECOMPUTE,
     OFF,
-    OTHER_OPTIMIZER,
-    SGD,
     ZERO_STAGE,
     Cases,
     Default,
     Fact,
     Flags,
     NoCounterpart,
+    OfOptimizer,
     Table,
     only_off,
+    optimizers,
     switch,
 )
 
@@ -89,14 +88,12 @@ TABLE: Table = {
     "zero_optimization.zero_hpz_partition_size": NoCounterpart("no second copy of the weights inside a machine"),
     "zero_optimization.zero_quantized_weights": only_off("weights are gathered in their own precision"),
     "zero_optimization.zero_quantized_gradients": only_off("gradients are reduced in full precision"),
-    "optimizer.type": Cases(
-        {"adam": ADAM, "adamw": ADAM, "fusedadam": ADAM, "cpuadam": ADAM, "sgd": SGD}, OTHER_OPTIMIZER
-    ),
+    "optimizer.type": optimizers("deepspeed"),
     "optimizer.params.lr": Flags("--lr {}"),
-    "optimizer.params.betas": Flags("--adam-beta1 {0} --adam-beta2 {1}"),
-    "optimizer.params.eps": Flags("--adam-eps {}"),
+    "optimizer.params.betas": OfOptimizer("betas"),
+    "optimizer.params.eps": OfOptimizer("eps"),
     "optimizer.params.weight_decay": Flags("--weight-decay {}"),
-    "optimizer.params.momentum": Flags("--sgd-momentum {}"),
+    "optimizer.params.momentum": OfOptimizer("momentum"),
     "optimizer.params.adam_w_mode": Cases(
         {"true": Default("--optimizer adam is AdamW: decoupled weight decay")},
         NoCounterpart("--optimizer adam is AdamW: there is no Adam with weight decay inside the gradient"),

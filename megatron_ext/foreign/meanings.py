@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ext.config.optimizers import OPTIMIZERS
+from megatron_ext.config.words import listed
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -50,7 +53,14 @@ class Cases:
     otherwise: "Meaning"
 
 
-Meaning = Flags | Default | NoCounterpart | Fact | Launch | Cases
+@dataclass(frozen=True)
+class OfOptimizer:
+    """An argument of the optimizer that the same file chooses, by the name that torch has for it (`betas`)."""
+
+    argument: str
+
+
+Meaning = Flags | Default | NoCounterpart | Fact | Launch | Cases | OfOptimizer
 
 Table = Mapping[str, Meaning]
 """Meanings by key; nested keys are joined by dots, and `*` stands for the index in a list."""
@@ -95,9 +105,18 @@ MIXED_PRECISION = Cases(
     NoCounterpart("unknown precision; use --bf16 or --fp16"),
 )
 
-ADAM = Flags("--optimizer adam")
-SGD = Flags("--optimizer sgd")
-OTHER_OPTIMIZER = NoCounterpart("use --optimizer adam (AdamW, the fused kernel where there is one) or sgd")
+
+def optimizers(program: str) -> Cases:
+    """The optimizers that are here, by their names in another program."""
+    known = {
+        name: Flags(f"--optimizer {traits.name} {traits.elsewhere[program].flags}".strip())
+        for traits in OPTIMIZERS.values()
+        if program in traits.elsewhere
+        for name in traits.elsewhere[program].names
+    }
+    ours = (f"{traits.name} ({traits.remark})" if traits.remark else traits.name for traits in OPTIMIZERS.values())
+    return Cases(known, NoCounterpart(f"use --optimizer {listed(ours)}"))
+
 
 CHECKPOINTS = Default(
     "checkpoints are sharded and load into any layout; `tools/convert_checkpoint.py to-hf` writes the whole model"

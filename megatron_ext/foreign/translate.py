@@ -16,9 +16,11 @@ from types import ModuleType
 from typing import Any
 
 from megatron_ext.config.arguments import parse
+from megatron_ext.config.optimizers import OPTIMIZERS, OptimizerTraits
+from megatron_ext.config.options import flag_of, options_by_name
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign import accelerate, axolotl, deepspeed
-from megatron_ext.foreign.meanings import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart
+from megatron_ext.foreign.meanings import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart, OfOptimizer
 from megatron_ext.foreign.parallel_sizes import Layout, solve
 from megatron_ext.untrusted.text import MOST_YAML, load_json, load_yaml, read_file
 
@@ -98,14 +100,18 @@ def translate(source: str, content: Mapping[str, Any], world_size: int | None = 
     """
     module = SOURCES[source]
     facts: dict[str, int] = {}
-    found = [_translate_key(name, value, module, facts) for name, value in leaves(content)]
+    optimizer = _optimizer(content, module)
+    found = [_translate_key(name, value, module, facts, optimizer) for name, value in leaves(content)]
     present = {key.name for key in found if key.became == "flags"}
     found = [_shadow(key, module.SHADOWED, present) for key in found]
     layout = solve(facts, world_size, module.DEFAULT_ACCUMULATION)
     command: dict[str, str] = {}
     for index, key in enumerate(found):
         found[index] = accepted = _refused(key)
-        command |= split_flags(accepted.flags)
+        flags = split_flags(accepted.flags)
+        # An optimizer brings defaults with it, in whose place other keys may have put something else already.
+        brought = command.keys() & flags.keys() if "--optimizer" in flags else ()
+        command |= {flag: value for flag, value in flags.items() if flag not in brought}
     sizes = {flag: value for flag, value in layout.flags().items() if _refusal(f"{flag} {value}") is None}
     missing = [f"{flag} {value}" for flag, value in layout.flags().items() if flag not in sizes]
     found += [Key(flags, "", "none", reason=_refusal(flags) or "") for flags in missing]
@@ -142,12 +148,24 @@ def split_flags(text: str) -> dict[str, str]:
     return found
 
 
-def _translate_key(name: str, value: Any, module: ModuleType, facts: dict[str, int]) -> Key:
+def _optimizer(content: Mapping[str, Any], module: ModuleType) -> OptimizerTraits:
+    """The optimizer that the file chooses, or else the one that is used without a flag."""
+    default = OPTIMIZERS[options_by_name()["optimizer"].default]
+    for name, value in leaves(content):
+        flags = split_flags(_translate_key(name, value, module, {}, default).flags)
+        if "--optimizer" in flags:
+            return OPTIMIZERS[flags["--optimizer"]]
+    return default
+
+
+def _translate_key(name: str, value: Any, module: ModuleType, facts: dict[str, int], optimizer: OptimizerTraits) -> Key:
     meaning = module.TABLE.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
     if meaning is None:
         return Key(name, value, "unknown", reason="not a key that this tool knows")
     if value == "auto" and not (isinstance(meaning, Cases) and "auto" in meaning.by_value):
         return Key(name, value, "none", reason="filled in by another program; give the flag itself")
+    if isinstance(meaning, OfOptimizer):
+        meaning = _argument(meaning, optimizer)
     key = _apply(name, value, meaning, facts)
     if key.became == "flags" and name in module.IMPLIED:
         key = replace(key, reason=module.IMPLIED[name])
@@ -173,6 +191,15 @@ def _apply(name: str, value: Any, meaning: Meaning, facts: dict[str, int]) -> Ke
             except (ValueError, TypeError, IndexError):
                 return Key(name, value, "unknown", reason=f"{value!r} is no value that can be read")
     raise AssertionError(f"{name}: {meaning!r}")
+
+
+def _argument(meaning: OfOptimizer, optimizer: OptimizerTraits) -> Meaning:
+    fields = optimizer.arguments.get(meaning.argument)
+    if fields is None:
+        return Default(f"--optimizer {optimizer.name} does not read it")
+    if isinstance(fields, str):
+        return Flags(f"{flag_of(fields)} {{}}")
+    return Flags(" ".join(f"{flag_of(name)} {{{index}}}" for index, name in enumerate(fields)))
 
 
 def _fill(template: str, values: list[str]) -> list[str]:

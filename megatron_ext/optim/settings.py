@@ -4,6 +4,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from megatron_ext.config.optimizers import traits_of
 from megatron_ext.config.schema import Config
 
 
@@ -16,9 +17,9 @@ def optimizer_config(
         use_distributed_optimizer: whether data-parallel ranks divide the state (decided by the sharding scheme).
         overlap_param_gather: whether the next forward pass gathers what was updated.
     """
-    optimizer, training = config.optimizer, config.training
+    optimizer, training, traits = config.optimizer, config.training, traits_of(config.optimizer)
     return CoreOptimizerConfig(
-        optimizer=optimizer.optimizer,
+        optimizer=traits.built_as,
         lr=optimizer.lr,
         min_lr=optimizer.min_lr,
         weight_decay=optimizer.weight_decay,
@@ -30,10 +31,7 @@ def optimizer_config(
         min_loss_scale=training.min_loss_scale,
         loss_scale_window=training.loss_scale_window,
         hysteresis=training.hysteresis,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
-        adam_eps=optimizer.adam_eps,
-        sgd_momentum=optimizer.sgd_momentum,
+        **({name: getattr(optimizer, name) for name in traits.flags} if traits.is_the_engines else {}),
         use_distributed_optimizer=use_distributed_optimizer,
         overlap_param_gather=overlap_param_gather,
         clip_grad=optimizer.clip_grad,

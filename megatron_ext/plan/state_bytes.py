@@ -3,6 +3,7 @@ parameters."""
 
 from dataclasses import dataclass, replace
 
+from megatron_ext.config.optimizers import traits_of
 from megatron_ext.config.schema import Config
 
 _SHARED = {
@@ -69,17 +70,18 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     Mixed precision with Adam: 2 (weight) + 4 (fp32 gradient) + 12 (fp32 master and two moments) = 18, and 6 + 12/d
     with the distributed optimizer over d data- times context-parallel ranks (Megatron-LM's documentation of its
     distributed optimizer). fp16 without --accumulate-allreduce-grads-in-fp32 has 2-byte gradients (Megatron-FSDP 4).
-    fp32 has no master: 8 + 8, or 8 + 8/d. SGD keeps one moment, not two. FSDP2's weights are its fp32 masters: (4 + 4
-    + 8)/d. For a routed expert, d is the expert-data-parallel size. With copies of the sharded state, d is divided by
-    their number, but for the optimizer's state where the copies divide that (--outer-dp-sharding-strategy optim).
+    fp32 has no master: 8 + 8, or 8 + 8/d. Other optimizers keep other states (config/optimizers.py). FSDP2's weights
+    are its fp32 masters: (4 + 4 + 8)/d. For a routed expert, d is the expert-data-parallel size. With copies of the
+    sharded state, d is divided by their number, but for the optimizer's state where the copies divide that
+    (--outer-dp-sharding-strategy optim).
     """
     training, kind = config.training, sharding(config)
     mixed = training.mixed_precision and kind != "fsdp2"
     in_fp32 = training.accumulate_allreduce_grads_in_fp32 or config.layout.use_megatron_fsdp
     gradients = 4 if not mixed or in_fp32 else 2
-    moments = 8 if config.optimizer.optimizer == "adam" else 4
+    states = traits_of(config.optimizer).bytes_each(config.optimizer)
     ranks = sharing_ranks(config, expert=expert)
-    found = divided(2 if mixed else 4, gradients, moments + (4 if mixed else 0), kind, ranks)
+    found = divided(2 if mixed else 4, gradients, states + (4 if mixed else 0), kind, ranks)
     if config.layout.outer_dp_sharding_strategy == "optim":
         found = replace(found, shares=(ranks, ranks, ranks * config.layout.num_distributed_optimizer_instances))
     return replace(found, on_device=_on_device(config))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from megatron_ext.config.optimizers import run_by, traits_of
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.suggest import listed, nearest_multiples, pipeline_sizes, tensor_sizes, use
@@ -67,11 +68,15 @@ def parameter_gathering_needs_the_distributed_optimizer(config: Config, facts: F
         yield f"--overlap-param-gather needs {' and '.join(missing)}; add {' '.join(missing)}"
 
 
-def distributed_optimizer_shards_adam(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse the distributed optimizer with another optimizer than Adam."""
-    rule = config.optimizer.optimizer
-    if config.layout.use_distributed_optimizer and rule != "adam":
-        yield f"--use-distributed-optimizer shards Adam's state, not that of --optimizer {rule}; use --optimizer adam"
+def distributed_optimizer_shards_the_state(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse the distributed optimizer with an optimizer whose state it cannot shard."""
+    able, traits = run_by("use_distributed_optimizer"), traits_of(config.optimizer)
+    if config.layout.use_distributed_optimizer and traits not in able:
+        whose = " or ".join(f"{other.title}'s" for other in able)
+        yield (
+            f"--use-distributed-optimizer shards {whose} state, not that of --optimizer {traits.name}; "
+            f"use --optimizer {listed(other.name for other in able)}"
+        )
 
 
 def runs_on_cpu(config: Config, facts: Facts) -> bool:
@@ -110,7 +115,7 @@ RULES = (
     world_is_a_multiple_of_the_model,
     sequence_parallel_needs_tensor_parallel,
     parameter_gathering_needs_the_distributed_optimizer,
-    distributed_optimizer_shards_adam,
+    distributed_optimizer_shards_the_state,
     device_is_there,
     timeout_is_a_time,
 )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from megatron_ext.config.optimizers import run_by, traits_of
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.suggest import divisors, listed
@@ -111,7 +112,7 @@ def megatron_fsdp_is_the_only_sharding(config: Config, facts: Facts) -> Iterator
             yield f"--use-megatron-fsdp overlaps and divides its traffic by itself, layer by layer; leave {flag} out"
 
 
-def megatron_fsdp_runs_one_stage_with_adam(config: Config, facts: Facts) -> Iterator[str]:
+def megatron_fsdp_runs_one_stage_on_the_device(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse what Megatron-FSDP does not go with."""
     layout = config.layout
     if not layout.use_megatron_fsdp:
@@ -123,10 +124,12 @@ def megatron_fsdp_runs_one_stage_with_adam(config: Config, facts: Facts) -> Iter
             "for data- and tensor-parallel ones, and knows no stages; use --pipeline-model-parallel-size 1, or "
             "--use-distributed-optimizer instead of --use-megatron-fsdp"
         )
-    if config.optimizer.optimizer != "adam":
+    able, traits = run_by("use_megatron_fsdp"), traits_of(config.optimizer)
+    if traits not in able:
         yield (
-            f"--use-megatron-fsdp with --optimizer {config.optimizer.optimizer}: megatron-core's sharded optimizer "
-            "knows Adam alone; use --optimizer adam, or --use-torch-fsdp2 instead of --use-megatron-fsdp"
+            f"--use-megatron-fsdp with --optimizer {traits.name}: megatron-core's sharded optimizer knows "
+            f"{' and '.join(other.title for other in able)} alone; use --optimizer "
+            f"{listed(other.name for other in able)}, or --use-torch-fsdp2 instead of --use-megatron-fsdp"
         )
     if config.optimizer.optimizer_cpu_offload:
         yield (
@@ -205,7 +208,7 @@ RULES = (
     fsdp2_runs_whole_models_in_bf16_or_fp32,
     sharded_weights_have_no_replicas,
     megatron_fsdp_is_the_only_sharding,
-    megatron_fsdp_runs_one_stage_with_adam,
+    megatron_fsdp_runs_one_stage_on_the_device,
     copies_are_divided_by_megatron_fsdp,
     optimizer_instances_divide_the_ranks,
 )

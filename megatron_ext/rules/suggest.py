@@ -6,12 +6,7 @@ from collections.abc import Iterable
 from megatron_ext.config.pipeline import counted_as_layers, read_pipeline_layout
 from megatron_ext.config.resolve import positive
 from megatron_ext.config.schema import Config
-
-
-def listed(values: Iterable[object]) -> str:
-    """Return the values as text: `1, 2 or 4`."""
-    words = [str(value) for value in values]
-    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+from megatron_ext.config.words import listed
 
 
 def divisors(value: int) -> list[int]:

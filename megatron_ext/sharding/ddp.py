@@ -20,7 +20,6 @@ from megatron_ext.sharding.engine import (
     build_optimizer,
     ddp_config,
     for_chunks,
-    fused,
     initialized,
     optimizer_settings,
     updating,
@@ -68,7 +67,7 @@ class DataParallel(Sharding):
         self, chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection, device: Device
     ) -> ChainedOptimizer:
         settings = optimizer_settings(self.config, distributed=self.config.layout.use_distributed_optimizer)
-        return fused(build_optimizer(chunks, settings, groups))
+        return build_optimizer(chunks, settings, self.config.optimizer, groups)
 
     def parts(self, optimizer: ChainedOptimizer) -> list[OptimizerPart]:
         kind = FlatPart if self.config.layout.use_distributed_optimizer else OptimizerPart

@@ -1,7 +1,6 @@
 """What the schemes have in common: what they ask of megatron-core, from our configuration."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.initialize import initialize
 from megatron_ext.optim.settings import optimizer_config
+from megatron_ext.optim.torch_optimizer import as_registered
 from megatron_ext.sharding.parts import OptimizerPart
 
 
@@ -66,30 +66,26 @@ def optimizer_settings(config: Config, *, distributed: bool) -> CoreOptimizerCon
 
 
 def build_optimizer(
-    chunks: Sequence[torch.nn.Module], settings: CoreOptimizerConfig, groups: ProcessGroupCollection
+    chunks: Sequence[torch.nn.Module],
+    settings: CoreOptimizerConfig,
+    config: OptimizerConfig,
+    groups: ProcessGroupCollection,
 ) -> Any:
-    """Build megatron-core's optimizer over wrapped chunks whose weights are already initialized."""
+    """Build megatron-core's optimizer over wrapped chunks whose weights are already initialized.
+
+    What updates inside of it is the optimizer that `config` chooses, as config/optimizers.py registers it.
+    """
     modules: Any = list(chunks)
-    return get_megatron_optimizer(settings, modules, use_gloo_process_groups=False, pg_collection=groups)
-
-
-def fused(optimizer: ChainedOptimizer) -> ChainedOptimizer:
-    """Ask torch's Adam for its fused kernel, one call for all tensors instead of a Python loop; return `optimizer`."""
-    for inner in optimizer.chained_optimizers:
-        if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            for group in inner.optimizer.param_groups:
-                group["fused"] = True
-    return optimizer
+    built = get_megatron_optimizer(settings, modules, use_gloo_process_groups=False, pg_collection=groups)
+    for part in getattr(built, "chained_optimizers", [built]):
+        if part.optimizer is not None:
+            part.optimizer = as_registered(part.optimizer, config)
+    return built
 
 
 def updating(optimizer: ChainedOptimizer, kind: type[OptimizerPart]) -> list[OptimizerPart]:
     """Return the parts of `optimizer` as `kind`, but for those that have nothing to update on this rank."""
     return [kind(core) for core in optimizer.chained_optimizers if core.optimizer is not None]
-
-
-def torch_rule(config: OptimizerConfig) -> Any:
-    """Return the function that makes torch's own optimizer of parameters or groups of them."""
-    return partial(torch.optim.AdamW, fused=True) if config.optimizer == "adam" else torch.optim.SGD
 
 
 def for_chunks(functions: list) -> Any:

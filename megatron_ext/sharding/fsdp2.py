@@ -41,7 +41,7 @@ from megatron_ext.device.protocol import Device
 from megatron_ext.model.initialize import initialize
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import RowShard, local_part, mark
-from megatron_ext.sharding.engine import build_optimizer, ddp_config, fused, optimizer_settings, torch_rule
+from megatron_ext.sharding.engine import build_optimizer, ddp_config, optimizer_settings
 from megatron_ext.sharding.protocol import Watcher
 from megatron_ext.sharding.row_shards import HostRowOptimizer, RowSharding, RowShardOptimizer, local_gradient
 
@@ -79,9 +79,9 @@ class FSDP2(RowSharding):
     ) -> ChainedOptimizer:
         settings = optimizer_settings(self.config, distributed=self.config.layout.use_distributed_optimizer)
         settings.bf16 = False  # the shards are fp32, whatever is computed with
-        built = build_optimizer(chunks, settings, groups)
+        built = build_optimizer(chunks, settings, self.config.optimizer, groups)
         over_rows = self._over_rows(groups, device)
-        return fused(ChainedOptimizer([over_rows(inner) for inner in built.chained_optimizers]))
+        return ChainedOptimizer([over_rows(inner) for inner in built.chained_optimizers])
 
     def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
         return nullcontext()
@@ -126,8 +126,13 @@ class FSDP2(RowSharding):
         dtype = getattr(torch, self.config.training.params_dtype)
         if not self.lives_on_host:
             return partial(RowShardOptimizer, compute_dtype=dtype, groups=groups)
-        rule = torch_rule(self.config.optimizer)
-        return partial(HostRowOptimizer, compute_dtype=dtype, groups=groups, device=device.torch_device, rule=rule)
+        return partial(
+            HostRowOptimizer,
+            compute_dtype=dtype,
+            groups=groups,
+            device=device.torch_device,
+            config=self.config.optimizer,
+        )
 
 
 class TorchFSDP(TorchFullyShardedDataParallel):

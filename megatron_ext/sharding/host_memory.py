@@ -7,7 +7,7 @@ gradients travel to the host, updated values back. On CPU processes "host" and "
 updates what, and every copy, are as on a GPU.
 
 A master is in host memory alone. On the device it has storage only during the update, between the copy back and the
-rounding to the 16-bit weight: 8 bytes of moments and 4 of the master leave the device for each parameter.
+rounding to the 16-bit weight: for each parameter 4 bytes of the master and the states (Adam's 8) leave the device.
 
 megatron-core's own wiring is not used: it decides by `Tensor.is_cuda`, loses the state of torch's optimizers on the
 device (hybrid_optimizer.py, _move_new_state_to_right_device), fails in Float16OptimizerWithFloat16Params and on fp32
@@ -29,12 +29,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.device.protocol import Device
-from megatron_ext.sharding.engine import torch_rule
+from megatron_ext.optim.torch_optimizer import Group, is_torchs, over, torch_optimizer
 from megatron_ext.sharding.parts import OptimizerPart
 from megatron_ext.sharding.protocol import Reduced, Sharding, Watcher
-
-Group = dict[str, Any]
-"""A parameter group of torch."""
 
 
 class InHostMemory(Sharding):
@@ -128,7 +125,7 @@ class HostOptimizer(HybridDeviceOptimizer):
         super().__init__(
             part.core.optimizer.param_groups,
             offload_fraction=config.optimizer_offload_fraction,
-            cpu_optimizer_cls=torch_rule(config),
+            cpu_optimizer_cls=torch_optimizer(config),
             gpu_optimizer_cls=partial(_device_rule, part.core.optimizer, config),
             pin_cpu_grads=pin and not config.no_pin_cpu_grads,
             pin_cpu_params=self._pin_masters,
@@ -213,7 +210,7 @@ def _host_copy(main: torch.Tensor, *, pin: bool) -> torch.Tensor:
 
 def _device_rule(built: torch.optim.Optimizer, config: OptimizerConfig, groups: list[Group]) -> torch.optim.Optimizer:
     """The engine's own (torch's, Transformer Engine's or apex's), or torch's where that is asked for, over `groups`."""
-    if config.use_torch_optimizer_for_cpu_offload and not isinstance(built, torch.optim.AdamW | torch.optim.SGD):
-        built = torch_rule(config)([{**group, "params": [torch.empty(0)]} for group in groups])
+    if config.use_torch_optimizer_for_cpu_offload and not is_torchs(built, config):
+        return over(groups, config)
     built.param_groups = groups
     return built

@@ -29,7 +29,6 @@ from megatron_ext.sharding.engine import (
     build_optimizer,
     ddp_config,
     for_chunks,
-    fused,
     initialized,
     optimizer_settings,
 )
@@ -61,9 +60,10 @@ class MegatronFSDP(RowSharding):
         return wrapped
 
     def optimizer(self, chunks: Sequence[Any], groups: ProcessGroupCollection, device: Device) -> ChainedOptimizer:
-        built = build_optimizer(chunks, optimizer_settings(self.config, distributed=True), groups)
+        settings = optimizer_settings(self.config, distributed=True)
+        built = build_optimizer(chunks, settings, self.config.optimizer, groups)
         dtype = getattr(torch, self.config.training.params_dtype)
-        return fused(ChainedOptimizer([MegatronFSDPOptimizer(built, chunks, dtype, groups)]))
+        return ChainedOptimizer([MegatronFSDPOptimizer(built, chunks, dtype, groups)])
 
     def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
         return self.weights_in_place(chunks)

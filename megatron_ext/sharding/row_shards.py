@@ -10,6 +10,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.optim.torch_optimizer import is_torchs, over
 from megatron_ext.parallel.rows import row_shard
 from megatron_ext.sharding.engine import updating
 from megatron_ext.sharding.parts import OptimizerPart
@@ -99,7 +101,7 @@ class HostRowOptimizer(RowShardOptimizer):
 
     Args:
         device: what computes, and adds up norms.
-        rule: makes an optimizer of torch for parameter groups.
+        config: says which optimizer of torch updates.
     """
 
     def __init__(
@@ -108,12 +110,12 @@ class HostRowOptimizer(RowShardOptimizer):
         compute_dtype: torch.dtype,
         groups: ProcessGroupCollection,
         device: torch.device,
-        rule: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        config: OptimizerConfig,
     ):
         super().__init__(optimizer, compute_dtype, groups)
         self._device = device
-        if not isinstance(self.optimizer, torch.optim.AdamW | torch.optim.SGD):  # apex's are for GPUs alone
-            self.optimizer = rule(self.optimizer.param_groups)
+        if not is_torchs(self.optimizer, config):  # apex's are for GPUs alone
+            self.optimizer = over(self.optimizer.param_groups, config)
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         """One element on the device, whose norm is that of this rank's gradients."""

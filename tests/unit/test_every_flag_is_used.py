@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.config.optimizers import OPTIMIZERS
 from megatron_ext.config.schema import Config
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ext"
@@ -31,6 +32,8 @@ BY_CONSTRUCTION = {
     "make_vocab_size_divisible_by": "resolve turns it into padded_vocab_size",
     "lr_scale_base_batch_size": "config/lr_scale.py reads it among the typed values, and the rates are scaled",
     "recompute_activations": "resolve turns it into recompute_granularity",
+    # tests/unit/test_optimizers.py shows that each arrives at its torch optimizer.
+    **{name: f"{traits.title} reads it" for traits in OPTIMIZERS.values() for name in traits.flags},
 }
 FIELDS = [field.name for group in dataclasses.fields(Config) for field in dataclasses.fields(group.type)]  # pyright: ignore[reportArgumentType]
 SOURCE = "\n".join(

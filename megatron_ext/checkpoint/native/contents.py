@@ -183,7 +183,7 @@ def _restore_optimizer(run: Saveable, contents: Contents, loaded: dict[str, Any]
     optimizer_state.restore(_optimizer_parts(run), run.config.optimizer, contents.names, loaded.get("optimizer", {}))
     if contents.rows:
         run.sharding.reload_masters(run.optimizer)  # where rows are the masters: from rows to weights
-    optimizer_state.set_step_count(_optimizer_parts(run), loaded["optimizer_step"])
+    optimizer_state.set_step_count(_optimizer_parts(run), run.config.optimizer, loaded["optimizer_step"])
     if loaded["grad_scaler"]:
         for scaler in _grad_scalers(run):
             scaler.load_state_dict(

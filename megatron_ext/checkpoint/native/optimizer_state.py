@@ -16,7 +16,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorF
 
 from megatron_ext.checkpoint.native.saved_rows import Pieces, joined, pieces
 from megatron_ext.checkpoint.native.snapshot import Copy
+from megatron_ext.config.optimizers import traits_of
 from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.optim.torch_optimizer import is_torchs
 from megatron_ext.parallel.rows import row_shard
 from megatron_ext.sharding.parts import MASTER, Exchange, OptimizerPart, State
 
@@ -46,7 +48,7 @@ def take(parts: Sequence[OptimizerPart], config: OptimizerConfig, copy: Copy, wr
             for index, (parameter, tensors) in enumerate(_own_state(part, config))
             if part.divides_state or id(parameter) in written
         }
-        taken.append(Taken(part, _moments(config), own))
+        taken.append(Taken(part, traits_of(config).state_names(config), own))
     return taken
 
 
@@ -109,7 +111,7 @@ def _rules(parts: Sequence[OptimizerPart]) -> list[torch.optim.Optimizer]:
 
 
 def step_count(parts: Sequence[OptimizerPart]) -> int:
-    """Updates that Adam has made (its bias correction depends on them); the same for all parameters."""
+    """Updates that were made, of an optimizer that counts them, else 0; the same for all parameters."""
     counts = {0}
     for rule in _rules(parts):
         counts |= {int(state["step"]) for state in rule.state.values() if "step" in state}
@@ -118,16 +120,18 @@ def step_count(parts: Sequence[OptimizerPart]) -> int:
     return max(counts)
 
 
-def set_step_count(parts: Sequence[OptimizerPart], count: int) -> None:
+def set_step_count(parts: Sequence[OptimizerPart], config: OptimizerConfig, count: int) -> None:
     """Every parameter gets a tensor of its own: a shared one would be advanced once for each parameter."""
+    if not traits_of(config).counts_updates:
+        return
     for rule in _rules(parts):
         for group in rule.param_groups:
-            if isinstance(rule, torch.optim.Adam):
+            if is_torchs(rule, config):
                 for main in group["params"]:
                     state = rule.state[main]
                     state["step"] = torch.full_like(state["step"], float(count))
             elif count:
-                group["step"] = count  # apex's and Transformer Engine's Adam count per group; SGD does not count
+                group["step"] = count  # apex's and Transformer Engine's count per group
 
 
 def initialize_state(part: OptimizerPart, config: OptimizerConfig) -> None:
@@ -145,19 +149,15 @@ def _begin(
     rule: torch.optim.Optimizer,
     config: OptimizerConfig,
 ) -> None:
-    for name in _moments(config):
-        if state.get(name) is None:
-            state[name] = torch.zeros_like(main, memory_format=torch.preserve_format)
-    if isinstance(rule, torch.optim.Adam) and "step" not in state:
+    traits = traits_of(config)
+    for kept in traits.kept(config):
+        if state.get(kept.name) is None:
+            dtype = getattr(torch, kept.dtype)
+            state[kept.name] = torch.zeros_like(main, dtype=dtype, memory_format=torch.preserve_format)
+    if traits.counts_updates and is_torchs(rule, config) and "step" not in state:
         # Where torch itself puts it (_init_group of torch/optim/adam.py).
         on_device = group["fused"] or group["capturable"]
         state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
-
-
-def _moments(config: OptimizerConfig) -> tuple[str, ...]:
-    if config.optimizer == "adam":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if config.sgd_momentum else ()
 
 
 def _own_state(
@@ -166,7 +166,7 @@ def _own_state(
     """For every weight of this rank, the tensors of its state; with the distributed optimizer, this rank's shards."""
     for parameter, main in part.main_parameters():
         rule, updated = part.updater.updated_by(main)
-        tensors = {name: rule.state[updated][name] for name in _moments(config)}
+        tensors = {name: rule.state[updated][name] for name in traits_of(config).state_names(config)}
         if part.saves_master(parameter):
             tensors[MASTER] = part.updater.master_of(main)
         yield parameter, tensors

@@ -1,5 +1,8 @@
 """Refused options about precision, optimizer, recomputation, and the batch. The notation is that of the package."""
 
+from megatron_ext.config.optimizers import FLAGS_OF_OTHERS, OPTIMIZERS
+from megatron_ext.config.words import listed
+
 REFUSED: tuple[tuple[str, str], ...] = (
     (
         "low-precision training is not in this version; use --bf16",
@@ -24,15 +27,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --main-params-dtype N =fp32, --exp-avg-dtype N =fp32, --exp-avg-sq-dtype N =fp32
         """,
     ),
-    (
-        "use --optimizer adam or sgd",
-        """
-        --muon-momentum N =0.9, --muon-no-split-qkv, --muon-nesterov, --muon-scale-mode N =spectral,
-        --muon-fp32-matmul-prec N =medium, --muon-coefficient-type N =quintic, --muon-num-ns-steps N =5,
-        --muon-tp-mode N =blockwise, --muon-extra-scale-factor N =1.0, --muon-scalar-optimizer N =adam,
-        --lion-beta1 N =0.95, --lion-beta2 N =0.98
-        """,
-    ),
+    (f"use --optimizer {listed(OPTIMIZERS)}", FLAGS_OF_OTHERS),
     (
         "weight decay leaves out norms and biases, and there is one learning rate; leave it out",
         """

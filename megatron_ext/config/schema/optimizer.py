@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_ext.config.optimizers import OPTIMIZERS
 from megatron_ext.config.schema.option import free, option
 
 
@@ -10,7 +11,7 @@ class OptimizerConfig:
     """Options of the optimizer. Steps of the curves are iterations; a run given in samples (--train-samples) gives them
     in samples."""
 
-    optimizer: str = free("adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=("adam", "sgd"))
+    optimizer: str = free("adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=tuple(OPTIMIZERS))
     lr: float = option(None, "Peak learning rate.", resume="curve", required="6e-4", at_least=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", resume="curve")
     lr_scale_rule: str = option(

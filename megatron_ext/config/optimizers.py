@@ -1,0 +1,167 @@
+"""What an optimizer keeps, reads and runs in: the one place that knows more of it than its name.
+
+    traits = traits_of(config.optimizer)
+    traits.state_names(config.optimizer)       # ("exp_avg", "exp_avg_sq") for Adam
+    traits.bytes_each(config.optimizer)        # 8 bytes for each element of a parameter
+
+A new optimizer is its update as a torch optimizer in `optim/`, its entry here, and its flags in `schema/optimizer.py`:
+building, sharding, host memory, checkpoints, `--dry-run`, the planner, rules and the translation of other programs'
+files follow from the entry.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Scheme = Literal["use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"]
+"""A field of the layout by which data-parallel ranks divide optimizer state. DDP without one runs every optimizer."""
+
+_BYTES = {"float32": 4}
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that an optimizer keeps for every tensor that it updates, of the same shape.
+
+    What is updated is a weight, its fp32 master, or this rank's shard of either. Checkpoints hold the state whole, with
+    the weight's shape. It is divided and put into host memory together with what is updated.
+    """
+
+    name: str
+    """The key in torch's `optimizer.state`, and `optimizer.state.<name>.<weight>` in checkpoints."""
+
+    dtype: Literal["float32"] = "float32"
+
+    unless_zero: str | None = None
+    """A field of the optimizer's configuration without which, at 0, the state is not kept. None: always kept."""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What the optimizer is called in another program's configuration."""
+
+    names: tuple[str, ...]
+    """In lower case."""
+
+    flags: str = ""
+    """Flags for what that program takes another default for."""
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """All that the program knows of one optimizer. Its update must be element by element, as a shard is any range."""
+
+    name: str
+    """As `--optimizer` takes it."""
+
+    title: str
+    """In messages."""
+
+    torch_class: str
+    """`module:class` of the torch optimizer."""
+
+    arguments: Mapping[str, str | tuple[str, ...]]
+    """Arguments of the class, each with the field of the optimizer's configuration, or the fields, that it is read
+    from; learning rate and weight decay aside, which every parameter group has."""
+
+    states: tuple[State, ...]
+
+    schemes: frozenset[Scheme]
+    """Those that can run it."""
+
+    built_as: Literal["adam", "sgd"]
+    """What megatron-core is asked to build. Where that is another, `torch_class` takes its place before the first
+    update; else the engine may take a fused kernel of Transformer Engine or apex."""
+
+    counts_updates: bool = False
+    """Whether the update depends on the number of those before it, which checkpoints then hold."""
+
+    torch_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further options that every parameter group of `torch_class` gets."""
+
+    remark: str = ""
+    """For whoever chooses among the optimizers."""
+
+    elsewhere: Mapping[str, Elsewhere] = field(default_factory=dict)
+    """By program of `foreign/`."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The fields of the optimizer's configuration that it alone reads."""
+        fields = ((value,) if isinstance(value, str) else value for value in self.arguments.values())
+        return tuple(name for names in fields for name in names)
+
+    @property
+    def is_the_engines(self) -> bool:
+        """Whether megatron-core has it, so that no class of ours takes the place of what it builds."""
+        return self.built_as == self.name
+
+    def values(self, settings: Any) -> dict[str, Any]:
+        """The arguments of `torch_class`, from the optimizer's configuration."""
+        return {
+            argument: getattr(settings, names) if isinstance(names, str) else tuple(getattr(settings, n) for n in names)
+            for argument, names in self.arguments.items()
+        }
+
+    def kept(self, settings: Any) -> tuple[State, ...]:
+        """The states that are kept with these settings."""
+        return tuple(one for one in self.states if one.unless_zero is None or getattr(settings, one.unless_zero))
+
+    def state_names(self, settings: Any) -> tuple[str, ...]:
+        """Names of the states that are kept with these settings."""
+        return tuple(state.name for state in self.kept(settings))
+
+    def bytes_each(self, settings: Any) -> int:
+        """Bytes of state for each element that is updated, without the fp32 master of a 16-bit weight."""
+        return sum(_BYTES[state.dtype] for state in self.kept(settings))
+
+
+_ALL_SCHEMES: frozenset[Scheme] = frozenset({"use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"})
+
+_ADAM = OptimizerTraits(
+    name="adam",
+    title="Adam",
+    torch_class="torch.optim:AdamW",
+    arguments={"betas": ("adam_beta1", "adam_beta2"), "eps": "adam_eps"},
+    states=(State("exp_avg"), State("exp_avg_sq")),
+    schemes=_ALL_SCHEMES,
+    built_as="adam",
+    counts_updates=True,  # by which the bias of its averages is corrected
+    torch_options={"fused": True},  # one call for all tensors instead of a Python loop
+    remark="AdamW, the fused kernel where there is one",
+    elsewhere={
+        "deepspeed": Elsewhere(("adam", "adamw", "fusedadam", "cpuadam")),
+        "axolotl": Elsewhere(("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused")),
+    },
+)
+_SGD = OptimizerTraits(
+    name="sgd",
+    title="SGD",
+    torch_class="torch.optim:SGD",
+    arguments={"momentum": "sgd_momentum"},
+    states=(State("momentum_buffer", unless_zero="sgd_momentum"),),
+    schemes=frozenset({"use_torch_fsdp2"}),  # DistributedOptimizer, also under Megatron-FSDP, refuses the engine's SGD
+    built_as="sgd",
+    elsewhere={"deepspeed": Elsewhere(("sgd",)), "axolotl": Elsewhere(("sgd",))},
+)
+
+OPTIMIZERS: dict[str, OptimizerTraits] = {traits.name: traits for traits in (_ADAM, _SGD)}
+"""By name, in the order of the choices of `--optimizer`."""
+
+FLAGS_OF_OTHERS = """
+    --muon-momentum N =0.9, --muon-no-split-qkv, --muon-nesterov, --muon-scale-mode N =spectral,
+    --muon-fp32-matmul-prec N =medium, --muon-coefficient-type N =quintic, --muon-num-ns-steps N =5,
+    --muon-tp-mode N =blockwise, --muon-extra-scale-factor N =1.0, --muon-scalar-optimizer N =adam,
+    --lion-beta1 N =0.95, --lion-beta2 N =0.98
+"""
+"""Flags of those optimizers of Megatron that are not here, in the notation of `refused/`."""
+
+
+def traits_of(settings: Any) -> OptimizerTraits:
+    """The traits of the optimizer that an `OptimizerConfig` chooses."""
+    return OPTIMIZERS[settings.optimizer]
+
+
+def run_by(scheme: Scheme) -> list[OptimizerTraits]:
+    """The optimizers that a sharding scheme can run."""
+    return [traits for traits in OPTIMIZERS.values() if scheme in traits.schemes]

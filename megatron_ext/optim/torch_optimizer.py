@@ -1,0 +1,60 @@
+"""torch's optimizers, as config/optimizers.py registers them."""
+
+import importlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_ext.config.optimizers import traits_of
+from megatron_ext.config.schema import OptimizerConfig
+
+Group = dict[str, Any]
+"""A parameter group of torch."""
+
+_OF_EVERY_OPTIMIZER = ("lr", "weight_decay")
+
+
+def torch_optimizer(settings: OptimizerConfig) -> Any:
+    """What makes the torch optimizer of the settings, of parameters or groups of them."""
+    traits = traits_of(settings)
+    return partial(_torch_class(settings), **traits.values(settings), **traits.torch_options)
+
+
+def is_torchs(optimizer: torch.optim.Optimizer | None, settings: OptimizerConfig) -> bool:
+    """Whether it is what `torch_optimizer` makes, and not Transformer Engine's or apex's of the same name."""
+    return isinstance(optimizer, _torch_class(settings))
+
+
+def over(groups: Sequence[Group], settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """The torch optimizer of the settings over groups as they are: their tensors may be views, which torch refuses."""
+    made = torch_optimizer(settings)([{**group, "params": [torch.empty(0)]} for group in groups])
+    for filled, group in zip(made.param_groups, groups, strict=True):
+        filled["params"] = group["params"]
+    return made
+
+
+def as_registered(built: torch.optim.Optimizer, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """What is to take the place of an optimizer that megatron-core has built and not yet used.
+
+    That is itself, with the options that torch's gets, or, where the engine does not have the optimizer of the
+    settings, ours over the same groups without what belongs to the one that was built.
+    """
+    traits = traits_of(settings)
+    if not traits.is_the_engines:
+        return over([_without_its_own(group, built) for group in built.param_groups], settings)
+    if is_torchs(built, settings):
+        for group in built.param_groups:
+            group |= traits.torch_options
+    return built
+
+
+def _without_its_own(group: Group, built: torch.optim.Optimizer) -> Group:
+    """The group without the arguments of the optimizer that it was made for."""
+    return {name: value for name, value in group.items() if name in _OF_EVERY_OPTIMIZER or name not in built.defaults}
+
+
+def _torch_class(settings: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    module, _, name = traits_of(settings).torch_class.partition(":")
+    return getattr(importlib.import_module(module), name)

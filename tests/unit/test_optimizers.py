@@ -1,0 +1,138 @@
+"""The registry of optimizers: what it says is what torch's classes keep and take, and everybody reads it."""
+
+import ast
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.optimizers import OPTIMIZERS, OptimizerTraits, traits_of
+from megatron_ext.config.options import options_by_name
+from megatron_ext.config.parameters import count
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config, OptimizerConfig
+from megatron_ext.doctor.machine import checkpoint_bytes
+from megatron_ext.foreign.translate import translate
+from megatron_ext.optim.torch_optimizer import is_torchs, over, torch_optimizer
+from megatron_ext.plan.state_bytes import state_bytes
+from tests.unit.wrong_flags import BASE
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ext"
+EVERY = [*OPTIMIZERS, "sgd --sgd-momentum 0"]
+"""Values of --optimizer, with what changes the states that are kept."""
+
+
+def _configuration(line: str) -> Config:
+    return resolve(parse(shlex.split(f"{BASE} {line}")).values, Facts())
+
+
+def _settings(optimizer: str) -> OptimizerConfig:
+    return _configuration(f"--optimizer {optimizer}").optimizer
+
+
+def _updated(settings: OptimizerConfig) -> tuple[torch.optim.Optimizer, torch.Tensor]:
+    """An optimizer after one update of a tensor of 6 elements."""
+    weight = torch.linspace(-1, 1, 6)
+    optimizer = torch_optimizer(settings)([{"params": [weight], "lr": 0.1, "weight_decay": 0.0}])
+    weight.grad = torch.linspace(1, 2, 6)
+    optimizer.step()
+    return optimizer, weight
+
+
+@pytest.mark.parametrize("optimizer", EVERY)
+def test_the_states_are_those_that_torch_keeps(optimizer: str) -> None:
+    """By name, shape, dtype and bytes; a count of updates is one number more."""
+    settings = _settings(optimizer)
+    traits, (made, weight) = traits_of(settings), _updated(settings)
+    kept = {name: value for name, value in made.state[weight].items() if value is not None}
+    assert ("step" in kept) == traits.counts_updates
+    kept.pop("step", None)
+    assert tuple(kept) == traits.state_names(settings)
+    for state in traits.kept(settings):
+        assert kept[state.name].shape == weight.shape
+        assert kept[state.name].dtype == getattr(torch, state.dtype)
+    assert traits.bytes_each(settings) * weight.numel() == sum(value.nbytes for value in kept.values())
+
+
+@pytest.mark.parametrize("optimizer", EVERY)
+def test_bytes_of_the_registry_are_those_of_dry_run_and_doctor(optimizer: str) -> None:
+    config = _configuration(f"--bf16 --optimizer {optimizer}")
+    each = traits_of(config.optimizer).bytes_each(config.optimizer)
+    assert state_bytes(config).optimizer == each + 4
+    without = _configuration(f"--bf16 --no-save-optim --optimizer {optimizer}")
+    assert checkpoint_bytes(config) - checkpoint_bytes(without) == (each + 4) * count(config)
+
+
+@pytest.mark.parametrize("traits", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_flags_reach_the_arguments_of_torchs_class(traits: OptimizerTraits) -> None:
+    """A value that is not the default arrives under the name that the class has for it."""
+    defaults = {name: options_by_name()[name].default for name in traits.flags}
+    given = " ".join(f"--{name.replace('_', '-')} {default / 2}" for name, default in defaults.items())
+    made, _ = _updated(_settings(f"{traits.name} {given}"))
+    expected = traits.values(_settings(f"{traits.name} {given}"))
+    assert expected
+    for argument, value in expected.items():
+        assert made.param_groups[0][argument] == value != traits.values(_settings(traits.name))[argument]
+
+
+@pytest.mark.parametrize("traits", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_groups_of_views_are_updated_as_they_are(traits: OptimizerTraits) -> None:
+    """torch refuses a view of a weight; a flat shard of the distributed optimizer is one."""
+    settings = _settings(traits.name)
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 8))
+    shard = weight.view(-1)[2:]
+    groups = [{"params": [shard], "lr": 0.1, "weight_decay": 0.0, "wd_mult": 0.0}, {"params": [], "lr": 0.1}]
+    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
+        torch_optimizer(settings)(groups)
+    made = over(groups, settings)
+    assert is_torchs(made, settings)
+    assert [len(group["params"]) for group in made.param_groups] == [1, 0]
+    assert made.param_groups[0]["wd_mult"] == 0.0
+    same, alone = _updated(settings)
+    with torch.no_grad():
+        shard.copy_(torch.linspace(-1, 1, 6))
+    shard.grad = torch.linspace(1, 2, 6)
+    made.step()
+    assert torch.equal(weight[2:], alone)
+    assert is_torchs(same, settings)
+
+
+def test_the_choices_are_the_registry() -> None:
+    assert options_by_name()["optimizer"].choices == tuple(OPTIMIZERS)
+    assert [traits.name for traits in OPTIMIZERS.values()] == list(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("traits", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_deepspeeds_arguments_become_the_flags_of_the_optimizer(traits: OptimizerTraits) -> None:
+    """Whichever of type and params comes first in the file."""
+    params = {"betas": [0.6, 0.7], "eps": 1e-5, "momentum": 0.5, "weight_decay": 0.1}
+    [name, *_] = traits.elsewhere["deepspeed"].names
+    values = {"betas": ["0.6", "0.7"], "eps": ["1e-05"], "momentum": ["0.5"]}
+    expected = {"--optimizer": traits.name, "--weight-decay": "0.1"}
+    for argument, names in traits.arguments.items():
+        names = (names,) if isinstance(names, str) else names
+        expected |= {f"--{n.replace('_', '-')}": v for n, v in zip(names, values[argument], strict=True)}
+    for file in ({"type": name, "params": params}, {"params": params, "type": name}):
+        result = translate("deepspeed", {"optimizer": file})
+        assert result.command == expected
+        ignored = {key.name.rpartition(".")[2] for key in result.keys if "does not read it" in key.reason}
+        assert ignored == values.keys() - traits.arguments.keys()
+
+
+def test_nobody_else_asks_which_optimizer_it_is() -> None:
+    """What differs between optimizers is a field of `OptimizerTraits`."""
+    asks = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.unparse(node)
+            by_name = isinstance(node, ast.Compare) and any(f"'{name}'" in text for name in OPTIMIZERS)
+            by_type = isinstance(node, ast.Attribute) and text in (
+                "torch.optim.Adam",
+                "torch.optim.AdamW",
+                "torch.optim.SGD",
+            )
+            if by_name or by_type:
+                asks[str(path.relative_to(PACKAGE))] = text
+    assert not asks
