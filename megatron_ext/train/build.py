@@ -25,6 +25,7 @@ from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run
 from megatron_ext.train.state import TrainState
+from megatron_ext.train.weight_decay import check_weight_decay
 
 
 def build_run(config: Config, device: Device, resume: Resume | None = None) -> Run:
@@ -47,6 +48,8 @@ def build_run(config: Config, device: Device, resume: Resume | None = None) -> R
         compile_layers(chunks)
     wrapped = sharding.shard(chunks, core, groups, device)
     optimizer = sharding.optimizer(wrapped, groups, device)
+    with sharding.weights_in_place(wrapped):
+        check_weight_decay(sharding.parts(optimizer), wrapped, config)
     timers = Timers(config.logging.timing_log_level, device.synchronize)
     if config.logging.timing_log_level > 0:
         # The engine times its own parts; without timers it skips even the calls.
