@@ -111,3 +111,11 @@ def test_saved_without_optimizer_or_generators(saved: str, fresh: Loaded, tmp_pa
     loaded = _load(str(tmp_path), "--no-load-optim")
     assert (loaded.iteration, loaded.updates, loaded.weights) == (3, 0, _load(saved).weights)
     assert loaded.rng == fresh.rng
+
+
+def test_the_state_of_another_optimizer(saved: str) -> None:
+    """It has a tensor that a momentum is called after, or none: either way it is another state."""
+    with pytest.raises(RankError, match=r"has the state of --optimizer adam, .* --optimizer sgd cannot go on; use"):
+        _load(saved, "--optimizer", "sgd")
+    loaded, whole = _load(saved, "--optimizer", "sgd", "--no-load-optim"), _load(saved)
+    assert (loaded.iteration, loaded.weights, loaded.moments) == (3, whole.weights, 0)

@@ -10,13 +10,16 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ext.checkpoint.inside import file_inside
 from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
 from megatron_ext.checkpoint.native import contents
 from megatron_ext.checkpoint.native.agreement import first_whole
-from megatron_ext.checkpoint.native.folder import RELEASE, Found
+from megatron_ext.checkpoint.native.folder import CONFIG, RELEASE, Found
 from megatron_ext.checkpoint.native.resume import search_in
 from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files
 from megatron_ext.checkpoint.native.saveable import Saveable
+from megatron_ext.config.options import options_by_name
+from megatron_ext.config.saved import read_saved
 from megatron_ext.errors import DataError
 
 # What the engine and torch raise for a file that is cut short, altered or missing, or for other tensors than wanted.
@@ -123,6 +126,13 @@ def _wanted(run: Saveable, found: Found, common: Mapping[str, Any]) -> contents.
             f"the checkpoint {path} was saved without optimizer state; add --no-load-optim to go on with a new one, "
             "or --finetune to begin at iteration 0."
         )
+    was = _saved_optimizer(path)
+    if optimizer and was not in (None, run.config.optimizer.optimizer):
+        raise DataError(
+            f"the checkpoint {path} has the state of --optimizer {was}, from which --optimizer "
+            f"{run.config.optimizer.optimizer} cannot go on; use --optimizer {was}, or add --no-load-optim to go on "
+            "with a new state."
+        )
     rng = not (flags.finetune or flags.no_load_rng)
     grid = common.get("rng_grid")
     if rng and grid != contents.rng_grid(run):
@@ -134,6 +144,12 @@ def _wanted(run: Saveable, found: Found, common: Mapping[str, Any]) -> contents.
         _warn(run, f"{whose}: dropout goes on from new random numbers")
         rng = False
     return contents.Parts(optimizer=optimizer, rng=rng, progress=not flags.finetune)
+
+
+def _saved_optimizer(path: Path) -> str | None:
+    """Return the optimizer whose state the checkpoint holds; None where its configuration does not say it."""
+    saved = read_saved(file_inside(path, CONFIG)) if (path / CONFIG).exists() else None
+    return None if saved is None else saved.get("optimizer", options_by_name()["optimizer"].default)
 
 
 def _warn(run: Saveable, text: str) -> None:
