@@ -144,15 +144,24 @@ _SGD = OptimizerTraits(
     built_as="sgd",
     elsewhere={"deepspeed": Elsewhere(("sgd",)), "axolotl": Elsewhere(("sgd",))},
 )
+_LION = OptimizerTraits(
+    name="lion",
+    title="Lion",
+    torch_class="megatron_ext.optim.lion:Lion",
+    arguments={"betas": ("lion_beta1", "lion_beta2")},
+    states=(State("exp_avg"),),
+    schemes=_ALL_SCHEMES,
+    built_as="adam",  # the engine's own Lion is in another package, and its distributed optimizer refuses SGD
+    elsewhere={"deepspeed": Elsewhere(("lion",), flags="--lion-beta1 0.9 --lion-beta2 0.99")},
+)
 
-OPTIMIZERS: dict[str, OptimizerTraits] = {traits.name: traits for traits in (_ADAM, _SGD)}
+OPTIMIZERS: dict[str, OptimizerTraits] = {traits.name: traits for traits in (_ADAM, _SGD, _LION)}
 """By name, in the order of the choices of `--optimizer`."""
 
 FLAGS_OF_OTHERS = """
     --muon-momentum N =0.9, --muon-no-split-qkv, --muon-nesterov, --muon-scale-mode N =spectral,
     --muon-fp32-matmul-prec N =medium, --muon-coefficient-type N =quintic, --muon-num-ns-steps N =5,
-    --muon-tp-mode N =blockwise, --muon-extra-scale-factor N =1.0, --muon-scalar-optimizer N =adam,
-    --lion-beta1 N =0.95, --lion-beta2 N =0.98
+    --muon-tp-mode N =blockwise, --muon-extra-scale-factor N =1.0, --muon-scalar-optimizer N =adam
 """
 """Flags of those optimizers of Megatron that are not here, in the notation of `refused/`."""
 

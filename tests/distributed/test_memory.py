@@ -15,16 +15,19 @@ BASE = (
 )
 BF16, FP32 = (2, 4, 12), (4, 4, 8)
 """Bytes per parameter: weights, gradients, optimizer."""
+BF16_LION = (2, 4, 8)
+"""One moment less."""
 
 
-def _bytes(runs: list[str]) -> list[tuple[int, Bytes]]:
-    """The number of parameters and the bytes after two steps, run by run."""
+def _bytes(runs: list[str]) -> list[tuple[int, Bytes, tuple[float, float, float]]]:
+    """The number of parameters, the bytes after two steps, and those of a parameter by --dry-run, run by run."""
     from megatron_ext import device
 
     here = device.install("cpu")
     from megatron.core import parallel_state
 
     from megatron_ext.config.parameters import count
+    from megatron_ext.plan.state_bytes import state_bytes
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
@@ -36,7 +39,7 @@ def _bytes(runs: list[str]) -> list[tuple[int, Bytes]]:
         trainer = Trainer(run, [])
         trainer.step()
         trainer.step()
-        found.append((count(run.config), bytes_per_rank(run)))
+        found.append((count(run.config), bytes_per_rank(run), state_bytes(run.config).sizes))
         run.loaders.close()
         parallel_state.destroy_model_parallel()
     return found
@@ -58,19 +61,24 @@ RUNS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     f"{_MEGATRON_FSDP} optim_grads --bf16": (BF16, (1, 4, 4)),
     f"{_MEGATRON_FSDP} optim_grads_params --bf16": (BF16, (4, 4, 4)),
     f"{_MEGATRON_FSDP} optim_grads_params --bf16 --untie-embeddings-and-output-weights": (BF16, (4, 4, 4)),
+    "--use-distributed-optimizer --bf16 --optimizer lion": (BF16_LION, (1, 1, 4)),
+    f"{_MEGATRON_FSDP} optim_grads_params --bf16 --optimizer lion": (BF16_LION, (4, 4, 4)),
 }
 """By flags: bytes per parameter, and by what 4 ranks divide them."""
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, list[tuple[int, Bytes]]]:
+def measured() -> dict[str, list[tuple[int, Bytes, tuple[float, float, float]]]]:
     ranks = run_ranks(4, _bytes, list(RUNS))
     return {flags: [rank[index] for rank in ranks] for index, flags in enumerate(RUNS)}
 
 
 @pytest.mark.parametrize("flags", RUNS)
-def test_bytes_shrink_as_the_formula_says(flags: str, measured: dict[str, list[tuple[int, Bytes]]]) -> None:
+def test_bytes_shrink_as_the_formula_says(
+    flags: str, measured: dict[str, list[tuple[int, Bytes, tuple[float, float, float]]]]
+) -> None:
     per_parameter, divisors = RUNS[flags]
-    for parameters, found in measured[flags]:
+    for parameters, found, formula in measured[flags]:
         expected = [parameters * size / parts for size, parts in zip(per_parameter, divisors, strict=True)]
+        assert [parameters * size for size in formula] == pytest.approx(expected)
         assert [found.weights, found.gradients, found.optimizer] == pytest.approx(expected, rel=0.02)

@@ -31,9 +31,12 @@ LAYOUTS = {
     "bf16, FSDP2": "--use-torch-fsdp2 --bf16",
     "bf16, experts": "--bf16 --num-experts 4 --disable-bias-linear --expert-model-parallel-size 2",
     "fp32, SGD": "--optimizer sgd",
+    "fp32, distributed optimizer, Lion": f"{SHARDED} --optimizer lion --lr 1e-3",
+    "bf16, FSDP2, Lion": "--use-torch-fsdp2 --bf16 --optimizer lion --lr 1e-3",
+    "fp16, Lion": f"{FP16} --optimizer lion --lr 1e-3",
 }
-STATE = {"fp32": 8, "bf16": 12, "fp16": 12}
-"""Bytes of optimizer state for each element."""
+MASTER = {"fp32": 0, "bf16": 4, "fp16": 4}
+"""Bytes of the master of each element."""
 OFFLOADS = {"none": "", "all": HOST, "half": HALF}
 SAVED_AT = 3
 
@@ -110,9 +113,10 @@ def test_losses_are_the_same_to_the_bit(layout: str, what: str, traces: list[dic
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "SGD" not in name])
 def test_the_state_is_where_the_flags_say(layout: str, traces: list[dict[str, Trace]]) -> None:
-    """Each element that is updated in host memory has its value, gradient and two moments there: 16 bytes. On the
-    device it leaves the weight and the gradient; under FSDP2 the weight is the fp32 one."""
+    """Each element that is updated in host memory has its value, gradient and two moments (Lion one) there: 16 bytes.
+    On the device it leaves the weight and the gradient; under FSDP2 the weight is the fp32 one."""
     dtype = "fp32" if "FSDP2" in layout else layout.split(",")[0]
+    states = 4 if "Lion" in layout else 8
     for rank in traces:
         none, everything, half = (rank[f"{layout}; {what}"] for what in OFFLOADS)
         assert none.bytes.host == 0
@@ -122,8 +126,10 @@ def test_the_state_is_where_the_flags_say(layout: str, traces: list[dict[str, Tr
             moved = sum(on_host for on_host, _, _ in trace.moved)
             assert (trace.bytes.weights, trace.bytes.gradients) == (none.bytes.weights, none.bytes.gradients)
             # Adam's counts of steps, one a tensor, are left out.
-            assert trace.bytes.host == pytest.approx(16 * moved, rel=0.02)
-            assert none.bytes.optimizer - trace.bytes.optimizer == pytest.approx(STATE[dtype] * moved, rel=0.02)
+            assert trace.bytes.host == pytest.approx((8 + states) * moved, rel=0.02)
+            assert none.bytes.optimizer - trace.bytes.optimizer == pytest.approx(
+                (MASTER[dtype] + states) * moved, rel=0.02
+            )
 
 
 RESUMED = ("bf16", "fp32, distributed optimizer", "bf16, distributed optimizer", "bf16, FSDP2")

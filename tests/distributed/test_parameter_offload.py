@@ -19,6 +19,7 @@ LAYOUTS = {
     "fp32": (2, ""),
     "bf16": (2, "--bf16"),
     "SGD": (2, "--optimizer sgd"),
+    "Lion": (2, "--optimizer lion --lr 1e-3 --bf16"),
     "TP2 SP, query and key norm": (4, "--tensor-model-parallel-size 2 --sequence-parallel --qk-layernorm --bf16"),
 }
 
@@ -88,6 +89,6 @@ def test_host_memory_holds_all_and_changes_nothing(layout: str) -> None:
         assert offloaded.norm_from == [1] != without.norm_from  # one number goes to the device
         assert without.bytes.host == offloaded.bytes.total == 0
         assert offloaded.bytes.host <= without.bytes.total
-        # fp32 weight and gradient, and two moments or, for SGD, one; Adam counts steps, once a tensor.
-        each = 12 if layout == "SGD" else 16
+        # fp32 weight and gradient, and two moments or, for SGD and Lion, one; Adam counts steps, once a tensor.
+        each = 12 if layout in ("SGD", "Lion") else 16
         assert offloaded.bytes.host == pytest.approx(each * offloaded.elements, rel=0.02)

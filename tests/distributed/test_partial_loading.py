@@ -114,7 +114,9 @@ def test_saved_without_optimizer_or_generators(saved: str, fresh: Loaded, tmp_pa
 
 
 def test_the_state_of_another_optimizer(saved: str) -> None:
-    """It has a tensor that a momentum is called after, or none: either way it is another state."""
+    """It lacks the tensors of SGD, and Lion's is called as one of Adam's: either way it is another state."""
+    with pytest.raises(RankError, match=r"has the state of --optimizer adam, .* --optimizer lion cannot go on; use"):
+        _load(saved, "--optimizer", "lion")
     with pytest.raises(RankError, match=r"has the state of --optimizer adam, .* --optimizer sgd cannot go on; use"):
         _load(saved, "--optimizer", "sgd")
     loaded, whole = _load(saved, "--optimizer", "sgd", "--no-load-optim"), _load(saved)

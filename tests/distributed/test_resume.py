@@ -32,6 +32,7 @@ BF16 = ["--bf16"]
 # The scale is too large at first: steps are skipped before and after the save; later it doubles.
 FP16 = shlex.split("--fp16 --initial-loss-scale 4e4 --loss-scale-window 2 --hysteresis 1")
 SGD = ["--optimizer", "sgd"]
+LION = shlex.split("--optimizer lion --lr 1e-3")
 DP2_OVERLAPPED = shlex.split(
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
 )
@@ -46,6 +47,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "fp16": (1, [*GPT2, *FP16]),
     "fp32, SGD": (1, [*GPT2, *SGD]),
     "bf16, SGD without momentum": (1, [*GPT2, *BF16, *SGD, "--sgd-momentum", "0.0"]),
+    "fp16, Lion, distributed optimizer": (2, [*LLAMA, *FP16, *LION, *DP2_OVERLAPPED]),
     "fp32, DP2": (2, [*GPT2]),
     "fp32, distributed optimizer": (2, [*LLAMA, *DP2_OVERLAPPED]),
     "bf16, distributed optimizer": (2, [*GPT2, *BF16, *DP2_OVERLAPPED]),

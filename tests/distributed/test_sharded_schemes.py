@@ -28,6 +28,7 @@ FLAGS = shlex.split("""
 """)
 EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=48"
 UNTIED, BF16, FP16 = ("--untie-embeddings-and-output-weights", "--bf16", "--fp16 --initial-loss-scale 1024")
+LION = "--optimizer=lion --lr=1e-3"
 _MEGATRON = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _COPIES = "--num-distributed-optimizer-instances 2"
 FAST: dict[str, tuple[int, str]] = {
@@ -35,6 +36,9 @@ FAST: dict[str, tuple[int, str]] = {
     "ZeRO-2": (2, f"{_MEGATRON} optim_grads {UNTIED} {BF16}"),
     "ZeRO-3": (3, f"{_MEGATRON} optim_grads_params {BF16} --global-batch-size 6"),
     "FSDP2": (3, f"--use-torch-fsdp2 {BF16} --global-batch-size 6"),
+    "ZeRO-1, Lion": (2, f"--use-distributed-optimizer {UNTIED} {BF16} {LION}"),
+    "ZeRO-3, Lion": (2, f"{_MEGATRON} optim_grads_params {BF16} {LION}"),
+    "FSDP2, Lion": (2, f"--use-torch-fsdp2 {UNTIED} {LION}"),
     "HSDP 2 x 2, ZeRO-1": (4, f"--use-distributed-optimizer {_COPIES} {UNTIED} {BF16}"),
     "HSDP 2 x 2, FSDP2": (4, f"--use-torch-fsdp2 {_COPIES} {UNTIED} {BF16}"),
 }
@@ -175,13 +179,14 @@ def test_what_is_sharded_resumes_reshards_and_exports(name: str, tmp_path: Path)
     for uninterrupted, resumed in traces:
         assert resumed == uninterrupted
         assert resumed.losses[0] != resumed.losses[1]
-    model = f"{UNTIED} {EXPERTS} {BF16} {FP16}".split()
+    model = f"{UNTIED} {EXPERTS} {BF16} {FP16} {LION}".split()
     one_process = [*FLAGS, *(word for word in words.split() if word in model)]
     [norm] = run_ranks(1, _to_one_process, one_process, str(tmp_path))
     assert traces[0][0].weights_norm == pytest.approx(norm, rel=1e-6)
 
     saved, *others = (Tensors(tmp_path / folder / "iter_0000002") for folder in ("meanwhile", "now", "whole"))
-    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in saved.names())
+    moments = {key.split(".")[2] for key in saved.names() if key.startswith("optimizer.state.exp_avg")}
+    assert moments == ({"exp_avg"} if LION in words else {"exp_avg", "exp_avg_sq"})
     for other in others:
         assert list(differences(saved, other)) == []
     for folder in ("meanwhile", "whole"):

@@ -60,7 +60,7 @@ def test_the_last_of_a_repeated_flag_counts():
         ("--num-layers 4.5", "--num-layers: '4.5' is not an integer"),
         ("--lr fast", "--lr: 'fast' is not a number"),
         ("--lr nan", "--lr: 'nan' is not a finite number"),
-        ("--optimizer lion", "--optimizer: 'lion' is not one of adam, sgd"),
+        ("--optimizer muon", "--optimizer: 'muon' is not one of adam, sgd, lion"),
         ("--timing-log-level 3", "--timing-log-level: '3' is not one of 0, 1, 2"),
         ("--bf16 true", "unexpected argument 'true' after --bf16"),
         ("--bf16=yes", "--bf16: 'yes' is not true or false"),

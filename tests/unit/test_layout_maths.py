@@ -199,6 +199,9 @@ def test_experts_are_shared_by_ranks_of_their_own():
         (f"--use-distributed-optimizer {CP2}", 8 + 8 / 4),  # context-parallel ranks hold the same weights
         ("--fp16", 16),
         ("--bf16 --optimizer sgd", 14),
+        ("--bf16 --optimizer sgd --sgd-momentum 0", 10),
+        ("--bf16 --optimizer lion", 14),
+        ("--bf16 --optimizer lion --use-distributed-optimizer", 6 + 8 / 4),
         ("--use-torch-fsdp2", 16 / 4),
         ("--bf16 --use-torch-fsdp2", 16 / 4),  # the shards are the fp32 masters
         ("--bf16 --use-torch-fsdp2 --num-distributed-optimizer-instances 2", 16 / 2),

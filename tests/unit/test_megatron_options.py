@@ -46,7 +46,7 @@ OTHER_DEFAULTS: dict[str, tuple[Any, Any, str]] = {
 FEWER_CHOICES = {
     "--transformer-impl": "the inference variant is not for training",
     "--position-embedding-type": "yarn, mrope and relative positions are not in this version",
-    "--optimizer": "muon, lion and soap are not in this version",
+    "--optimizer": "muon and soap are not in this version",
     "--moe-router-score-function": "the square root of the softplus is not in this version",
     "--moe-router-load-balancing-type": "the loss of each microbatch, and none",
     "--ckpt-format": "torch_dist is the one that reshards",

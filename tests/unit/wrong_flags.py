@@ -43,7 +43,7 @@ EXAMPLES = {
     "Parameter gathering without the distributed optimizer": Example(
         "--world-size 4 --overlap-param-gather", "--use-distributed-optimizer --overlap-grad-reduce"
     ),
-    "A distributed optimizer that is not Adam": Example(
+    "A distributed optimizer with SGD": Example(
         "--world-size 4 --use-distributed-optimizer --optimizer sgd", "--optimizer adam"
     ),
     "NCCL between CPU processes": Example("--world-size 2 --distributed-backend nccl", "--distributed-backend gloo"),
@@ -217,9 +217,7 @@ EXAMPLES = {
     "Megatron-FSDP with pipeline stages": Example(
         "--world-size 4 --use-megatron-fsdp --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"
     ),
-    "Megatron-FSDP with another optimizer": Example(
-        "--world-size 2 --use-megatron-fsdp --optimizer sgd", "--optimizer adam"
-    ),
+    "Megatron-FSDP with SGD": Example("--world-size 2 --use-megatron-fsdp --optimizer sgd", "--optimizer adam"),
     "Megatron-FSDP with the optimizer on the host": Example(
         "--world-size 2 --use-megatron-fsdp --optimizer-cpu-offload", "--use-megatron-fsdp=false --use-torch-fsdp2"
     ),

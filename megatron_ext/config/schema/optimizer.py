@@ -71,6 +71,8 @@ class OptimizerConfig:
     adam_beta2: float = free(0.999, "Decay of Adam's second moment.", share=True)
     adam_eps: float = free(1e-8, "Adam's epsilon.", positive=True)
     sgd_momentum: float = free(0.9, "Momentum of SGD.", at_least=0)
+    lion_beta1: float = free(0.95, "The momentum's share of the direction in which Lion steps.", share=True)
+    lion_beta2: float = free(0.98, "Decay of Lion's momentum.", share=True)
     optimizer_cpu_offload: bool = free(
         False, "Keep optimizer state in host memory, and update there.", saves_memory=True
     )
