@@ -2,7 +2,7 @@
 
 Each row names what is replaced, by what, and where megatron-core 0.19.2 needs it. The replacements act on torch,
 before megatron-core is imported, and mean "the CPU" wherever the engine says "cuda"; megatron-core itself is not
-touched. `tests/unit/test_adaptation.py` takes the rows away one by one and fails for a row that nothing misses,
+touched. `tests/distributed/test_adaptation.py` takes the rows away one by one and fails for a row that nothing misses,
 so that the table shrinks when the engine learns to run without CUDA.
 """
 

@@ -14,7 +14,7 @@ import pytest
 from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.distributed.test_checkpoint import FLAGS, _build, _contents, _load, _save_at
+from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
 
 LAYOUTS = {
     "fp32": [*FLAGS, "--hidden-dropout", "0.1"],
@@ -44,7 +44,7 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
     in_the_loop: list[bool] = []
     bound: list[threading.Thread] = []
     contents.to_save = held
-    run, kept = _build(flags), save.Kept()
+    run, kept = build(flags), save.Kept()
     run.device.bind_thread = lambda: bound.append(threading.current_thread())
     synchronize = torch.cuda.synchronize  # the engine's writer calls it, for the current device of its thread
 
@@ -84,13 +84,13 @@ def test_the_snapshot_is_exact(layout: str, tmp_path: Path) -> None:
         "iter_0000001",
         TRACKER,
     ]
-    run_ranks(2, _save_at, str(synchronous), [1, 2], flags)
+    run_ranks(2, save_at, str(synchronous), [1, 2], flags)
     for step in ("iter_0000001", "iter_0000002"):
         one, other = (Tensors(folder / step) for folder in (meanwhile, synchronous))
         assert list(differences(one, other)) == []
         assert one.common() == other.common()
     assert (meanwhile / TRACKER).read_text() == "2"
-    assert run_ranks(2, _load, str(meanwhile), flags) == [(2, 2), (2, 2)]
+    assert run_ranks(2, load, str(meanwhile), flags) == [(2, 2), (2, 2)]
 
 
 def _train(flags: list[str], broken: bool) -> None:
@@ -106,7 +106,7 @@ def _train(flags: list[str], broken: bool) -> None:
         genuine(request, buckets)
 
     save.write_shards = failing
-    run = _build(flags)
+    run = build(flags)
     checkpoint = run.config.checkpoint
     assert checkpoint.save is not None
     Trainer(run, [Checkpointing(checkpoint.save, checkpoint.save_interval, background=checkpoint.async_save)]).fit()
@@ -121,7 +121,7 @@ def test_a_run_saves_the_same_in_the_background(tmp_path: Path) -> None:
     run_ranks(2, _train, _flags(tmp_path / "b", "--keep-last-checkpoints", "3"), False)
     assert saved_iterations(tmp_path / "a") == [4, 6, 7], "the last one is waited for"
     assert not list((tmp_path / "a").glob(".iter*"))
-    shards = [{name: sum_ for name, sum_ in _contents(tmp_path / run).items() if "distcp" in name} for run in "ab"]
+    shards = [{name: sum_ for name, sum_ in file_hashes(tmp_path / run).items() if "distcp" in name} for run in "ab"]
     assert shards[0].keys() == shards[1].keys()
     for iteration in (4, 6, 7):
         one, other = (Tensors(tmp_path / run / f"iter_{iteration:07d}") for run in "ab")
@@ -158,7 +158,7 @@ def _fail_with_a_save_in_progress(flags: list[str], kind: str) -> tuple[str, str
                 raise {"NaN": NumericError, "other": RuntimeError}[kind]("step 5")
 
     save.write_shards = held
-    run = _build(flags)
+    run = build(flags)
     checkpoint = run.config.checkpoint
     assert checkpoint.save is not None
     callbacks = [Failing(), Checkpointing(checkpoint.save, checkpoint.save_interval, background=True)]
@@ -176,4 +176,4 @@ def test_a_failing_run_does_not_lose_a_save_in_silence(kind: str, saved: list[in
     assert saved_iterations(tmp_path) == saved
     assert ("background save of iteration 4 was not finished and is no checkpoint" in said) == (kind == "other")
     assert other == ""
-    assert run_ranks(2, _load, str(tmp_path), flags)[0][0] == saved[-1]
+    assert run_ranks(2, load, str(tmp_path), flags)[0][0] == saved[-1]

@@ -15,7 +15,7 @@ from megatron_ext.config.ranks import expert_coordinates
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
 from megatron_ext.verify.ranks import run_ranks
-from tests.small_models import LLAMA, OLMO2, build_small_model, small_config
+from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},

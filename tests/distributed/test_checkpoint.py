@@ -1,11 +1,8 @@
 """What lies in a checkpoint folder, and what happens when something in it is missing, torn or in the way."""
 
-import hashlib
 import os
-import shlex
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,43 +10,7 @@ import yaml
 from megatron_ext.checkpoint.native.folder import TRACKER, find_latest, iteration_folder, saved_iterations
 from megatron_ext.errors import DataError
 from megatron_ext.verify.ranks import RankError, run_ranks
-
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data
-    --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 10
-    --lr 1e-2 --eval-interval 0 --device cpu
-""")
-
-
-def _build(flags: list[str]) -> Any:
-    from megatron_ext import device
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure
-
-    return build_run(configure(flags).config, device.install("cpu"))
-
-
-def _save_at(folder: str, iterations: list[int], flags: list[str]) -> int:
-    """Save at each of the iterations; returns how many processes saving has started."""
-    import psutil
-
-    from megatron_ext.checkpoint.native.save import save_checkpoint
-    from megatron_ext.train.trainer import Trainer
-
-    run = _build(flags)
-    trainer = Trainer(run, [])
-    for iteration in iterations:
-        while run.state.iteration < iteration:
-            trainer.step()
-        save_checkpoint(run, folder)
-    return len(psutil.Process().children())
-
-
-def _load(folder: str, flags: list[str]) -> tuple[int | None, int]:
-    from megatron_ext.checkpoint.native.load import load_checkpoint
-
-    run = _build(flags)
-    return load_checkpoint(run, folder), run.state.iteration
+from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
 
 
 def _kill_at(call: str, folder: str, iterations: list[int], flags: list[str]) -> None:
@@ -57,7 +18,7 @@ def _kill_at(call: str, folder: str, iterations: list[int], flags: list[str]) ->
     from megatron_ext.checkpoint.native import save
     from megatron_ext.train.trainer import Trainer
 
-    run = _build(flags)
+    run = build(flags)
     trainer = Trainer(run, [])
     for iteration in iterations:
         while run.state.iteration < iteration:
@@ -67,13 +28,8 @@ def _kill_at(call: str, folder: str, iterations: list[int], flags: list[str]) ->
         save.save_checkpoint(run, folder)
 
 
-def _contents(folder: Path) -> dict[str, str]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 def test_folder_has_megatrons_names_and_the_configuration(tmp_path: Path) -> None:
-    helpers = run_ranks(2, _save_at, str(tmp_path), [1, 2], FLAGS)
+    helpers = run_ranks(2, save_at, str(tmp_path), [1, 2], FLAGS)
     assert helpers == [0, 0], "a save that is waited for starts no process"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "iter_0000002", TRACKER]
     assert (tmp_path / TRACKER).read_text() == "2"
@@ -86,7 +42,7 @@ def test_folder_has_megatrons_names_and_the_configuration(tmp_path: Path) -> Non
 
 def test_a_folder_without_a_checkpoint_starts_afresh(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
-        assert run_ranks(1, _load, str(folder), FLAGS) == [(None, 0)]
+        assert run_ranks(1, load, str(folder), FLAGS) == [(None, 0)]
 
 
 @pytest.mark.parametrize("tracker", [b"", b"2\n\x00garbage", b"\xff\xfe", b"-1", b"7", b"release", None])
@@ -123,27 +79,27 @@ def test_killed_in_a_save(call: str, tmp_path: Path) -> None:
     saved = saved_iterations(tmp_path)
     assert (tmp_path / TRACKER).read_text() == "1"
     assert saved == ([1, 3] if call == "replace" else [1])
-    before = _contents(tmp_path / "iter_0000001")
-    assert run_ranks(1, _load, str(tmp_path), FLAGS) == [(1, 1)]
-    run_ranks(1, _save_at, str(tmp_path), [2], FLAGS)
-    assert _contents(tmp_path / "iter_0000001") == before
+    before = file_hashes(tmp_path / "iter_0000001")
+    assert run_ranks(1, load, str(tmp_path), FLAGS) == [(1, 1)]
+    run_ranks(1, save_at, str(tmp_path), [2], FLAGS)
+    assert file_hashes(tmp_path / "iter_0000001") == before
     assert saved_iterations(tmp_path) == sorted({*saved, 2})
     assert not list(tmp_path.glob(".*")), "what the killed save left is removed"
-    assert run_ranks(1, _load, str(tmp_path), FLAGS) == [(2, 2)]
+    assert run_ranks(1, load, str(tmp_path), FLAGS) == [(2, 2)]
 
 
 def test_a_checkpoint_of_the_same_iteration_is_replaced(tmp_path: Path) -> None:
-    run_ranks(1, _save_at, str(tmp_path), [1], [*FLAGS, "--seed", "1"])
-    first = _contents(tmp_path / "iter_0000001")
-    run_ranks(1, _save_at, str(tmp_path), [1], [*FLAGS, "--seed", "2"])
-    assert _contents(tmp_path / "iter_0000001") != first
-    assert run_ranks(1, _load, str(tmp_path), FLAGS) == [(1, 1)]
+    run_ranks(1, save_at, str(tmp_path), [1], [*FLAGS, "--seed", "1"])
+    first = file_hashes(tmp_path / "iter_0000001")
+    run_ranks(1, save_at, str(tmp_path), [1], [*FLAGS, "--seed", "2"])
+    assert file_hashes(tmp_path / "iter_0000001") != first
+    assert run_ranks(1, load, str(tmp_path), FLAGS) == [(1, 1)]
 
 
 def test_every_rank_says_that_saving_failed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RankError) as caught:
-        run_ranks(2, _save_at, str(tmp_path / "file"), [1], FLAGS)
+        run_ranks(2, save_at, str(tmp_path / "file"), [1], FLAGS)
     for _, text in caught.value.tracebacks:
         assert "StorageError: cannot save a checkpoint" in text
     assert len(caught.value.tracebacks) == 2
@@ -152,7 +108,7 @@ def test_every_rank_says_that_saving_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["another model", "truncated shard", "missing shard", "garbage metadata"])
 def test_what_cannot_be_loaded_is_named(damage: str, tmp_path: Path) -> None:
     """Where no manifest tells of the damage, the engine does."""
-    run_ranks(1, _save_at, str(tmp_path), [1], FLAGS)
+    run_ranks(1, save_at, str(tmp_path), [1], FLAGS)
     flags = [*FLAGS, "--hidden-size", "64"] if damage == "another model" else FLAGS
     checkpoint = tmp_path / "iter_0000001"
     (checkpoint / "manifest.json").unlink()
@@ -165,4 +121,4 @@ def test_what_cannot_be_loaded_is_named(damage: str, tmp_path: Path) -> None:
         case "garbage metadata":
             (checkpoint / ".metadata").write_bytes(b"garbage")
     with pytest.raises(RankError, match=r"DataError: the checkpoint \S*iter_0000001 cannot be read"):
-        run_ranks(1, _load, str(tmp_path), flags)
+        run_ranks(1, load, str(tmp_path), flags)

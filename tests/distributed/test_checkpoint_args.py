@@ -12,23 +12,13 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.optim.curves import LearningRateCurve
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
-from tests.distributed.test_checkpoint import _save_at
-
-MODEL = shlex.split("""
-    --num-layers 2 --hidden-size 48 --num-attention-heads 4 --kv-channels 8 --swiglu --normalization RMSNorm
-    --position-embedding-type rope --rotary-base 5000 --disable-bias-linear --vocab-size 61
-""")
-REST = shlex.split("""
-    --seq-length 16 --mock-data --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 2
-    --eval-interval 0 --device cpu
-""")
-SCHEDULE = shlex.split("--train-iters 10 --lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 2 --lr-decay-style cosine")
+from tests.support.checkpoints import MODEL, REST, SCHEDULE, save_at
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("saved"))
-    run_ranks(1, _save_at, folder, [1, 2], [*MODEL, *REST, *SCHEDULE])
+    run_ranks(1, save_at, folder, [1, 2], [*MODEL, *REST, *SCHEDULE])
     return folder
 
 

@@ -17,8 +17,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.training import train_bytelevel_bpe
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
-from tests.distributed.test_checkpoint import _save_at
-from tests.distributed.test_checkpoint_args import MODEL, REST, SCHEDULE
+from tests.support.checkpoints import MODEL, REST, SCHEDULE, save_at
 
 convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
 SETTINGS = [*REST, *SCHEDULE, "--train-iters", "10"]
@@ -55,7 +54,7 @@ def test_the_tokenizer_goes_along(original: Path, tmp_path: Path) -> None:
     save, kept = tmp_path / "save", {name: original / name for name in ("tokenizer.json", "tokenizer_config.json")}
     kept = {name: path.read_bytes() for name, path in kept.items()}
     model = [*MODEL[:-2], "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(original)]
-    run_ranks(1, _save_at, str(save), [1], [*model, *SETTINGS])
+    run_ranks(1, save_at, str(save), [1], [*model, *SETTINGS])
     assert _words(save / "iter_0000001" / "tokenizer") == kept
 
     shutil.rmtree(original)  # the original path is gone: the checkpoint alone says what model and tokenizer it is
@@ -75,7 +74,7 @@ def test_the_tokenizer_goes_along(original: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_not_exported(original: Path, tmp_path: Path) -> None:
-    run_ranks(1, _save_at, str(tmp_path / "save"), [1], [*MODEL, *SETTINGS])
+    run_ranks(1, save_at, str(tmp_path / "save"), [1], [*MODEL, *SETTINGS])
     shard = tmp_path / "save" / "iter_0000001" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -87,7 +86,7 @@ def test_a_damaged_checkpoint_is_not_exported(original: Path, tmp_path: Path) ->
 
 def test_its_files_are_in_the_manifest(original: Path, tmp_path: Path) -> None:
     model = [*MODEL[:-2], "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(original)]
-    run_ranks(1, _save_at, str(tmp_path / "save"), [1], [*model, *SETTINGS])
+    run_ranks(1, save_at, str(tmp_path / "save"), [1], [*model, *SETTINGS])
     checkpoint = tmp_path / "save" / "iter_0000001"
     versions = json.loads((checkpoint / "versions.json").read_text())
     assert versions["python"] == platform.python_version()

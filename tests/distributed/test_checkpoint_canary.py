@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.distributed.test_checkpoint import FLAGS, _load, _save_at
+from tests.support.checkpoints import FLAGS, load, save_at
 
 
 class _Canary:
@@ -42,14 +42,14 @@ def _save_with_canary(folder: str, canary: str) -> None:
         return entry
 
     contents._rng_state = planted
-    _save_at(folder, [1], FLAGS)
+    save_at(folder, [1], FLAGS)
 
 
 def _lay(folder: Path, place: str, canary: Path) -> None:
     if place == "generators":
         run_ranks(1, _save_with_canary, str(folder), str(canary))
         return
-    run_ranks(1, _save_at, str(folder), [1], FLAGS)
+    run_ranks(1, save_at, str(folder), [1], FLAGS)
     checkpoint = folder / "iter_0000001"
     (checkpoint / "manifest.json").unlink(missing_ok=True)  # a stranger would write one that agrees
     if place == "common.pt":
@@ -70,12 +70,12 @@ def test_nothing_in_a_checkpoint_is_run(place: str, refusal: str, tmp_path: Path
     canary = tmp_path / "canary"
     _lay(tmp_path / "save", place, canary)
     with pytest.raises(RankError, match=rf"DataError: the checkpoint \S*iter_0000001 cannot be read .*{refusal}"):
-        run_ranks(1, _load, str(tmp_path / "save"), FLAGS)
+        run_ranks(1, load, str(tmp_path / "save"), FLAGS)
     assert not canary.exists()
 
 
 def test_what_torch_and_the_engine_write_is_read_alike(tmp_path: Path) -> None:
-    run_ranks(2, _save_at, str(tmp_path), [1], [*FLAGS, "--bf16", "--use-distributed-optimizer"])
+    run_ranks(2, save_at, str(tmp_path), [1], [*FLAGS, "--bf16", "--use-distributed-optimizer"])
     folder = tmp_path / "iter_0000001"
     ours, torchs = SafeReader(folder).read_metadata(), FileSystemReader(folder).read_metadata()
     assert ours.state_dict_metadata == torchs.state_dict_metadata

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.distributed.test_checkpoint import FLAGS, _load, _save_at
+from tests.support.checkpoints import FLAGS, build, load, save_at
 
 
 def _flip(path: Path, offset: int, bit: int = 0) -> None:
@@ -42,13 +42,13 @@ def _damage(checkpoint: Path, kind: str) -> str:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of iterations 1 and 2, by two ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(2, _save_at, str(folder), [1, 2], FLAGS)
+    run_ranks(2, save_at, str(folder), [1, 2], FLAGS)
     return folder
 
 
 def _load_and_listen(folder: str, flags: list[str]) -> tuple[int | None, str]:
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        iteration, _ = _load(folder, flags)
+        iteration, _ = load(folder, flags)
     return iteration, said.getvalue()
 
 
@@ -78,7 +78,7 @@ def test_no_fallback_refuses_and_names_the_other(saved: Path, tmp_path: Path) ->
     folder = Path(shutil.copytree(saved, tmp_path / "copy"))
     name = _damage(folder / "iter_0000002", "__0_0.distcp flipped")
     with pytest.raises(RankError, match=rf"DataError: .*iter_0000002 is damaged \({name} .*--no-fallback out .*: 1\."):
-        run_ranks(2, _load, str(folder), [*FLAGS, "--no-fallback"])
+        run_ranks(2, load, str(folder), [*FLAGS, "--no-fallback"])
 
 
 def test_nothing_whole_is_left(saved: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_nothing_whole_is_left(saved: Path, tmp_path: Path) -> None:
     for iteration in (1, 2):
         _damage(folder / f"iter_000000{iteration}", "__0_0.distcp flipped")
     with pytest.raises(RankError, match=r"DataError: .*iter_0000002 is damaged.*iter_0000001 is damaged"):
-        run_ranks(1, _load, str(folder), FLAGS)
+        run_ranks(1, load, str(folder), FLAGS)
 
 
 def test_one_without_a_manifest_is_loaded_with_a_warning(saved: Path, tmp_path: Path) -> None:
@@ -121,12 +121,11 @@ def test_200_flipped_bits(saved: Path) -> None:
 def _bytes_read_by_a_save(folder: str) -> int:
     """Of the second one: the first still imports modules."""
     from megatron_ext.checkpoint.native.save import save_checkpoint
-    from tests.distributed.test_checkpoint import _build
 
     def read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])  # rchar: asked for, from the disk or the page cache
 
-    run = _build([*FLAGS, "--hidden-size", "128"])
+    run = build([*FLAGS, "--hidden-size", "128"])
     save_checkpoint(run, folder)
     run.state.iteration = 1
     before = read()

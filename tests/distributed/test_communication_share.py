@@ -10,8 +10,8 @@ import torch
 
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.launched import reproducible_rows
-from tests.program import run_program
+from tests.support.launched import reproducible_rows
+from tests.support.program import run_program
 
 LATE = 0.6  # seconds
 

@@ -11,7 +11,7 @@ from megatron_ext.train.build import compile_layers
 from megatron_ext.verify.cases import Case
 from megatron_ext.verify.corpus import write_corpus
 from megatron_ext.verify.parity import Experiment, compare
-from tests.small_models import LLAMA, build_small_model, small_config
+from tests.support.small_models import LLAMA, build_small_model, small_config
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler"

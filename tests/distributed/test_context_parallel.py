@@ -13,8 +13,8 @@ from megatron_ext.data.packing import documents_of
 from megatron_ext.verify.cases import MODELS, RECIPE
 from megatron_ext.verify.corpus import write_corpus
 from megatron_ext.verify.ranks import run_ranks
-from tests.distributed.test_checkpoint_layouts import FLAGS, _resave, _tensors
-from tests.distributed.test_dropout import DROPOUT, _equal, _masks_of_first_step
+from tests.support.dropout_masks import DROPOUT, equal_masks, masks_of_first_step
+from tests.support.resaving import FLAGS, resave, tensors_of
 
 CP2 = ["--context-parallel-size", "2", "--attention-dropout", "0", "--cp-comm-type"]
 LENGTH, SCALE, EOD = 32, 0.3, 3
@@ -85,10 +85,10 @@ def test_every_exchange_is_whole_attention_and_its_gradient() -> None:
 def test_context_parallel_ranks_draw_their_own_masks(tmp_path: Path) -> None:
     flags = [*RECIPE.split(), *MODELS["tied"].split(), *DROPOUT.split(), *write_corpus(tmp_path)]
     a2a = ["--context-parallel-size", "2", "--cp-comm-type", "a2a"]
-    (hidden, attention), (other_hidden, other_attention) = run_ranks(2, _masks_of_first_step, [*flags, *a2a])
+    (hidden, attention), (other_hidden, other_attention) = run_ranks(2, masks_of_first_step, [*flags, *a2a])
     assert {mask.shape[0] for mask in hidden} == {16}
-    assert not any(_equal(hidden, other_hidden)), "each rank holds other tokens"
-    assert not any(_equal(attention, other_attention)), "each rank holds other heads"
+    assert not any(equal_masks(hidden, other_hidden)), "each rank holds other tokens"
+    assert not any(equal_masks(attention, other_attention)), "each rank holds other heads"
     assert {np.shape(mask)[1] for mask in attention} == {1}
 
 
@@ -98,10 +98,10 @@ def test_context_parallel_ranks_draw_their_own_masks(tmp_path: Path) -> None:
 def test_checkpoints_are_those_of_one_process(rest: list[str], tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("divided", "one", "back")]
     divided = [*FLAGS, *CP2, "all_gather", *rest]
-    run_ranks(4, _resave, divided, None, folders[0])
-    run_ranks(1, _resave, FLAGS, folders[0], folders[1])
-    run_ranks(4, _resave, divided, folders[1], folders[2])
-    first, *others = map(_tensors, folders)
+    run_ranks(4, resave, divided, None, folders[0])
+    run_ranks(1, resave, FLAGS, folders[0], folders[1])
+    run_ranks(4, resave, divided, folders[1], folders[2])
+    first, *others = map(tensors_of, folders)
     assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in first)
     for other in others:
         assert other.keys() == first.keys()

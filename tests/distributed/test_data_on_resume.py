@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.program import Ended, run_program
+from tests.support.corpora import write_windows
+from tests.support.program import Ended, run_program
 from tools.inspect_dataset import main as inspect_dataset
 
 SEQ = 8
@@ -53,17 +53,11 @@ class Begun:
         return run_ranks(ranks, run_program, shlex.split(f"{self.flags} {flags}"))
 
 
-def write(prefix: Path, windows: int, seed: int) -> None:
-    tokens = np.random.default_rng(seed).integers(0, 61, windows * SEQ + 1).astype(np.uint16)
-    with IndexedWriter(prefix, np.uint16) as writer:
-        writer.add_tokens(tokens.tobytes(), [SEQ] * (windows - 1) + [SEQ + 1])
-
-
 @pytest.fixture(scope="module", params=["formula", "shuffled"])
 def begun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Begun:
     folder = tmp_path_factory.mktemp(request.param)
     for seed, (name, windows) in enumerate(WINDOWS.items()):
-        write(folder / name, windows, seed)
+        write_windows(folder / name, windows, seed)
     run = Begun(request.param, folder, [])
     flags = f"{FIRST} {LONG[run.order][0]} --save {folder}/save"
     return Begun(run.order, folder, run.run(2, flags))
@@ -138,7 +132,7 @@ def test_row_22_a_data_file_replaced_between_runs(begun: Begun):
     if begun.order == "shuffled":
         flags = f"--micro-batch-size 2 --global-batch-size 8 {LONG['shuffled'][0]}"
     whole = (begun.folder / "a.bin").read_bytes()
-    write(begun.folder / "a", WINDOWS["a"], seed=99)
+    write_windows(begun.folder / "a", WINDOWS["a"], seed=99)
     (ended,) = begun.run(1, flags)
     assert ended.code == 65
     last = ended.errors.strip().splitlines()[-1]

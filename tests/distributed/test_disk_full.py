@@ -13,8 +13,8 @@ import pytest
 
 from megatron_ext.checkpoint.native.folder import saved_iterations
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.distributed.test_checkpoint import FLAGS, _build, _contents, _save_at
-from tests.launched import start
+from tests.support.checkpoints import FLAGS, build, file_hashes, save_at
+from tests.support.launched import start
 
 PROGRAM = shlex.split("""
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data
@@ -38,18 +38,18 @@ def _limited(limit: int, folder: str) -> None:
     """Save when no file may grow beyond `limit` bytes: past the check of the free space, in the middle of a write."""
     from megatron_ext.checkpoint.native.save import save_checkpoint
 
-    run = _build(FLAGS)
+    run = build(FLAGS)
     run.state.iteration = 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     save_checkpoint(run, folder)
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    run_ranks(1, _save_at, str(tmp_path), [1], FLAGS)
-    before = _contents(tmp_path)
+    run_ranks(1, save_at, str(tmp_path), [1], FLAGS)
+    before = file_hashes(tmp_path)
     with pytest.raises(RankError, match=r"StorageError: cannot save a checkpoint to .*: .*OSError"):
         run_ranks(1, _limited, 100_000, str(tmp_path))
-    assert _contents(tmp_path) == before
+    assert file_hashes(tmp_path) == before
     assert not list(tmp_path.glob(".iter*"))
 
 

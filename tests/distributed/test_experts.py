@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.distributed.test_checkpoint_layouts import Saved, _assert_same_tensors, _saved
+from tests.support.resaving import Saved, assert_same_tensors, saved_by
 
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
@@ -129,7 +129,7 @@ def test_auxiliary_losses_reach_the_total_loss(layout: str, by_hand: Any) -> Non
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     layout = f"{EP2} --pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce"
-    return _saved((8, layout), FLAGS, None, tmp_path_factory.mktemp("saved"))
+    return saved_by((8, layout), FLAGS, None, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     ],
 )
 def test_layouts_share_checkpoints(ranks: int, layout: str, saved: Saved, tmp_path: Path) -> None:
-    found = _saved((ranks, layout), FLAGS, saved.folder, tmp_path)
-    _assert_same_tensors(found, saved)
+    found = saved_by((ranks, layout), FLAGS, saved.folder, tmp_path)
+    assert_same_tensors(found, saved)
     assert any(".experts.experts." in name for name in found.tensors)
     assert found.losses == pytest.approx(saved.losses, rel=1e-6)

@@ -14,7 +14,7 @@ import torch
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.verify.huggingface import their_loss
 from megatron_ext.verify.ranks import run_ranks
-from tests.hf_models import quiet_transformers
+from tests.support.hf_models import quiet_transformers
 
 quiet_transformers()
 

@@ -22,7 +22,7 @@ from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.tokenizer.tiktoken import DEFAULT_SPECIAL_TOKENS
 from megatron_ext.tokenizer.training import train_bytelevel_bpe, train_sentencepiece
-from tests.hf_models import VOCABULARY, quiet_transformers, write_model
+from tests.support.hf_models import VOCABULARY, quiet_transformers, write_model
 
 quiet_transformers()
 

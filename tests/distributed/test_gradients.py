@@ -16,7 +16,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.model.loss import token_loss
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.verify.ranks import run_ranks
-from tests.small_models import LLAMA, build_small_model, small_config
+from tests.support.small_models import LLAMA, build_small_model, small_config
 
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {},

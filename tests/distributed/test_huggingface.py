@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.verify.huggingface import their_logits
 from megatron_ext.verify.ranks import run_ranks
-from tests.hf_models import (
+from tests.support.hf_models import (
     MODELS,
     TOKENS,
     flags,

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.distributed.test_checkpoint import FLAGS, _save_at
-from tests.launched import ROOT
+from tests.support.checkpoints import FLAGS, save_at
+from tests.support.launched import ROOT
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(2, _save_at, str(folder), [1, 2], [*FLAGS, "--tensor-model-parallel-size", "2"])
+    run_ranks(2, save_at, str(folder), [1, 2], [*FLAGS, "--tensor-model-parallel-size", "2"])
     return folder
 
 

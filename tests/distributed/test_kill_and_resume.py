@@ -13,7 +13,8 @@ import pytest
 
 from megatron_ext.checkpoint.native.folder import saved_iterations
 from megatron_ext.telemetry.jsonl import read_rows
-from tests.launched import end_all, finish, free_port, rank_processes, reproducible_rows, start, write_corpus
+from tests.support.corpora import write_corpus
+from tests.support.launched import end_all, finish, free_port, rank_processes, reproducible_rows, start
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32

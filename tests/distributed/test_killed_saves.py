@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.distributed.test_checkpoint import FLAGS, _build, _contents, _load, _save_at
+from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
 
 POINTS = 50
 
@@ -21,7 +21,7 @@ def _save_and_die(folder: str, seconds: float | None) -> float:
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.trainer import Trainer
 
-    run = _build(FLAGS)
+    run = build(FLAGS)
     trainer = Trainer(run, [])
     for _ in range(2):
         trainer.step()
@@ -37,8 +37,8 @@ def _save_and_die(folder: str, seconds: float | None) -> float:
 @pytest.mark.slow
 def test_50_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [duration] = run_ranks(1, _save_and_die, str(tmp_path / "whole"), None)
-    run_ranks(1, _save_at, str(tmp_path / "save"), [1], FLAGS)
-    before = _contents(tmp_path / "save" / "iter_0000001")
+    run_ranks(1, save_at, str(tmp_path / "save"), [1], FLAGS)
+    before = file_hashes(tmp_path / "save" / "iter_0000001")
     loaded, killed = [], 0
     for point in range(POINTS):
         try:
@@ -47,8 +47,8 @@ def test_50_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             if "exit code -14" not in str(error):
                 raise
             killed += 1
-        assert _contents(tmp_path / "save" / "iter_0000001") == before
-        [(iteration, _)] = run_ranks(1, _load, str(tmp_path / "save"), FLAGS)
+        assert file_hashes(tmp_path / "save" / "iter_0000001") == before
+        [(iteration, _)] = run_ranks(1, load, str(tmp_path / "save"), FLAGS)
         assert iteration in saved_iterations(tmp_path / "save")
         if iteration == 2:  # the name came before the end: begin again from one checkpoint
             # The metadata names the save; the tensors are the same.

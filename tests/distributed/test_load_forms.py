@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.checkpoint.native.folder import TRACKER, checkpoint_at
 from megatron_ext.errors import DataError
 from megatron_ext.verify.ranks import run_ranks
-from tests.program import Ended, run_program
+from tests.support.program import Ended, run_program
 
 FLAGS = """
     --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 61 --lr 1e-3

@@ -20,7 +20,7 @@ from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.launched import write_corpus
+from tests.support.corpora import write_corpus
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "megatron_lm_0.19.2.tar.xz"
 FLAGS = shlex.split("""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.distributed.test_checkpoint import FLAGS, _build, _save_at
+from tests.support.checkpoints import FLAGS, build, save_at
 
 BF16 = [*FLAGS, "--bf16"]
 
@@ -31,7 +31,7 @@ def _look(folder: str | None, flags: list[str]) -> Loaded:
     from megatron_ext.checkpoint.native.load import load_checkpoint
     from megatron_ext.checkpoint.native.optimizer_state import step_count
 
-    run = _build(flags)
+    run = build(flags)
     if folder is not None:
         load_checkpoint(run, folder)
     parts = run.sharding.parts(run.optimizer)
@@ -53,7 +53,7 @@ def _look(folder: str | None, flags: list[str]) -> Loaded:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Iterations 1 and 3, of 2 samples each."""
     folder = str(tmp_path_factory.mktemp("saved"))
-    run_ranks(1, _save_at, folder, [1, 3], BF16)
+    run_ranks(1, save_at, folder, [1, 3], BF16)
     return folder
 
 
@@ -103,7 +103,7 @@ def test_an_earlier_step(saved: str) -> None:
 
 
 def test_saved_without_optimizer_or_generators(saved: str, fresh: Loaded, tmp_path: Path) -> None:
-    run_ranks(1, _save_at, str(tmp_path), [3], [*BF16, "--no-save-optim", "--no-save-rng"])
+    run_ranks(1, save_at, str(tmp_path), [3], [*BF16, "--no-save-optim", "--no-save-rng"])
     shard = "iter_0000003/__0_0.distcp"
     assert (tmp_path / shard).stat().st_size < (Path(saved) / shard).stat().st_size / 2
     with pytest.raises(RankError, match="without optimizer state; add --no-load-optim"):

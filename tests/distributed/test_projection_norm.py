@@ -8,7 +8,7 @@ import torch
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.norm import ProjectionNorm
 from megatron_ext.verify.ranks import run_ranks
-from tests.small_models import small_config
+from tests.support.small_models import small_config
 
 RANKS, SHAPE, CHANNELS, EPSILON = 4, (5, 3), 6, 1e-3
 

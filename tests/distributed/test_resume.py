@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.run_state import state_hash
+from tests.support.run_state import state_hash
 
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention

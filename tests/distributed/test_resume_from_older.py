@@ -13,8 +13,8 @@ import pytest
 from megatron_ext.config.saved import read_saved
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.distributed.test_data_on_resume import write
-from tests.program import Ended, run_program
+from tests.support.corpora import write_windows
+from tests.support.program import Ended, run_program
 
 BASE = """
     --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --position-embedding-type rope
@@ -33,7 +33,8 @@ RESUMED = """
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of iteration 2, of one run, and of iteration 4, of another; two ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    write(folder / "a", 29, seed=0)  # the samples of both runs go through it more than once: their orders differ
+    # The samples of both runs go through the file more than once: their orders differ.
+    write_windows(folder / "a", 29, seed=0)
     for flags in (OLDER, NEWER):
         ended = run_ranks(2, run_program, shlex.split(f"{_data(folder)} {flags} --save {folder}/save"))
         assert ended[0].code == 0, ended[0].errors

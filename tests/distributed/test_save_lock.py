@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.native.lock import LOCK
-from tests.launched import ROOT, end_all, finish, start
+from tests.support.launched import ROOT, end_all, finish, start
 
 FLAGS = shlex.split("""
     --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --mock-data

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.verify.ranks import run_ranks
-from tests.hf_models import quiet_transformers
-from tests.run_state import state_hash
+from tests.support.hf_models import quiet_transformers
+from tests.support.run_state import state_hash
 
 quiet_transformers()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.telemetry.jsonl import read_rows
-from tests.launched import end_all, finish, start
+from tests.support.launched import end_all, finish, start
 
 FLAGS = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from tests.launched import end_all, finish, free_port, reproducible_rows, start
+from tests.support.launched import end_all, finish, free_port, reproducible_rows, start
 
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32

@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.program import run_program
+from tests.support.program import run_program
 
 SEQ = 8
 FLAGS = f"""

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_ext.config.reference import flags_page, pinned_command_line  # noqa: E402
 from megatron_ext.verify.losses import golden  # noqa: E402
-from tests.unit.errors_page import errors_page  # noqa: E402
+from tests.support.errors_page import errors_page  # noqa: E402
 
 
 def main() -> None:

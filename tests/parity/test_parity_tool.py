@@ -17,7 +17,7 @@ from megatron_ext.verify.corpus import write_corpus
 from megatron_ext.verify.parity import GRADIENT_TOLERANCE
 from megatron_ext.verify.proof import Proof, comparison, prove
 from megatron_ext.verify.record import RunRecord, record
-from tests.parity import test_planted_faults as planted
+from tests.support import planted_faults as planted
 from tools import parity
 
 STEPS = 2

@@ -9,7 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.model.attention import SDPAttention
 from megatron_ext.model.config import transformer_config
-from tests.small_models import small_config
+from tests.support.small_models import small_config
 
 
 def _attention(dropout: float = 0.0, scale: float | None = None) -> SDPAttention:

@@ -11,8 +11,8 @@ from megatron_ext import rules
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.resolve import resolve
 from megatron_ext.train.configure import gather_facts
-from tests.unit.errors_page import combinations, errors_page
-from tests.unit.wrong_flags import BASE, EXAMPLES
+from tests.support.errors_page import combinations, errors_page
+from tests.support.wrong_flags import BASE, EXAMPLES
 
 # Rules about one flag by itself, or about the machine.
 NO_COMBINATION = {"ranks_are_those_of_the_launch", "timeout_is_a_time"}
@@ -41,7 +41,7 @@ def broken() -> set[str]:
 
 @pytest.mark.parametrize("rule", layout_rules(), ids=lambda rule: rule.__name__)
 def test_a_wrong_command_line_shows_the_rule(rule: Any, broken: set[str]) -> None:
-    assert rule.__name__ in broken, f"add a command line that breaks {rule.__name__} to tests/unit/wrong_flags.py"
+    assert rule.__name__ in broken, f"add a command line that breaks {rule.__name__} to tests/support/wrong_flags.py"
 
 
 def test_the_page_lists_the_combinations() -> None:

@@ -9,7 +9,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.config.files import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
-from tests.unit.wrong_flags import BASE
+from tests.support.wrong_flags import BASE
 
 LAYOUT = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "

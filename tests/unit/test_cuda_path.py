@@ -17,7 +17,7 @@ from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device import fusions
 from megatron_ext.model.config import transformer_config
 from megatron_ext.parallel import groups
-from tests.small_models import small_config
+from tests.support.small_models import small_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

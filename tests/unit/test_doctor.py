@@ -14,7 +14,7 @@ from megatron_ext.doctor import gpus, machine, network, software, variables
 from megatron_ext.doctor.examine import examine, exit_code
 from megatron_ext.doctor.finding import Finding, Launch
 from megatron_ext.train.configure import configure
-from tests.unit.wrong_flags import BASE
+from tests.support.wrong_flags import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
 

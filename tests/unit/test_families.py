@@ -22,7 +22,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.train.configure import configure
-from tests.small_models import LLAMA, OLMO2, small_config
+from tests.support.small_models import LLAMA, OLMO2, small_config
 
 QWEN3 = {**LLAMA, "qk_layernorm": True}
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "moe_ffn_hidden_size": 24}

@@ -16,7 +16,7 @@ from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.traffic import sent
 from megatron_ext.rules.training import recomputed_parts_are_known
-from tests.small_models import LLAMA, small_config
+from tests.support.small_models import LLAMA, small_config
 
 MIXTURE = {**LLAMA, "num_layers": 4, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
 

@@ -35,7 +35,7 @@ from megatron_ext.plan.flops import (
 )
 from megatron_ext.plan.state_bytes import divided, state_bytes
 from megatron_ext.rules.validate import problems
-from tests.unit.wrong_flags import BASE
+from tests.support.wrong_flags import BASE
 
 LAYOUTS = [
     # tensor, context, pipeline, data

@@ -4,10 +4,9 @@ import math
 from datetime import datetime
 from pathlib import Path
 
-from samples import step
-
 from megatron_ext.telemetry.log_line import evaluation_lines, step_line
 from megatron_ext.telemetry.metrics import SourceLoss, ValidationMetrics
+from tests.support.samples import step
 
 NOW = datetime(2026, 8, 22, 10, 0, 0, 123456)
 GOLDEN = (Path(__file__).parents[1] / "golden" / "log_line.txt").read_text().rstrip("\n")

@@ -11,7 +11,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.resilience.process_end import RunStatus
 from pretrain_gpt import main
-from tests.unit.wrong_flags import BASE
+from tests.support.wrong_flags import BASE
 
 RATES = "--lr 6e-4 --min-lr 6e-5 --global-batch-size 1024"
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_ext.config.megatron_options import megatron_options
 from megatron_ext.config.options import options_by_flag
-from tests.unit.megatron_wheel import UNREADABLE, wheel_options
+from tests.support.megatron_wheel import UNREADABLE, wheel_options
 
 OUR_OWN = {
     "--world-size",

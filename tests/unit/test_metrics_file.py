@@ -7,11 +7,11 @@ import struct
 from pathlib import Path
 
 import pytest
-from samples import step
 
 from megatron_ext.errors import DataError, StorageError
 from megatron_ext.telemetry.jsonl import MetricsFile, read_rows
 from megatron_ext.telemetry.metrics import ValidationMetrics
+from tests.support.samples import step
 
 CONTRACT = {
     "iteration",

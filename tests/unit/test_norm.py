@@ -5,7 +5,7 @@ import torch
 
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.norm import LayerNorm, RMSNorm, norm_class
-from tests.small_models import small_config
+from tests.support.small_models import small_config
 
 PARALLEL = {"tensor_model_parallel_size": 2, "world_size": 2, "sequence_parallel": True}
 

@@ -17,7 +17,7 @@ from megatron_ext.doctor.machine import checkpoint_bytes
 from megatron_ext.foreign.translate import translate
 from megatron_ext.optim.torch_optimizer import is_torchs, over, torch_optimizer
 from megatron_ext.plan.state_bytes import state_bytes
-from tests.unit.wrong_flags import BASE
+from tests.support.wrong_flags import BASE
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ext"
 EVERY = [*OPTIMIZERS, "sgd --sgd-momentum 0"]

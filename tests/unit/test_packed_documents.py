@@ -13,7 +13,7 @@ from megatron_ext.data.loader import BatchLoader
 from megatron_ext.model.gpt import GPT
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.verify.corpus import SEQ_LENGTH, write_corpus
-from tests.small_models import LLAMA, build_small_model, small_config
+from tests.support.small_models import LLAMA, build_small_model, small_config
 
 SIZES = {"seq_length": SEQ_LENGTH, "max_position_embeddings": SEQ_LENGTH, "padded_vocab_size": 384}
 MODELS = {"rotary": LLAMA, "learned positions": {}}

@@ -16,7 +16,7 @@ from megatron_ext.config.parameters import (
     parameters,
     stages,
 )
-from tests.small_models import LLAMA, small_config
+from tests.support.small_models import LLAMA, small_config
 
 
 def test_llama_3_8b_has_as_many_parameters_as_published() -> None:

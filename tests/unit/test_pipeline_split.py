@@ -18,7 +18,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.rules.validate import problems
-from tests.unit.wrong_flags import BASE
+from tests.support.wrong_flags import BASE
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"

@@ -16,7 +16,7 @@ from megatron_ext.config.saved import adopt, read_saved, shapes_and_function
 from megatron_ext.config.schema import Config, model
 from megatron_ext.config.schema.option import Resume, option
 from megatron_ext.rules.validate import problems
-from tests.unit.wrong_flags import BASE
+from tests.support.wrong_flags import BASE
 
 EVERY_PART = (
     f"{BASE} --disable-bias-linear --group-query-attention --num-query-groups 4 --num-experts 4 "

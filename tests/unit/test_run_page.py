@@ -8,13 +8,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from samples import step
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.telemetry.curve import RunHistory, loss_chart, read_history, summary
 from megatron_ext.telemetry.jsonl import MetricsFile
 from megatron_ext.telemetry.metrics import ValidationMetrics
 from megatron_ext.telemetry.run_page import run_page
+from tests.support.samples import step
 
 TOOL = Path(__file__).parents[2] / "tools" / "show_run.py"
 

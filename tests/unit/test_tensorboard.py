@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from samples import step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ext.telemetry.metrics import SourceLoss, StepMetrics, ValidationMetrics
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
+from tests.support.samples import step
 
 GOLDEN = (Path(__file__).parents[1] / "golden" / "tensorboard_tags.txt").read_text().split("\n")[:-1]
 

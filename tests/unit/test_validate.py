@@ -18,8 +18,8 @@ from megatron_ext.config.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.rules.validate import RULES, problems
 from megatron_ext.train.configure import configure
-from tests.unit.errors_page import answers, errors_page
-from tests.unit.wrong_flags import BASE, EXAMPLES, SEVERAL
+from tests.support.errors_page import answers, errors_page
+from tests.support.wrong_flags import BASE, EXAMPLES, SEVERAL
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from samples import step
 
 from megatron_ext.config.schema import LoggingConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.telemetry.metrics import ValidationMetrics
 from megatron_ext.telemetry.wandb import WandbWriter
+from tests.support.samples import step
 
 STAND_IN = """
 calls = []

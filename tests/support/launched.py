@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
-from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.metrics import MEASURED_FIELDS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -68,14 +66,6 @@ def rank_processes(process: subprocess.Popen[bytes]) -> dict[int, psutil.Process
 def reproducible_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file without times, rates and memory. Its floats read back to the same doubles."""
     return [{name: value for name, value in row.items() if name not in MEASURED_FIELDS} for row in read_rows(path)]
-
-
-def write_corpus(prefix: Path, tokens: int) -> None:
-    """Documents of 50 tokens below 61, each a noisy count, so that there is something to learn."""
-    random = np.random.default_rng(0)
-    text = (np.cumsum(random.choice([1, 1, 1, 2], tokens)) % 61).astype(np.uint16)
-    with IndexedWriter(prefix, np.uint16) as writer:
-        writer.add_tokens(text.tobytes(), [50] * (tokens // 50))
 
 
 def free_port() -> int:

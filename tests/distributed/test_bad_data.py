@@ -18,7 +18,7 @@ from megatron_ext.data.indexed import HEADER, IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.null import NullTokenizer
 from megatron_ext.verify.ranks import run_ranks
-from tests.program import run_program
+from tests.support.program import run_program
 
 DOCUMENTS = 100_000
 FLAGS = """

@@ -15,7 +15,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.train.configure import configure
 from megatron_ext.train.datasets import datasets_of_run, tokenizer_of_run
 from megatron_ext.verify.ranks import run_ranks
-from tests.program import Ended, run_program
+from tests.support.program import Ended, run_program
 from tools.inspect_dataset import main as inspect_dataset
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"

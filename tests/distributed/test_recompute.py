@@ -8,7 +8,7 @@ import torch
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.verify.ranks import run_ranks
-from tests.small_models import LLAMA, build_small_model, small_config
+from tests.support.small_models import LLAMA, build_small_model, small_config
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 METHODS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from megatron_ext.config.options import flag_of
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
-from tests.unit.wrong_flags import BASE, EXAMPLES, SEVERAL, UNREADABLE
+from tests.support.wrong_flags import BASE, EXAMPLES, SEVERAL, UNREADABLE
 
 _INTRODUCTION = f"""\
 # Wrong flags, and what the program answers

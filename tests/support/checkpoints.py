@@ -1,0 +1,60 @@
+"""Saving and loading checkpoints of a tiny model on ranks, and what lies in their folder."""
+
+import hashlib
+import shlex
+from pathlib import Path
+from typing import Any
+
+FLAGS = shlex.split("""
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data
+    --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 10
+    --lr 1e-2 --eval-interval 0 --device cpu
+""")
+"""A whole launch: two layers of GPT-2."""
+
+MODEL = shlex.split("""
+    --num-layers 2 --hidden-size 48 --num-attention-heads 4 --kv-channels 8 --swiglu --normalization RMSNorm
+    --position-embedding-type rope --rotary-base 5000 --disable-bias-linear --vocab-size 61
+""")
+REST = shlex.split("""
+    --seq-length 16 --mock-data --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 2
+    --eval-interval 0 --device cpu
+""")
+SCHEDULE = shlex.split("--train-iters 10 --lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 2 --lr-decay-style cosine")
+"""A launch in three parts: a Llama-shaped model, data and batch, and the curves."""
+
+
+def build(flags: list[str]) -> Any:
+    from megatron_ext import device
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+
+    return build_run(configure(flags).config, device.install("cpu"))
+
+
+def save_at(folder: str, iterations: list[int], flags: list[str]) -> int:
+    """Save at each of the iterations; returns how many processes saving has started."""
+    import psutil
+
+    from megatron_ext.checkpoint.native.save import save_checkpoint
+    from megatron_ext.train.trainer import Trainer
+
+    run = build(flags)
+    trainer = Trainer(run, [])
+    for iteration in iterations:
+        while run.state.iteration < iteration:
+            trainer.step()
+        save_checkpoint(run, folder)
+    return len(psutil.Process().children())
+
+
+def load(folder: str, flags: list[str]) -> tuple[int | None, int]:
+    from megatron_ext.checkpoint.native.load import load_checkpoint
+
+    run = build(flags)
+    return load_checkpoint(run, folder), run.state.iteration
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

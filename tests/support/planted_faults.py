@@ -1,0 +1,140 @@
+"""Faults as they were made before, for tests that must find them.
+
+Each sabotage runs on every rank, before its model is built, and replaces one piece of the real program.
+"""
+
+from typing import Any
+
+import torch
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+def shift_qkv() -> None:
+    """Every rank but the first takes its slice of QKV one row too early."""
+    from megatron_ext.model import initialize
+
+    fill = initialize.fill
+
+    def fill_shifted(shard: torch.Tensor, parameter: Any, seed: int, tp_rank: int = 0, tp_size: int = 1) -> None:
+        fill(shard, parameter, seed, tp_rank, tp_size)
+        if parameter.name.endswith("linear_qkv.weight") and tp_rank > 0:
+            whole = torch.empty(parameter.shape)
+            fill(whole, parameter, seed)
+            start = tp_rank * len(shard) - 1
+            shard.copy_(whole[start : start + len(shard)])
+
+    initialize.fill = fill_shifted
+
+
+def forget_sequence_parallel_mark() -> None:
+    """The norms' parameters lack the mark by which megatron-core sums their gradients over tensor-parallel ranks."""
+    from megatron_ext.model import norm
+
+    make = norm._parameter
+
+    def make_unmarked(config: Any, size: int) -> torch.nn.Parameter:
+        parameter = make(config, size)
+        parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+        return parameter
+
+    norm._parameter = make_unmarked
+
+
+def skip_tied_embedding_reduction() -> None:
+    import importlib
+
+    # The package exports a function of the same name, which hides the module.
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    module._allreduce_word_embedding_grads = lambda *_args, **_kwargs: None  # pyright: ignore
+
+
+def average_per_microbatch() -> None:
+    """Mean of means: every microbatch counts alike, however many of its tokens do."""
+    from megatron_ext.train import step
+
+    token_loss = step.token_loss
+
+    def mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+        loss_sum, num_tokens, report = token_loss(loss_mask, losses)
+        count = num_tokens.clamp(min=1)
+        return loss_sum / count, torch.ones_like(count), {"lm loss": report["lm loss"] / count}
+
+    step.token_loss = mean_loss
+
+
+def count_tokens_of_own_rank_only() -> None:
+    """The logged loss is right, but each rank divides its gradients by its own tokens times the number of ranks."""
+    import importlib
+
+    from megatron_ext.train import build
+
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    all_reduce = torch.distributed.all_reduce
+
+    def finalize(model: Any, num_tokens: torch.Tensor, **kwargs: Any) -> None:
+        def all_reduce_but_tokens(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if tensor.data_ptr() == num_tokens.data_ptr():
+                tensor.mul_(torch.distributed.get_world_size())
+                return None
+            return all_reduce(tensor, *args, **options)
+
+        torch.distributed.all_reduce = all_reduce_but_tokens
+        try:
+            module.finalize_model_grads(model, num_tokens, **kwargs)
+        finally:
+            torch.distributed.all_reduce = all_reduce
+
+    build.finalize_model_grads = finalize
+
+
+def batch_sends_between_two_stages() -> None:
+    """With two stages the next rank is also the previous one, and batched sends over gloo carry no tag: they swap."""
+    from megatron_ext.train import build
+
+    transformer_config = build.transformer_config
+
+    def batched(*args: Any, **settings: Any) -> Any:
+        config = transformer_config(*args, **settings)
+        config.batch_p2p_comm, config.overlap_p2p_comm = True, False
+        return config
+
+    build.transformer_config = batched
+
+
+def double_the_gradient_of_one_expert() -> None:
+    """The second expert of the second expert-parallel rank: number 5 of 8."""
+    from megatron_ext.model import moe
+
+    build = moe.ExpertMatrices.__init__
+
+    def build_with_fault(self: Any, *sizes: Any, groups: Any, **settings: Any) -> None:
+        build(self, *sizes, groups=groups, **settings)
+        if groups.ep.rank() == 1:
+            factors = torch.ones(len(self.weight), 1, 1)
+            factors[1] = 2.0
+            self.weight.register_hook(lambda gradient: gradient * factors)
+
+    moe.ExpertMatrices.__init__ = build_with_fault
+
+
+def give_each_rank_two_neighbouring_chunks() -> None:
+    """Ranks read chunks 2r and 2r + 1, while attention and positions think of r and 2 x size - 1 - r."""
+    from megatron_ext.data import batch
+
+    batch.context_chunks = lambda rank, size: (2 * rank, 2 * rank + 1)
+
+
+def turn_the_ring_around() -> None:
+    """Keys travel the other way than the ranks believe. With two ranks both ways are the same: it takes four."""
+    from megatron_ext.model import context_parallel
+
+    context_parallel._neighbours = lambda rank, size: ((rank - 1) % size, (rank + 1) % size)
+
+
+def average_over_ranks() -> None:
+    """torch's own default, which megatron-core's wrapper keeps: the mean over the ranks, where the sum belongs."""
+    from torch.distributed.fsdp import FSDPModule
+
+    FSDPModule.set_gradient_divide_factor = lambda *_args: None  # pyright: ignore[reportAttributeAccessIssue]
+    FSDPModule.set_force_sum_reduction_for_comms = lambda *_args: None  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,79 @@
+"""The suite keeps its shape: helpers lie in tests/support, and what starts ranks lies elsewhere than under unit/."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+STARTS_RANKS = {
+    "run_ranks",
+    "record",  # megatron_ext.verify.record and .proof train on ranks
+    "prove",
+    "Experiment",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "torch.multiprocessing",
+    "torchrun",
+    "tests.support.launched",
+}
+"""Names that a file under unit/ neither imports nor gives to another process."""
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Modules that are imported, the names taken from them, and both joined by a dot."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            for alias in node.names:
+                yield from (alias.name, f"{node.module}.{alias.name}")
+
+
+def ways_to_start_ranks(tree: ast.AST) -> set[str]:
+    """Those of STARTS_RANKS that are imported, or are words of a list (a command)."""
+    words = {
+        element.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.List | ast.Tuple)
+        for element in node.elts
+        if isinstance(element, ast.Constant) and isinstance(element.value, str)
+    }
+    return STARTS_RANKS & {*imported(tree), *words}
+
+
+def test_helpers_are_imported_from_support_alone() -> None:
+    """Neither another test's module, nor a name that its module keeps to itself."""
+    wrong = re.compile(r"tests\.(?!support\b)|(.*\.)?test_\w+$|tests\.support\.\w+\._")
+    found = {
+        str(path.relative_to(TESTS)): taken
+        for path in sorted(TESTS.rglob("*.py"))
+        if (taken := set(filter(wrong.match, imported(tree_of(path)))))
+    }
+    assert found == {}, "put what tests share into tests/support"
+
+
+def test_what_starts_ranks_is_not_under_unit() -> None:
+    files = set((TESTS / "unit").glob("*.py")) - {Path(__file__)}
+    found = {path.name: ways for path in sorted(files) if (ways := ways_to_start_ranks(tree_of(path)))}
+    assert found == {}, "these belong to tests/distributed"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from megatron_ext.verify.ranks import RankError, run_ranks",
+        "def f():\n    from megatron_ext.verify.record import record",
+        "command = [sys.executable, '-m', 'torch.distributed.run', '--standalone']",
+        "from tests.support.launched import start",
+    ],
+)
+def test_ways_to_start_ranks_are_seen(code: str) -> None:
+    assert ways_to_start_ranks(ast.parse(code))
