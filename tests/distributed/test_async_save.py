@@ -1,7 +1,4 @@
-"""--async-save: what is written is the step of the save, whatever the training does meanwhile.
-
-Row 17 of the faults.
-"""
+"""--async-save: what is written is the step of the save, whatever the training does meanwhile."""
 
 import contextlib
 import io

@@ -47,7 +47,7 @@ def test_a_folder_without_a_checkpoint_starts_afresh(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tracker", [b"", b"2\n\x00garbage", b"\xff\xfe", b"-1", b"7", b"release", None])
 def test_newest_checkpoint_stands_in_for_a_bad_tracker(tracker: bytes | None, tmp_path: Path) -> None:
-    """Row 12 of the faults."""
+    """Empty, torn, not text, or naming what is not there."""
     for iteration in (1, 2):
         folder = iteration_folder(tmp_path, iteration)
         folder.mkdir()
@@ -73,7 +73,7 @@ def test_a_tracker_without_any_checkpoint_is_an_error(tmp_path: Path) -> None:
 # replace: the tracker is not yet set; rename: the folder has no final name; fsync: the shards are being written.
 @pytest.mark.parametrize("call", ["fsync", "rename", "replace"])
 def test_killed_in_a_save(call: str, tmp_path: Path) -> None:
-    """Row 11 of the faults: between shards, manifest and tracker."""
+    """Between shards, manifest and tracker."""
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(1, _kill_at, call, str(tmp_path), [1, 3], FLAGS)
     saved = saved_iterations(tmp_path)

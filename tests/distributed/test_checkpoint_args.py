@@ -115,7 +115,7 @@ def test_a_new_optimizer_follows_the_flags(flag: str, saved: str) -> None:
 
 
 def test_exit_on_missing_checkpoint_looks_as_loading_does(saved: str, tmp_path: Path) -> None:
-    """Row 12 of the faults: not for the tracker alone."""
+    """A missing or garbage tracker is no missing checkpoint."""
     flags = [*MODEL, *REST, *SCHEDULE, "--exit-on-missing-checkpoint"]
     copy = Path(shutil.copytree(saved, tmp_path / "copy"))
     (copy / TRACKER).unlink()

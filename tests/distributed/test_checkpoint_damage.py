@@ -1,6 +1,6 @@
 """A checkpoint with a single wrong byte is refused, with the file named, and the one before it is used.
 
-Rows 13 and 14 of the faults.
+Bytes flipped at random, truncated and missing shards: none is ever loaded.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Row 19 of the faults: what one layout saves, every other loads, to the bit, and the next losses are the same."""
+"""What one layout saves, every other loads, to the bit, and the next losses are the same."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """A run goes on through its data exactly where it stopped, with other ranks and batches, or says why it cannot.
 
-Rows 21 and 22 of the table of faults: 0 samples repeated, 0 skipped; a data file replaced between runs is exit 65.
+0 samples are repeated and 0 skipped; a data file replaced between runs is exit 65.
 """
 
 import itertools
@@ -76,7 +76,7 @@ def taken(ended: list[Ended]) -> list[int]:
     return sorted(itertools.chain.from_iterable(end.samples for end in ended))
 
 
-def test_row_21_no_sample_is_repeated_and_none_skipped(begun: Begun):
+def test_no_sample_is_repeated_and_none_skipped(begun: Begun):
     assert taken(begun.ended) == list(range(24))
     before = logged(begun.folder)
     # What a killed run wrote after its last checkpoint goes.
@@ -127,7 +127,7 @@ def test_the_text_of_a_step(begun: Begun, capsys: pytest.CaptureFixture[str]):
         inspect_dataset(["sample", "--step", "7", *shlex.split(flags)])
 
 
-def test_row_22_a_data_file_replaced_between_runs(begun: Begun):
+def test_a_data_file_replaced_between_runs(begun: Begun):
     flags = f"--micro-batch-size 2 --global-batch-size 8 {LONG['formula'][0]} --override-opt-param-scheduler"
     if begun.order == "shuffled":
         flags = f"--micro-batch-size 2 --global-batch-size 8 {LONG['shuffled'][0]}"

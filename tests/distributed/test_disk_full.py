@@ -1,7 +1,4 @@
-"""The disk is full: exit 74, the partial folder is removed, and the earlier checkpoints are as they were.
-
-Row 15 of the faults.
-"""
+"""The disk is full: exit 74, the partial folder is removed, and the earlier checkpoints are as they were."""
 
 import resource
 import shlex

@@ -1,7 +1,4 @@
-"""A save killed at any of 50 moments leaves the checkpoint before it whole, and that, or the new one, is loaded.
-
-Row 10 of the faults.
-"""
+"""A save killed at any of 50 moments leaves the checkpoint before it whole, and that, or the new one, is loaded."""
 
 import signal
 import time

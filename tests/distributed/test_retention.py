@@ -1,4 +1,4 @@
-"""Old checkpoints go, the last valid one never does (row 16 of the faults)."""
+"""Old checkpoints go, the last valid one never does."""
 
 from pathlib import Path
 

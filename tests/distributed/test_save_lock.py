@@ -1,7 +1,4 @@
-"""Two jobs, one save folder: the second is refused and told of the first; a killed job is in nobody's way.
-
-Row 18 of the faults.
-"""
+"""Two jobs, one save folder: the second is refused and told of the first; a killed job is in nobody's way."""
 
 import json
 import shlex

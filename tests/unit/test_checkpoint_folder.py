@@ -1,4 +1,4 @@
-"""A checkpoint folder leads to nothing outside of it, and only what saves have written there is removed (row 36)."""
+"""A checkpoint folder leads to nothing outside of it, and only what saves have written there is removed."""
 
 import io
 import json

@@ -167,7 +167,7 @@ def test_what_config_json_may_not_say(changes: dict[str, Any], message: str, tmp
 
 
 def test_auto_map_is_data(tmp_path: Path) -> None:
-    """Row 37 of the faults."""
+    """No code that a config.json names is imported."""
     canary = tmp_path / "canary"
     (tmp_path / "modeling_evil.py").write_text(f"open({str(canary)!r}, 'w')\n")
     ours = _write(tmp_path, {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}, "trust_remote_code": True})
@@ -193,7 +193,7 @@ def test_load_hf_fills_the_model_and_lists_what_differs(tmp_path: Path) -> None:
 
 
 def test_every_bad_tensor_is_listed_with_both_shapes(tmp_path: Path) -> None:
-    """Row 35 of the faults."""
+    """Missing, of another shape, or not tied although config.json ties it."""
     layer = "model.layers.0."
     ours = _write(
         tmp_path,
@@ -217,7 +217,7 @@ def test_every_bad_tensor_is_listed_with_both_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "link.safetensors", "sub/model.safetensors"])
 def test_an_index_does_not_lead_out_of_the_folder(name: str, tmp_path: Path) -> None:
-    """Row 36 of the faults."""
+    """Neither upwards, nor from the root, nor through a link."""
     folder = tmp_path / "model"
     folder.mkdir()
     _write(folder)
@@ -268,7 +268,7 @@ def _entry(begin: int, end: int, shape: list[int] | None = None) -> dict[str, An
     ],
 )
 def test_a_header_is_not_believed(content: bytes, message: str, tmp_path: Path) -> None:
-    """Row 34 of the faults: refused within a second of the processor."""
+    """It is refused within a second of the processor."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     started = time.process_time()

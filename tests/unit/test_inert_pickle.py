@@ -1,4 +1,4 @@
-"""No pickle in a checkpoint runs, makes or changes anything (row 33 of the faults).
+"""No pickle in a checkpoint runs, makes or changes anything.
 
 Every payload tries to: it makes a folder, or sets an attribute of a real class. What it does where Python's unpickler
 reads it, with the names of a checkpoint's classes alone allowed, is tested too: a payload that does nothing shows
