@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # From nothing to a trained GPT in Hugging Face's format, with a stop and a resume on the way, in about five minutes on
 # two cores.
-#   bash examples/quickstart.sh [FOLDER [ITERATIONS]]      default: runs/quickstart, 100
+#   bash examples/quickstart.sh [FOLDER [ITERATIONS [RANKS]]]      default: runs/quickstart, 100
 # Begins by emptying FOLDER, if an earlier quickstart made it; refuses any other folder that holds something.
-# Trains over the machine's GPUs, or else on 8 CPU processes: the same program, the same flags.
+# Trains on RANKS (1, 2, 4 or 8) of the machine's GPUs, by default as many as it has, or else on CPU processes, by
+# default 8: the same program, the same flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 run=${1:-runs/quickstart}
 iterations=${2:-100}
+ranks=${3:-}
 while [[ $run == ?*/ ]]; do run=${run%/}; done # "link/" is what the link points to
 marker=.made_by_quickstart
 refuse() {
@@ -65,12 +67,12 @@ three_d=(
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
-case "$gpus" in
-    0) ranks=8 layout=(--device cpu "${three_d[@]}") ;;
-    1) ranks=1 layout=(--bf16) ;;
-    2 | 3) ranks=2 layout=(--bf16 --tensor-model-parallel-size 2 --sequence-parallel) ;;
-    4 | 5 | 6 | 7) ranks=4 layout=(--bf16 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2) ;;
-    *) ranks=8 layout=(--bf16 "${three_d[@]}") ;;
+if ((gpus)); then layout=(--bf16); else layout=(--device cpu); fi
+case "${ranks:-$gpus}" in
+    1) ranks=1 ;;
+    2 | 3) ranks=2 layout+=(--tensor-model-parallel-size 2 --sequence-parallel) ;;
+    4 | 5 | 6 | 7) ranks=4 layout+=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2) ;;
+    *) ranks=8 layout+=("${three_d[@]}") ;;
 esac
 export OMP_NUM_THREADS=1
 train() {

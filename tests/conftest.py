@@ -27,8 +27,27 @@ def no_groups_are_left() -> Iterator[None]:
         groups.destroy()
 
 
-LONG = ("test_examples.py", "test_two_agents.py", "test_kill_and_resume.py", "test_stopping.py", "test_compile.py")
-"""Files of few tests that take a minute or more."""
+LONG = (
+    "test_examples.py",
+    "test_kill_and_resume.py",
+    "test_matrix.py",
+    "test_compile.py",
+    "test_restarts.py",
+    "test_huggingface.py",
+    "test_two_agents.py",
+    "test_stopping.py",
+    "test_sharded_schemes.py",
+)
+"""Files that take half a minute or more."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests that are marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all") and config.option.markexpr == "not slow":  # what pyproject.toml says
+        config.option.markexpr = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Runs all checks and tests: lint, types, pytest. Arguments go to pytest, e.g. `bash tests/run.sh -k parity`.
+# With --all it also runs the tests that are marked slow; CONTRIBUTING.md says which they are and when to run them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh requirements-dev.txt
 export OMP_NUM_THREADS=1
+# Tests start some hundred interpreters, and each would compile the package anew.
+unset PYTHONDONTWRITEBYTECODE
 
 echo "== ruff"
 python -m ruff check .

@@ -258,7 +258,7 @@ class Case:
     """Flags in which the layout differs from the one process."""
 
     slow: bool = False
-    """Whether the case is left to docs/parity.md and to tests that are asked for with `-m slow`."""
+    """Whether the case is left to docs/parity.md and to `bash tests/run.sh --all`."""
 
     slow_in_bf16: bool = False
     """Whether the same holds for bf16 alone."""

@@ -1,4 +1,6 @@
-"""This module is imported once by the forkserver, so that every rank starts with torch and megatron-core loaded."""
+"""The forkserver imports this once, so that every rank starts with torch, megatron-core and the program loaded."""
+
+import gc
 
 from megatron_ext import device
 
@@ -8,3 +10,15 @@ import megatron.core.distributed  # noqa: E402
 import megatron.core.models.gpt  # noqa: E402
 import megatron.core.optimizer  # noqa: E402
 import megatron.core.pipeline_parallel  # noqa: E402, F401
+
+import megatron_ext.checkpoint.huggingface.exporter  # noqa: E402
+import megatron_ext.checkpoint.native.load  # noqa: E402
+import megatron_ext.checkpoint.native.save  # noqa: E402
+import megatron_ext.train.build  # noqa: E402
+import megatron_ext.train.evaluate  # noqa: E402
+import megatron_ext.train.pretrain  # noqa: E402
+import megatron_ext.train.trainer  # noqa: E402
+import megatron_ext.verify.gather  # noqa: E402, F401
+
+# What is loaded stays: the collector of a rank need not look at it, which would also copy its pages.
+gc.freeze()

@@ -81,6 +81,7 @@ def test_with_all_rows_the_runs_work(tmp_path) -> None:
     run_ranks(2, _train_without, None, str(tmp_path), fresh=True)
 
 
+@pytest.mark.slow  # what is needed changes with torch and megatron-core alone
 @pytest.mark.parametrize("name", [row.name for row in REPLACEMENTS if row.name not in FOR_EXPERTS])
 def test_a_row_that_nothing_misses_must_go(name: str, tmp_path) -> None:
     _must_fail_without(name, str(tmp_path), RUNS, ranks=2)

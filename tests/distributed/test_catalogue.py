@@ -1,7 +1,9 @@
 """The catalogue against the model that megatron-core builds: names, shapes, attributes and values, in every layout."""
 
+import functools
 import hashlib
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from megatron_ext.config.ranks import expert_coordinates
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import in_turn
 from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -131,23 +134,41 @@ def _shard(whole: torch.Tensor, tp_dim: int | None, stride: int, tp_rank: int, t
 
 @pytest.fixture(scope="module")
 def whole_model() -> dict[str, dict[str, torch.Tensor]]:
-    return {name: run_ranks(1, _values, small_config(model)) for name, model in ALL_MODELS.items()}  # pyright: ignore
+    [models] = run_ranks(1, in_turn, _values, [small_config(model) for model in ALL_MODELS.values()])
+    return dict(zip(ALL_MODELS, models, strict=True))
+
+
+def _config(layout: str, model: str) -> Config:
+    sizes = dict((EXPERT_LAYOUTS if model == EXPERTS else LAYOUTS)[layout])
+    tp, pp = sizes.get("tensor_model_parallel_size", 1), sizes.get("pipeline_model_parallel_size", 1)
+    return small_config(ALL_MODELS[model], {**sizes, "world_size": tp * pp * sizes.pop("data_parallel_size", 1)})
+
+
+@pytest.fixture(scope="module")
+def described() -> Callable[[str, str], Sequence[tuple[Place, dict[str, Built]]]]:
+    """What each rank holds; the ranks of a number build the models of all cases that have as many, one by one."""
+    configs = {case: _config(*case) for case in CASES}
+
+    @functools.cache
+    def on_ranks(world_size: int) -> dict[tuple[str, str], Any]:
+        cases = [case for case, config in configs.items() if config.layout.world_size == world_size]
+        by_rank = run_ranks(world_size, in_turn, _describe, [configs[case] for case in cases])
+        return dict(zip(cases, zip(*by_rank, strict=True), strict=True))
+
+    return lambda layout, model: on_ranks(configs[layout, model].layout.world_size)[layout, model]
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
-def test_catalogue_is_the_model(layout: str, model: str, whole_model: Any) -> None:
-    sizes = dict((EXPERT_LAYOUTS if model == EXPERTS else LAYOUTS)[layout])
-    tp, pp = sizes.get("tensor_model_parallel_size", 1), sizes.get("pipeline_model_parallel_size", 1)
-    world_size = tp * pp * sizes.pop("data_parallel_size", 1)
-    config = small_config(ALL_MODELS[model], {**sizes, "world_size": world_size})
-    for rank, (place, built) in enumerate(run_ranks(world_size, _describe, config)):
+def test_catalogue_is_the_model(layout: str, model: str, whole_model: Any, described: Any) -> None:
+    config = _config(layout, model)
+    for rank, (place, built) in enumerate(described(layout, model)):
         assert (place.etp, place.ep) == expert_coordinates(config.layout, rank)[:2]
         expected = {}
         for parameter in parameters(config):
             if place.pp not in stages(config, parameter) or not _holds(config, parameter, place.ep):
                 continue
             size, index = tensor_size(config, parameter), place.tp if parameter.expert is None else place.etp
-            whole = whole_model[model][0][parameter.name]
+            whole = whole_model[model][parameter.name]
             expected[parameter.name] = Built(
                 shape=parameter.local_shape(size),
                 tp_dim=parameter.tp_dim,
@@ -196,10 +217,11 @@ def _holds(config: Config, parameter: Parameter, ep_rank: int) -> bool:
     return parameter.expert // (config.model.num_experts // config.layout.expert_model_parallel_size) == ep_rank
 
 
-@pytest.mark.parametrize("model", ALL_MODELS)
-def test_bf16_weights_are_the_rounded_fp32_ones(model: str, whole_model: Any) -> None:
-    [values] = run_ranks(1, _values, small_config(ALL_MODELS[model], training={"bf16": True}))
-    assert values.keys() == whole_model[model][0].keys()
-    for name, value in values.items():
-        assert value.dtype == torch.bfloat16
-        assert torch.equal(value, whole_model[model][0][name].bfloat16()), name
+def test_bf16_weights_are_the_rounded_fp32_ones(whole_model: Any) -> None:
+    configs = [small_config(model, training={"bf16": True}) for model in ALL_MODELS.values()]
+    [models] = run_ranks(1, in_turn, _values, configs)
+    for model, values in zip(ALL_MODELS, models, strict=True):
+        assert values.keys() == whole_model[model].keys()
+        for name, value in values.items():
+            assert value.dtype == torch.bfloat16
+            assert torch.equal(value, whole_model[model][name].bfloat16()), (model, name)

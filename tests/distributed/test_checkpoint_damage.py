@@ -8,12 +8,14 @@ import io
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, load, save_at
+from tests.support.in_turn import in_turn
 
 
 def _flip(path: Path, offset: int, bit: int = 0) -> None:
@@ -46,9 +48,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _load_and_listen(folder: str, flags: list[str]) -> tuple[int | None, str]:
+def _load_and_listen(folder: str) -> tuple[int | None, str]:
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        iteration, _ = load(folder, flags)
+        iteration, _ = load(folder, FLAGS)
     return iteration, said.getvalue()
 
 
@@ -64,11 +66,18 @@ DAMAGES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def loaded(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str, Any]]:
+    """By damage: the folder with it, the file that has it, and what two ranks loaded from there and said."""
+    folders = [Path(shutil.copytree(saved, tmp_path_factory.mktemp("damaged") / "copy")) for _ in DAMAGES]
+    names = [_damage(folder / "iter_0000002", kind) for folder, kind in zip(folders, DAMAGES, strict=True)]
+    by_rank = run_ranks(2, in_turn, _load_and_listen, list(map(str, folders)))
+    return dict(zip(DAMAGES, zip(folders, names, zip(*by_rank, strict=True), strict=True), strict=True))
+
+
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_the_one_before_is_used(kind: str, saved: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
-    name = _damage(folder / "iter_0000002", kind)
-    [(iteration, said), other] = run_ranks(2, _load_and_listen, str(folder), FLAGS)
+def test_the_one_before_is_used(kind: str, loaded: dict[str, tuple[Path, str, Any]]) -> None:
+    folder, name, [(iteration, said), other] = loaded[kind]
     assert (iteration, other) == (1, (1, ""))
     assert f"{folder}/iter_0000002 is damaged ({name} " in said
     assert f"using the next whole checkpoint, {folder}/iter_0000001" in said
@@ -92,7 +101,7 @@ def test_nothing_whole_is_left(saved: Path, tmp_path: Path) -> None:
 def test_one_without_a_manifest_is_loaded_with_a_warning(saved: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "copy"))
     (folder / "iter_0000002" / manifest.MANIFEST).unlink()
-    [(iteration, said)] = run_ranks(1, _load_and_listen, str(folder), FLAGS)
+    [(iteration, said)] = run_ranks(1, _load_and_listen, str(folder))
     assert iteration == 2
     assert "has no manifest" in said
 

@@ -1,5 +1,7 @@
 """What one layout saves, every other loads, to the bit, and the next losses are the same."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,9 +42,17 @@ def _optimizer_bytes(folder: str) -> dict[str, int]:
     return found
 
 
+@pytest.fixture(scope="module")
+def saved_again(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """What a layout, which has loaded it, saves."""
+    return functools.cache(
+        lambda layout: saved_by(LAYOUTS[layout], FLAGS, saved.folder, tmp_path_factory.mktemp("again"))
+    )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_share_checkpoints(layout: str, saved: Saved, tmp_path: Path) -> None:
-    found = saved_by(LAYOUTS[layout], FLAGS, saved.folder, tmp_path)
+def test_layouts_share_checkpoints(layout: str, saved: Saved, saved_again: Callable[[str], Saved]) -> None:
+    found = saved_again(layout)
     assert_same_tensors(found, saved)
     assert found.losses == pytest.approx(saved.losses, rel=1e-6)
     if BUCKETS in LAYOUTS[layout][1]:
@@ -53,10 +63,9 @@ def test_layouts_share_checkpoints(layout: str, saved: Saved, tmp_path: Path) ->
             assert max(written.values()) < 2 * sum(written.values()) / ranks
 
 
-def test_and_back(saved: Saved, tmp_path: Path) -> None:
+def test_and_back(saved: Saved, saved_again: Callable[[str], Saved], tmp_path: Path) -> None:
     """In the layout that saved it, the losses are the same to the bit, after a stay in another layout too."""
-    elsewhere = saved_by(LAYOUTS["PP4"], FLAGS, saved.folder, tmp_path / "elsewhere")
-    back = saved_by(TP2_PP2_VPP2_DP2, FLAGS, elsewhere.folder, tmp_path / "back")
+    back = saved_by(TP2_PP2_VPP2_DP2, FLAGS, saved_again("PP4").folder, tmp_path)
     assert_same_tensors(back, saved)
     assert back.losses == saved.losses
 

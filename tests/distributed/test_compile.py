@@ -32,7 +32,9 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     return Experiment(write_corpus(tmp_path_factory.mktemp("corpus")))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "TP2 SP")) for name in LAYOUTS]
+)
 def test_compiled_layers_train_as_eager_ones(name: str, experiment: Experiment) -> None:
     world_size, flags = LAYOUTS[name]
     case = Case(name, "tied", world_size, ("--torch-compile", *flags.split()))

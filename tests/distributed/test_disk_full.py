@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.checkpoint.native.folder import saved_iterations
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, file_hashes, save_at
-from tests.support.launched import start
+from tests.support.program import run_program
 
 PROGRAM = shlex.split("""
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data
@@ -51,10 +51,11 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
-    save, log = small_disk / "save", tmp_path / "log"
-    code = start([*PROGRAM, "--save", str(save), "--metrics-file", str(tmp_path / "metrics.jsonl")], log).wait(120)
-    said = log.read_text().splitlines()[-1]
-    assert code == 74, said
+    save = small_disk / "save"
+    flags = [*PROGRAM, "--save", str(save), "--metrics-file", str(tmp_path / "metrics.jsonl")]
+    [ended] = run_ranks(1, run_program, flags)
+    assert ended.code == 74, ended.errors
+    said = ended.errors.splitlines()[-1]
     assert "No space left on device" in said
     assert "bytes are needed" in said
     assert saved_iterations(save) == [1, 2]

@@ -87,8 +87,15 @@ def without_recomputation(flags: list[str]) -> Callable[[str], RunRecord]:
     return get
 
 
-@pytest.mark.parametrize("mode", RECOMPUTE)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        # In every run: each way to recompute, and each layout.
+        pytest.param(layout, mode, marks=[pytest.mark.slow] * (layout != "TP2 SP" and mode != "full uniform"))
+        for layout in LAYOUTS
+        for mode in RECOMPUTE
+    ],
+)
 def test_recomputation_repeats_the_masks(
     layout: str, mode: str, flags: list[str], without_recomputation: Callable[[str], RunRecord]
 ) -> None:

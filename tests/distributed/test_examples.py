@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.train.configure import configure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,13 +20,15 @@ def run(*command: str) -> str:
     return ended.stdout
 
 
-def test_the_quickstart_in_short_and_what_it_tells_to_try_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["2", pytest.param("", marks=pytest.mark.slow)])
+def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_path: Path) -> None:
+    """On two ranks; by default it takes eight without GPUs."""
     folder = tmp_path / "run"
     for stale in ("checkpoints", "hf"):  # of an earlier quickstart
         (folder / stale).mkdir(parents=True)
         (folder / stale / "stale").touch()
     (folder / ".made_by_quickstart").touch()
-    said = run("bash", "examples/quickstart.sh", str(folder), "10")
+    said = run("bash", "examples/quickstart.sh", str(folder), "10", ranks)
     assert not list(folder.rglob("stale"))
     rows = list(read_rows(folder / "checkpoints/metrics.jsonl"))
     losses = {row["iteration"]: row["lm_loss"] for row in rows if "lm_loss" in row}
@@ -46,6 +49,37 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(tmp_path: Path) -
     assert "\ndef " in said.partition("8/8 a sample")[2]
     said = run("bash", "examples/pretrain_cpu.sh", str(folder), "--train-iters", "2", "--lr-warmup-iters", "1")
     assert " validation loss at iteration 2 |" in said
+
+
+# Writes its arguments down, and the one file that the quickstart itself reads.
+STAND_IN = """#!/bin/bash
+echo "$*" >> {commands}
+mkdir -p {run}
+touch {run}/train_manifest.json
+"""
+
+
+def test_the_quickstart_on_eight_ranks_is_a_run_that_can_be_built(tmp_path: Path) -> None:
+    """The flags of its training, from the script itself; this layout is trained in tests/parity."""
+    commands, folder = tmp_path / "commands", tmp_path / "run"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").write_text(STAND_IN.format(commands=commands, run=folder))
+    (tmp_path / "bin/python").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "VIRTUAL_ENV": str(tmp_path)}
+    script = ["bash", str(ROOT / "examples/quickstart.sh"), str(folder), "10", "8"]
+    ended = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    trainings = [line.split() for line in commands.read_text().splitlines() if "pretrain_gpt.py" in line]
+    assert len(trainings) == 2
+    for launcher, flags in ((words[:4], words[5:]) for words in trainings):
+        assert launcher == ["-m", "torch.distributed.run", "--nproc-per-node", "8"]
+        for part in ("train", "valid"):
+            for suffix in (".bin", ".idx"):
+                (folder / f"{part}_text_document{suffix}").touch()
+        given = [*flags, "--device", "cpu", "--tokenizer-type", "ByteTokenizer", "--dry-run", "--world-size", "8"]
+        layout = configure(given).config.layout
+        assert (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size) == (2, 2)
+        assert (layout.num_virtual_stages_per_pipeline_rank, layout.data_parallel_size) == (2, 2)
 
 
 @pytest.mark.parametrize("named", ["folder", "folder/", "link", "link//", "folder/work.txt", "folder/sub/.."])

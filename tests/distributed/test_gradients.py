@@ -5,6 +5,8 @@ and key norms (each rank sees its own heads alone), key/value heads that several
 reduction, learned positions.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.model.loss import token_loss
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -59,14 +62,31 @@ def _joined(config: Config, results: list[tuple[float, dict[str, torch.Tensor]]]
     return joined
 
 
+def _config(model: str, tp: int, sequence_parallel: bool) -> Config:
+    layout = {"tensor_model_parallel_size": tp, "world_size": tp, "sequence_parallel": sequence_parallel}
+    return small_config(MODELS[model], layout)
+
+
+@pytest.fixture(scope="module")
+def results_of() -> Callable[[str, int, bool], list[tuple[float, dict[str, torch.Tensor]]]]:
+    """What each rank found; the ranks of a size compute everything that is asked of them in one go."""
+
+    @functools.cache
+    def of_size(tp: int) -> dict[tuple[str, bool], Any]:
+        cases = [(model, sequence_parallel) for model in MODELS for sequence_parallel in (False, True)[: min(tp, 2)]]
+        by_rank = run_ranks(tp, in_turn, _gradients, [_config(model, tp, sequence) for model, sequence in cases])
+        return dict(zip(cases, zip(*by_rank, strict=True), strict=True))
+
+    return lambda model, tp, sequence_parallel: list(of_size(tp)[model, sequence_parallel])
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
-def test_gradients_equal_those_of_one_process(model: str, tp: int, sequence_parallel: bool) -> None:
-    layout = {"tensor_model_parallel_size": tp, "world_size": tp, "sequence_parallel": sequence_parallel}
-    config = small_config(MODELS[model], layout)
-    [(expected_loss, expected)] = run_ranks(1, _gradients, small_config(MODELS[model]))
-    results = run_ranks(tp, _gradients, config)
+def test_gradients_equal_those_of_one_process(model: str, tp: int, sequence_parallel: bool, results_of: Any) -> None:
+    config = _config(model, tp, sequence_parallel)
+    [(expected_loss, expected)] = results_of(model, 1, False)
+    results = results_of(model, tp, sequence_parallel)
     for loss, _ in results:
         assert loss == pytest.approx(expected_loss, rel=1e-6)
     got = _joined(config, results)

@@ -1,6 +1,8 @@
 """Weights from transformers' models: our logits are theirs, in every layout, by every way in and out."""
 
+import functools
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from tests.support.hf_models import (
     whole_vocabulary,
     write_model,
 )
+from tests.support.in_turn import in_turn
 
 quiet_transformers()
 
 convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
 
 TOLERANCE = 1e-5
-VERIFIED = ("Llama 3.1", "Qwen2", "GPT-2")  # each takes two interpreters' time
+VERIFIED = ("Llama 3.1", "Qwen2", "GPT-2")
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +48,32 @@ def _difference(world_size: int, arguments: list[str], expected: torch.Tensor) -
     return (whole_vocabulary(run_ranks(world_size, our_logits, arguments)) - expected).abs().max().item()
 
 
+def _checkpoint(folder: str) -> list[str]:
+    """The flags of a run from our checkpoint of a model."""
+    return ["--load", folder, "--config", f"{folder}/iter_0000000/config.yaml"]
+
+
+@pytest.fixture(scope="module")
+def ours(models: dict[str, Any], imported: dict[str, str]) -> Callable[[int, int], dict[tuple[str, str], torch.Tensor]]:
+    """Our logits on TP x PP ranks, which load every model by both ways in, one after the other."""
+    sources = {("--load-hf", name): ["--load-hf", str(folder)] for name, (folder, _) in models.items()}
+    sources |= {("--load", name): _checkpoint(folder) for name, folder in imported.items()}
+
+    @functools.cache
+    def of_layout(tp: int, pp: int) -> dict[tuple[str, str], torch.Tensor]:
+        runs = [flags(source, tp, pp) for source in sources.values()]
+        by_rank = run_ranks(tp * pp, in_turn, our_logits, runs, timeout=550)
+        return {case: whole_vocabulary(parts) for case, parts in zip(sources, zip(*by_rank, strict=True), strict=True)}
+
+    return of_layout
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
 @pytest.mark.parametrize("name", MODELS)
-def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any]) -> None:
-    folder, expected = models[name]
+def test_load_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any) -> None:
+    expected = models[name][1]
     assert expected.abs().max() > 0.5, "logits near zero would agree with anything"
-    assert _difference(tp * pp, flags(["--load-hf", str(folder)], tp, pp), expected) < TOLERANCE
+    assert (ours(tp, pp)["--load-hf", name] - expected).abs().max() < TOLERANCE
 
 
 def test_load_hf_into_stages_that_differ(models: dict[str, Any]) -> None:
@@ -79,10 +102,10 @@ def test_query_groups(name: str, heads: int, tp: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE"])
 def test_experts_on_two_ranks(name: str, imported: dict[str, str], models: dict[str, Any]) -> None:
     folder, expected = models[name]
-    checkpoint = ["--load", imported[name], "--config", f"{imported[name]}/iter_0000000/config.yaml"]
-    for sources in (["--load-hf", str(folder)], checkpoint):
-        layout = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
-        for logits in run_ranks(2, our_logits, flags([*sources, *layout])):  # every rank has the same tokens
+    layout = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
+    runs = [flags([*source, *layout]) for source in (["--load-hf", str(folder)], _checkpoint(imported[name]))]
+    for of_rank in run_ranks(2, in_turn, our_logits, runs):  # every rank has the same tokens
+        for logits in of_rank:
             assert (whole_vocabulary([logits]) - expected).abs().max() < TOLERANCE
 
 
@@ -116,17 +139,27 @@ def imported(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
 @pytest.mark.parametrize("name", MODELS)
-def test_from_hf(name: str, tp: int, pp: int, imported: dict[str, str], models: dict[str, Any]) -> None:
-    arguments = flags(["--load", imported[name], "--config", f"{imported[name]}/iter_0000000/config.yaml"], tp, pp)
-    assert _difference(tp * pp, arguments, models[name][1]) < TOLERANCE
+def test_from_hf(name: str, tp: int, pp: int, models: dict[str, Any], ours: Any) -> None:
+    assert (ours(tp, pp)["--load", name] - models[name][1]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "verified"),
+    # Verifying takes another interpreter with transformers in it.
+    [
+        *((name, name == VERIFIED[0]) for name in MODELS),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in VERIFIED[1:]),
+    ],
+)
 def test_to_hf_gives_back_the_files(
-    name: str, imported: dict[str, str], models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    verified: bool,
+    imported: dict[str, str],
+    models: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     written = tmp_path / "hf"
-    verified = name in VERIFIED
     arguments = ["to-hf", "--load", imported[name], "--save", str(written), "--max-shard-size", "100KB"]
     assert convert(arguments if verified else [*arguments, "--no-verify"]) == 0
     expected, found = _tensors(models[name][0]), _tensors(written)

@@ -1,15 +1,22 @@
 """tools/inspect_checkpoint.py, as its users call it."""
 
+import contextlib
+import io
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS, save_at
 from tests.support.launched import ROOT
+
+TOOL = ROOT / "tools" / "inspect_checkpoint.py"
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +27,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _inspect(*words: object) -> tuple[int, str]:
-    command = [sys.executable, "tools/inspect_checkpoint.py", *map(str, words)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    """The program in this process: its exit code and its output."""
+    said = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [str(TOOL), *map(str, words)]),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_path(str(TOOL), run_name="__main__")
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, said.getvalue()
+
+
+def _in_a_process(*words: object) -> tuple[int, str]:
+    result = subprocess.run([sys.executable, TOOL, *map(str, words)], capture_output=True, text=True, check=False)
     return result.returncode, result.stdout + result.stderr
 
 
-def test_ls(saved: Path) -> None:
-    code, said = _inspect("ls", saved)
+@pytest.mark.parametrize("inspect", [_inspect, _in_a_process])
+def test_ls(inspect: Callable[..., tuple[int, str]], saved: Path) -> None:
+    code, said = inspect("ls", saved)
     first, second = said.splitlines()
     assert code == 0
     assert first.startswith("  iter_0000001 ")

@@ -33,7 +33,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("precision", CASES)
+@pytest.mark.parametrize("precision", ["fp32", "fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_killed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) -> None:
     ranks, flags = CASES[precision]
     corpus = tmp_path / "corpus"

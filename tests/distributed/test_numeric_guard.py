@@ -81,6 +81,18 @@ LAYOUTS: dict[str, tuple[int, str, list[Plant]]] = {
         f"{TP2} --pipeline-model-parallel-size 2",
         [Plant(3, NORM), Plant(2, FINAL_NORM), Plant(3, WORDS), Plant(1, PROJ_BIAS), Plant(1, POSITIONS)],
     ),
+    "interleaved pipeline": (  # layers 0 and 2 on one rank, 1 and 3 on the other
+        2,
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        [
+            Plant(0, PROJ_BIAS),
+            Plant(0, "decoder.layers.2.input_layernorm.bias", INF, microbatch=-1),
+            Plant(1, NORM, microbatch=-1),
+            Plant(1, "decoder.layers.3.mlp.linear_fc1.weight"),
+            Plant(0, POSITIONS),
+            Plant(1, WORDS, element=-1),
+        ],
+    ),
     "context parallel": (2, "--context-parallel-size 2", on_each(2, NORM)),
     "optimizer instances": (
         4,

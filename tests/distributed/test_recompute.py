@@ -8,6 +8,7 @@ import torch
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
@@ -34,13 +35,11 @@ def _loss_and_gradients(config: Config) -> tuple[torch.Tensor, dict[str, torch.T
 def test_recompute_is_bitwise_the_same(model: dict[str, Any], layout: dict[str, Any]) -> None:
     size = layout.get("tensor_model_parallel_size", 1)
     layout = {**layout, "world_size": size}
-    plain = run_ranks(size, _loss_and_gradients, small_config(model, layout))
-    without_dropout = run_ranks(size, _loss_and_gradients, small_config({**model, "attention_dropout": 0.0}, layout))
-    assert not torch.equal(plain[0][0], without_dropout[0][0])
-    for method in METHODS.values():
-        for expected, got in zip(
-            plain, run_ranks(size, _loss_and_gradients, small_config(model, layout, method)), strict=True
-        ):
-            assert torch.equal(got[0], expected[0])
+    plain, without_dropout = small_config(model, layout), small_config({**model, "attention_dropout": 0.0}, layout)
+    recomputed = [small_config(model, layout, method) for method in METHODS.values()]
+    for expected, other, *found in run_ranks(size, in_turn, _loss_and_gradients, [plain, without_dropout, *recomputed]):
+        assert not torch.equal(expected[0], other[0])
+        for method, got in zip(METHODS, found, strict=True):
+            assert torch.equal(got[0], expected[0]), method
             for name, gradient in got[1].items():
-                assert torch.equal(gradient, expected[1][name]), (method, name)  # pyright: ignore[reportArgumentType]
+                assert torch.equal(gradient, expected[1][name]), (method, name)

@@ -97,13 +97,22 @@ def _train(flags: list[str], load: str | None, steps: int, save: str | None) -> 
     )
 
 
+def _train_whole_and_begin_again(flags: list[str], save: str) -> tuple[Trace, Trace]:
+    """Eight steps without a save, and then, from the beginning, the three steps that a run has done when it ends."""
+    from megatron.core import parallel_state
+
+    whole = _train(flags, None, 8, None)
+    parallel_state.destroy_model_parallel()
+    return whole, _train(flags, None, 3, save)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     world_size, flags = CASES[case]
     flags = [*MODEL, *SCHEDULE, *flags]
-    whole = run_ranks(world_size, _train, flags, None, 8, None)
-    first = run_ranks(world_size, _train, flags, None, 3, str(tmp_path))
+    begun = run_ranks(world_size, _train_whole_and_begin_again, flags, str(tmp_path))
     second = run_ranks(world_size, _train, flags, str(tmp_path), 5, None)
+    whole, first = zip(*begun, strict=True)
     for one, before, after in zip(whole, first, second, strict=True):
         assert before.losses + after.losses == one.losses
         assert before.grad_norms + after.grad_norms == one.grad_norms

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.native.lock import LOCK
-from tests.support.launched import ROOT, end_all, finish, start
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.launched import ROOT, end_all
+from tests.support.program import run_program
 
 FLAGS = shlex.split("""
     --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --mock-data
@@ -44,22 +46,22 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_the_second_job_is_refused_and_the_first_can_be_killed(holder: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    save, log = tmp_path / "save", tmp_path / "log"
+    save = tmp_path / "save"
     flags = [*FLAGS, "--save", str(save)]
-    process = start(flags, log)
-    assert process.wait(60) == 64
-    said = log.read_text()
-    assert f"--save {save} is in use by another job: process {holder.pid} on {socket.gethostname()}, since 20" in said
+    [refused] = run_ranks(1, run_program, flags)
+    assert refused.code == 64
+    said = f"--save {save} is in use by another job: process {holder.pid} on {socket.gethostname()}, since 20"
+    assert said in refused.errors
     assert sorted(path.name for path in save.iterdir()) == [LOCK], "the first job's folder is left alone"
     holder.kill()  # its forked helper lives on
     holder.wait()
-    finish(start(flags, log), log)
+    assert run_ranks(1, run_program, flags)[0].code == 0
     assert (save / "iter_0000001").is_dir()
     assert json.loads((save / LOCK).read_text())["pid"] != holder.pid
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    log = tmp_path / "log"
-    assert start([*FLAGS, "--save", str(tmp_path / "file" / "save")], log).wait(60) == 74
-    assert "Not a directory. Fix the folder" in log.read_text().splitlines()[-1]
+    [ended] = run_ranks(1, run_program, [*FLAGS, "--save", str(tmp_path / "file" / "save")])
+    assert ended.code == 74
+    assert "Not a directory. Fix the folder" in ended.errors.splitlines()[-1]

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import end_all, finish, start
+from tests.support.program import run_program
 
 FLAGS = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
@@ -78,7 +80,8 @@ def test_exit_interval_duration_and_samples(tmp_path: Path) -> None:
         ("samples", ["--train-samples", "30"], 7),
         ("duration", ["--train-iters", "100", "--exit-duration-in-mins", "1e-6"], 1),
     ):
-        save, log = tmp_path / name, tmp_path / f"{name}.log"
-        finish(start([*FLAGS, *flags, "--save", str(save)], log), log)
+        save = tmp_path / name
+        [ended] = run_ranks(1, run_program, [*FLAGS, *flags, "--save", str(save)])
+        assert ended.code == 0, ended.errors
         assert iterations(save) == list(range(1, steps + 1)), name
         assert (save / "latest_checkpointed_iteration.txt").read_text() == str(steps)

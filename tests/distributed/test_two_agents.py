@@ -1,28 +1,35 @@
-"""Two torchrun agents of four ranks each, as on two machines, train exactly as one agent of eight."""
+"""Two torchrun agents, as on two machines, train exactly as the same ranks of one machine do."""
 
 import shlex
 from pathlib import Path
 
+import pytest
+
+from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import end_all, finish, free_port, reproducible_rows, start
+from tests.support.program import run_program
 
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --attention-dropout 0.1 --hidden-dropout 0.1 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16
-    --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
-    --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3 --eval-interval 5 --eval-iters 1
     --log-interval 1
 """)
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 
 
-def test_two_agents_are_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("each", "more"), [(2, []), pytest.param(4, TP2, marks=pytest.mark.slow)])
+def test_two_agents_are_one(each: int, more: list[str], tmp_path: Path) -> None:
+    """`each` is the number of ranks of an agent."""
+
     def flags(name: str) -> list[str]:
-        return [*FLAGS, "--metrics-file", str(tmp_path / f"{name}.jsonl")]
+        return [*FLAGS, *more, "--metrics-file", str(tmp_path / f"{name}.jsonl")]
 
-    one = start(flags("one"), tmp_path / "one.log", ["--nproc-per-node", "8", "--master-port", str(free_port())])
-    finish(one, tmp_path / "one.log")
+    assert {ended.code for ended in run_ranks(2 * each, run_program, flags("one"))} == {0}
 
-    rendezvous = ["--nnodes", "2", "--nproc-per-node", "4", "--master-addr", "127.0.0.1", "--master-port"]
+    rendezvous = ["--nnodes", "2", "--nproc-per-node", str(each), "--master-addr", "127.0.0.1", "--master-port"]
     rendezvous.append(str(free_port()))
     agents = [
         start(flags("two"), tmp_path / f"agent{node}.log", [*rendezvous, "--node-rank", str(node)]) for node in (0, 1)

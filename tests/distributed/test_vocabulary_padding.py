@@ -1,13 +1,17 @@
 """Padding of the vocabulary takes no probability and gets no gradient, on any rank."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 VOCAB_SIZE = 250
+UNTIED = (False, True)
 
 
 def _loss_and_gradients(config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -18,16 +22,31 @@ def _loss_and_gradients(config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return losses.detach(), {name: tensor.grad for name, tensor in global_named_parameters([gpt])}  # pyright: ignore
 
 
-@pytest.mark.parametrize("untied", [False, True])
-@pytest.mark.parametrize(("padded", "tp"), [(256, 1), (512, 1), (512, 2), (512, 4)])
-def test_loss_and_gradients_are_those_without_padding(padded: int, tp: int, untied: bool) -> None:
-    """At 512 over 4 ranks, two ranks hold nothing but padding."""
-    model = {**LLAMA, "untie_embeddings_and_output_weights": untied}
-    exact = small_config({**model, "padded_vocab_size": VOCAB_SIZE}, vocab_size=VOCAB_SIZE)
+def _results(padded: int, tp: int) -> list[list[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    """By rank: of a model with tied, and of one with untied embeddings."""
     layout = {"tensor_model_parallel_size": tp, "world_size": tp}
-    config = small_config({**model, "padded_vocab_size": padded}, layout, vocab_size=VOCAB_SIZE)
-    [(expected, gradients)] = run_ranks(1, _loss_and_gradients, exact)
-    results = run_ranks(tp, _loss_and_gradients, config)
+    models = [
+        {**LLAMA, "untie_embeddings_and_output_weights": untied, "padded_vocab_size": padded} for untied in UNTIED
+    ]
+    configs = [small_config(model, layout, vocab_size=VOCAB_SIZE) for model in models]
+    return run_ranks(tp, in_turn, _loss_and_gradients, configs)
+
+
+@pytest.fixture(scope="module")
+def unpadded() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    return _results(VOCAB_SIZE, tp=1)[0]
+
+
+@pytest.mark.parametrize(("padded", "tp"), [(256, 1), (512, 1), (512, 2), (512, 4)])
+def test_loss_and_gradients_are_those_without_padding(padded: int, tp: int, unpadded: Any) -> None:
+    """At 512 over 4 ranks, two ranks hold nothing but padding."""
+    by_rank = _results(padded, tp)
+    for number, untied in enumerate(UNTIED):
+        _assert_equal(unpadded[number], [rank[number] for rank in by_rank], untied)
+
+
+def _assert_equal(exact: Any, results: list[tuple[torch.Tensor, dict[str, torch.Tensor]]], untied: bool) -> None:
+    expected, gradients = exact
     for losses, _ in results:
         torch.testing.assert_close(losses, expected, rtol=3e-7, atol=0)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight")[: 1 + untied]:
