@@ -88,7 +88,7 @@ def first_batch(prefix: str, order: str, samples: int, seq_length: int, imports:
             data_path=(prefix,), split="999,1,0", data_order=order, data_cache_path=str(Path(prefix).parent / "cache")
         ),
     )
-    dataset = build_datasets(config, NullTokenizer(VOCAB_SIZE), Splits(samples, BATCH, 0), lambda: True).train
+    dataset = build_datasets(config, NullTokenizer(VOCAB_SIZE), Splits(samples, BATCH, 0)).train
     assert dataset is not None
     if torch_free:
         assert "torch" not in sys.modules

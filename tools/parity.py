@@ -44,9 +44,10 @@ def main(argv: list[str]) -> int:
 def _start_device(kind: str, ranks: int) -> None:
     """Prepare this process, which only compares: the ranks that compute are processes of their own."""
     if kind == "cuda":
-        import torch
+        from megatron_ext.device.survey import survey
 
-        seen = torch.cuda.device_count()
+        found = survey()
+        seen = len(found.gpus) if found is not None else 0
         if seen < ranks:
             raise ConfigurationError(
                 f"--device cuda needs {ranks} GPUs for {ranks} ranks, but this machine shows {seen}; use --device cpu"

@@ -25,6 +25,8 @@ class Facts:
     Attributes:
         world_size: ranks that really run ($WORLD_SIZE, else 1), or None where --dry-run --world-size decides.
         cuda_available: whether this machine shows an NVIDIA GPU.
+        packages: the packages that are installed of those that only some flags need.
+        missing_compiler: the C++ compiler that torch.compile would call and that is not there, or None.
         vocab_size: entries of the tokenizer that the flags name, or None if they name none.
         tokenizer_error: why that tokenizer could not be read, or None.
         huggingface: values of the model that --load-hf names, by field name; empty without it.
@@ -37,6 +39,8 @@ class Facts:
 
     world_size: int | None = None
     cuda_available: bool = False
+    packages: frozenset[str] = frozenset()
+    missing_compiler: str | None = None
     vocab_size: int | None = None
     tokenizer_error: str | None = None
     missing_paths: tuple[str, ...] = ()

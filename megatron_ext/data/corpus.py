@@ -1,6 +1,6 @@
 """The datasets of a run: megatron-core's sample order over .bin/.idx files, an order by formula, or synthetic tokens.
 
-    datasets = build_datasets(config, tokenizer, Splits(train=samples_of_the_run, valid=1, test=0), lambda: True)
+    datasets = build_datasets(config, tokenizer, Splits(train=samples_of_the_run, valid=1, test=0))
     datasets.train[0]["tokens"]     # [seq]
 
 The training dataset repeats its documents as often as its length needs. Validation and test are one pass over their
@@ -8,7 +8,6 @@ documents; the last, incomplete sample is dropped, as in Megatron. Torch is impo
 """
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_ext.config.blend import Blend
@@ -35,9 +34,7 @@ class Splits[T]:
     test: T
 
 
-def build_datasets(
-    config: Config, tokenizer: Tokenizer, num_samples: Splits[int], is_built_on_this_rank: Callable[[], bool]
-) -> Splits[Samples | None]:
+def build_datasets(config: Config, tokenizer: Tokenizer, num_samples: Splits[int]) -> Splits[Samples | None]:
     """Build the datasets. Every rank must call this at the same time: one rank of a node writes the index cache.
 
     Args:
@@ -45,10 +42,9 @@ def build_datasets(
         tokenizer: the tokenizer that made the data.
         num_samples: train: samples that the run consumes. valid, test: 0 for no such dataset; otherwise one pass over
             the documents, however many samples that is (for --mock-data, this number of samples).
-        is_built_on_this_rank: false where a rank reads no data (a middle pipeline stage).
 
     Returns:
-        For each split the dataset, or None where there is none or this rank does not build it.
+        For each split the dataset, or None where there is none.
 
     Raises:
         ConfigurationError: a file is missing, or a split holds too few tokens.
@@ -61,14 +57,11 @@ def build_datasets(
         if wanted == 0:
             continue
         if config.data.mock_data:
-            if is_built_on_this_rank():
-                datasets[split] = _mock(config, tokenizer, wanted, number)
+            datasets[split] = _mock(config, tokenizer, wanted, number)
             continue
         files = split_files(config, split)
         if files is not None:
-            datasets[split] = _build(
-                config, tokenizer, files, wanted if split == "train" else None, is_built_on_this_rank
-            )
+            datasets[split] = _build(config, tokenizer, files, wanted if split == "train" else None)
     return Splits(**datasets)
 
 
@@ -82,13 +75,7 @@ def _mock(config: Config, tokenizer: Tokenizer, num_samples: int, split: int) ->
     )
 
 
-def _build(
-    config: Config,
-    tokenizer: Tokenizer,
-    files: SplitFiles,
-    num_samples: int | None,
-    is_built_on_this_rank: Callable[[], bool],
-) -> Samples | None:
+def _build(config: Config, tokenizer: Tokenizer, files: SplitFiles, num_samples: int | None) -> Samples:
     """Build one split; `num_samples` None means one pass."""
     by_formula = config.data.data_order == "formula"
     # On all ranks alike: they must agree on the number of barriers, and on an error.
@@ -98,13 +85,11 @@ def _build(
     shares = [share_of(prefix, files.bounds) for prefix in files.blend.prefixes]
     blend, shares = _usable(config, files, shares, one_pass=num_samples is None)
     if by_formula:
-        if not is_built_on_this_rank():
-            return None
         return _by_formula(config, tokenizer, files.split, blend, shares, num_samples)
     from megatron_ext.data.shuffled import build_shuffled
 
-    dataset = build_shuffled(config, tokenizer, files, blend, shares, num_samples, is_built_on_this_rank)
-    if dataset is not None and num_samples is not None and len(dataset) < num_samples:
+    dataset = build_shuffled(config, tokenizer, files, blend, shares, num_samples)
+    if num_samples is not None and len(dataset) < num_samples:
         raise ConfigurationError(
             f"{files.flag} without weights is one pass over {len(blend.prefixes)} sources, {len(dataset)} samples, "
             f"but the run takes {num_samples}: give each source a weight, which lets it repeat, or shorten the run"

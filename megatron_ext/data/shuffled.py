@@ -80,15 +80,12 @@ def build_shuffled(
     blend: Blend,
     shares: list[Share],
     num_samples: int | None,
-    is_built_on_this_rank: Callable[[], bool],
-) -> ShuffledDataset | None:
+) -> ShuffledDataset:
     """Build one split through megatron-core's builder; `num_samples` None means one pass. Collective, if there are
     ranks."""
     folder = cache_folder(config.data.data_cache_path, blend.prefixes[0])
 
-    def build() -> ShuffledDataset | None:
-        if not is_built_on_this_rank():
-            return None
+    def build() -> ShuffledDataset:
         core_config = GPTDatasetConfig(
             random_seed=config.training.seed,
             sequence_length=config.model.seq_length,
@@ -105,7 +102,7 @@ def build_shuffled(
         core_config.split_matrix = cast(Any, [files.bounds if name == files.split else None for name in SPLITS])
         sizes = [num_samples if name == files.split else 0 for name in SPLITS]
         try:
-            builder = LocalBuilder(CachedGPTDataset, cast(Any, sizes), is_built_on_this_rank, core_config)
+            builder = LocalBuilder(CachedGPTDataset, cast(Any, sizes), lambda: True, core_config)
             dataset = cast(Any, builder.build()[SPLITS.index(files.split)])
         except OSError as error:
             raise StorageError(

@@ -1,4 +1,4 @@
-"""This is the only place that knows CUDA from CPU.
+"""This room runs GPUs over NCCL and CPU processes over gloo. Nobody else asks the machine whether it has a GPU.
 
 `install(kind)` is called once per process, before anything of megatron-core is imported; `current()` then
 answers every question about the device. On the CPU it also adapts megatron-core's CUDA assumptions

@@ -10,7 +10,9 @@ causal block is square, and query i sees the keys up to i. Value heads may have 
 kernels know one size alone, so that the smaller heads are then filled up with zeros, which change no result.
 """
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -153,9 +155,9 @@ def varlen_causal(
     query_THD, key_UGD, value_UGD = _widened(query_THD, key_UGD, value_UGD)
     grouped: dict[str, Any] = {}
     if query_THD.size(1) != key_UGD.size(1):
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if _takes_grouped_heads(varlen_attn):
             grouped = {"enable_gqa": True}
-        else:  # an older torch
+        else:
             key_UGD, value_UGD = _repeated(key_UGD, query_THD), _repeated(value_UGD, query_THD)
     out = varlen_attn(
         query_THD,
@@ -170,6 +172,12 @@ def varlen_causal(
     )
     assert isinstance(out, torch.Tensor)
     return out[..., :channels]
+
+
+@functools.cache
+def _takes_grouped_heads(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether torch's kernel takes fewer heads of keys than of queries: 2.15's does, 2.11's does not."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _widened(*heads: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -19,6 +19,11 @@ _BLACKWELL = 10  # compute capability, major
 _DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"))
 
 
+def shows_gpu() -> bool:
+    """Return whether this machine shows an NVIDIA GPU: a driver, or its device."""
+    return any(path.exists() for path in _DRIVER_FILES)
+
+
 def wants_one_queue(layout: LayoutConfig, capability: int | None) -> bool:
     """Return whether the variable should be 1.
 
@@ -48,18 +53,13 @@ def mistake(layout: LayoutConfig, capability: int | None, given: str | None) -> 
 
 def prepare(layout: LayoutConfig, environment: MutableMapping[str, str] = os.environ) -> str | None:
     """Set the variable for the run that begins, where it is not set; return a warning where it is, to a wrong value."""
-    if layout.device == "cpu" or not has_driver():
+    if layout.device == "cpu" or not shows_gpu():
         return None
     capability, given = compute_capability(), environment.get(VARIABLE)
     if given is None and wants_one_queue(layout, capability):
         environment[VARIABLE] = "1"
     wrong = mistake(layout, capability, given)
     return wrong and f"{VARIABLE}={given}: {wrong[0]}; {wrong[1]}"
-
-
-def has_driver() -> bool:
-    """Whether this machine shows an NVIDIA GPU, by the files of its driver."""
-    return any(path.exists() for path in _DRIVER_FILES)
 
 
 def compute_capability(library: str = "libnvidia-ml.so.1") -> int | None:

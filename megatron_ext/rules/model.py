@@ -1,6 +1,5 @@
 """Rules about the model's shape."""
 
-import importlib.util
 from collections.abc import Iterator
 
 from megatron_ext.config.resolve import Facts, positive
@@ -145,7 +144,7 @@ def vocabulary_fits_its_padding(config: Config, facts: Facts) -> Iterator[str]:
 
 def transformer_engine_is_installed(config: Config, facts: Facts) -> Iterator[str]:
     """Require the package that --transformer-impl transformer_engine needs."""
-    if config.model.transformer_impl == "transformer_engine" and not importlib.util.find_spec("transformer_engine"):
+    if config.model.transformer_impl == "transformer_engine" and "transformer_engine" not in facts.packages:
         yield (
             "--transformer-impl transformer_engine: the package transformer_engine is not installed; "
             "use --transformer-impl local, which needs no build"

@@ -1,9 +1,5 @@
 """Rules about data, checkpoints, logs, and single values."""
 
-import importlib.util
-import os
-import shutil
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -226,7 +222,7 @@ def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterat
 def wandb_is_installed(config: Config, facts: Facts) -> Iterator[str]:
     """Require the package wandb where it is asked for."""
     logging = config.logging
-    if logging.wandb_project is not None and not importlib.util.find_spec("wandb"):
+    if logging.wandb_project is not None and "wandb" not in facts.packages:
         yield (
             f"--wandb-project {logging.wandb_project}: the package wandb is not installed; "
             f"pip install wandb, or leave the flag out"
@@ -237,10 +233,11 @@ def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
     """Require what compiling needs on this machine for --torch-compile."""
     if not config.training.torch_compile:
         return
-    # As torch's compiler looks for it.
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
-        yield f"--torch-compile needs the C++ compiler {compiler} ($CXX); install it, or leave the switch out"
+    if facts.missing_compiler is not None:
+        yield (
+            f"--torch-compile needs the C++ compiler {facts.missing_compiler} ($CXX); install it, or leave the switch "
+            "out"
+        )
     size, model = config.layout.tensor_model_parallel_size, config.model
     if size > 1 and max(model.hidden_dropout, model.attention_dropout) > 0.0:
         yield (

@@ -1,4 +1,7 @@
-"""Wire a run: groups, model, what divides it over data-parallel ranks, optimizer, data, in this order."""
+"""Wire a run: groups, model, what divides it over data-parallel ranks, optimizer, data, in this order.
+
+Each room makes its own part of it; this file alone calls them together, and hands what one has made to the next.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence

@@ -1,6 +1,9 @@
 """From the command line to a checked configuration. No torch: `--dry-run` and `--help` come through here too."""
 
+import importlib.util
 import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,7 +19,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import adopt
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.data import DataConfig
-from megatron_ext.device.hardware_queues import has_driver
+from megatron_ext.device.hardware_queues import shows_gpu
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
 from megatron_ext.rules.validate import problems
@@ -140,7 +143,7 @@ def _other_curves(config: Config, facts: Facts) -> list[str]:
 
 
 def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
-    """Read what the configuration depends on outside of the flags: ranks, GPUs, files, the vocabulary.
+    """Read what the configuration depends on outside of the flags: ranks, the machine, files, the vocabulary.
 
     Args:
         typed: what the user typed.
@@ -151,7 +154,9 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
     dry_run_decides = typed.dry_run and typed.values.get("world_size") is not None
     return Facts(
         world_size=None if dry_run_decides else int(os.environ.get("WORLD_SIZE", "1")),
-        cuda_available=has_driver(),
+        cuda_available=shows_gpu(),
+        packages=frozenset(name for name in ("transformer_engine", "wandb") if importlib.util.find_spec(name)),
+        missing_compiler=_missing_compiler(),
         vocab_size=vocab_size,
         tokenizer_error=tokenizer_error,
         missing_paths=missing_paths(typed.values),
@@ -160,6 +165,12 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         huggingface=huggingface,
         huggingface_problems=huggingface_problems,
     )
+
+
+def _missing_compiler() -> str | None:
+    """The C++ compiler that is not there, looked for as torch's compiler does."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return compiler if shutil.which(compiler) is None else None
 
 
 def _huggingface(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:

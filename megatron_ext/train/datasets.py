@@ -72,7 +72,7 @@ def datasets_of_run(config: Config, tokenizer: Tokenizer, resume: Resume | None 
     _check_tokenizer_made_the_data(config, tokenizer)
     wanted = samples_of_run(config)
     numbers = Splits(samples_of_order(config, resume), wanted.valid, wanted.test)
-    return build_datasets(config, tokenizer, numbers, lambda: True)
+    return build_datasets(config, tokenizer, numbers)
 
 
 def _check_tokenizer_made_the_data(config: Config, tokenizer: Tokenizer) -> None:

@@ -111,22 +111,20 @@ def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None, ou
 
     from megatron_ext.train.build import build_run
     from megatron_ext.train.evaluate import evaluate
-    from megatron_ext.train.trainer import Trainer
+    from megatron_ext.train.trainer import Callback, Trainer
     from megatron_ext.verify import activations, gather
 
     if sabotage is not None:
         sabotage()
     run = build_run(config, installed, configured.resume)
     shards = {"initial weights": gather.weights(run)}
-    prepare_grads = run.optimizer.prepare_grads
 
-    def capture_then_prepare() -> bool:
-        if run.state.iteration == 0:
-            shards["first gradients"] = gather.gradients(run)
-        return prepare_grads()
+    class CaptureGradients(Callback):
+        def before_update(self, trainer: Trainer) -> None:
+            if trainer.run.state.iteration == 0:
+                shards["first gradients"] = gather.gradients(trainer.run)
 
-    run.optimizer.prepare_grads = capture_then_prepare
-    trainer = Trainer(run, [])
+    trainer = Trainer(run, [CaptureGradients()])
     taps = activations.Taps(run) if outputs else None
     losses, grad_norms = [], []
     for _ in range(steps):

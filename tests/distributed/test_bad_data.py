@@ -91,7 +91,7 @@ def test_damage_is_found_at_open_without_a_large_allocation(damage: str, order: 
     tracemalloc.start()
     try:
         with pytest.raises(DataError, match=said):
-            build_datasets(config, NullTokenizer(61), Splits(100, 0, 0), lambda: True)
+            build_datasets(config, NullTokenizer(61), Splits(100, 0, 0))
         assert tracemalloc.get_traced_memory()[1] < 2 * size
     finally:
         tracemalloc.stop()

@@ -1,6 +1,7 @@
 """The house keeps its shape: imports go down, torch-free rooms stay torch-free, the engine comes after the device."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -27,13 +28,14 @@ FLOORS = [
     "tokenizer",
     "parallel",
     "device",
+    "seams",
     "plan",
     "rules",
     "foreign",
     "config",
     "untrusted",
 ]
-FREE_OF_TORCH = ("untrusted", "config", "foreign", "rules", "tokenizer", "plan")
+FREE_OF_TORCH = ("untrusted", "config", "foreign", "rules", "tokenizer", "plan", "seams")
 
 
 def room_of(path: Path) -> str | None:
@@ -110,6 +112,14 @@ def test_torch_free_rooms(room: str) -> None:
     for path in (PACKAGE / room).rglob("*.py"):
         found = {module.split(".")[0] for module, _ in imports(path)} & {"torch", "megatron", "transformers"}
         assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
+def test_only_the_device_room_asks_the_machine_for_gpus() -> None:
+    asks = re.compile(r"cuda\.is_available|cuda\.device_count|/dev/nvidia|/proc/driver/nvidia")
+    files = [*sources(), *(ROOT / "tools").glob("*.py"), ROOT / "pretrain_gpt.py"]
+    found = [str(path.relative_to(ROOT)) for path in files if asks.search(path.read_text(encoding="utf-8"))]
+    assert found, "the pattern finds nothing"
+    assert not [name for name in found if not name.startswith("megatron_ext/device/")]
 
 
 def test_the_device_comes_before_the_engine() -> None:

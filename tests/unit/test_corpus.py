@@ -32,8 +32,8 @@ def config(tmp_path: Path, **data: Any) -> Config:
     return Config(model=ModelConfig(seq_length=SEQ), training=TrainingConfig(seed=7), data=DataConfig(**data))
 
 
-def build(configuration: Config, train: int = 100, valid: int = 1, test: int = 0, built: bool = True) -> Splits[Any]:
-    return build_datasets(configuration, ByteTokenizer(), Splits(train, valid, test), lambda: built)
+def build(configuration: Config, train: int = 100, valid: int = 1, test: int = 0) -> Splits[Any]:
+    return build_datasets(configuration, ByteTokenizer(), Splits(train, valid, test))
 
 
 def rows(dataset: Any, count: int | None = None) -> list[list[int]]:
@@ -193,4 +193,3 @@ def test_mock_data(tmp_path: Path):
     assert (len(datasets.train), len(datasets.valid), datasets.test) == (12, 5, None)
     assert rows(datasets.train, 5) != rows(datasets.valid)
     assert max(max(row) for row in rows(datasets.train)) < 33
-    assert build(config(tmp_path, mock_data=True), built=False) == Splits(None, None, None)

@@ -89,7 +89,7 @@ def build(tmp_path: Path, train: int, valid: int = 1, seed: int = 7, **data: Any
         training=TrainingConfig(seed=seed),
         data=DataConfig(data_order="formula", data_cache_path=str(tmp_path / "cache"), **data),
     )
-    return build_datasets(config, Numbers(), Splits(train, valid, 0), lambda: True)
+    return build_datasets(config, Numbers(), Splits(train, valid, 0))
 
 
 def windows(documents: list[list[int]]) -> list[list[int]]:

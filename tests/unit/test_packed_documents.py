@@ -25,7 +25,7 @@ def packed_batch(config: Config, folder: Path) -> Batch:
     write_corpus(folder)
     paths = {"train_data_path": (f"{folder}/train",), "data_cache_path": f"{folder}/cache", "eod_mask_loss": True}
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **paths))
-    dataset = build_datasets(config, ByteTokenizer(), Splits(train=64, valid=0, test=0), lambda: True).train
+    dataset = build_datasets(config, ByteTokenizer(), Splits(train=64, valid=0, test=0)).train
     assert dataset is not None
     view = StageView(eod=EOD, restarts_positions=True, separates_documents=True)
     loader = BatchLoader(

@@ -1,12 +1,12 @@
 """Every rule speaks where it should, names flags and values, and proposes a setting that works."""
 
 import ast
+import importlib.util
 import shlex
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +16,9 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.config.blend import Blend, read_blend
 from megatron_ext.config.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.device import hardware_queues
 from megatron_ext.rules.validate import RULES, problems
-from megatron_ext.train.configure import configure
+from megatron_ext.train.configure import configure, gather_facts
 from tests.support.errors_page import answers, errors_page
 from tests.support.wrong_flags import BASE, EXAMPLES, SEVERAL
 
@@ -44,6 +45,27 @@ def test_a_wrong_flag_is_named_and_what_the_message_says_puts_it_right(title: st
 
 def test_the_page_of_errors_is_what_the_program_says():
     assert errors_page() == (ROOT / "docs/errors.md").read_text(), "python tests/golden/regenerate.py"
+
+
+def test_the_page_of_errors_is_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch):
+    """With GPUs, with every package, without a compiler, under a launcher."""
+    monkeypatch.setattr(hardware_queues, "_DRIVER_FILES", (ROOT,))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert errors_page() == (ROOT / "docs/errors.md").read_text()
+
+
+def test_facts_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch):
+    typed = parse(shlex.split(BASE))
+    monkeypatch.setattr(hardware_queues, "_DRIVER_FILES", (ROOT,))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+    facts = gather_facts(typed)
+    assert (facts.cuda_available, sorted(facts.packages)) == (True, ["transformer_engine", "wandb"])
+    monkeypatch.setattr(hardware_queues, "_DRIVER_FILES", ())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    facts = gather_facts(typed)
+    assert (facts.cuda_available, facts.packages) == (False, frozenset())
 
 
 _PP2 = "--world-size 2 --pipeline-model-parallel-size 2"
@@ -260,7 +282,8 @@ def test_absurd_sizes_are_answered_at_once():
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert found("--torch-compile") == [
+    facts = gather_facts(parse(shlex.split(BASE)))
+    assert found("--torch-compile", facts) == [
         "--torch-compile needs the C++ compiler no-such-compiler ($CXX); install it, or leave the switch out"
     ]
 
@@ -284,8 +307,7 @@ def test_each_rule_is_seen_to_speak_by_a_test_above():
     wandb = replace(bare, logging=replace(bare.logging, wandb_project="p"))
     spoken |= {rule.__name__ for rule in RULES if list(rule(wandb, Facts()))}
     spoken |= {rule.__name__ for rule in RULES if list(rule(bare, Facts(huggingface={"num_layers": 2})))}
-    optional = {"wandb_is_installed"}  # silent where the package is there
-    assert {rule.__name__ for rule in RULES} - spoken <= optional
+    assert {rule.__name__ for rule in RULES} == spoken
 
 
 PROGRAM = [sys.executable, str(ROOT / "pretrain_gpt.py")]
@@ -336,7 +358,7 @@ def test_no_position_embedding_changes_nothing_with_rope(switch: str, tmp_path: 
 
 def test_no_position_embedding_is_judged_as_by_megatrons_own_source():
     """The wheel's condition, read and evaluated for each type that we have."""
-    source = (Path(find_spec("megatron.core").origin).parents[1] / "training/arguments.py").read_text()  # pyright: ignore
+    source = (Path(importlib.util.find_spec("megatron.core").origin).parents[1] / "training/arguments.py").read_text()  # pyright: ignore
     [condition] = [
         ast.unparse(node.test)
         for node in ast.walk(ast.parse(source))

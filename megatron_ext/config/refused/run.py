@@ -3,21 +3,47 @@ that of the package."""
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (
-        "checks and injected faults of that kind come with the resilience issue; a NaN always ends the run",
+        "a NaN or infinity in the loss or a gradient ends the run and names its rank; to compare replicas use "
+        "--check-weight-hash-across-dp-replicas-interval",
         """
         --gpu-sniff-test-interval N, --check-for-large-grads,
-        --check-for-spiky-loss, --error-injection-rate N =0, --error-injection-type N =transient_error,
-        --result-rejected-tracker-filename N, --fault-injector-ranks N, --fault-injector-num-ranks N,
+        --check-for-spiky-loss, --result-rejected-tracker-filename N
+        """,
+    ),
+    (
+        "no fault is injected into a run; leave it out",
+        """
+        --error-injection-rate N =0, --error-injection-type N =transient_error,
+        --fault-injector-ranks N, --fault-injector-num-ranks N,
         --fault-injector-fault-types N, --fault-injector-fault-probabilities N, --fault-injector-fault-delay N,
         --fault-injector-delay-start-iteration N, --fault-injector-mtti-seconds N, --fault-injector-offset-seconds N,
-        --fault-injector-seed N, --log-straggler, --enable-ft-package, --calc-ft-timeouts, --inprocess-restart,
+        --fault-injector-seed N
+        """,
+    ),
+    (
+        "slow ranks are not searched for; use --log-communication-share, which shows how long a rank waits for others",
+        """
+        --log-straggler
+        """,
+    ),
+    (
+        "a run that lost a rank starts anew and goes on from its checkpoint; use torchrun --max-restarts with --save "
+        "and --load",
+        """
+        --enable-ft-package, --calc-ft-timeouts, --inprocess-restart,
         --inprocess-max-iterations N, --inprocess-monitor-thread-interval N =1.0,
         --inprocess-monitor-process-interval N =1.0, --inprocess-progress-watchdog-interval N =1.0,
         --inprocess-heartbeat-interval N =30, --inprocess-soft-timeout N =60, --inprocess-hard-timeout N =90,
         --inprocess-heartbeat-timeout N =60, --inprocess-barrier-timeout N =120,
         --inprocess-completion-timeout N =120, --inprocess-last-call-wait N =1,
         --inprocess-termination-grace-time N =1, --inprocess-granularity N =node, --inprocess-active-world-size N =1,
-        --inprocess-empty-cuda-cache, --adlr-autoresume, --exit-signal N =SIGTERM
+        --inprocess-empty-cuda-cache
+        """,
+    ),
+    (
+        "SIGTERM and SIGINT save and stop, whatever sends them; leave it out",
+        """
+        --adlr-autoresume, --exit-signal N =SIGTERM
         """,
     ),
     (
@@ -41,7 +67,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "evaluation alone comes with its own issue; leave it out",
+        "evaluation alone is not in this version; leave it out",
         """
         --skip-train
         """,

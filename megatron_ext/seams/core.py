@@ -1,0 +1,180 @@
+"""Seams of megatron-core: its model, its checkpoints, its datasets."""
+
+from megatron_ext.seams.seam import Seam
+
+_CORE = "megatron.core"
+_SAVE = "megatron.core.dist_checkpointing.strategies.torch"
+_DATASETS = "megatron.core.datasets"
+_BUILDER = f"{_DATASETS}.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder"
+_DCP = "torch.distributed.checkpoint"
+
+MODEL = (
+    Seam(
+        f"{_CORE}.models.gpt.gpt_model.GPTModel.forward",
+        "overridden to hand our loss to it; the loss is computed by output_processor",
+        ("input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params", "output_processor"),
+    ),
+    Seam(
+        f"{_CORE}.models.gpt.gpt_model.GPTModel._preprocess",
+        "overridden: rotary angles by position_ids where these restart; returns (decoder input, rotary table, ...)",
+        ("input_ids", "position_ids", "packed_seq_params"),
+        (f"{_CORE}.models.gpt.gpt_model.GPTModel.forward",),
+    ),
+    Seam(
+        f"{_CORE}.transformer.transformer_layer.TransformerLayer.forward",
+        "overridden by a forward pass for training alone; TransformerBlock calls it with these names",
+    ),
+    Seam(
+        f"{_CORE}.transformer.attention.Attention.forward",
+        "overridden by a forward pass for training alone, which our layer calls",
+        ("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
+    ),
+    Seam(
+        f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear.forward",
+        "overridden: one plain product on a single tensor-parallel rank",
+        ("input_", "weight", "runtime_gather_output"),
+    ),
+    Seam(
+        f"{_CORE}.tensor_parallel.layers.RowParallelLinear.forward",
+        "overridden: one plain product on a single tensor-parallel rank",
+        ("input_",),
+    ),
+    Seam(
+        f"{_CORE}.tensor_parallel.layers.RowParallelLinear._forward_impl",
+        "overridden: the product of one rank's columns, before the sum over the ranks",
+        ("input", "weight"),
+        (f"{_CORE}.tensor_parallel.layers.RowParallelLinear.forward",),
+    ),
+    Seam(
+        f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.get_emb",
+        "overridden: the table of angles in the shape that our attention reads",
+        ("max_seq_len", "offset"),
+        (f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward",),
+    ),
+    Seam(
+        f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.inv_freq",
+        "set to the frequencies of Llama 3.1's scaling",
+        (),
+        (f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.get_freqs_non_repeated",),
+    ),
+    Seam(
+        f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.cp_group",
+        "set to None, so that the engine does not divide a table that is divided already",
+        (),
+        (f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward",),
+    ),
+    Seam(
+        f"{_CORE}.transformer.moe.router.Router.gating",
+        "overridden: the engine's moves the router's weight to a GPU",
+        ("input",),
+        (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
+    ),
+    Seam(
+        f"{_CORE}.transformer.module.MegatronModule.sharded_state_dict",
+        "overridden by our experts, which are one parameter, with the keys of the engine's",
+        ("prefix", "sharded_offsets", "metadata"),
+    ),
+    Seam(
+        f"{_CORE}.pipeline_parallel.p2p_communication.P2PCommunicator.total_stages",
+        "overridden by a benchmark that shows what another order of the schedule would hold in memory",
+        (),
+        (f"{_CORE}.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving",),
+    ),
+)
+
+CHECKPOINTS = (
+    Seam(
+        f"{_CORE}.dist_checkpointing.strategies.filesystem_async._results_queue",
+        "set to a queue of this process; the engine would start a manager process for it",
+        (),
+        (f"{_CORE}.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",),
+    ),
+    Seam(
+        f"{_SAVE}.TorchDistSaveShardedStrategy._get_save_and_finalize_callbacks",
+        "overridden to keep the first plan; save_state_dict_ret[1] is the checkpoint's metadata on the first rank",
+        ("writer", "save_state_dict_ret", "async_strategy"),
+        (f"{_SAVE}.TorchDistSaveShardedStrategy.async_save",),
+    ),
+    Seam(
+        f"{_SAVE}.TorchDistSaveShardedStrategy.cached_global_metadata",
+        "set to the metadata of the first save, which serves all of them",
+        (),
+        (f"{_SAVE}.TorchDistSaveShardedStrategy.async_save",),
+    ),
+    Seam(
+        f"{_SAVE}.TorchDistSaveShardedStrategy.validated_cache_reuse",
+        "set to True: no rank is asked whether the plan is still the same",
+        (),
+        (f"{_SAVE}.TorchDistSaveShardedStrategy.async_save",),
+    ),
+    Seam(
+        f"{_SAVE}.FileSystemReader",
+        "replaced while a checkpoint is loaded, by a reader that trusts no pickle",
+        (),
+        (f"{_SAVE}.TorchDistLoadShardedStrategy",),
+    ),
+    Seam(f"{_SAVE}.MCoreMetadata", "a class that older checkpoints name in .metadata; it is not built"),
+    Seam(f"{_SAVE}.MCoreSavePlan", "a class that older checkpoints name in .metadata; it is not built"),
+    Seam(
+        f"{_DCP}.filesystem.FileSystemReader._get_metadata_path",
+        "called for the path of .metadata",
+        ("rank",),
+        (f"{_DCP}.filesystem.FileSystemReader.read_metadata",),
+    ),
+    Seam(
+        f"{_DCP}.filesystem._StorageInfo",
+        "made from .metadata and written into it: file, offset and length of a chunk",
+        ("relative_path", "offset", "length"),
+    ),
+    Seam(
+        f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+        "named in .metadata, with 0, 1 or 2 for a tensor's memory format",
+    ),
+    Seam("torch.serialization._get_layout", "named in .metadata, called with the text torch.strided", ("name",)),
+    Seam(
+        "torch._utils._rebuild_tensor_v2",
+        "named in the pickle of every tensor, which we write and read without torch",
+        ("storage", "storage_offset", "size", "stride", "requires_grad", "backward_hooks"),
+    ),
+    Seam(
+        f"{_DCP}.default_planner._EmptyStateDictLoadPlanner",
+        "loads all of a checkpoint, whatever is in it, for tools/loss_compare.py",
+    ),
+    Seam(
+        f"{_DCP}.state_dict_loader._load_state_dict",
+        "called on one process, for tools/loss_compare.py",
+        ("state_dict", "storage_reader", "planner", "no_dist"),
+    ),
+)
+
+DATA = (
+    Seam(
+        f"{_DATASETS}.gpt_dataset.GPTDataset._build_document_sample_shuffle_indices",
+        "overridden: index files that any process may write and none reads half-written; returns three arrays",
+        ("self",),
+        (f"{_DATASETS}.gpt_dataset.GPTDataset",),
+    ),
+    Seam(
+        f"{_DATASETS}.blended_dataset.BlendedDataset._build_indices",
+        "overridden likewise; returns two arrays",
+        ("self",),
+        (f"{_DATASETS}.blended_dataset.BlendedDataset.__init__",),
+    ),
+    Seam(
+        f"{_BUILDER}._build_megatron_datasets_parallel",
+        "overridden without the engine's barriers and threads; returns a list of datasets for each split",
+        ("prefixes", "split", "sizes_per_dataset"),
+        (f"{_BUILDER}._build_blended_dataset_splits",),
+    ),
+    Seam(
+        f"{_BUILDER}._build_megatron_dataset_splits",
+        "called for the datasets of one file, without synchronization of the ranks",
+        ("dataset_path", "split", "sizes", "synchronize_ranks"),
+    ),
+    Seam(
+        f"{_BUILDER}.build_generic_dataset",
+        "overridden: it builds where it is called, and takes our blended dataset",
+        ("cls", "is_built_on_rank", "synchronize_ranks", "args"),
+        (f"{_BUILDER}._build_megatron_dataset_splits",),
+    ),
+)

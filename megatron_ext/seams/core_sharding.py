@@ -1,0 +1,247 @@
+"""Seams of megatron-core: its data parallelism, its FSDP, its optimizers."""
+
+from megatron_ext.seams.seam import Seam
+
+_CORE = "megatron.core"
+_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+_FSDP_BUFFERS = f"{_FSDP}.param_and_grad_buffer"
+_DDP_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+_HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer"
+
+DATA_PARALLEL = (
+    Seam(
+        f"{_CORE}.distributed.data_parallel_base._BaseDataParallel",
+        "the type of every wrapped model chunk, and the constructor of our FSDP2 wrapper",
+        ("config", "module"),
+    ),
+    *(
+        Seam(f"{_CORE}.distributed.data_parallel_base._BaseDataParallel.{name}", why, parameters, callers)
+        for name, why, parameters, callers in (
+            ("zero_grad_buffer", "overridden for FSDP2: its gradients lie in no buffer", (), ()),
+            (
+                "scale_gradients",
+                "overridden for FSDP2: the division by the tokens of the global batch",
+                ("scaling_factor",),
+                (f"{_CORE}.distributed.finalize_model_grads",),
+            ),
+            (
+                "finish_grad_sync",
+                "overridden for FSDP2 and Megatron-FSDP; a schedule's end calls it before gradients are scaled",
+                (),
+                (f"{_CORE}.distributed.finalize_model_grads",),
+            ),
+        )
+    ),
+    Seam(
+        f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel.bucket_groups",
+        "the groups of buckets whose reductions are watched",
+    ),
+    Seam(
+        f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel.expert_parallel_bucket_groups",
+        "the groups of buckets of experts whose reductions are watched",
+    ),
+    Seam(
+        f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.start_grad_sync",
+        "replaced on the instance, to take norms of gradients before they are reduced",
+        ("force_all_reduce",),
+        (f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.register_grad_ready",),
+    ),
+    Seam(
+        f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.grad_reduce_handle",
+        "None until a reduction has started, so that its gradients are counted once",
+        (),
+        (f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.finish_grad_sync",),
+    ),
+    Seam(f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.buckets", "the buckets of a group that is watched"),
+    Seam(f"{_DDP_BUFFERS}._ParamAndGradBucket.params_list", "the weights of a bucket, in their order"),
+    Seam(f"{_DDP_BUFFERS}._ParamAndGradBucket.param_to_index", "(start, end) of each weight in its bucket"),
+    Seam(f"{_DDP_BUFFERS}._ParamAndGradBucket.grad_data", "the bucket's gradients, whose size is the bucket's"),
+    Seam(
+        f"{_CORE}.distributed.torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel.finish_grad_sync",
+        "overridden: gradients that are added over tensor-parallel ranks wait on the device",
+        ("force_all_reduce",),
+    ),
+    Seam(
+        f"{_CORE}.distributed.torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel.ddp_config",
+        "set by our FSDP2 wrapper, which does not call its parent's constructor",
+    ),
+)
+
+MEGATRON_FSDP = (
+    Seam(
+        f"{_FSDP}.megatron_fsdp.MegatronFSDP._replace_param_with_raw_if_needed",
+        "called to see the model's weights in place of their shards",
+        ("self",),
+    ),
+    Seam(
+        f"{_FSDP}.megatron_fsdp.MegatronFSDP.is_param_fsdp_distributed",
+        "set to True to change between weights and shards, whatever the engine believes",
+        (),
+        (
+            f"{_FSDP}.megatron_fsdp.MegatronFSDP._replace_param_with_raw_if_needed",
+            f"{_FSDP}.megatron_fsdp.MegatronFSDP._replace_param_with_distributed_if_needed",
+        ),
+    ),
+    Seam(
+        f"{_FSDP}.megatron_fsdp.MegatronFSDP.finish_grad_sync",
+        "called in our wrapper's own; the adapter sets it on the instance, and so do we",
+        ("force_all_reduce",),
+        (f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel.__init__",),
+    ),
+    Seam(
+        f"{_FSDP}.megatron_fsdp.MegatronFSDP.install_optimized_model_weights",
+        "called to compute with what was written into the rows",
+        ("self",),
+    ),
+    Seam(
+        f"{_FSDP}.megatron_fsdp.MegatronFSDP.start_param_sync",
+        "called with force_sync after rows were written",
+        ("force_sync",),
+    ),
+    Seam(
+        f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel.sync_rng_states_across_tp_group",
+        "overridden by nothing: tensor-parallel ranks would draw the same dropout for different units",
+        ("self",),
+        (f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel.__init__",),
+    ),
+    Seam(f"{_FSDP}.megatron_fsdp.MegatronFSDP.all_gather_pipeline", "reset after the step, to free what was gathered"),
+    Seam(
+        f"{_FSDP_BUFFERS}.AllGatherPipeline.reset",
+        "called so that modules outside of units are freed, too",
+        ("preserve_non_fsdp_units",),
+    ),
+    Seam(f"{_FSDP_BUFFERS}.ParamAndGradBuffer.optimizer_named_parameters", "what the optimizer updates, as DTensors"),
+    Seam(f"{_FSDP_BUFFERS}.ParamAndGradBuffer.parameter_groups", "the buffers of weights and gradients, by group"),
+    Seam(f"{_FSDP_BUFFERS}.ParamAndGradBuffer.param_to_param_group", "the group of a weight"),
+    *(
+        Seam(f"{_FSDP_BUFFERS}.ParameterGroup.{name}", why)
+        for name, why in (
+            ("params", "the weights of a group"),
+            ("is_expert_param", "whether expert data parallelism divides the group"),
+            ("model_weight_buffer", "the buffer of the weights that the model computes with"),
+            ("main_weight_buffer", "the buffer of the fp32 masters; None for fp32 weights"),
+            ("main_grad_buffer", "the buffer of the gradients"),
+            ("hfsdp_helper_wbuf", "where copies are divided, the buffer of a rank's weights"),
+            ("hfsdp_helper_gbuf", "where copies are divided, the buffer of a rank's gradients"),
+        )
+    ),
+    Seam(
+        f"{_FSDP_BUFFERS}.DataParallelBuffer._get_item_slice_in_shard",
+        "called for the elements (start, stop) of a weight that this rank holds",
+        ("item_id",),
+    ),
+    Seam(f"{_FSDP_BUFFERS}.DataParallelBuffer.param_idx", "the index of a weight in its buffer"),
+    Seam(f"{_FSDP_BUFFERS}.DataParallelBuffer.temporary_bucket_allocator", "what holds gathered buckets"),
+    Seam(f"{_FSDP_BUFFERS}.TemporaryBucketAllocator.buckets", "the gathered buckets that are not freed yet"),
+    Seam("parameter.orig_param", "the weight that a sharded parameter stands for", (), (_FSDP_BUFFERS,)),
+)
+
+OPTIMIZERS = (
+    Seam(
+        f"{_OPTIMIZER}.FP32Optimizer.prepare_grads",
+        "overridden: gradients are this rank's rows; returns whether one is infinite",
+        ("self",),
+        (f"{_OPTIMIZER}.FP32Optimizer.step",),
+    ),
+    Seam(
+        f"{_OPTIMIZER}.MegatronOptimizer.get_grads_for_grad_norm",
+        "overridden for rows in host memory, whose norms are taken there",
+        ("grad_norm_group",),
+        (f"{_OPTIMIZER}.MegatronOptimizer.get_grad_norm",),
+    ),
+    Seam(
+        f"{_OPTIMIZER}.MegatronOptimizer.grad_stats_parallel_group",
+        "set to the ranks that hold one copy of the model together",
+        (),
+        (f"{_OPTIMIZER}.MegatronOptimizer.get_grad_stats_parallel_group",),
+    ),
+    Seam(
+        f"{_OPTIMIZER}.MegatronOptimizer.tp_group",
+        "set to the tensor-parallel ranks, of which one counts a replicated weight's norm",
+        (),
+        (f"{_OPTIMIZER}.MegatronOptimizer._filter_grads_for_norm",),
+    ),
+    Seam(
+        f"{_OPTIMIZER}.MegatronOptimizer.expert_tp_group",
+        "set to the tensor-parallel ranks: there are no experts under these schemes of sharding",
+        (),
+        (f"{_OPTIMIZER}.MegatronOptimizer._filter_grads_for_norm",),
+    ),
+    Seam(f"{_OPTIMIZER}.MegatronOptimizer.optimizer", "replaced: torch's optimizer in the engine's"),
+    *(
+        Seam(f"{_OPTIMIZER}.Float16OptimizerWithFloat16Params.{name}", why)
+        for name, why in (
+            ("float16_groups", "the 16-bit weights, by group"),
+            ("fp32_from_float16_groups", "the fp32 masters of the 16-bit weights, in the same order"),
+            ("fp32_from_fp32_groups", "the weights that are fp32 themselves"),
+        )
+    ),
+    Seam(
+        f"{_DISTRIBUTED}._copy_model_grads_to_main_grads",
+        "overridden: gradients are this rank's rows",
+        ("self",),
+        (f"{_OPTIMIZER}.MixedPrecisionOptimizer.prepare_grads",),
+    ),
+    Seam(
+        f"{_OPTIMIZER}.MixedPrecisionOptimizer.reload_model_params",
+        "overridden: rows are the masters, and the weights follow them",
+        ("state_dict",),
+    ),
+    Seam(
+        f"{_DISTRIBUTED}._get_model_param_range_map",
+        'called for the elements ["param"] of a weight, a range with start and end, that this rank updates',
+        ("param",),
+    ),
+    Seam(f"{_DISTRIBUTED}.model_param_group_index_map", "(group, index in it) of the shard of a weight"),
+    Seam(f"{_DISTRIBUTED}.gbuf_ranges", "by buffer, dtype and bucket: what this rank has of it"),
+    Seam(f"{_DISTRIBUTED}.buffers", "the gradient buffers, in the order of gbuf_ranges"),
+    Seam(
+        f"{_HYBRID}._init_sub_optimizers",
+        "overridden to know afterwards which of the optimizers it made updates what",
+        ("self",),
+        (f"{_HYBRID}.__init__",),
+    ),
+    Seam(
+        f"{_HYBRID}._get_sub_optimizer_param_groups",
+        "overridden: the engine's decides by Tensor.is_cuda; returns groups on host and device, and maps between both",
+        ("offload_fraction",),
+        (f"{_HYBRID}._init_sub_optimizers",),
+    ),
+    Seam(f"{_HYBRID}.step", "overridden: masters get their storage back on the device before it", ("closure",)),
+    Seam(
+        f"{_HYBRID}.update_fp32_param_by_new_param",
+        "overridden by nothing: masters are reloaded by our own function",
+        ("self",),
+    ),
+    *(
+        Seam(f"{_HYBRID}.{name}", why)
+        for name, why in (
+            ("param_to_inner_param", "what is updated in place of a parameter: itself or its copy on the host"),
+            ("gpu_params_map_cpu_copy", "the copies on the host, by parameter"),
+            ("sub_optimizers", "the optimizers it made"),
+            ("cpu_optimizers", "those of them that update in host memory"),
+        )
+    ),
+    *(
+        Seam(f"parameter.{mark}", why, (), (f"{_CORE}.distributed.finalize_model_grads",))
+        for mark, why in (
+            ("main_grad", "a weight's gradient, where gradients are summed in fp32"),
+            ("allreduce", "False on the weights of experts that have data-parallel groups of their own"),
+            ("sequence_parallel", "True on weights whose gradients are added over tensor-parallel ranks"),
+        )
+    ),
+    Seam(
+        "parameter.shared",
+        "True on copies of tied weights, which count once in a norm",
+        (),
+        (f"{_CORE}.transformer.module.param_is_not_shared",),
+    ),
+    Seam(
+        "parameter.tensor_model_parallel",
+        "True on weights that tensor-parallel ranks divide",
+        (),
+        (f"{_CORE}.tensor_parallel.layers.param_is_not_tensor_parallel_duplicate",),
+    ),
+)
