@@ -263,8 +263,9 @@ def _overrides(
     of_core = [kind for kind in engine if kind.__module__.startswith("megatron.")]
     read = frozenset().union(*map(_read_of_self, of_core))
     for inner in ast.walk(node):
-        stored = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and _is_self(inner.value)
-        if stored and inner.attr in read:
+        if not isinstance(inner, ast.Attribute) or not isinstance(inner.ctx, ast.Store):
+            continue
+        if _is_self(inner.value) and inner.attr in read:
             yield file.access(inner, f".{inner.attr}")
 
 
