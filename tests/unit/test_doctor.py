@@ -164,7 +164,7 @@ def test_versions_that_are_missing_or_wrong(tmp_path: Path):
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert "torch 1.13.0, but torch>=2.11 is needed" in said
+    assert "torch 1.13.0, but torch<2.16,>=2.11 is needed" in said
     assert "megatron-core is not installed" in said
 
 
