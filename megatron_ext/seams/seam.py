@@ -98,7 +98,7 @@ def _sets_on_instances(owner: Any, attribute: str) -> bool:
 
 def _parameters(found: Any) -> tuple[str, ...]:
     """Return the names of a function's parameters, or of an operator's arguments."""
-    overload = getattr(found, "default", None)
+    overload: Any = getattr(found, "default", None)
     if hasattr(overload, "_schema"):
         return tuple(argument.name for argument in overload._schema.arguments)
     return tuple(inspect.signature(found).parameters)

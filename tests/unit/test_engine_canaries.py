@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_ext.checkpoint.native.torch_archive import tensor_pickle
@@ -84,23 +86,27 @@ def _flash_on_cpu() -> None:
     assert [part.shape for part in parts] == [head.shape for head in heads]
 
 
+def _start_alone() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
 def _local_tensor() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _start_alone()
     local = torch.ones(2)
-    mesh = dist.init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (1,))
     sharded = DTensor.from_local(local, mesh, [Shard(0)])
     assert sharded._local_tensor.data_ptr() == local.data_ptr()
 
 
 def _resolved_group() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _start_alone()
     world = dist.group.WORLD
     assert world is not None
     assert dist.distributed_c10d._resolve_process_group(world.group_name) is world  # pyright: ignore
 
 
 def _coalesced_calls() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _start_alone()
     c10d, world = dist.distributed_c10d, dist.group.WORLD
     assert c10d._get_default_group() is world
     with c10d._coalescing_manager(world, None, True):
@@ -113,7 +119,7 @@ def _coalesced_calls() -> None:
 
 def _wrapped_on_the_class() -> None:
     """A method that is replaced on the class of the process groups is the one that torch calls."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _start_alone()
     called, genuine = [], dist.ProcessGroup.allreduce
     dist.ProcessGroup.allreduce = lambda *args: called.append(1) or genuine(*args)  # pyright: ignore
     try:
