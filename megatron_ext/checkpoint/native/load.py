@@ -10,7 +10,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.untrusted.inside import file_inside
+from megatron_ext.untrusted.folder import file_inside
 from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
 from megatron_ext.checkpoint.native import contents
 from megatron_ext.checkpoint.native.agreement import first_whole
