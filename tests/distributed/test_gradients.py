@@ -46,7 +46,7 @@ def _gradients(config: Config) -> tuple[float, dict[str, torch.Tensor]]:
     loss_sum.backward()
     finalize_model_grads([model], num_tokens, pg_collection=pg_collection)
     loss = float(report["lm loss"][0] / report["lm loss"][1])
-    return loss, {name: tensor.main_grad for name, tensor in global_named_parameters([model])}  # pyright: ignore
+    return loss, {name: tensor.main_grad.clone() for name, tensor in global_named_parameters([model])}  # pyright: ignore
 
 
 def _joined(config: Config, results: list[tuple[float, dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:

@@ -13,8 +13,10 @@ import pytest
 
 from megatron_ext.checkpoint.native.folder import saved_iterations
 from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.verify.ranks import run_ranks
 from tests.support.corpora import write_corpus
 from tests.support.launched import end_all, finish, free_port, rank_processes, reproducible_rows, start
+from tests.support.program import run_program
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -40,18 +42,14 @@ def test_killed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) -> 
     write_corpus(corpus, tokens=1200)  # 30 training samples in an epoch
     flags = [*FLAGS, "--data-path", str(corpus), *flags]
 
-    def run(folder: Path, log: Path, torchrun: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    def words(folder: Path) -> list[str]:
         paths = ["--save", str(folder), "--load", str(folder), "--data-cache-path", str(folder / "cache")]
-        return start([*flags, *paths], log, torchrun)
+        return [*flags, *paths]
 
     a, b = tmp_path / "a", tmp_path / "b"
-    whole = run(a, tmp_path / "a.log", ["--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else [])
-    try:
-        kill_and_go_on = _start_again_by_hand if ranks == 1 else _let_two_agents_restart
-        left = kill_and_go_on(lambda log, torchrun=(): run(b, log, torchrun), b, tmp_path)
-        finish(whole, tmp_path / "a.log")
-    finally:
-        end_all(whole)
+    kill_and_go_on = _start_again_by_hand if ranks == 1 else _let_two_agents_restart
+    left = kill_and_go_on(lambda log, torchrun=(): start(words(b), log, torchrun), b, tmp_path)
+    assert {ended.code for ended in run_ranks(ranks, run_program, words(a))} == {0}
 
     expected = reproducible_rows(a / "metrics.jsonl")
     assert reproducible_rows(b / "metrics.jsonl") == expected

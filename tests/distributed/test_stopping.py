@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.launched import end_all, finish, start
+from tests.support.launched import end_all, start
 from tests.support.program import run_program
 
 FLAGS = shlex.split(
@@ -67,8 +67,9 @@ def test_a_stop_file_saves_and_ends_with_75_and_the_next_start_goes_on(tmp_path:
     finally:
         end_all(process)
     last = iterations(save)[-1]
-    again = start([*FLAGS, *CURVE, "--train-iters", str(last + 2), "--save", str(save), "--load", str(save)], log)
-    finish(again, log)
+    more = ["--train-iters", str(last + 2), "--save", str(save), "--load", str(save)]
+    [again] = run_ranks(1, run_program, [*FLAGS, *CURVE, *more])
+    assert again.code == 0, again.errors
     assert iterations(save) == list(range(1, last + 3))
     assert not (save / "exit.json").exists(), "the record of the earlier end is still there"
 
