@@ -1,1 +1,1 @@
-"""Sharded save and load."""
+"""Checkpoints: saved in shards and loaded, from and to Hugging Face, and from Megatron-LM."""

@@ -1,4 +1,4 @@
-"""Sizes and checksums of the files that the engine writes, taken while it writes them.
+"""Takes sizes and checksums of the files that the engine writes, while it writes them.
 
 The engine gives every tensor to a transform of its stream (torch's hook for compression and the like), and all bytes of
 a file pass there: they need not be read again for the manifest. torch's own checksum of every tensor in its zip
@@ -29,11 +29,11 @@ class Checksums:
         self._written: dict[str, tuple[int, int]] = {}
 
     def transform_save_stream(self, write_item: Any, raw_stream: Any) -> tuple[IO[bytes], list[str]]:
-        """torch's interface: the stream for one tensor."""
+        """Return the stream for one tensor, by torch's interface."""
         return self._inner.transform_save_stream(write_item, _Watched(raw_stream, self._written))
 
     def files(self) -> Files:
-        """For the manifest: what was written, by the file's name."""
+        """Return for the manifest what was written, by the file's name."""
         return {
             Path(name).name: {"bytes": size, "crc32": f"{value:08x}"} for name, (size, value) in self._written.items()
         }
@@ -71,6 +71,7 @@ def watch(request: AsyncRequest) -> Checksums:
 
 @contextmanager
 def without_checksums_of_torch() -> Iterator[None]:
+    """Switch torch's own checksums off inside."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -1,4 +1,4 @@
-"""What every layer of the model is: the one description, which everything else reads.
+"""Describes what every layer of the model is: the one description, which everything else reads.
 
     for layer in layers(config):
         print(layer.number, layer.attention.window, layer.mlp)
@@ -29,12 +29,14 @@ class Norm:
 
     @property
     def has_bias(self) -> bool:
+        """Whether it has a bias."""
         return self.kind == "LayerNorm"
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How the rotary frequencies are stretched, as Llama 3.1 does it (see `model.rope.scaled_inverse_frequencies`)."""
+    """Says how the rotary frequencies are stretched, as Llama 3.1 does it (see
+    `model.rope.scaled_inverse_frequencies`)."""
 
     factor: float
     low_freq_factor: float
@@ -44,7 +46,7 @@ class RotaryScaling:
 
 @dataclass(frozen=True)
 class Rotary:
-    """How queries and keys are rotated by their position."""
+    """Says how queries and keys are rotated by their position."""
 
     base: float
     percent: float
@@ -53,7 +55,7 @@ class Rotary:
     scaling: RotaryScaling | None
 
     def channels(self, head_size: int) -> int:
-        """Number of rotated channels of a head."""
+        """Return the number of rotated channels of a head."""
         return int(head_size * self.percent)
 
 
@@ -93,17 +95,17 @@ class Attention:
 
     @property
     def query_size(self) -> int:
-        """Channels of all query heads."""
+        """Number of channels of all query heads."""
         return self.query_heads * self.head_size
 
     @property
     def key_size(self) -> int:
-        """Channels of all key heads."""
+        """Number of channels of all key heads."""
         return self.groups * self.head_size
 
     @property
     def value_size(self) -> int:
-        """Channels of all value heads."""
+        """Number of channels of all value heads."""
         return self.groups * self.value_head_size
 
     @property
@@ -112,7 +114,8 @@ class Attention:
         return self.query_heads * self.value_head_size
 
     def mean_keys(self, length: int) -> float:
-        """Number of keys that a query sees on average in a sequence of `length` positions, counted as half of it.
+        """Return the number of keys that a query sees on average in a sequence of `length` positions, counted as half
+        of it.
 
         With a window w < length the first w queries see w/2 on average, and those after them w: w - w^2 / (2 length).
         """
@@ -120,7 +123,8 @@ class Attention:
         return seen - seen * seen / (2 * length)
 
     def core_flops(self, length: int) -> float:
-        """Floating-point operations of Q K^T and A V for one token, forward, a multiply and an add counted as two."""
+        """Return the floating-point operations of Q K^T and A V for one token, forward, a multiply and an add counted
+        as two."""
         return 2 * self.query_heads * (self.head_size + self.value_head_size) * self.mean_keys(length)
 
 
@@ -148,7 +152,7 @@ class Experts:
     """What each of them is."""
 
     shared: Mlp | None
-    """What computes every token beside them: the shared experts together."""
+    """What computes every token next to them: the shared experts together."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +196,12 @@ class Layer:
 
     @property
     def norms_before(self) -> bool:
+        """Whether norms stand before attention and MLP."""
         return self.norm_places != "after"
 
     @property
     def norms_after(self) -> bool:
+        """Whether norms stand after attention and MLP."""
         return self.norm_places != "before"
 
     @property
@@ -224,7 +230,7 @@ class Stack:
         return iter(self._layers)
 
     def __getitem__(self, part: slice) -> "Stack":
-        """Some of the layers; the same object each time."""
+        """Return some of the layers; the same object each time."""
         assert part.step is None
         found = self._slices.get((part.start, part.stop))
         if found is None:
@@ -237,21 +243,21 @@ class Stack:
         return tuple(Counter(self._kinds).items())
 
     def total(self, of: Callable[[Layer], float]) -> float:
-        """The sum of `of` over the layers."""
+        """Return the sum of `of` over the layers."""
         return sum((number * of(kind) for kind, number in self.kinds), 0.0)
 
     def count(self, where: Callable[[Layer], object]) -> int:
-        """Number of layers for which `where` holds."""
+        """Return the number of layers for which `where` holds."""
         return sum(number for kind, number in self.kinds if where(kind))
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
-    """The description of every layer of the model, in the order of a forward pass."""
+    """Return the description of every layer of the model, in the order of a forward pass."""
     return tuple(stack(config))
 
 
 def stack(config: Config) -> Stack:
-    """The same as a stack, of which a chunk is a slice."""
+    """Return the same as a stack, of which a chunk is a slice."""
     return _stack(config.model)
 
 
@@ -261,7 +267,7 @@ def _stack(model: ModelConfig) -> Stack:
 
 
 def _layer(model: ModelConfig, number: int) -> Layer:
-    """Layer `number` of the model: where kinds of layers are dealt out. All are alike today."""
+    """Return layer `number` of the model: where kinds of layers are dealt out. All are alike today."""
     return Layer(
         number=number,
         attention=_attention(model),
@@ -272,7 +278,7 @@ def _layer(model: ModelConfig, number: int) -> Layer:
 
 
 def final_norm(model: ModelConfig) -> Norm:
-    """The norm after the last layer, and of the layers themselves."""
+    """Return the norm after the last layer, and of the layers themselves."""
     return Norm(model.normalization, model.norm_epsilon)  # pyright: ignore[reportArgumentType]
 
 
@@ -326,7 +332,7 @@ def _activation(model: ModelConfig) -> Activation:
 
 
 def residual_std(config: Config) -> float:
-    """Standard deviation of the initial weights whose products a layer adds to the residual stream.
+    """Return the standard deviation of the initial weights whose products a layer adds to the residual stream.
 
     It shrinks with the depth, so that the sum of 2 x layers branches keeps its variance (Radford et al. 2019, "Language
     Models are Unsupervised Multitask Learners", section 2.3).

@@ -1,4 +1,4 @@
-"""The catalogue: every parameter of the model that a configuration describes, without building it.
+"""The catalogue lists every parameter of the model that a configuration describes, without building it.
 
     for parameter in parameters(config):
         print(parameter.name, parameter.shape, parameter.tp_dim)
@@ -31,7 +31,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole model, vocabulary padding included."""
+    """Shape in the whole model, vocabulary padding included."""
 
     stage: int | Literal["embedding", "output"]
     """Index of the layer that it belongs to, or the first or last pipeline stage."""
@@ -59,7 +59,7 @@ class Parameter:
 
     @property
     def decay(self) -> bool:
-        """Weight decay is for matrices: norms and biases have none."""
+        """Whether weight decay applies: it is for matrices; norms and biases have none."""
         return len(self.shape) > 1
 
     @property
@@ -68,7 +68,7 @@ class Parameter:
         return math.prod(self.shape)
 
     def local_shape(self, tensor_model_parallel_size: int) -> tuple[int, ...]:
-        """Shape of one tensor-parallel rank's shard."""
+        """Return the shape of one tensor-parallel rank's shard."""
         shape = list(self.shape)
         if self.tp_dim is not None:
             shape[self.tp_dim] //= tensor_model_parallel_size
@@ -76,18 +76,19 @@ class Parameter:
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """Every parameter of the model, in the order of a forward pass. Tied weights appear once."""
+    """Return every parameter of the model, in the order of a forward pass. Tied weights appear once."""
     of_layers = (parameter for layer in layers(config) for parameter in layer_parameters(config, layer))
     return [*embedding_parameters(config), *of_layers, *output_parameters(config)]
 
 
 def count(config: Config) -> int:
-    """Number of parameters of the whole model, vocabulary padding included, tied weights counted once."""
+    """Return the number of parameters of the whole model, vocabulary padding included, tied weights counted once."""
     return sum(parameter.size for parameter in parameters(config))
 
 
 def stages(config: Config, parameter: Parameter) -> list[int]:
-    """Pipeline stages that hold `parameter`: one, but for word embeddings tied across the first and the last stage."""
+    """Return the pipeline stages that hold `parameter`: one, but for word embeddings tied across the first and the last
+    stage."""
     pipeline_size = config.layout.pipeline_model_parallel_size
     if parameter.stage == "output":
         return [pipeline_size - 1]
@@ -99,14 +100,14 @@ def stages(config: Config, parameter: Parameter) -> list[int]:
 
 @functools.lru_cache(maxsize=8)
 def _stage_of_layer(config: Config) -> list[int]:
-    """The pipeline stage of every layer of the model."""
+    """Return the pipeline stage of every layer of the model."""
     held = chunk_layers(config)
     found = {layer: stage for stage, chunks in enumerate(held) for chunk in chunks for layer in chunk}
     return [found[layer.number] for layer in layers(config)]
 
 
 def count_per_stage(config: Config) -> list[int]:
-    """Number of parameters on each pipeline stage, summed over its tensor-parallel shards.
+    """Return the number of parameters on each pipeline stage, summed over its tensor-parallel shards.
 
     Word embeddings that are tied across stages count on both, and replicated parameters once per stage.
     """
@@ -118,7 +119,8 @@ def count_per_stage(config: Config) -> list[int]:
 
 
 def count_per_rank(config: Config, *, experts: bool | None = None) -> list[int]:
-    """Number of elements that one rank of each pipeline stage holds; of routed experts alone, or without them."""
+    """Return the number of elements that one rank of each pipeline stage holds; of routed experts alone, or without
+    them."""
     counts = [0] * config.layout.pipeline_model_parallel_size
     expert_counts = [0] * config.layout.pipeline_model_parallel_size
     for parameter in parameters(config):
@@ -133,13 +135,13 @@ def count_per_rank(config: Config, *, experts: bool | None = None) -> list[int]:
 
 
 def tensor_size(config: Config, parameter: Parameter) -> int:
-    """Ranks that share the matrices of the part of the model that `parameter` belongs to."""
+    """Return the number of ranks that share the matrices of the part of the model that `parameter` belongs to."""
     layout = config.layout
     return layout.tensor_model_parallel_size if parameter.expert is None else layout.expert_tensor_size
 
 
 def embedding_parameters(config: Config) -> Iterator[Parameter]:
-    """The parameters before the first layer."""
+    """Yield the parameters before the first layer."""
     model = config.model
     yield Parameter(
         WORD_EMBEDDINGS,
@@ -156,7 +158,7 @@ def embedding_parameters(config: Config) -> Iterator[Parameter]:
 
 
 def layer_parameters(config: Config, layer: Layer, experts: Iterable[int] | None = None) -> Iterator[Parameter]:
-    """The parameters of one layer.
+    """Yield the parameters of one layer.
 
     Args:
         experts: the routed experts to name, in place of all of the layer's.
@@ -220,7 +222,7 @@ def _mlp(config: Config, mlp: Mlp, name: str, index: int, expert: int | None = N
 
 
 def output_parameters(config: Config) -> Iterator[Parameter]:
-    """The parameters after the last layer, without tied word embeddings."""
+    """Yield the parameters after the last layer, without tied word embeddings."""
     model = config.model
     yield from _norm(final_norm(model), "decoder.final_layernorm", "output", model.hidden_size)
     if model.untie_embeddings_and_output_weights:
@@ -242,7 +244,7 @@ def _norm(norm: Norm, name: str, stage: int | Literal["output"], width: int) -> 
 
 
 def _true_rows(config: Config) -> int | None:
-    """Entries of the vocabulary, where there is padding after them."""
+    """Return the entries of the vocabulary, where there is padding after them."""
     vocab_size = config.data.vocab_size
     assert vocab_size is not None, "the vocabulary's size is known once the configuration is resolved"
     return vocab_size if vocab_size < config.model.padded_vocab_size else None

@@ -1,1 +1,1 @@
-"""GPTModel from the configuration: layer spec, attention, norm, rope, initialization, loss."""
+"""Builds GPTModel from the configuration: layer spec, attention, norm, rope, initialization, loss."""

@@ -1,4 +1,4 @@
-"""Self-attention on torch's scaled_dot_product_attention: causal, grouped-query, no mask tensor.
+"""Computes self-attention with torch's scaled_dot_product_attention: causal, grouped-query, no mask tensor.
 
 Shapes: S sequence (of this context-parallel rank), B batch, H query heads of this rank, G key/value heads of this rank,
 D channels of a query or key head, V of a value head.
@@ -36,11 +36,9 @@ class CausalSelfAttention(SelfAttention):
         packed_seq_params: Documents | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states: [S, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal, whatever is given;
-        with `packed_seq_params` it is causal within each document.
-
-        Returns the projected context, [S, B, hidden], and the bias that must still be added, if any.
-        """
+        """Return the projected context, [S, B, hidden], and the bias that must still be added, if any. hidden_states:
+        [S, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal, whatever is given; with
+        `packed_seq_params` it is causal within each document."""
         given = [name for name, value in unused.items() if value is not None]
         assert attention_mask is None, "the mask is causal"
         assert not given, f"not for training on plain sequences: {given}"
@@ -61,9 +59,10 @@ class CausalSelfAttention(SelfAttention):
 
 
 class SDPAttention(torch.nn.Module):
-    """softmax(Q K^T / sqrt(D), causal) V (Vaswani et al. 2017, equation 1), by torch's fastest kernel for the device.
+    """Computes softmax(Q K^T / sqrt(D), causal) V (Vaswani et al. 2017, equation 1), by torch's fastest kernel for the
+    device.
 
-    Built as megatron-core builds a core attention, and called by `CausalSelfAttention`.
+    It is built as megatron-core builds a core attention, and called by `CausalSelfAttention`.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class SDPAttention(torch.nn.Module):
     def _divided(
         self, documents: Documents | None, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor
     ) -> torch.Tensor:
-        """Attention where the samples are divided over ranks, into documents, or both."""
+        """Compute attention where the samples are divided over ranks, into documents, or both."""
         query, key, value = query_BHSD, key_BGSD, value_BGSV
         group, scale = self.cp_group, self.softmax_scale or 1.0 / math.sqrt(query.size(-1))
         packed = None if documents is None else partial(attend_documents, documents=documents, scale=scale)

@@ -1,4 +1,4 @@
-"""From our configuration to the one that megatron-core's modules and schedules read."""
+"""Translates our configuration to the one that megatron-core's modules and schedules read."""
 
 from collections.abc import Callable
 from functools import partial
@@ -102,7 +102,7 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
 
 
 def _mixture(config: Config) -> dict[str, Any]:
-    """The settings of a mixture of experts; none for a dense model."""
+    """Return the settings of a mixture of experts; none for a dense model."""
     model, layout = config.model, config.layout
     if model.num_experts is None:
         return {}

@@ -1,6 +1,7 @@
-"""Attention of context-parallel ranks, which each hold two chunks of every sample (`config.layout.context_chunks`).
+"""Computes attention of context-parallel ranks, which each hold two chunks of every sample
+(`config.ranks.context_chunks`).
 
-Three ways to see the keys of the others, with equal results (`--cp-comm-type`):
+There are three ways to see the keys of the others, with equal results (`--cp-comm-type`):
 
 - all_gather: every rank gathers all keys and values and attends with its own queries (Llama 3, arXiv:2407.21783,
   section 3.3.2). Their gradients are reduce-scattered.
@@ -34,7 +35,8 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def all_positions(
     key_BGsD: torch.Tensor, value_BGsV: torch.Tensor, group: ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [B, G, S, D] and values [B, G, S, V] of all ranks in the order of the positions; one all-gather."""
+    """Return keys [B, G, S, D] and values [B, G, S, V] of all ranks in the order of the positions, by one
+    all-gather."""
     parts = gather_from_sequence_parallel_region(_joined(key_BGsD, value_BGsV).unsqueeze(0), group=group)
     assert isinstance(parts, torch.Tensor)
     key, value = (_in_order(part) for part in _parted(parts, (key_BGsD.shape, value_BGsV.shape)))
@@ -42,7 +44,7 @@ def all_positions(
 
 
 def segments_of_rank(rank: int, size: int, length: int) -> tuple[Segment, Segment]:
-    """What a rank's two chunks see of one sample of `length` positions: everything up to their own end."""
+    """Return what a rank's two chunks see of one sample of `length` positions: everything up to their own end."""
     chunk = length // (2 * size)
     head, tail = context_chunks(rank, size)
     return Segment(0, chunk, 0, (head + 1) * chunk), Segment(chunk, chunk, 0, (tail + 1) * chunk)
@@ -51,7 +53,7 @@ def segments_of_rank(rank: int, size: int, length: int) -> tuple[Segment, Segmen
 def attend_gathered(
     query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsV: torch.Tensor, group: ProcessGroup, scale: float
 ) -> torch.Tensor:
-    """Attention of this rank's queries, [B, H, s, V], over gathered keys."""
+    """Return attention of this rank's queries, [B, H, s, V], over gathered keys."""
     key, value = all_positions(key_BGsD, value_BGsV, group)
     return attend_segments(query_BHsD, key, value, segments_of_rank(group.rank(), group.size(), key.size(2)), scale)
 
@@ -59,7 +61,7 @@ def attend_gathered(
 def attend_by_heads(
     query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsV: torch.Tensor, group: ProcessGroup, attend: Attention
 ) -> torch.Tensor:
-    """Call `attend` on all positions of H / ranks query and G / ranks key heads; returns [B, H, s, V].
+    """Call `attend` on all positions of H / ranks query and G / ranks key heads; return [B, H, s, V].
 
     Args:
         attend: takes query and key [B, heads, S, D] and value [B, heads, S, V]; returns [B, query's heads, S, V].
@@ -79,23 +81,23 @@ def attend_by_heads(
 def attend_ring(
     query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsV: torch.Tensor, group: ProcessGroup, scale: float
 ) -> torch.Tensor:
-    """Attention of this rank's queries, [B, H, s, V], over keys that come around the ring."""
+    """Return attention of this rank's queries, [B, H, s, V], over keys that come around the ring."""
     return _Ring.apply(query_BHsD, key_BGsD, value_BGsV, group, scale)  # pyright: ignore[reportReturnType]
 
 
 def _joined(*tensors: torch.Tensor) -> torch.Tensor:
-    """All elements of the tensors in one dimension, one tensor after the other."""
+    """Return all elements of the tensors in one dimension, one tensor after the other."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _parted(joined: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """[..., elements] to views [..., *shape], the inverse of `_joined` in the last dimension."""
+    """Return [..., elements] as views [..., *shape], the inverse of `_joined` in the last dimension."""
     parts = joined.split([math.prod(shape) for shape in shapes], dim=-1)
     return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
-    """[ranks, ..., s, D], each rank's two chunks, to [..., S, D] in the order of the positions."""
+    """Return [ranks, ..., s, D], each rank's two chunks, as [..., S, D] in the order of the positions."""
     size = len(parts)
     chunks = parts.unflatten(-2, (2, -1))
     held = [chunk for rank in range(size) for chunk in context_chunks(rank, size)]
@@ -104,18 +106,18 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _in_chunks(whole: torch.Tensor, size: int) -> torch.Tensor:
-    """[..., S, D] to [ranks, ..., s, D]: the inverse of `_in_order`."""
+    """Return [..., S, D] as [ranks, ..., s, D]: the inverse of `_in_order`."""
     chunks = whole.chunk(2 * size, dim=-2)
     return torch.stack([torch.cat([chunks[i] for i in context_chunks(rank, size)], dim=-2) for rank in range(size)])
 
 
 def _neighbours(rank: int, size: int) -> tuple[int, int]:
-    """Whom a rank of the ring sends to, and whom it receives from."""
+    """Return whom a rank of the ring sends to, and whom it receives from."""
     return (rank + 1) % size, (rank - 1) % size
 
 
 def _visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
-    """Which of a rank's `length` queries see which keys of `source`, and whether causally or in full.
+    """Return which of a rank's `length` queries see which keys of `source`, and whether causally or in full.
 
     Both hold a chunk of the head and one of the tail, so that of two ranks' four pairs of chunks always the same two
     are full: half of the square, in one block.
@@ -128,7 +130,7 @@ def _visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
 
 
 class _Exchange:
-    """A tensor on its way to the next rank of the ring, and another from the one before."""
+    """Sends a tensor to the next rank of the ring, and receives another from the one before."""
 
     def __init__(self, tensor: torch.Tensor, group: ProcessGroup, tag: int):
         after, before = _neighbours(group.rank(), group.size())
@@ -148,7 +150,8 @@ class _Exchange:
 
 
 class _Ring(torch.autograd.Function):
-    """Backward the keys travel again, and the sums of their gradients one step behind them, until they are home."""
+    """Attention around the ring. Backward the keys travel again, and the sums of their gradients one step behind them,
+    until they are home."""
 
     @staticmethod
     def forward(

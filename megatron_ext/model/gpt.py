@@ -1,4 +1,4 @@
-"""The model: megatron-core's GPTModel, one for each virtual pipeline stage of this rank."""
+"""Builds the model: megatron-core's GPTModel, one for each virtual pipeline stage of this rank."""
 
 import logging
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ class GPT(GPTModel):
 
     true_vocab_size: int
     restarts_positions: bool
-    """Positions are those of `position_ids`, which begin anew with each document."""
+    """Whether positions are those of `position_ids`, which begin anew with each document."""
     reads_output_weight = True
     """Whether the output layer's weight is there outside of its own forward pass, or is only gathered for that."""
 
@@ -40,7 +40,7 @@ class GPT(GPTModel):
         labels: torch.Tensor | None = None,
         documents: Documents | None = None,
     ) -> torch.Tensor:
-        """One forward pass. The arguments are [batch, sequence]; a stage without a use for one ignores it.
+        """Run one forward pass. The arguments are [batch, sequence]; a stage without a use for one ignores it.
 
         With `documents`, tokens see their own document alone.
 
@@ -64,7 +64,7 @@ class GPT(GPTModel):
         return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
 
     def _preprocess(self, **inputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """megatron-core's, with rotary angles by `position_ids` where these restart."""
+        """Run megatron-core's preprocessing, with rotary angles by `position_ids` where these restart."""
         # Its packed sequences have one sample and another rotary table.
         outputs = super()._preprocess(**{**inputs, "packed_seq_params": None})
         if self.restarts_positions and self.position_embedding_type == "rope":
@@ -157,7 +157,7 @@ def _build_chunk(
 
 
 def _rotated(config: Config) -> Attention:
-    """The attention of all layers, as far as one rotary table serves them."""
+    """Return the attention of all layers, as far as one rotary table serves them."""
     found = {(kind.attention.rotary, kind.attention.head_size): kind.attention for kind, _ in stack(config).kinds}
     assert len(found) == 1, "a model chunk has one rotary table, for layers that rotate alike"
     return next(iter(found.values()))

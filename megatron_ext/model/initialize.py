@@ -1,10 +1,9 @@
-"""Initial weights as a function of (seed, global parameter name), whatever the layout.
+"""Draws initial weights as a function of (seed, global parameter name), whatever the layout.
 
-The rule: an initial tensor is cut into blocks of whole rows, BLOCK_ELEMENTS elements or one row each. Block i holds
-standard normal fp32 numbers of numpy's SFC64 generator, seeded with the SHA-256 of "seed:name:i", times the
-parameter's standard deviation. A rank draws the blocks that its shard touches one after another and keeps its part,
-so that it never holds more than its own weights and one block. Rows of vocabulary padding are zero. 16-bit weights
-are the fp32 ones, rounded.
+An initial tensor is cut into blocks of whole rows, BLOCK_ELEMENTS elements or one row each. Block i holds standard
+normal fp32 numbers of numpy's SFC64 generator, seeded with the SHA-256 of "seed:name:i", times the parameter's standard
+deviation. A rank draws the blocks that its shard touches one after another and keeps its part, so that it never holds
+more than its own weights and one block. Rows of vocabulary padding are zero. 16-bit weights are the fp32 ones, rounded.
 
 (torch's CPU generator draws faster but keeps only 32 bits of a seed: among the 70,000 blocks of a model with 70
 billion parameters two would be equal more likely than not.)
@@ -59,7 +58,7 @@ def fill(
     """Give one tensor-parallel shard of `parameter`, or some rows of it, its initial value, in place.
 
     Args:
-        first_row: of the tensor-parallel shard; `shard` holds the rows from there on.
+        first_row: index in the tensor-parallel shard; `shard` holds the rows from there on.
     """
     shape = parameter.local_shape(tp_size)
     assert shard.shape[1:] == shape[1:], f"{parameter.name}: shard of shape {shard.shape}"
@@ -74,7 +73,7 @@ def fill(
 
 
 def _blocks(parameter: Parameter) -> Iterator[tuple[int, int]]:
-    """(first row, number of rows) of every block; rows of padding belong to none."""
+    """Yield (first row, number of rows) of every block; rows of padding belong to none."""
     rows = parameter.true_rows or parameter.shape[0]
     rows_per_block = _rows_per_block(parameter)
     for first_row in range(0, rows, rows_per_block):

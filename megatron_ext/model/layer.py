@@ -14,7 +14,8 @@ from megatron_ext.model.norm import norm_class
 
 
 class PreNormLayer(TransformerLayer):
-    """x + attention(norm(x)), then x + MLP(norm(x)) (Xiong et al. 2020, figure 1b), with dropout on both branches.
+    """Computes x + attention(norm(x)), then x + MLP(norm(x)) (Xiong et al. 2020, figure 1b), with dropout on both
+    branches.
 
     It is built, named and divided as megatron-core's layer is. A forward pass without the branches for inference,
     offloading and cross-attention saves what is mostly Python on a CPU: 7% of a step of one small sequence.
@@ -28,7 +29,8 @@ class PreNormLayer(TransformerLayer):
         packed_seq_params: Documents | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states: [sequence, batch, hidden]. Returns the same shape, and no context for cross-attention."""
+        """Return the layer's output, [sequence, batch, hidden], as hidden_states, and no context for
+        cross-attention."""
         given = [name for name, value in unused.items() if value is not None]
         assert not given, f"not for training on plain sequences: {given}"
         add: Any = get_bias_dropout_add(self.training, self.config.bias_dropout_fusion)
@@ -48,7 +50,7 @@ class PreNormLayer(TransformerLayer):
         return mlp(normed)
 
     def _checkpointed_mlp(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The MLP, computed anew in the backward pass (--recompute-modules mlp).
+        """Compute the MLP anew in the backward pass (--recompute-modules mlp).
 
         The bias that is still to be added goes around the checkpoint: a parameter that an autograd function returns
         becomes that function's output for good, and the backward pass through it never ends.
@@ -65,7 +67,7 @@ class PreNormLayer(TransformerLayer):
     def _norm(
         self, norm: Any, hidden_states: torch.Tensor, recompute: bool
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], object]]:
-        """The normalized states, and what to call with the output that was computed from them.
+        """Return the normalized states, and what to call with the output that was computed from them.
 
         With --recompute-modules layernorm that frees them, and computes them anew when the output's gradient is there.
         """

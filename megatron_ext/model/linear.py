@@ -1,4 +1,4 @@
-"""megatron-core's parallel linear layers, but where a rank has nothing to communicate they are one plain product.
+"""megatron-core's parallel linear layers are one plain product where a rank has nothing to communicate.
 
 That is the case on one tensor-parallel rank, and for the matrix product of a row-parallel layer on any number: torch
 then adds the bias inside the product, and no autograd function in Python is needed. (On a CPU that makes a small
@@ -15,7 +15,7 @@ from megatron_ext.device.kernels import linear
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """Y = X A^T + b with the rows of A, and b, divided over the tensor-parallel ranks."""
+    """Computes Y = X A^T + b with the rows of A, and b, divided over the tensor-parallel ranks."""
 
     def __init__(self, *sizes: int, skip_bias_add: bool, **settings: Any) -> None:
         # The bias lies beside its rows, so that nothing is gained by handing it to the next operation.
@@ -25,14 +25,14 @@ class ColumnLinear(ColumnParallelLinear):
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """input_: [..., columns of A]. Returns this rank's part of Y, and no bias to add later."""
+        """Return this rank's part of Y, and no bias to add later. input_: [..., columns of A]."""
         if self.divided or self.weight is None or weight is not None:
             return super().forward(input_, weight, runtime_gather_output)
         return linear(input_, self.weight, self.bias), None
 
 
 class RowLinear(RowParallelLinear):
-    """Y = X A^T + b with the columns of A divided over the tensor-parallel ranks."""
+    """Computes Y = X A^T + b with the columns of A divided over the tensor-parallel ranks."""
 
     def __init__(self, *sizes: int, **settings: Any) -> None:
         super().__init__(*sizes, **settings)
@@ -41,7 +41,7 @@ class RowLinear(RowParallelLinear):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """input_: [..., this rank's columns of A]. Returns Y, and the bias if it must be added once, after the sum."""
+        """Return Y, and the bias if it must be added once, after the sum. input_: [..., this rank's columns of A]."""
         if self.divided:
             return super().forward(input_)
         return linear(input_, self.weight, self.bias), None

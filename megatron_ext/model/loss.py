@@ -1,4 +1,4 @@
-"""The loss, in the form that lets megatron-core average it over the tokens of the whole global batch."""
+"""Computes the loss, in the form that lets megatron-core average it over the tokens of the whole global batch."""
 
 import torch
 

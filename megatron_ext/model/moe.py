@@ -1,4 +1,5 @@
-"""Mixture of experts on plain torch: megatron-core's MoE layer, router and dispatchers, with experts of our own.
+"""Builds a mixture of experts on plain torch: megatron-core's MoE layer, router and dispatchers, with experts of our
+own.
 
 Without Transformer Engine megatron-core computes the experts of a rank one after another, even where a grouped product
 was asked for. `GroupedExperts` holds each matrix of all local experts as one parameter and, with --moe-grouped-gemm,
@@ -38,7 +39,8 @@ LOAD_BALANCING, Z_LOSS = "load_balancing_loss", "z_loss"
 
 
 def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    """Rows of x times the matrix of their expert, in one product: [T, O]. 16-bit products, as `linear_by_expert`.
+    """Return rows of x times the matrix of their expert, in one product: [T, O]. Products are 16-bit, as in
+    `linear_by_expert`.
 
     Args:
         tokens_per_expert: [E] integers whose sum is T; rows are sorted by expert.
@@ -48,14 +50,14 @@ def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expe
 
 
 def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    """The same, one expert after another, in any precision."""
+    """Return the same, one expert after another, in any precision."""
     parts = zip(x_TI.split(tokens_per_expert.tolist()), weight_EOI.unbind(0), strict=True)
     # An expert without tokens still takes part, so that its gradient is zero and not missing.
     return torch.cat([linear(x, weight) if len(x) else F.linear(x, weight) for x, weight in parts])
 
 
 def can_group(x_TI: torch.Tensor, weight_EOI: torch.Tensor) -> bool:
-    """Whether `grouped_linear` takes these operands."""
+    """Return whether `grouped_linear` takes these operands."""
     aligned = all(size % _GROUPED_ALIGNMENT == 0 for size in weight_EOI.shape[1:])
     return x_TI.dtype == weight_EOI.dtype == torch.bfloat16 and aligned
 
@@ -64,9 +66,9 @@ class ExpertMatrices(torch.nn.Module):
     """One matrix of every local expert, stacked in one parameter [E, O, I], of which O or I is divided over the ranks.
 
     Args:
-        rows, columns: of one expert's matrix on this rank.
+        rows, columns: numbers of rows and columns of one expert's matrix on this rank.
         divided: the dimension, 0 (rows) or 1 (columns), that the expert-tensor-parallel ranks divide.
-        gated: rows are a gate above an up projection, each divided by itself.
+        gated: whether rows are a gate above an up projection, each divided by itself.
     """
 
     def __init__(
@@ -93,16 +95,17 @@ class ExpertMatrices(torch.nn.Module):
         marked.allreduce = not own_groups
 
     def forward(self, x_TI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """x_TI: sorted by expert. Returns [T, O]."""
+        """Return the products, [T, O]. x_TI: sorted by expert."""
         grouped = self.group_products and can_group(x_TI, self.weight)
         return (grouped_linear if grouped else linear_by_expert)(x_TI, self.weight, tokens_per_expert)
 
     def sharded(self, name: str, key: str, offsets: tuple[Any, ...]) -> dict[str, ShardedTensorFactory]:
-        """The parameter as single matrices of a tensor [..., all experts, all rows, all columns], whose names and
-        pieces are those of megatron-core's own experts.
+        """Return the parameter as single matrices of a tensor [..., all experts, all rows, all columns], whose names
+        and pieces are those of megatron-core's own experts.
 
         Args:
-            offsets: of the axes before, as megatron-core gives them: (axis, this part's index, number of parts).
+            offsets: offsets of the axes before, as megatron-core gives them: (axis, this part's index, number of
+                parts).
         """
         prepended = len(offsets) + 1
         axis = prepended + self.divided
@@ -158,7 +161,7 @@ class GroupedExperts(MegatronModule):
     def forward(
         self, tokens_TH: torch.Tensor, tokens_per_expert: torch.Tensor, weights_T: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Every row through its expert, times the router's weight: [T, H].
+        """Return every row through its expert, times the router's weight: [T, H].
 
         With tensor-parallel experts it is this rank's part of the sum, which the dispatcher takes. The second value
         is the bias that megatron-core's experts may have.
@@ -176,7 +179,8 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """With the keys of megatron-core's experts: those of all ranks are one tensor, [layers, experts, ...]."""
+        """Return the state dict with the keys of megatron-core's experts: those of all ranks are one tensor, [layers,
+        experts, ...]."""
         return {
             **self.linear_fc1.sharded(
                 f"{prefix}linear_fc1.weight", f"{prefix}experts.linear_fc1.weight", sharded_offsets
@@ -188,16 +192,16 @@ class GroupedExperts(MegatronModule):
 
 
 class Router(TopKRouter):
-    """megatron-core's router, whose logits need no GPU."""
+    """A router of megatron-core's whose logits need no GPU."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """input: [..., H]. Returns the logits, [..., experts]."""
+        """Return the logits, [..., experts]. input: [..., H]."""
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
         return router_gating_linear(input, self.weight, self.bias, dtype)
 
 
 def mixture_of_experts() -> Any:
-    """What builds the mixture that takes the place of a layer's MLP."""
+    """Return what builds the mixture that takes the place of a layer's MLP."""
     shared = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     submodules = MoESubmodules(
         experts=GroupedExperts,  # pyright: ignore[reportArgumentType]
@@ -208,10 +212,10 @@ def mixture_of_experts() -> Any:
 
 
 def take_auxiliary_losses(groups: ProcessGroupCollection) -> tuple[float, float]:
-    """This rank's part of the load-balancing loss and of the z-loss, over its layers and microbatches since the last
-    call: added up over all ranks, the sums over layers and microbatches of the means over the data-parallel ranks.
+    """Return this rank's part of the load-balancing loss and of the z-loss, over its layers and microbatches since the
+    last call: added up over all ranks, the sums over layers and microbatches of the means over the data-parallel ranks.
 
-    Neither has its coefficient in it.
+    Neither includes its coefficient.
     """
     metrics = get_moe_metrics_tracker().metrics
     sums = {name: float(entry.values.sum()) for name, entry in metrics.items()}

@@ -1,4 +1,4 @@
-"""Global parameter names: what a parameter is called whatever rank, stage or chunk holds it."""
+"""Defines global parameter names: what a parameter is called whatever rank, stage or chunk holds it."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ AFTER_ALL = (_AFTER_LAYERS + 1, 0)
 
 
 def forward_place(name: str, parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """Where a forward pass of the whole model uses a parameter: the greater, the later; -1 for the embeddings.
+    """Return where a forward pass of the whole model uses a parameter: the greater, the later; -1 for the embeddings.
 
     Args:
         name: its global name.
@@ -47,7 +47,7 @@ def forward_place(name: str, parameter: torch.nn.Parameter) -> tuple[int, int]:
 def global_named_parameters(
     model_chunks: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Every parameter of this rank with its global name (see `config.parameters`).
+    """Yield every parameter of this rank with its global name (see `config.parameters`).
 
     Args:
         model_chunks: this rank's chunks, wrapped (DDP) or not.
@@ -62,7 +62,7 @@ def global_named_parameters(
 
 
 def unwrapped(model_chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    """The chunks without what data parallelism and 16-bit training put around them."""
+    """Return the chunks without what data parallelism and 16-bit training put around them."""
     return [_unwrapped(chunk) for chunk in model_chunks]
 
 
@@ -72,7 +72,7 @@ def _unwrapped(module: Any) -> Any:
 
 
 def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that the catalogue names: those of single experts (views) for a stacked one, else itself.
+    """Yield the tensors that the catalogue names: those of single experts (views) for a stacked one, else itself.
 
     Args:
         name: from `global_named_parameters`.
@@ -88,12 +88,12 @@ def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
 
 
 def is_of_an_expert(name: str) -> bool:
-    """Whether a global name, stacked or not, is that of a routed expert's matrix."""
+    """Return whether a global name, stacked or not, is that of a routed expert's matrix."""
     return f".{_EXPERTS}" in name
 
 
 def global_named_tensors(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The values of every parameter of this rank, by the names of the catalogue."""
+    """Yield the values of every parameter of this rank, by the names of the catalogue."""
     for name, parameter in global_named_parameters(model_chunks):
         yield from by_expert(name, parameter.data)
 

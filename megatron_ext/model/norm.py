@@ -1,6 +1,6 @@
-"""RMSNorm and LayerNorm on plain torch, that work under sequence parallelism.
+"""RMSNorm and LayerNorm on plain torch work under sequence parallelism.
 
-There each tensor-parallel rank normalizes its own slice of the sequence, so that its gradient covers only those
+Under it each tensor-parallel rank normalizes its own slice of the sequence, so that its gradient covers only those
 tokens. The mark `sequence_parallel` on the parameters tells megatron-core to sum it over the ranks. The norms of
 queries and keys see all tokens but only this rank's heads; megatron-core knows them by their names, and sums their
 gradients under tensor parallelism in any case.
@@ -23,7 +23,7 @@ NormBuilder = Callable[..., torch.nn.Module]
 
 
 class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, equation 4).
+    """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, equation 4).
 
     The statistics of 16-bit inputs are computed in fp32, and the result is rounded once.
     """
@@ -34,12 +34,13 @@ class RMSNorm(torch.nn.Module):
         self.weight = _parameter(config, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., hidden_size]; the result has its shape and dtype."""
+        """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
         return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(torch.nn.Module):
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (Ba et al. 2016, equation 4)."""
+    """Computes (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (Ba et al. 2016,
+    equation 4)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class LayerNorm(torch.nn.Module):
         self.bias = _parameter(config, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., hidden_size]; the result has its shape and dtype."""
+        """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
@@ -118,7 +119,7 @@ class _DividedRMSNorm(torch.autograd.Function):
 
 
 def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:
-    """The class that `--normalization` names."""
+    """Return the class that `--normalization` names."""
     return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[normalization]
 
 

@@ -1,5 +1,5 @@
-"""Attention of packed samples, document by document, without a mask: one kernel for all documents where the device has
-one for sequences of different lengths, a kernel for each document elsewhere.
+"""Computes attention of packed samples, document by document, without a mask: one kernel for all documents where the
+device has one for sequences of different lengths, a kernel for each document elsewhere.
 
 Shapes: B samples, H query heads, G key/value heads, D channels of a query or key head, V of a value head, s positions
 of a sample on this rank, S all positions of a sample (s = S without context parallelism).
@@ -15,7 +15,7 @@ from megatron_ext.model.segments import attend_segments
 def attend_documents(
     query_BHsD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor, documents: Documents, scale: float
 ) -> torch.Tensor:
-    """Every query attends to the keys of its own document up to its own position; returns [B, H, s, V]."""
+    """Let every query attend to the keys of its own document up to its own position; return [B, H, s, V]."""
     if not has_varlen_kernel(query_BHsD):
         # Samples end to end: a sample's last position is followed by the next sample's first.
         query, key, value = (

@@ -1,4 +1,4 @@
-"""Rotary position embedding whose scaling takes the constants of Llama 3.1 as values.
+"""Computes rotary position embedding whose scaling takes the constants of Llama 3.1 as values.
 
 megatron-core knows that scaling for an original context of 8,192 positions and the factors 1 and 4 alone, and
 moves its frequencies to a GPU whatever the device is.
@@ -17,7 +17,8 @@ from megatron_ext.config.ranks import context_chunks
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):
-    """Angles of rotation for every position (Su et al. 2021, RoFormer, equation 15), in layers with this attention."""
+    """Computes angles of rotation for every position (Su et al. 2021, RoFormer, equation 15), in layers with this
+    attention."""
 
     def __init__(self, attention: Attention, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         rotary = attention.rotary
@@ -33,13 +34,14 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
             self.inv_freq = scaled_inverse_frequencies(self.inv_freq, rotary.scaling)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """Angles in radians, [positions, 1, 1, rotated channels]; the second half of the channels repeats the first."""
+        """Return angles in radians, [positions, 1, 1, rotated channels]; the second half of the channels repeats the
+        first."""
         angles = self.get_freqs_non_repeated(max_seq_len, offset)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
 class RotaryTable(ScaledRotaryEmbedding):
-    """Cosines and sines of the angles, computed once for a sequence length, as `rotate` takes them."""
+    """Holds cosines and sines of the angles, computed once for a sequence length, as `rotate` takes them."""
 
     def __init__(self, attention: Attention, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(attention, config, pg_collection)
@@ -48,14 +50,15 @@ class RotaryTable(ScaledRotaryEmbedding):
         self.cp_group: Any = None  # else megatron-core would divide the table, along another dimension
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """[2, this rank's positions, rotated channels / 2]: cosines, then sines."""
+        """Return cosines, then sines, [2, this rank's positions, rotated channels / 2]."""
         angles = self.get_freqs_non_repeated(max_seq_len, offset)
         if sum(self.chunks) > 1:
             angles = torch.cat([angles.chunk(sum(self.chunks) + 1)[chunk] for chunk in self.chunks])
         return self._table(angles)
 
     def at(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """[2, B, 1, S, rotated channels / 2], for positions [B, S] that differ from sample to sample."""
+        """Return the table for positions [B, S] that differ from sample to sample: [2, B, 1, S, rotated channels /
+        2]."""
         inverse = self.inv_freq.to(position_ids.device)
         return self._table(position_ids.to(inverse.dtype)[:, None, :, None] * inverse)
 
@@ -78,7 +81,7 @@ def rotate(x_BHSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_reference(x_BHSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """`rotate` in the usual operations, for the compiler, which fuses them and their gradients."""
+    """Compute `rotate` in the usual operations, for the compiler, which fuses them and their gradients."""
     cosines, sines = table[0], table[1]
     half = cosines.size(-1)
     first, second, rest = x_BHSD[..., :half], x_BHSD[..., half : 2 * half], x_BHSD[..., 2 * half :]
@@ -86,7 +89,8 @@ def rotate_reference(x_BHSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient is the rotation back. Written out, both take four operations in place of some twenty."""
+    """Rotates channels; the gradient is the rotation back. Written out, both take four operations in place of some
+    twenty."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -111,7 +115,7 @@ def _turn(x: torch.Tensor, table: torch.Tensor, direction: int) -> torch.Tensor:
 
 
 def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: RotaryScaling) -> torch.Tensor:
-    """Stretch the rotary frequencies (the `llama3` rule of Hugging Face's modeling_rope_utils).
+    """Scale the rotary frequencies (`llama3` of Hugging Face's modeling_rope_utils).
 
     Wavelengths longer than original / low factor are stretched in full, those shorter than original / high factor
     not at all, and between the two the frequency is interpolated linearly in original / wavelength.

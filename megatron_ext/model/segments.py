@@ -24,7 +24,7 @@ def attend_segments(
     segments: Sequence[Segment],
     scale: float,
 ) -> torch.Tensor:
-    """Attention of each segment's queries over its keys, [B, H, Q, V]; contiguous.
+    """Return attention of each segment's queries over its keys, [B, H, Q, V]; contiguous.
 
     Args:
         segments: cover every query once. The last query of a segment sees all keys of the segment, the one before it
@@ -40,7 +40,7 @@ def attend_segments_reference(
     segments: Sequence[Segment],
     scale: float,
 ) -> torch.Tensor:
-    """`attend_segments` written out with one mask over all queries and keys."""
+    """Compute `attend_segments` written out with one mask over all queries and keys."""
     queries, keys = query_BHQD.size(2), key_BGKD.size(2)
     visible = torch.zeros(queries, keys, dtype=torch.bool)
     for segment in segments:
@@ -57,7 +57,7 @@ def attend_segments_reference(
 def merge(
     out: torch.Tensor, log_sum_exp: torch.Tensor, other: torch.Tensor, other_log_sum_exp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the keys of two blocks, from the attention over each.
+    """Return attention over the keys of two blocks, from the attention over each.
 
     Args:
         out, other: [..., Q, V]; the result has the wider of their types.
@@ -70,7 +70,7 @@ def merge(
 
 
 def _blocks(segment: Segment) -> Iterator[tuple[slice, bool]]:
-    """The keys of a segment in blocks, and whether a block is causal (and square) or full."""
+    """Yield the keys of a segment in blocks, and whether a block is causal (and square) or full."""
     if segment.keys > segment.queries:
         yield slice(segment.first_key, segment.first_key + segment.keys - segment.queries), False
     yield slice(segment.first_key + segment.keys - segment.queries, segment.first_key + segment.keys), True

@@ -1,4 +1,4 @@
-"""What a transformer layer is made of: ours on plain torch, or Transformer Engine's."""
+"""Builds the spec of what a transformer layer is made of: ours on plain torch, or Transformer Engine's."""
 
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ def block_spec(config: Config, held: Stack, tp_group: ProcessGroup) -> Transform
 
 
 def layer_spec(layer: Layer, tp_group: ProcessGroup) -> ModuleSpec:
-    """One layer on plain torch: it needs neither Transformer Engine nor apex."""
+    """Return one layer on plain torch: it needs neither Transformer Engine nor apex."""
     before = norm_class(layer.norm.kind) if layer.norms_before else IdentityOp
     return ModuleSpec(
         module=layer_class(layer.norm_places),

@@ -1,1 +1,1 @@
-"""The training loop: build, step, evaluate, callbacks."""
+"""Trains: build, step, evaluate, callbacks."""

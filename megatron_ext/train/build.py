@@ -32,11 +32,11 @@ from megatron_ext.train.weight_decay import check_weight_decay
 
 
 def build_run(config: Config, device: Device, resume: Resume | None = None) -> Run:
-    """Everything that `config` describes, ready for the first step, on this rank.
+    """Build everything that `config` describes, ready for the first step, on this rank.
 
     Args:
-        config: of the run.
-        device: of this rank.
+        config: the run's configuration.
+        device: this rank's device.
         resume: the checkpoint that will be loaded, whose order of the samples the run goes on with.
     Raises:
         DataError: a data file is present but wrong.
@@ -87,7 +87,7 @@ def compile_layers(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def set_kernels(config: Config) -> None:
-    """Precision and determinism of the kernels of this process."""
+    """Set precision and determinism of the kernels of this process."""
     torch.backends.cuda.matmul.allow_tf32 = config.training.tf32
     torch.backends.cudnn.allow_tf32 = config.training.tf32
     if config.training.deterministic_mode:
@@ -118,7 +118,7 @@ def seed_dropout(config: Config, groups: ProcessGroupCollection) -> None:
 def build_loaders(
     config: Config, device: Device, groups: ProcessGroupCollection, resume: Resume | None = None
 ) -> Loaders:
-    """The loaders of training data and, where it is evaluated, of validation and test data."""
+    """Return the loaders of training data and, where it is evaluated, of validation and test data."""
     training, data = config.training, config.data
     tokenizer = tokenizer_of_run(config)
     datasets, wanted = datasets_of_run(config, tokenizer, resume), samples_of_run(config).valid
@@ -169,7 +169,7 @@ def build_loaders(
 
 
 def _held_out_counts(config: Config, dataset: Samples, wanted: int) -> list[int]:
-    """How many samples of each source an evaluation reads."""
+    """Return how many samples of each source an evaluation reads."""
     everything = dataset.counts(len(dataset))
     if config.training.full_validation:
         return everything

@@ -1,4 +1,5 @@
-"""From the command line to a checked configuration. No torch: `--dry-run` and `--help` come through here too."""
+"""Makes a checked configuration from the command line. This needs no torch: `--dry-run` and `--help` come through here
+too."""
 
 import importlib.util
 import os
@@ -45,7 +46,7 @@ def configure(argv: Sequence[str]) -> Configured:
     """Parse, resolve and validate.
 
     Raises:
-        ConfigurationError: with every problem that was found.
+        ConfigurationError: the flags cannot work; the message has every problem that was found.
         DataError: the configuration of the checkpoint is no file, or a link out of it.
     """
     given = parse(argv)
@@ -57,7 +58,7 @@ def configure_for(configured: Configured, resume: Resume | None) -> Configured:
     """Resolve and validate once more, where another checkpoint will be loaded than the configuration was made with.
 
     Args:
-        configured: by `configure`.
+        configured: result of `configure`.
         resume: what all ranks have agreed on; None where nothing will be loaded.
     Raises:
         ConfigurationError: the flags do not fit that checkpoint.
@@ -80,7 +81,7 @@ def _configured(given: Typed, search: Search | None, resume: Resume | None) -> C
 
 
 def _without_effect(config: Config) -> list[str]:
-    """A warning for each flag that changes nothing together with the others."""
+    """Yield a warning for each flag that changes nothing together with the others."""
     if not config.model.no_position_embedding:
         return []
     return [
@@ -90,7 +91,7 @@ def _without_effect(config: Config) -> list[str]:
 
 
 def _saved_values(resume: Resume | None) -> Mapping[str, Any] | None:
-    """The configuration of the checkpoint, its copy of the tokenizer in place of files that are gone."""
+    """Return the configuration of the checkpoint, its copy of the tokenizer in place of files that are gone."""
     if resume is None or resume.saved is None:
         return None
     saved = resume.saved
@@ -103,7 +104,7 @@ def _saved_values(resume: Resume | None) -> Mapping[str, Any] | None:
 
 
 def _missing_checkpoint(values: Mapping[str, Any], search: Search | None) -> str | None:
-    """Why --load has nothing to load, by the rules of loading itself, where that may not be."""
+    """Return why --load has nothing to load, by the same conditions as loading itself, where that may not be."""
     if search is None or not values.get("exit_on_missing_checkpoint"):
         return None
     if search.candidates or load_problem(search.folder, values.get("ckpt_step")):
@@ -114,7 +115,7 @@ def _missing_checkpoint(values: Mapping[str, Any], search: Search | None) -> str
 
 
 def _other_curves(config: Config, facts: Facts) -> list[str]:
-    """Why the run would go on along other curves than it began; empty where it does not, or is meant to."""
+    """Return why the run would go on along other curves than it began; empty where it does not, or is meant to."""
     flags, saved = config.checkpoint, facts.saved
     chosen = flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler
     if saved is None or flags.finetune or flags.no_load_optim or chosen:
@@ -174,7 +175,7 @@ def _missing_compiler() -> str | None:
 
 
 def _huggingface(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The model that --load-hf names, as values of flags, and why it could not be read."""
+    """Return the model that --load-hf names, as values of flags, and why it could not be read."""
     folder = values.get("load_hf")
     if folder is None:
         return {}, ()
@@ -185,7 +186,7 @@ def _huggingface(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[st
 
 
 def _vocabulary(values: Mapping[str, Any]) -> tuple[int | None, str | None]:
-    """Size of the vocabulary of the tokenizer that the flags name, and why it could not be read."""
+    """Return the size of the vocabulary of the tokenizer that the flags name, and why it could not be read."""
     if values.get("tokenizer_type") is None:
         return None, None
     flags = DataConfig(**{field.name: values[field.name] for field in fields(DataConfig) if field.name in values})

@@ -1,4 +1,4 @@
-"""The datasets of a run, and whether they are those of the checkpoint that it goes on from."""
+"""Makes the datasets of a run, and checks whether they are those of the checkpoint that it goes on from."""
 
 import os
 import sys
@@ -21,7 +21,8 @@ from megatron_ext.train.run import Run
 
 
 def samples_of_run(config: Config) -> Splits[int]:
-    """Samples that the planned length of the run reads, and samples of one evaluation, 0 where there is none."""
+    """Return the samples that the planned length of the run reads, and the samples of one evaluation, 0 where there is
+    none."""
     training = config.training
     train = training.train_samples
     if train is None:
@@ -32,7 +33,7 @@ def samples_of_run(config: Config) -> Splits[int]:
 
 
 def samples_of_step(config: Config, step: int) -> range:
-    """Positions of the samples that a step uses, in a run that has these flags from its beginning.
+    """Return positions of the samples that a step uses, in a run that has these flags from its beginning.
 
     Raises:
         ConfigurationError: there is no such step.
@@ -44,7 +45,7 @@ def samples_of_step(config: Config, step: int) -> range:
 
 
 def samples_of_order(config: Config, resume: Resume | None) -> int:
-    """The number of samples that the training order is made for.
+    """Return the number of samples that the training order is made for.
 
     megatron-core's order depends on it where the data is read more than once. A run that goes on from a checkpoint,
     with another batch size or end, therefore takes that of the checkpoint, as long as it is enough.
@@ -57,13 +58,13 @@ def samples_of_order(config: Config, resume: Resume | None) -> int:
 
 
 def tokenizer_of_run(config: Config) -> Tokenizer:
-    """That of the flags; without one, for synthetic data, the ids are all there is."""
+    """Return the tokenizer named by the flags; for synthetic data without one, a tokenizer that only knows ids."""
     data = config.data
     return tokenizer_from_flags(data) if data.tokenizer_type else NullTokenizer(data.vocab_size or 0)
 
 
 def datasets_of_run(config: Config, tokenizer: Tokenizer, resume: Resume | None = None) -> Splits[Samples | None]:
-    """Training data, and where it is evaluated, validation and test data. Collective.
+    """Return training data, and where it is evaluated, validation and test data. Collective.
 
     Raises:
         DataError: another tokenizer than the run's made the data.
@@ -94,7 +95,7 @@ def _check_tokenizer_made_the_data(config: Config, tokenizer: Tokenizer) -> None
 
 
 def _judged_tokenizers(config: Config, tokenizer: Tokenizer) -> list[Judged]:
-    """What there is to say of the tokenizers of the data, once for each file."""
+    """Yield what there is to say of the tokenizers of the data, once for each file."""
     if config.data.mock_data:
         return []
     splits = [files for split in SPLITS if (files := split_files(config, split)) is not None]
@@ -107,7 +108,7 @@ def check_data_is_that_of_the_checkpoint(run: Run, resume: Resume) -> None:
     """Compare the data with what the checkpoint was trained on. Collective.
 
     Raises:
-        DataError: it differs, on some node; every rank names it. --accept-changed-data makes it a warning.
+        DataError: the data differs, on some node; every rank names it. --accept-changed-data makes it a warning.
     """
     saved = resume.data_record
     found = differences(saved, run.data_record) if saved is not None and run.data_record is not None else []
@@ -127,7 +128,7 @@ def check_data_is_that_of_the_checkpoint(run: Run, resume: Resume) -> None:
 
 
 def record_of_run(config: Config, train: Samples, resume: Resume | None) -> dict | None:
-    """The data's record, on one rank of each node; None on the others, which would read the same files."""
+    """Return the data's record, on one rank of each node; None on the others, which would read the same files."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     return data_record(config, train, samples_of_order(config, resume))

@@ -1,4 +1,4 @@
-"""The loss on held-out data: the same samples at every evaluation, each token weighted once."""
+"""Computes the loss on held-out data: the same samples at every evaluation, each token weighted once."""
 
 import math
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from megatron_ext.train.step import held_out_loss
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """In nats per token, each token weighted once; NaN where none counts."""
+    """The loss in nats per token, each token weighted once; NaN where none counts."""
 
     all: float
     parts: tuple[float, ...]
-    """Of each source."""
+    """Loss of each source."""
 
 
 def evaluate(run: Run, data: HeldOut) -> float:
-    """Mean loss per token over the samples of `data`, in nats; NaN if no token counts."""
+    """Return the mean loss per token over the samples of `data`, in nats; NaN if no token counts."""
     return evaluate_sources(run, data).all
 
 
 def evaluate_sources(run: Run, data: HeldOut) -> HeldOutLoss:
-    """Mean loss per token over the samples of `data`, and over those of each source.
+    """Return the mean loss per token over the samples of `data`, and over those of each source.
 
-    Equal on every rank and in every layout. The last global batch of a source may be a remainder: it is filled up with
-    samples whose tokens do not count.
+    The result is equal on every rank and in every layout. The last global batch of a source may be a remainder: it is
+    filled up with samples whose tokens do not count.
     """
     for chunk in run.chunks:
         chunk.eval()
@@ -41,7 +41,7 @@ def evaluate_sources(run: Run, data: HeldOut) -> HeldOutLoss:
 
 
 def _sum(run: Run, data: HeldOut, part: HeldOutPart) -> tuple[float, int]:
-    """The sum of the losses of one source, and the number of its tokens that count."""
+    """Return the sum of the losses of one source, and the number of its tokens that count."""
     batch = run.config.training.global_batch_size
     loss_sum, total_tokens = 0.0, 0
     for start in range(part.positions.start, part.positions.stop, batch):

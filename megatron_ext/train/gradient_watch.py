@@ -17,10 +17,10 @@ from megatron_ext.sharding.protocol import Sharding
 
 
 class Finding(NamedTuple):
-    """What a rank found wrong."""
+    """Says what a rank found wrong."""
 
     place: tuple[int, int]
-    """In the order of a forward pass. NaN spreads backward, so that of all findings the last one is the cause."""
+    """Place in the order of a forward pass. NaN spreads backward, so that of all findings the last one is the cause."""
 
     text: str
 
@@ -46,13 +46,13 @@ class GradientWatch:
         self._loss = loss
 
     def diagnose(self) -> Finding | None:
-        """The cause, as far as this rank can tell from its own loss and its gradients before any reduction."""
+        """Return the cause, as far as this rank can tell from its own loss and its gradients before any reduction."""
         if self._loss is not None and not bool(torch.isfinite(self._loss)):
             return Finding(AFTER_ALL, "NaN or infinity in the loss")
         return max((*self._bad_in_buckets(), *self._bad_by_name()), default=None)
 
     def in_reduced_gradients(self, gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Finding | None:
-        """The last bad one of the gradients that an update would use, each with its parameter of the model."""
+        """Return the last bad one of the gradients that an update would use, each with its parameter of the model."""
         named = [(self._names[id(parameter)], gradient) for parameter, gradient in gradients]
         bad = first_bad(sorted(named, key=lambda pair: self._places[pair[0]], reverse=True))
         return bad and Finding(self._places[bad.name], f"{_counted(bad)} the reduced gradient of {bad.name}")

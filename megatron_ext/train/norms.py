@@ -1,4 +1,4 @@
-"""Norms over the whole model, whatever the layout."""
+"""Computes norms over the whole model, whatever the layout."""
 
 import torch
 
@@ -9,7 +9,8 @@ from megatron_ext.train.run import Run
 
 
 def parameters_norm(run: Run) -> float:
-    """L2 norm of all parameters, each counted once: replicas and tied copies do not count again. Collective."""
+    """Return the L2 norm of all parameters, each counted once: replicas and tied copies do not count again.
+    Collective."""
     replicated = {parameter.name for parameter in parameters(run.config) if parameter.tp_dim is None}
     totals = torch.zeros(2, dtype=torch.float64, device=run.device.torch_device)
     with run.gathered_parameters(), torch.no_grad():
@@ -26,5 +27,5 @@ def parameters_norm(run: Run) -> float:
 
 
 def _computed_with(run: Run, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's part as the forward pass uses it: rows are kept in fp32, whatever is computed with."""
+    """Return this rank's part as the forward pass uses it: rows are kept in fp32, whatever is computed with."""
     return local_part(parameter).to(run.transformer_config.params_dtype)

@@ -1,4 +1,4 @@
-"""The main job: build the run, load a checkpoint if there is one, train."""
+"""Runs the main job: build the run, load a checkpoint if there is one, train."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
     Where the newest checkpoint turns out to be damaged, the flags are resolved once more, for the one that is loaded.
 
     Raises:
-        TrainingError: whatever ends the run before its planned end.
+        TrainingError: something ended the run before its planned end.
     """
     config = configured.config
     if config.checkpoint.save is not None and status.rank == 0:

@@ -1,9 +1,9 @@
-"""Whether the ranks that should hold the same weights do, bit for bit.
+"""Checks whether the ranks that should hold the same weights do, bit for bit.
 
-Three kinds of copies: data-parallel replicas hold the same shard of the model; tensor-parallel ranks hold the same
-norms, biases after a row-parallel layer, learned positions and routers; the first and the last pipeline stage hold the
-same tied embeddings. Experts are replicated within groups of their own. Rounding is no excuse for a difference: every
-copy began equal and was given the same updates.
+There are three kinds of copies: data-parallel replicas hold the same shard of the model; tensor-parallel ranks hold the
+same norms, biases after a row-parallel layer, learned positions and routers; the first and the last pipeline stage hold
+the same tied embeddings. Experts are replicated within groups of their own. Rounding is no excuse for a difference:
+every copy began equal and was given the same updates.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def check_data_parallel_replicas(run: Run, last_good: int) -> None:
 def check_model_parallel_copies(run: Run, last_good: int) -> None:
     """Compare the weights that tensor-parallel ranks hold whole, and the tied embeddings of the first and last stage.
 
-    Collective; arguments and errors as above.
+    The function is collective; arguments and errors are those of `check_data_parallel_replicas`.
     """
     parameters = list(global_named_parameters(run.chunks))
     copies = [named for named in parameters if not getattr(named[1], "tensor_model_parallel", False)]
@@ -55,12 +55,12 @@ def check_model_parallel_copies(run: Run, last_good: int) -> None:
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:
-    """megatron-core's mark of a parameter whose gradient is not reduced over the whole data-parallel group."""
+    """Return megatron-core's mark of a parameter whose gradient is not reduced over the whole data-parallel group."""
     return not getattr(parameter, "allreduce", True)
 
 
 def _differences(named: NamedParameters, group: torch.distributed.ProcessGroup, what: str) -> list[str]:
-    """What differs between the ranks of `group`, in words: one text per parameter."""
+    """Return what differs between the ranks of `group`, in words: one text per parameter."""
     if group.size() == 1 or not named:
         return []
     own = torch.stack([weight_hash(local_part(parameter)) for _, parameter in named])
@@ -78,7 +78,7 @@ def _differences(named: NamedParameters, group: torch.distributed.ProcessGroup, 
 
 
 def _who_is_wrong(ranks: Sequence[int], hashes: Sequence[int]) -> str:
-    """ "rank 2 differs from ranks 0, 1, 3 in": the minority, where more than half of the ranks agree."""
+    """Return "rank 2 differs from ranks 0, 1, 3 in": the minority, where more than half of the ranks agree."""
     agreeing: dict[int, list[int]] = {}
     for rank, value in zip(ranks, hashes, strict=True):
         agreeing.setdefault(value, []).append(rank)

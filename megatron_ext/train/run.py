@@ -1,4 +1,4 @@
-"""The parts of one run, wired once by `build` and handed to whoever needs them."""
+"""Holds the parts of one run, wired once by `build` and handed to whoever needs them."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +24,7 @@ from megatron_ext.train.state import TrainState
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Data to evaluate on, the same at every evaluation."""
+    """The data to evaluate on, the same at every evaluation."""
 
     loader: BatchLoader
     parts: tuple["HeldOutPart", ...]
@@ -36,17 +36,17 @@ class HeldOutPart:
 
     name: str
     suffix: str
-    """Of its log line and its tags."""
+    """Name in its log line and its tags."""
     positions: range
 
 
 @dataclass(frozen=True)
 class Loaders:
-    """Where batches come from."""
+    """Holds where batches come from."""
 
     train: BatchLoader
     samples: Samples
-    """What `train` reads."""
+    """The training data."""
     valid: HeldOut | None
     test: HeldOut | None
 
@@ -60,6 +60,8 @@ class Loaders:
 
 @dataclass
 class Run:
+    """Holds the parts of a training run on this rank."""
+
     config: Config
     device: Device
     groups: ProcessGroupCollection
@@ -72,31 +74,36 @@ class Run:
     optimizer: ChainedOptimizer
     gradient_watch: GradientWatch
     timers: Timers
-    """Of the parts of a step; those above --timing-log-level do nothing."""
+    """Timers of the parts of a step; those above --timing-log-level do nothing."""
     loaders: Loaders
     state: TrainState
     data_record: Mapping[str, Any] | None = None
-    """What the samples follow from, for the checkpoint; None with synthetic data, and on all but one rank of a node."""
+    """Record of what the samples follow from, for the checkpoint; None with synthetic data, and on all but one rank of
+    a node."""
 
     @property
     def rank(self) -> int:
+        """This rank's number."""
         return torch.distributed.get_rank()
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return torch.distributed.get_world_size()
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this rank is on the first pipeline stage."""
         return self.groups.pp.rank() == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this rank is on the last pipeline stage."""
         return self.groups.pp.rank() == self.groups.pp.size() - 1
 
     @property
     def is_last_rank(self) -> bool:
-        """The rank that logs: it is on the last stage, as in Megatron-LM."""
+        """Whether this is the rank that logs: it is on the last stage, as in Megatron-LM."""
         return self.rank == self.world_size - 1
 
     def gathered_parameters(self) -> AbstractContextManager[None]:

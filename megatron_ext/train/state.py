@@ -1,24 +1,24 @@
-"""What changes while a run trains, besides weights and optimizer state. All of it is saved and restored."""
+"""Holds what changes while a run trains, besides weights and optimizer state. All of it is saved and restored."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class TrainState:
-    """Equal on every rank."""
+    """The progress of a run; equal on every rank."""
 
     iteration: int = 0
-    """Optimizer steps done, skipped ones included."""
+    """Number of optimizer steps done, skipped ones included."""
 
     consumed_samples: int = 0
-    """Training samples read: the position in the data."""
+    """Number of training samples read: the position in the data."""
 
     consumed_tokens: int = 0
-    """Tokens that counted in the loss."""
+    """Number of tokens that counted in the loss."""
 
     scheduled_samples: int = 0
-    """Samples of the steps that updated the weights: the position on the learning-rate curve. Steps skipped by
-    the fp16 loss scale do not move it, as in Megatron-LM."""
+    """Number of samples of the steps that updated the weights: the position on the learning-rate curve. Steps skipped
+    by the fp16 loss scale do not move it, as in Megatron-LM."""
 
     interval_loss: float = 0.0
     """Sum of the losses since the last log line, over `interval_losses` steps."""

@@ -1,4 +1,4 @@
-"""One optimizer step: microbatches -> pipeline schedule -> gradients -> update."""
+"""Takes one optimizer step: microbatches -> pipeline schedule -> gradients -> update."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,8 @@ from megatron_ext.train.run import Run
 
 @dataclass(frozen=True)
 class AuxiliaryLosses:
-    """What the routers of a mixture of experts add to the loss, each a mean over layers and microbatches, without its
-    coefficient. None where it is not part of the loss."""
+    """Holds what the routers of a mixture of experts add to the loss, each a mean over layers and microbatches, without
+    its coefficient. A loss is None where it is not part of the loss."""
 
     load_balancing: float | None
     z: float | None
@@ -35,18 +35,18 @@ class AuxiliaryLosses:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. Equal on every rank."""
+    """Reports what a step did. It is equal on every rank."""
 
     loss: float
     """Mean loss per token over the global batch, in nats."""
 
     tokens: int
-    """Tokens that counted in the loss."""
+    """Number of tokens that counted in the loss."""
 
     global_batch_size: int
 
     updated: bool
-    """False when the fp16 loss scale skipped the update."""
+    """Whether the weights were updated; False when the fp16 loss scale skipped the update."""
 
     grad_norm: float | None
     """L2 norm of the global gradient before clipping; None for a skipped step."""
@@ -54,7 +54,7 @@ class StepResult:
     loss_scale: float
     num_zeros: float | None
     auxiliary_losses: AuxiliaryLosses | None = None
-    """Of a mixture of experts."""
+    """Auxiliary losses of a mixture of experts."""
 
 
 def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
@@ -99,7 +99,7 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
 
 
 class _Share:
-    """What this rank contributes to the one vector that every step sums over all ranks."""
+    """Holds what this rank contributes to the one vector that every step sums over all ranks."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -111,7 +111,8 @@ class _Share:
         self.loss.copy_(share[0])
 
     def add_gradients(self, overflow: bool, grad_norm: float) -> None:
-        """Whether a gradient is NaN or infinite here, in the norm or not; an overflow of the loss scale is not bad."""
+        """Return whether a gradient is NaN or infinite here, in the norm or not; an overflow of the loss scale is not
+        bad."""
         if overflow:
             self._vector[3] = 1.0
         elif math.isfinite(grad_norm):
@@ -122,7 +123,8 @@ class _Share:
             self._vector[2] = 1.0
 
     def summed(self) -> tuple[float, int, int, int]:
-        """Mean loss, tokens, number of ranks with a bad gradient, number of ranks with an overflow. Collective."""
+        """Return mean loss, tokens, number of ranks with a bad gradient, number of ranks with an overflow.
+        Collective."""
         if self._run.world_size > 1:
             torch.distributed.all_reduce(self._vector)
         loss_sum, tokens, bad, overflowed = self._vector.tolist()
@@ -156,7 +158,7 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
 
 
 def held_out_loss(run: Run, microbatches: list[Batch]) -> tuple[float, int]:
-    """Only the forward pass.
+    """Run only the forward pass.
 
     Returns:
         The mean loss per token over the microbatches of all ranks (NaN where no token counts), and the number of
@@ -193,7 +195,7 @@ def _virtual_size(config: Config) -> int | None:
 
 
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """megatron-core's forward_step_func: run one model chunk on its next microbatch."""
+    """Run one model chunk on its next microbatch, as megatron-core's forward_step_func."""
     batch = next(batches)
     output = model(batch.tokens, batch.position_ids, labels=batch.labels, documents=batch.documents)
     # A stage before the last has no mask, and the engine never calls its loss.
@@ -222,7 +224,7 @@ def _numeric_error(run: Run, what: str) -> NumericError:
 
 
 def _cause(findings: Sequence[Finding | None]) -> str | None:
-    """Of what the ranks found, the cause of the rest: what a backward pass comes to first, on the lowest rank."""
+    """Return of what the ranks found the cause of the rest: what a backward pass comes to first, on the lowest rank."""
     found = [(finding.place, -rank, finding.text) for rank, finding in enumerate(findings) if finding is not None]
     if not found:
         return None
@@ -231,7 +233,8 @@ def _cause(findings: Sequence[Finding | None]) -> str | None:
 
 
 def _bad_weight(run: Run) -> Finding | None:
-    """The first weight of this rank, in the order of a forward pass, that was bad before this step. Collective."""
+    """Return the first weight of this rank, in the order of a forward pass, that was bad before this step.
+    Collective."""
     with run.gathered_parameters():
         bad = first_bad((name, local_part(weight).detach()) for name, weight in global_named_parameters(run.chunks))
     return bad and Finding((0, 0), f"{bad.nan} NaN and {bad.inf} infinite values in the weight {bad.name}")

@@ -1,4 +1,4 @@
-"""The training loop, and what it tells its callbacks."""
+"""Loops over the steps, and tells the callbacks of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Trainer:
 
     @property
     def next_batch_size(self) -> int:
-        """Samples of the next step."""
+        """Return the number of samples of the next step."""
         return global_batch_size(self.run.config, self.run.state.consumed_samples)
 
     def stop(self, reason: str, *, by_signal: bool = False) -> None:
@@ -45,7 +45,7 @@ class Trainer:
         self.stopped_by_signal = self.stopped_by_signal or by_signal
 
     def fit(self) -> None:
-        """Train.
+        """Train until the planned end, or until a callback asks to stop.
 
         Raises:
             StoppedBySignal: a signal ended the loop; the state has been saved where --save says so.
@@ -72,7 +72,7 @@ class Trainer:
         self._tell("on_evaluation", metrics)
 
     def step(self) -> StepResult:
-        """One optimizer step, counted in the state."""
+        """Take one optimizer step, counted in the state."""
         run, state = self.run, self.run.state
         batch = self.next_batch_size
         set_rates(
@@ -105,22 +105,23 @@ class Callback:
     """
 
     def on_start(self, trainer: Trainer) -> None:
-        """Before the first step; the state may come from a checkpoint."""
+        """Run before the first step; the state may come from a checkpoint."""
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """Before the microbatches of a step."""
+        """Run before the microbatches of a step."""
 
     def before_update(self, trainer: Trainer) -> None:
-        """Within a step, when its gradients are there and the weights are still those that they belong to."""
+        """Run within a step, when its gradients are there and the weights are still those that they belong to."""
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        """After a step; the state already counts it."""
+        """Run after a step; the state already counts it."""
 
     def on_evaluation(self, trainer: Trainer, metrics: ValidationMetrics | TestMetrics) -> None:
-        """After an evaluation."""
+        """Run after an evaluation."""
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
-        """An error ends the run. Other ranks may be gone, unless it is a NumericError, which every rank raises."""
+        """Run when an error ends the run. Other ranks may be gone, unless it is a NumericError, which every rank
+        raises."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """After the last step of this process, unless an error ended it; in the reverse order of the list."""
+        """Run after the last step of this process, unless an error ended it; in the reverse order of the list."""

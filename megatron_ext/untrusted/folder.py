@@ -15,7 +15,7 @@ from megatron_ext.errors import DataError
 
 
 def file_inside(folder: Path, name: str, *, also: Sequence[Path] = (), nested: bool = False) -> Path:
-    """The path of a file of the folder, which its own content names.
+    """Return the path of a file of the folder, which its own content names.
 
     Args:
         also: further folders into which a link may lead.
@@ -37,7 +37,7 @@ def file_inside(folder: Path, name: str, *, also: Sequence[Path] = (), nested: b
 
 
 def is_plain(name: object, *, nested: bool = False) -> bool:
-    """Whether this is the name of a file in a folder, and not a path to somewhere else."""
+    """Return whether this is the name of a file in a folder, and not a path to somewhere else."""
     if not isinstance(name, str) or "\0" in name or not name:
         return False
     parts = PurePosixPath(name).parts
@@ -45,10 +45,10 @@ def is_plain(name: object, *, nested: bool = False) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Whether everything in a checkpoint is a file or a folder, or a link to such that lies in it too.
+    """Check that everything in a checkpoint is a file or a folder, or a link to such that lies in it too.
 
     Raises:
-        DataError: naming the first that is not.
+        DataError: something else is there; the first such is named.
         OSError: the folder cannot be read.
     """
     left = [folder]
@@ -62,7 +62,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_special(folder: Path, path: Path) -> None:
-    """Of what is neither file nor folder, a link inside of the folder may stay; one to nothing is a missing file."""
+    """Check what is neither file nor folder: a link inside of the folder may stay; one to nothing is a missing file."""
     if path.is_symlink():
         _check_links(folder, path, ())
     kind = _kind(path)
@@ -71,11 +71,11 @@ def _check_special(folder: Path, path: Path) -> None:
 
 
 def read_inside(folder: Path, name: str, most: int) -> bytes:
-    """The content of a small file.
+    """Return the content of a small file.
 
     Raises:
-        DataError: as `file_inside`, or it has more than `most` bytes.
-        OSError: it cannot be read.
+        DataError: as `file_inside`, or the file has more than `most` bytes.
+        OSError: the file cannot be read.
     """
     with file_inside(folder, name).open("rb") as file:
         content = file.read(most + 1)

@@ -1,13 +1,13 @@
-"""A pickle read as data: what it asks to be called or imported is written down, and nothing of it ever happens.
+"""A pickle is read as data: what it asks to be called or imported is written down, and nothing of it ever happens.
 
     content = read(b"...", allowed={("torch", "Size")})
     content.kind.name, content.args, content.state     # of a Made
 
 Python's unpickler calls what a pickle tells it to call, and sets attributes of whatever it finds on its stack, classes
-included: to hand it only harmless classes is not enough. Here the opcodes are followed by a machine that has nothing
-to call. A class becomes its name (`Global`), an object a record of how it would have been made (`Made`); the caller
-makes real objects of these, and checks every value. Opcodes that torch, megatron-core and Python's pickler (protocols
-2 to 5) do not write for such objects are refused. No torch here.
+included: to hand it only harmless classes is not enough. Here the opcodes are followed by a machine that has nothing to
+call. A class becomes its name (`Global`), an object a record of how it would have been made (`Made`); the caller makes
+real objects of these, and checks every value. Opcodes that torch, megatron-core and Python's pickler (protocols 2 to 5)
+do not write for such objects are refused. This needs no torch.
 """
 
 import pickle
@@ -30,7 +30,7 @@ class Global:
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """How an object would have been made."""
+    """Describes how an object would have been made."""
 
     kind: Global
     args: tuple[Any, ...]
@@ -42,19 +42,19 @@ class Made:
 
 @dataclass(eq=False, slots=True)
 class Stored:
-    """What lies outside of the pickle: a tensor's elements."""
+    """Stands for what lies outside of the pickle: a tensor's elements."""
 
     place: Any
 
 
 def read(content: bytes, allowed: Collection[tuple[str, str]] | None, *, stored: bool = False) -> Any:
-    """The content of a pickle: numbers, texts, lists, tuples and dictionaries, `Global`, `Made` and `Stored`.
+    """Return the content of a pickle: numbers, texts, lists, tuples and dictionaries, `Global`, `Made` and `Stored`.
 
     Args:
         allowed: (module, name) of everything that it may ask for; None for anything, as nothing is done with it.
         stored: whether it may refer to tensors' elements.
     Raises:
-        pickle.UnpicklingError: it is damaged, or asks for something that it may not.
+        pickle.UnpicklingError: the pickle is damaged, or asks for something that it may not.
     """
     machine = _Machine(content, allowed, stored)
     try:
@@ -64,7 +64,7 @@ def read(content: bytes, allowed: Collection[tuple[str, str]] | None, *, stored:
 
 
 def plain_text(value: object) -> str:
-    """A value for a message: short, in ASCII, and without following what it holds."""
+    """Return a value as text for a message: short, in ASCII, and without following what it holds."""
     return ascii(value)[:100] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
@@ -245,7 +245,7 @@ class _Machine:
         self._stack.append(Global(module, name))
 
     def make(self) -> None:
-        """Of a call, or of a new object of a class."""
+        """Record a call, or a new object of a class."""
         args, kind = self._stack.pop(), self._stack.pop()
         if type(kind) is not Global or type(args) is not tuple:
             raise pickle.UnpicklingError(f"calls {plain_text(kind)}")
@@ -309,7 +309,7 @@ _STEPS: dict[bytes, str] = {
 
 
 def _checked_key(key: Any) -> Any:
-    """A key whose hash does not follow what it holds (which may be deep) and is not chosen to meet others'."""
+    """Return a key whose hash does not follow what it holds (which may be deep) and is not chosen to meet others'."""
     if type(key) in (str, bool, float, Made, Global) or key is None or (type(key) is int and abs(key) < _LARGEST_KEY):
         return key
     raise pickle.UnpicklingError(f"has {plain_text(key)} for a key")

@@ -1,1 +1,1 @@
-"""Weights and tokenizers between our checkpoints and Hugging Face folders."""
+"""Moves weights and tokenizers between our checkpoints and Hugging Face folders."""

@@ -1,7 +1,8 @@
-"""From a checkpoint to a Hugging Face folder: safetensors, `config.json`, tokenizer and model card.
+"""Exports a checkpoint to a Hugging Face folder: safetensors, `config.json`, tokenizer and model card.
 
-One process without process groups and without torch. Every shard is read once from its beginning to its end, its
-rows are written to their places in the files, whatever layout saved it, and its checksum is held to the manifest.
+One process does it, without process groups and without torch. Every shard is read once from its beginning to its end,
+its rows are written to their places in the files, whatever layout saved it, and its checksum is compared with the
+manifest.
 """
 
 import json
@@ -47,10 +48,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exported:
+    """Reports what was exported."""
+
     path: Path
     family: Family
     size: int
-    """Bytes of the weights."""
+    """Size of the weights in bytes."""
     files: int
     tokenizer: list[str]
     """Names of the tokenizer's files; none where it was left out or is not at hand."""
@@ -68,10 +71,10 @@ def export_huggingface(
     """Write the folder `destination`, which must not exist or be empty.
 
     Args:
-        dtype: of the weights written, as in safetensors; default the checkpoint's.
-        max_shard_size: bytes of one safetensors file; a larger tensor gets a file of its own.
+        dtype: dtype of the weights written, as in safetensors; default the checkpoint's.
+        max_shard_size: largest size of one safetensors file in bytes; a larger tensor gets a file of its own.
         with_tokenizer: whether to write the tokenizer's files.
-        check_tokenizer: is called, before any weights are written, with the folder of the tokenizer's files, the run's
+        check_tokenizer: called, before any weights are written, with the folder of the tokenizer's files, the run's
             configuration and the tokenizer of training; what it raises ends the export. See
             megatron_ext.verify.exported_tokenizer.
     Raises:
@@ -118,10 +121,10 @@ def export_huggingface(
 
 
 def _write_weights(source: SavedModel, arranged: list[Arranged], entries: Mapping[str, Entry], files: Files) -> None:
-    """Sweep the checkpoint's shards, all of them where it has a manifest.
+    """Copy the checkpoint's shards with their checksums, all of them where it has a manifest.
 
     Raises:
-        DataError: they are not what the manifest says.
+        DataError: the shards are not what the manifest says.
     """
     shards, problems = source.damage()
     parts: dict[str, list[tuple[int, FilePart]]] = {name: [] for name in shards}
@@ -145,7 +148,7 @@ def _write_weights(source: SavedModel, arranged: list[Arranged], entries: Mappin
 
 
 def _all(wanted: list[tuple[int, FilePart]], path: Path) -> Iterator[FilePart]:
-    """The whole file: the wanted parts, and what lies between them."""
+    """Yield the whole file: the wanted parts, and what lies between them."""
     position = 0
     for offset, part in sorted(wanted, key=lambda place: place[0]):
         if offset < position:
@@ -164,7 +167,8 @@ def _all(wanted: list[tuple[int, FilePart]], path: Path) -> Iterator[FilePart]:
 def _parts(
     piece: Piece, arranged: Arranged, entries: Mapping[str, Entry], dtype: str, files: Files
 ) -> Iterator[tuple[int, FilePart]]:
-    """Where in the shard which rows of a piece lie, and where they belong; padding of the vocabulary is left out."""
+    """Yield where in the shard which rows of a piece lie, and where they belong; padding of the vocabulary is left
+    out."""
     rows, *columns = piece.shape
     width = WIDTH[dtype] * math.prod(columns)
     for run in arranged.runs:
@@ -190,7 +194,7 @@ def _parts(
 
 @dataclass(frozen=True)
 class _Target:
-    """Where rows of a parameter belong that cannot be copied as they are."""
+    """The place of rows of a parameter that cannot be copied as they are."""
 
     entry: Entry
     transposed: bool
@@ -249,7 +253,7 @@ _GENERATION = "generation_config.json"
 
 
 def _write_beside(folder: Path, source: SavedModel, family: Family, code: str, tokenizer: Tokenizer | None) -> None:
-    """Everything but the weights and the tokenizer."""
+    """Write everything but the weights and the tokenizer."""
     path = folder / _GENERATION
     generation = _generation(path) if path.exists() else {}
     if not generation:
@@ -286,13 +290,13 @@ def _generation(path: Path) -> dict[str, Any]:
 
 
 def _is_converted(config: Config) -> bool:
-    """Whether the files are made from the tokenizer; a Hugging Face folder is copied as it is."""
+    """Return whether the files are made from the tokenizer; a Hugging Face folder is copied as it is."""
     data = config.data
     return data.tokenizer_type != "HuggingFaceTokenizer" or data.tokenizer_special_tokens is not None
 
 
 def _tokenizer_of_training(config: Config) -> Tokenizer | None:
-    """None, where the configuration names none with a text, or its files are no longer there."""
+    """Return the tokenizer; None where the configuration names none with a text, or its files are no longer there."""
     if config.data.tokenizer_type in (None, "NullTokenizer"):
         return None
     try:

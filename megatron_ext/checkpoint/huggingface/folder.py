@@ -1,10 +1,10 @@
-"""A Hugging Face folder as a source of our parameters: `config.json` beside one or several safetensors files.
+"""Reads a Hugging Face folder as a source of our parameters: `config.json` next to one or several safetensors files.
 
     folder = HFFolder("Llama-3.2-1B")
     folder.check(config)             # every missing or misshapen tensor at once
     folder.entries["lm_head.weight"] # where it lies
 
-Nothing in the folder is executed, and no file outside of it is opened, whatever its index says. No torch here.
+Nothing in the folder is executed, and no file outside of it is opened, whatever its index says. This needs no torch.
 """
 
 from pathlib import Path
@@ -41,10 +41,10 @@ class HFFolder:
             self.entries = {f"{prefix}{name}": entry for name, entry in self.entries.items()}
 
     def check(self, config: Config) -> None:
-        """Whether the files hold the model that `config` (made from `values`) describes.
+        """Check that the files hold the model that `config` (made from `values`) describes.
 
         Raises:
-            DataError: naming every tensor that is missing or has another shape or dtype than it should have.
+            DataError: a tensor is missing or has another shape or dtype than it should have; all of them are named.
         """
         problems = []
         for arranged in arrangement(config, self.family):
@@ -66,12 +66,13 @@ class HFFolder:
             )
 
     def dtype(self) -> str:
-        """The dtype of the weights; where they differ, one that holds all of them."""
+        """Return the dtype of the weights; where they differ, one that holds all of them."""
         found = {entry.dtype for entry in self.entries.values() if entry.dtype in WIDTH}
         return "F32" if found == {"F16", "BF16"} else max(found, key=WIDTH.__getitem__, default="F16")
 
     def _has_an_output_layer_of_its_own(self) -> bool:
-        """Old files of tied models hold the shared matrix twice; two different ones would be another model."""
+        """Return whether the output layer differs from the embedding: old files of tied models hold the shared matrix
+        twice; two different ones would be another model."""
         head, table = self.entries.get("lm_head.weight"), self.entries.get(f"{self.family.names[_TABLE][0]}.weight")
         if head is None or table is None:
             return False
@@ -117,9 +118,9 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def safe_file(folder: Path, name: str) -> Path:
-    """The path of a file of the folder, which its own content (an index) names.
+    """Return the path of a file of the folder, which its own content (an index) names.
 
-    The links of a Hugging Face cache, from `snapshots/<revision>/` to `blobs/` beside it, are followed; no others are.
+    The links of a Hugging Face cache, from `snapshots/<revision>/` to `blobs/` next to it, are followed; no others are.
 
     Raises:
         DataError: the name or a link leads out of the folder, or there is no such file.

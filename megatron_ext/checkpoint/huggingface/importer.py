@@ -1,8 +1,8 @@
-"""From a Hugging Face folder to a checkpoint that `--load` begins from: iteration 0, weights alone.
+"""Imports a Hugging Face folder as a checkpoint that `--load` begins from: iteration 0, weights alone.
 
-One process without process groups and without torch, and a few blocks of a megabyte in memory. The checkpoint has
-the names and shapes that megatron-core gives the model in any layout (layers and experts stacked), so that every layout
-reads it.
+One process does it, without process groups and without torch, and with a few blocks of a megabyte in memory. The
+checkpoint has the names and shapes that megatron-core gives the model in any layout (layers and experts stacked), so
+that every layout reads it.
 """
 
 import functools
@@ -86,8 +86,8 @@ _STACKED = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.*)")
 
 
 def stacked_key(name: str) -> tuple[str, tuple[int, ...]]:
-    """A parameter's key in a checkpoint, and its place there: the layers of a model are one tensor, and so are the
-    experts of a layer: [layers, ...] or [layers, experts, ...]."""
+    """Return a parameter's key in a checkpoint, and its place there: the layers of a model are one tensor, and so are
+    the experts of a layer: [layers, ...] or [layers, experts, ...]."""
     found = _STACKED.fullmatch(name)
     if found is None:
         return name, ()
@@ -98,12 +98,12 @@ def stacked_key(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def stack_sizes(config: Config, place: tuple[int, ...]) -> tuple[int, ...]:
-    """How many layers, and experts, the tensor holds in which a parameter has this place."""
+    """Return how many layers, and experts, the tensor holds in which a parameter has this place."""
     return (config.model.num_layers, config.model.num_experts or 0)[: len(place)]
 
 
 def _weights(config: Config, folder: HFFolder) -> Iterator["_Item"]:
-    """The chunks of all weights, in the order in which they are written."""
+    """Yield the chunks of all weights, in the order in which they are written."""
     dtype = folder.dtype()
     for arranged in arrangement(config, folder.family):
         key, place = stacked_key(arranged.parameter.name)
@@ -160,7 +160,7 @@ def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> 
 
 
 def _elements(folder: HFFolder, arranged: Arranged, rows: range, dtype: str, files: Files) -> Iterator[FilePart]:
-    """The elements of these rows of a parameter; padding, which comes last, is zero."""
+    """Yield the elements of these rows of a parameter; padding, which comes last, is zero."""
     width = WIDTH[dtype] * math.prod(arranged.parameter.shape[1:])
     covered = rows.start
     for run in arranged.runs:

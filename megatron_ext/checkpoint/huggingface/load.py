@@ -1,4 +1,4 @@
-"""`--load-hf`: begin from the weights of a Hugging Face folder, each rank from its own slices."""
+"""`--load-hf` begins from the weights of a Hugging Face folder, each rank from its own slices."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def load_huggingface(run: Saveable, path: str | Path) -> None:
 
     Raises:
         ConfigurationError: the folder cannot be read as a model of ours.
-        DataError: its tensors are not those that its `config.json` describes.
+        DataError: the folder's tensors are not those that its `config.json` describes.
     """
     folder = HFFolder(path)
     folder.check(run.config)
@@ -77,7 +77,7 @@ def _dtype(entry: Entry) -> torch.dtype:
 
 
 def _read_in_place(entry: Entry, row: int, target: torch.Tensor) -> None:
-    """Whole rows into a contiguous tensor of the file's dtype: twice as fast as through a view."""
+    """Read whole rows into a contiguous tensor of the file's dtype, which is twice as fast as through a view."""
     try:
         with entry.path.open("rb", buffering=0) as file:
             bits = memoryview(target.view(-1).view(torch.uint8).numpy())

@@ -1,4 +1,4 @@
-"""The safetensors format, read and written in place: a header, then the bytes of every tensor. No torch here.
+"""Reads and writes the safetensors format in place: a header, then the bytes of every tensor. This needs no torch.
 
     8 bytes    length of the header, little-endian
     header     JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, perhaps "__metadata__"
@@ -35,19 +35,19 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def row_bytes(self) -> int:
-        """Of one index of the first dimension."""
+        """Bytes of one index of the first dimension."""
         return math.prod(self.shape[1:]) * SAFETENSORS_WIDTHS[self.dtype]
 
     def place(self, row: int) -> int:
-        """Of a row in the file."""
+        """Return the offset of a row in the file."""
         return self.offset + row * self.row_bytes
 
     def rows(self, start: int, count: int, *, writable: bool = False) -> "npt.NDArray":
-        """A view of `count` rows (all other dimensions whole) in the file; bfloat16 are uint16."""
+        """Return a view of `count` rows (all other dimensions whole) in the file; bfloat16 are uint16."""
         import numpy as np
 
         from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
@@ -56,12 +56,12 @@ class Entry:
         return np.memmap(self.path, dtype=ARRAYS[self.dtype], mode=mode, offset=self.place(start), shape=shape)
 
     def whole(self, *, writable: bool = False) -> "npt.NDArray":
-        """A view of all of it."""
+        """Return a view of all of it."""
         return self.rows(0, self.shape[0], writable=writable)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file.
+    """Return the tensors of a file.
 
     Raises:
         DataError: the header is no safetensors header, or does not describe this file's bytes exactly.
@@ -99,7 +99,7 @@ def create(path: Path, tensors: Mapping[str, Sequence[int]], dtype: str) -> dict
     """Make a file for tensors of these shapes, all of one dtype. Their bytes are zero until they are written.
 
     Raises:
-        OSError: there is no space for all of it.
+        OSError: there is no space for the whole file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, as places in its files, for one process without torch."""
+"""Finds the weights of a checkpoint, as places in its files, for one process without torch."""
 
 import io
 import math
@@ -32,12 +32,12 @@ class Piece:
     """A saved part of a parameter: [rows, columns], or [rows] of a vector."""
 
     row: int
-    """Of its first element in the parameter."""
+    """Index of its first element in the parameter."""
     column: int
     shape: tuple[int, ...]
     file: str
     offset: int
-    """Of its first element in the file."""
+    """Offset of its first element in the file."""
     array: "npt.NDArray | None" = None
     """The elements themselves, where they do not lie in order in the file."""
 
@@ -49,8 +49,8 @@ class SavedModel:
         folder: a `--save` folder, whose latest checkpoint is taken, or one checkpoint in it.
 
     Raises:
-        ConfigurationError: there is no checkpoint, or none with its `config.yaml`.
-        DataError: it is damaged.
+        ConfigurationError: there is no checkpoint, or its `config.yaml` is missing.
+        DataError: the checkpoint is damaged.
     """
 
     def __init__(self, folder: str | Path):
@@ -68,10 +68,10 @@ class SavedModel:
             raise DataError(f"{self.path}/.metadata cannot be read: {error}. Take an earlier checkpoint.") from error
 
     def check(self) -> None:
-        """Whether every parameter of the configuration is there.
+        """Check that every parameter of the configuration is there.
 
         Raises:
-            DataError: naming every tensor that is missing, has another shape, or a dtype that is not supported.
+            DataError: a tensor is missing, has another shape, or a dtype that is not supported; all of them are named.
         """
         problems = []
         for arranged in arrangement(self.config, family_of(self.config)):
@@ -90,11 +90,11 @@ class SavedModel:
             raise DataError(f"{self.path} does not match its {CONFIG}: {'; '.join(problems)}")
 
     def dtype(self, name: str = "embedding.word_embeddings.weight") -> str:
-        """The dtype of a parameter's weights, as in safetensors."""
+        """Return the dtype of a parameter's weights, as in safetensors."""
         return self.tensors[stacked_key(name)[0]].dtype
 
     def pieces(self, name: str) -> Iterator[Piece]:
-        """The saved pieces of a parameter.
+        """Return the saved pieces of a parameter.
 
         Raises:
             DataError: one of them cannot be read.
@@ -106,7 +106,8 @@ class SavedModel:
                 yield self._piece(key, chunk, tuple(inside))
 
     def damage(self) -> tuple[manifest.Files, list[str]]:
-        """The manifest's entries of the shards, and what else is not as it says; no entries, where there is none."""
+        """Return the manifest's entries of the shards, and what else is not as it says; no entries, where there is no
+        manifest."""
         try:
             files = manifest.read(self.path) or {}
         except ValueError as error:
@@ -126,7 +127,7 @@ class SavedModel:
 
 
 def _elements(path: Path, key: str, chunk: Chunk, dtype: str) -> "tuple[int, npt.NDArray | None]":
-    """Where a chunk's elements begin in the file; or where they are not in order, the elements."""
+    """Return where a chunk's elements begin in the file; or where they are not in order, the elements."""
     try:
         with path.open("rb", buffering=0) as file:
             place = place_of_elements(file, chunk.offset, chunk.length, chunk.sizes, dtype)
@@ -136,7 +137,7 @@ def _elements(path: Path, key: str, chunk: Chunk, dtype: str) -> "tuple[int, npt
 
 
 def _read(file: BinaryIO, chunk: Chunk, dtype: str) -> "npt.NDArray":
-    """Through torch, which takes seconds to import: a shard that holds its elements in another order."""
+    """Read through torch, which takes seconds to import, a shard that holds its elements in another order."""
     import torch
 
     from megatron_ext.checkpoint.huggingface.arrays import ARRAYS

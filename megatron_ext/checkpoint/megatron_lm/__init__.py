@@ -1,1 +1,1 @@
-"""Checkpoints that Megatron-LM wrote."""
+"""Reads checkpoints that Megatron-LM wrote."""

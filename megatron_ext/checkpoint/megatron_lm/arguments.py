@@ -1,4 +1,4 @@
-"""The flags of the run that wrote a checkpoint of Megatron-LM, without torch and without running anything of it.
+"""Reads the flags of the run that wrote a checkpoint of Megatron-LM, without torch and without running anything of it.
 
 They are an argparse.Namespace in a pickle: `args` of the common state, which is an object in a shard (since 0.19) or
 the file common.pt. What else the pickle asks for (enums, tensors, whatever a stranger has put there) is not made, and
@@ -25,7 +25,8 @@ _ARGUMENT_NAMES = {"norm_epsilon": "layernorm_epsilon"}
 
 
 def read_args(checkpoint: Path) -> dict[str, Any] | None:
-    """The flags by Megatron-LM's names; None where there are none that can be read, which loading will find out."""
+    """Return the flags by Megatron-LM's names; None where there are none that can be read, which loading will find
+    out."""
     try:
         with zipfile.ZipFile(io.BytesIO(_common_state(checkpoint))) as archive:
             [entry] = (entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
@@ -39,7 +40,7 @@ def read_args(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that are numbers and texts, or lists of them."""
+    """Return the flags that are numbers and texts, or lists of them."""
     return {name: value for name, value in state.items() if _is_scalar(value) or _is_list(value)}
 
 
@@ -52,14 +53,14 @@ def _is_scalar(value: Any) -> bool:
 
 
 def model_flags(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the model in our names, where they are given and had an effect."""
+    """Return the flags of the model under our names, where they are given and had an effect."""
     was = {name: args.get(_ARGUMENT_NAMES.get(name, name)) for name in args.keys() | _ARGUMENT_NAMES.keys()}
     was["disable_bias_linear"] = not args["add_bias_linear"] if "add_bias_linear" in args else None
     return was
 
 
 def saved_model(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as `config.saved.read_saved` gives of a checkpoint of ours, for --use-checkpoint-args."""
+    """Return what `config.saved.read_saved` returns of a checkpoint of ours, for --use-checkpoint-args."""
     was = model_flags(args)
     without_effect = {"vocab_size"}  # its tokenizer may have more; loading compares the padded sizes
     if not was.get("group_query_attention"):

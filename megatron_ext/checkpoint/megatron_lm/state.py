@@ -1,8 +1,8 @@
-"""Checkpoints that Megatron-LM wrote (0.19, torch_dist), read as ours.
+"""Reads checkpoints that Megatron-LM wrote (0.19, torch_dist) as ours.
 
 Its tensors have our names and cuts, but for two: a layer's norms lie under the matrix that they precede (as Transformer
 Engine fuses them; since 0.19 also without it), and the fp32 copies of 16-bit weights under `fp32_param` where the
-optimizer is not distributed. What is no tensor is arranged in another way: its flags are an argparse.Namespace
+optimizer is not distributed. What is no tensor is laid out in another way: its flags are an argparse.Namespace
 (`args`), the position on the curves is the scheduler's. Its random generators cannot become ours.
 """
 
@@ -29,12 +29,12 @@ _READABLE = "fully_reshardable"
 
 
 def wrote(common: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint with this common state is Megatron-LM's."""
+    """Return whether a checkpoint with this common state is Megatron-LM's."""
     return isinstance(common.get("args"), Namespace)
 
 
 def different_flags(common: Mapping[str, Any], config: Config) -> list[str]:
-    """The flags of the model that the checkpoint was trained with otherwise."""
+    """Return the flags of the model that the checkpoint was trained with otherwise."""
     args = vars(common["args"])
     was = model_flags(args)
     ours = vars(config.model)
@@ -61,17 +61,17 @@ def different_flags(common: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def _is_given(name: str, was: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
-    """Whether the run that saved had a value for a field of the model; to have none is one where it computes."""
+    """Return whether the run that saved had a value for a field of the model; to have none is one where it computes."""
     return was.get(name) is not None or (name in args and name in names_by_resume("function"))
 
 
 def optimizer_is_readable(common: Mapping[str, Any]) -> bool:
-    """Whether its optimizer state, where there is any, does not belong to one layout alone."""
+    """Return whether its optimizer state, where there is any, does not belong to one layout alone."""
     return all(kind == _READABLE for kind in _values(common.get("optimizer"), ("param_state_sharding_type",)))
 
 
 def as_ours(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The common state in our terms, without the optimizer's where there is none."""
+    """Return the common state in our terms, without the optimizer's where there is none."""
     args, scheduler = common["args"], common.get("opt_param_scheduler", {})
     consumed = getattr(args, "consumed_train_samples", 0)
     state = {
@@ -118,7 +118,7 @@ def rename(state_dict: dict[str, Any], saved: Collection[str]) -> dict[str, list
 
 
 def _values(content: Any, names: tuple[str, ...]) -> Iterator[Any]:
-    """What lies under these names, however deep."""
+    """Yield what lies under these names, however deep."""
     if isinstance(content, Mapping):
         for name, value in content.items():
             if name in names:

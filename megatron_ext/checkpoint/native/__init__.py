@@ -1,1 +1,1 @@
-"""The checkpoints of this program: saved in shards, verified, loaded into any layout."""
+"""Holds the checkpoints of this program: saved in shards, verified, loaded into any layout."""

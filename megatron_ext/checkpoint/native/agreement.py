@@ -15,14 +15,14 @@ from megatron_ext.errors import DataError, StorageError, TrainingError
 def agree(search: Search, flags: CheckpointConfig) -> Resume | None:
     """Settle on the checkpoint that every rank goes on from. Collective; equal on every rank.
 
-    All files of it have then been read and held against its manifest. The first rank's search counts, and its reading
+    All files of it have then been read and compared with its manifest. The first rank's search counts, and its reading
     of the configuration and of the data record: on a network file system others may still see an older folder.
 
     Returns:
         None where the folder holds no checkpoint.
     Raises:
         DataError, StorageError: as `first_whole`.
-        ConfigurationError: its configuration is larger or deeper than any.
+        ConfigurationError: the checkpoint's configuration is larger or deeper than any.
     """
     chosen = first_whole(lambda: search, flags)
     if chosen is None:
@@ -34,7 +34,7 @@ def agree(search: Search, flags: CheckpointConfig) -> Resume | None:
 
 
 def first_whole(search: Callable[[], Search], flags: CheckpointConfig) -> tuple[Found, list[str]] | None:
-    """The first candidate that is as its manifest says, and what is wrong with those before it. Collective.
+    """Return the first candidate that is as its manifest says, and what is wrong with those before it. Collective.
 
     Args:
         search: called on the first rank alone.
@@ -42,7 +42,7 @@ def first_whole(search: Callable[[], Search], flags: CheckpointConfig) -> tuple[
     Returns:
         None where the folder holds no checkpoint.
     Raises:
-        DataError: none is as it was written, or --load names none.
+        DataError: no checkpoint is as it was written, or --load names none.
         StorageError: the folder cannot be read.
     """
     folder, candidates = _told_by_the_first_rank(lambda: _candidates(search()))
@@ -78,7 +78,7 @@ def _candidates(search: Search) -> tuple[str, tuple[Found, ...]]:
 
 
 def _told_by_the_first_rank[T](make: Callable[[], T]) -> T:
-    """What the first rank makes, or the error that it meets, on every rank."""
+    """Return on every rank what the first rank makes, or raise the error that it meets."""
     answer: list[T | TrainingError | None] = [None]
     if torch.distributed.get_rank() == 0:
         try:

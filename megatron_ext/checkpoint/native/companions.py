@@ -1,4 +1,5 @@
-"""What lies in a checkpoint beside the tensors, so that it is of use where nothing else of the run is. No torch here.
+"""Writes what lies in a checkpoint next to the tensors, so that it is of use where nothing else of the run is. This
+needs no torch.
 
 iter_0000010/tokenizer/        the tokenizer's files, under Hugging Face's names where there are such
 iter_0000010/versions.json     of the software that wrote it
@@ -54,7 +55,7 @@ def keep_tokenizer(data: DataConfig, checkpoint: Path, earlier: Iterable[Path]) 
 
 
 def tokenizer_files(data: DataConfig) -> dict[str, Path]:
-    """Name of the copy -> file, whether it is there or not."""
+    """Return name of the copy -> file, whether it is there or not."""
     if data.tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is not None:
         folder = Path(data.tokenizer_model)
         found = {name: folder / name for name in HUGGINGFACE_FILES if (folder / name).is_file()}
@@ -64,7 +65,7 @@ def tokenizer_files(data: DataConfig) -> dict[str, Path]:
 
 
 def kept_tokenizer(values: Mapping[str, Any], checkpoint: Path) -> dict[str, str]:
-    """The copies in `checkpoint` by the flag that names such a file; only what is there."""
+    """Return the copies in `checkpoint` by the flag that names such a file; only what is there."""
     folder = checkpoint / TOKENIZER
     if folder.is_symlink():
         return {}
@@ -80,7 +81,7 @@ def _is_kept(path: Path) -> bool:
 
 
 def write_versions(checkpoint: Path) -> None:
-    """Of this program, of Python, and of the packages that what is written depends on."""
+    """Write the versions of this program, of Python, and of the packages that what is written depends on."""
     packages = {name: metadata.version(name) for name in ("torch", "megatron-core", "numpy")}
     content = {"megatron_ext": megatron_ext.__version__, "python": platform.python_version(), **packages}
     (checkpoint / VERSIONS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

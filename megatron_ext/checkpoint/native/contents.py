@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as the state dict that megatron-core's dist_checkpointing reads and writes.
+"""Defines what a checkpoint holds, as the state dict that megatron-core's dist_checkpointing reads and writes.
 
 Tensors are saved once for the whole model, by global name and place, so that no layout shows in them. The state of
 the random generators is saved for every rank, by its place in the grid of ranks, and can only be used in that grid.
@@ -37,13 +37,15 @@ CONTENT_METADATA = {
 
 @dataclass
 class Contents:
+    """The model chunks' part of the state dict, and what belongs to it."""
+
     state_dict: ShardedStateDict
     weights: dict[str, ShardedBase]
     """This rank's weights by name, part of the state dict: the optimizer's state is cut as they are."""
     names: dict[int, str]
     """Name of each weight by its parameter's id(). megatron-core takes the parameters out of `weights` on loading."""
     rows: dict[str, RowShard]
-    """Of the weights that this rank holds in part."""
+    """Row shards of the weights that this rank holds in part, by name."""
 
 
 @dataclass
@@ -53,13 +55,14 @@ class Taken:
     models: Contents
     """The weights themselves: the run's own."""
     state_dict: ShardedStateDict
-    """Of the models, with what `copy` made."""
+    """State dict of the models, with what `copy` made."""
     optimizer: list[optimizer_state.Taken]
     others: dict[str, Any]
 
 
 def take(run: Saveable, copy: Copy, models: Contents | None = None) -> Taken:
-    """Everything of `run` that a resumed run needs, but for what the flags leave out. Not collective.
+    """Copy everything of `run` that a resumed run needs, but for what the flags leave out. Not collective. Not
+    collective.
 
     Args:
         copy: makes a tensor that the training does not change, from a name of it and the tensor; those that other
@@ -88,7 +91,7 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> Taken:
 
 
 def to_save(taken: Taken, exchange: Exchange) -> ShardedStateDict:
-    """What this rank writes. Collective over the data-parallel ranks where they have shards of the optimizer."""
+    """Return what this rank writes. Collective over the data-parallel ranks where they have shards of the optimizer."""
     state_dict = {**taken.state_dict, **taken.others}
     if taken.optimizer:
         state_dict["optimizer"] = optimizer_state.state_to_save(taken.optimizer, taken.models.weights, exchange)
@@ -96,7 +99,8 @@ def to_save(taken: Taken, exchange: Exchange) -> ShardedStateDict:
 
 
 def _of_the_run(models: Contents, run: Saveable) -> bool:
-    """Whether all tensors lie in the memory that the run has now: a module may have made one for its state dict."""
+    """Return whether all tensors lie in the memory that the run has now: a module may have made one for its state
+    dict."""
     chunks = [*_chunks(run).values()]
     own = {
         tensor.untyped_storage().data_ptr() for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())
@@ -109,7 +113,7 @@ def _of_the_run(models: Contents, run: Saveable) -> bool:
 
 
 def _copied(value: Any, copy: Copy, name: tuple[Any, ...]) -> Any:
-    """The same with copies for tensors, but for those that another rank writes."""
+    """Return the same with copies for tensors, but for those that another rank writes."""
     if isinstance(value, dict):
         return {key: _copied(inner, copy, (*name, key)) for key, inner in value.items()}
     if not isinstance(value, ShardedTensor | ShardedTensorFactory):
@@ -120,7 +124,7 @@ def _copied(value: Any, copy: Copy, name: tuple[Any, ...]) -> Any:
 
 
 def size(state_dict: ShardedStateDict) -> int:
-    """Bytes of the tensors that this rank writes: of those that several ranks hold, one does."""
+    """Return the bytes of the tensors that this rank writes: of those that several ranks hold, one does."""
     return sum(
         value.data.numel() * value.data.element_size()
         for value in nested_values(state_dict)
@@ -132,7 +136,7 @@ def size(state_dict: ShardedStateDict) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """What of a checkpoint to use, besides the weights."""
+    """Selects what of a checkpoint to use, besides the weights."""
 
     optimizer: bool
     rng: bool
@@ -141,7 +145,7 @@ class Parts:
 
 
 def to_load(run: Saveable, parts: Parts) -> Contents:
-    """Where to read the tensors of a checkpoint into."""
+    """Return where to read the tensors of a checkpoint into."""
     contents = models_of(run)
     if parts.optimizer:
         contents.state_dict["optimizer"] = optimizer_state.state_to_load(
@@ -192,7 +196,7 @@ def _restore_optimizer(run: Saveable, contents: Contents, loaded: dict[str, Any]
 
 
 def rng_grid(run: Saveable) -> list[int]:
-    """Sizes of the grid in which every rank has a place of its own: pipeline, data, tensor."""
+    """Return the sizes of the grid in which every rank has a place of its own: pipeline, data, tensor."""
     return [run.groups.pp.size(), run.groups.dp_cp.size(), run.groups.tp.size()]
 
 
@@ -208,13 +212,13 @@ def _tracker() -> Any:
 
 
 def _chunks(run: Saveable) -> dict[str, Any]:
-    """The model chunks without their wrappers, under Megatron-LM's names."""
+    """Return the model chunks without their wrappers, under Megatron-LM's names."""
     chunks = unwrapped(run.chunks)
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
 
 
 def models_of(run: Saveable) -> Contents:
-    """The model chunks alone, by reference."""
+    """Return the model chunks alone, by reference."""
     metadata = {**CONTENT_METADATA, "dp_cp_group": run.groups.dp_cp}
     state_dict, found = {}, {}
     for key, chunk in _chunks(run).items():
@@ -237,7 +241,8 @@ def models_of(run: Saveable) -> Contents:
 
 
 def _dtype(run: Saveable) -> torch.dtype:
-    """In which a checkpoint holds the weights: that of the forward pass. Their fp32 masters are optimizer state."""
+    """Return the dtype in which a checkpoint holds the weights: that of the forward pass. Their fp32 masters are
+    optimizer state."""
     return getattr(torch, run.config.training.params_dtype)
 
 
@@ -251,6 +256,6 @@ def _grad_scalers(run: Saveable) -> list[Any]:
 
 
 def _grad_scaler_state(run: Saveable) -> dict[str, float | int]:
-    """Of the dynamic loss scale; empty without one. All parts scale alike."""
+    """Return the state of the dynamic loss scale; empty without one. All parts scale alike."""
     state = next((scaler.state_dict() for scaler in _grad_scalers(run)), {})
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint folder, under Megatron-LM's names. No torch here.
+"""Finds and names what lies in a checkpoint folder, under Megatron-LM's names. This needs no torch.
 
     SAVE/latest_checkpointed_iteration.txt     "10": the tracker, written last ("release": Megatron-LM's weights alone)
     SAVE/iter_0000010/                         whole, whenever a folder of this name exists
@@ -41,17 +41,17 @@ class Found:
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of `iteration` lies."""
+    """Return where the checkpoint of `iteration` lies."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
 def partial_folder(folder: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of `iteration` is written before it is whole."""
+    """Return where the checkpoint of `iteration` is written before it is whole."""
     return Path(folder) / f".iter_{iteration:07d}.partial"
 
 
 def saved_iterations(folder: str | Path) -> list[int]:
-    """The iterations of all whole checkpoints, in ascending order; empty where there is no such folder."""
+    """Return the iterations of all whole checkpoints, in ascending order; empty where there is no such folder."""
     if not os.path.isdir(folder):
         return []
     names = [name for name in os.listdir(folder) if _ITERATION.fullmatch(name)]
@@ -62,12 +62,13 @@ def saved_iterations(folder: str | Path) -> list[int]:
 
 
 def find_latest(folder: str | Path) -> Found | None:
-    """The first of `find_all`."""
+    """Return the first of `find_all`."""
     return next(iter(find_all(folder)), None)
 
 
 def checkpoint_at(path: Path) -> Path | None:
-    """The checkpoint that `path` is, or the latest one of the --save folder that it is; None where it is neither.
+    """Return the checkpoint that `path` is, or the latest one of the --save folder that it is; None where it is
+    neither.
 
     Raises:
         DataError, OSError: as `find_to_load`.
@@ -79,7 +80,7 @@ def checkpoint_at(path: Path) -> Path | None:
 
 
 def find_to_load(load: str | Path, step: int | None = None) -> list[Found]:
-    """The checkpoints that --load and --ckpt-step ask for, in the order in which to try them.
+    """Return the checkpoints that --load and --ckpt-step ask for, in the order in which to try them.
 
     Args:
         load: a --save folder, or one checkpoint in it, which is then the only one to try.
@@ -102,7 +103,7 @@ def find_to_load(load: str | Path, step: int | None = None) -> list[Found]:
 
 
 def load_problem(load: str, step: int | None) -> str | None:
-    """Why --load cannot be what the user means, whatever is in it; None where it can."""
+    """Return why --load cannot be what the user means, whatever is in it; None where it can."""
     path, named = Path(load), _named_checkpoint(load)
     if path.exists() and not path.is_dir():
         return f"--load {load} is a file, not a folder of checkpoints; use --load {path.parent}"
@@ -117,7 +118,7 @@ def load_problem(load: str, step: int | None) -> str | None:
 
 
 def _named_checkpoint(load: str | Path) -> Path | None:
-    """The one checkpoint that `load` names, which may be missing; None for a folder of checkpoints."""
+    """Return the one checkpoint that `load` names, which may be missing; None for a folder of checkpoints."""
     for path in (Path(load), Path(load).resolve()):  # the latter for a link, and for "."
         if _ITERATION.fullmatch(path.name) and not (path / TRACKER).exists() and not saved_iterations(path):
             return path
@@ -128,7 +129,8 @@ def _named_checkpoint(load: str | Path) -> Path | None:
 
 
 def find_all(folder: str | Path) -> list[Found]:
-    """The whole checkpoints in the order in which to try them: the one that the tracker names, then the newest first.
+    """Return the whole checkpoints in the order in which to try them: the one that the tracker names, then the newest
+    first.
 
     Returns:
         An empty list where the folder holds neither a tracker nor a checkpoint.
@@ -164,10 +166,10 @@ def find_all(folder: str | Path) -> list[Found]:
 
 
 def find_iteration(folder: str | Path, iteration: int) -> Found:
-    """The checkpoint of `iteration`.
+    """Return the checkpoint of `iteration`.
 
     Raises:
-        DataError: there is none, or it is not whole.
+        DataError: there is no such checkpoint, or it is not whole.
     """
     path = iteration_folder(folder, iteration)
     if not path.is_dir() or not _is_whole(path):
@@ -177,7 +179,7 @@ def find_iteration(folder: str | Path, iteration: int) -> Found:
 
 
 def make_partial(folder: str | Path, iteration: int) -> Path:
-    """An empty folder to write the checkpoint of `iteration` into. What killed saves have left is removed.
+    """Make an empty folder to write the checkpoint of `iteration` into. What killed saves have left is removed.
 
     Raises:
         OSError: the folder cannot be made.
@@ -233,7 +235,7 @@ def write_tracker(folder: str | Path, iteration: int) -> None:
 
 
 def _remove_entry(path: Path) -> None:
-    """A folder with all that is in it; of a link, only the link."""
+    """Remove a folder with all that is in it; of a link, only the link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:
@@ -241,7 +243,7 @@ def _remove_entry(path: Path) -> None:
 
 
 def _tracked(tracker: Path) -> str | None:
-    """What the tracker says; None where there is none, and nothing where it is no file."""
+    """Return what the tracker says; None where there is none, and nothing where it is no file."""
     if not tracker.exists():
         return None
     if not tracker.is_file():

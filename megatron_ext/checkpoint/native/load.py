@@ -1,4 +1,4 @@
-"""Read a checkpoint."""
+"""Reads a checkpoint."""
 
 import pickle
 import sys
@@ -45,7 +45,7 @@ def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
     --no-fallback forbids it.
 
     Returns:
-        Its iteration; None where the folder holds no checkpoint.
+        The checkpoint's iteration; None where the folder holds no checkpoint.
     Raises:
         DataError, StorageError: as `first_whole` and `load_found`.
     """
@@ -64,7 +64,7 @@ def load_found(run: Saveable, found: Found) -> None:
     the like leave parts of it aside.
 
     Raises:
-        DataError: it cannot be read, or is of another model.
+        DataError: the checkpoint cannot be read, or is of another model.
     """
     try:
         with no_code_from_files(found.path), run.sharding.weights_in_place(run.chunks):
@@ -96,7 +96,7 @@ def _read(run: Saveable, found: Found) -> None:
 
 
 def _as_ours(run: Saveable, path: Path, common: Mapping[str, Any]) -> dict[str, Any]:
-    """The common state of a checkpoint that Megatron-LM wrote, if it is one that can be used."""
+    """Return the common state of a checkpoint that Megatron-LM wrote, if it is one that can be used."""
     different = megatron_lm.different_flags(common, run.config)
     if different:
         raise DataError(
@@ -114,7 +114,7 @@ def _as_ours(run: Saveable, path: Path, common: Mapping[str, Any]) -> dict[str, 
 
 
 def _wanted(run: Saveable, found: Found, common: Mapping[str, Any]) -> contents.Parts:
-    """What the flags ask for, of what is there."""
+    """Return what the flags ask for, of what is there."""
     path = found.path
     # Made from a Hugging Face model, or released by somebody: training begins with a new optimizer.
     if common.get("weights_only") or found.path.name == RELEASE:
@@ -158,7 +158,7 @@ def _warn(run: Saveable, text: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The engine's own words, the first of many lines."""
+    """Return the engine's own words, the first of many lines."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip() or type(error).__name__

@@ -1,4 +1,4 @@
-"""One job at a time writes into a save folder. No torch here.
+"""Lets one job at a time write into a save folder. This needs no torch.
 
 The lock is the kernel's, on `SAVE/.lock`, and goes with the process that holds it, however that ends: a killed job
 leaves nothing to clean up. The file's content only says who it is. The lock is of POSIX's kind (`lockf`), which

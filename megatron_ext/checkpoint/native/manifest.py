@@ -1,4 +1,5 @@
-"""The size and checksum of every file of a checkpoint, written last into its folder. No torch here.
+"""Writes and reads the size and checksum of every file of a checkpoint; the manifest is written last into its folder.
+This needs no torch.
 
     {"checksum": "crc32", "files": {".metadata": {"bytes": 42323, "crc32": "6fa1..."}, ...}, "own_crc32": "..."}
 
@@ -38,12 +39,12 @@ def describe(folder: Path, paths: Iterable[Path]) -> Files:
 
 
 def all_files(folder: Path) -> list[Path]:
-    """All files of a checkpoint, those in its folders too."""
+    """Return all files of a checkpoint, those in its folders too."""
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def checksum(path: Path) -> str:
-    """CRC-32 of the content, as eight hexadecimal digits."""
+    """Return the CRC-32 of the content, as eight hexadecimal digits."""
     value = 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
@@ -57,11 +58,11 @@ def write(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> Files | None:
-    """The manifest of a checkpoint; None where it has none (one that Megatron-LM wrote).
+    """Return the manifest of a checkpoint; None where it has none (one that Megatron-LM wrote).
 
     Raises:
-        ValueError: it is damaged, no file of the folder, or names what is none.
-        OSError: it cannot be read.
+        ValueError: the manifest is damaged, no file of the folder, or names what is none.
+        OSError: the manifest cannot be read.
     """
     if not os.path.lexists(folder / MANIFEST):
         return None
@@ -85,7 +86,7 @@ def read(folder: Path) -> Files | None:
 
 
 def problems(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is wrong with those files, each named; empty where they are as the manifest says."""
+    """Return what is wrong with those files, each named; empty where they are as the manifest says."""
     found = []
     for name, entry in files.items():
         path = folder / name

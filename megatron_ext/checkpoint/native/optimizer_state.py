@@ -1,4 +1,4 @@
-"""The optimizer's state as tensors that are shaped and cut like the weights that they belong to.
+"""Holds the optimizer's state as tensors that are shaped and cut like the weights that they belong to.
 
 Whichever of megatron-core's optimizers holds it (fp32, mixed precision, distributed), the state is saved under the
 same keys: `optimizer.state.exp_avg.<key of the weight>` and so on, and `optimizer.state.param.<key>` for the fp32
@@ -23,7 +23,7 @@ from megatron_ext.parallel.rows import row_shard
 from megatron_ext.sharding.parts import MASTER, Exchange, OptimizerPart, State
 
 Contents = dict[str, dict[str, ShardedBase | Pieces]]
-"""By state ("exp_avg"), then by this rank's name of the weight."""
+"""State by its name ("exp_avg"), then by this rank's name of the weight."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,12 @@ class Taken:
     part: OptimizerPart
     moments: tuple[str, ...]
     own: Mapping[int, State]
-    """By the id() of the weight."""
+    """Tensors of the state by the id() of the weight."""
 
 
 def take(parts: Sequence[OptimizerPart], config: OptimizerConfig, copy: Copy, written: Collection[int]) -> list[Taken]:
-    """The state of this rank, of the weights that it writes (by their id()); of a sharded optimizer, its shards."""
+    """Copy the state of this rank, of the weights that it writes (by their id()); of a sharded optimizer, its
+    shards."""
     taken = []
     for number, part in enumerate(parts):
         initialize_state(part, config)
@@ -53,7 +54,7 @@ def take(parts: Sequence[OptimizerPart], config: OptimizerConfig, copy: Copy, wr
 
 
 def state_to_save(taken: Sequence[Taken], weights: Mapping[str, Any], exchange: Exchange) -> Contents:
-    """The state that this rank writes, whole for each weight. Collective over the data-parallel ranks.
+    """Return the state that this rank writes, whole for each weight. Collective over the data-parallel ranks.
 
     Args:
         weights: this rank's weights as sharded tensors or factories, by name.
@@ -74,7 +75,7 @@ def state_to_save(taken: Sequence[Taken], weights: Mapping[str, Any], exchange: 
 
 
 def state_to_load(parts: Sequence[OptimizerPart], config: OptimizerConfig, weights: Mapping[str, Any]) -> Contents:
-    """Tensors to read the state into; then call `restore` with what was read."""
+    """Return tensors to read the state into; then call `restore` with what was read."""
     values = {}
     for part in parts:
         initialize_state(part, config)
@@ -121,7 +122,8 @@ def step_count(parts: Sequence[OptimizerPart]) -> int:
 
 
 def set_step_count(parts: Sequence[OptimizerPart], config: OptimizerConfig, count: int) -> None:
-    """Every parameter gets a tensor of its own: a shared one would be advanced once for each parameter."""
+    """Set the number of updates. Every parameter gets a tensor of its own: a shared one would be advanced once for
+    each."""
     if not traits_of(config).counts_updates:
         return
     for rule in _rules(parts):
@@ -163,7 +165,8 @@ def _begin(
 def _own_state(
     part: OptimizerPart, config: OptimizerConfig
 ) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """For every weight of this rank, the tensors of its state; with the distributed optimizer, this rank's shards."""
+    """Return for every weight of this rank the tensors of its state; with the distributed optimizer, this rank's
+    shards."""
     for parameter, main in part.main_parameters():
         rule, updated = part.updater.updated_by(main)
         tensors = {name: rule.state[updated][name] for name in traits_of(config).state_names(config)}
@@ -173,7 +176,8 @@ def _own_state(
 
 
 def _written_by(tensor: Any, rank: int) -> Any:
-    """The same tensor for the engine, which takes the replica of data-parallel rank 0 for the one to be written."""
+    """Return the same tensor for the engine, which takes the replica of data-parallel rank 0 for the one to be
+    written."""
     *others, replica = tensor.replica_id
     # With several instances of the optimizer, each has all of the state; it is written by the ranks of the first.
     return replace(tensor, replica_id=(*others, replica - rank))

@@ -1,4 +1,5 @@
-"""The checkpoint that a run goes on from: found once, and handed to everything that depends on it. No torch here.
+"""Finds the checkpoint that a run goes on from, once, and hands it to everything that depends on it. This needs no
+torch.
 
     search = look(typed.values)                # on every rank, before there are process groups
     search.resume                              # the configuration is made with it
@@ -25,7 +26,7 @@ from megatron_ext.untrusted.folder import file_inside
 
 @dataclass(frozen=True)
 class Resume(Found):
-    """A checkpoint to resume from, with what a run takes from it beside the tensors."""
+    """A checkpoint to resume from, with what a run takes from it besides the tensors."""
 
     saved: Mapping[str, Any] | None = None
     """The values of the flags that it was saved with; None where it has none that can be read."""
@@ -35,13 +36,13 @@ class Resume(Found):
     """What is wrong with each checkpoint that comes before it and was passed over."""
 
     def gives_the_flags_of(self, other: "Resume | None") -> bool:
-        """Whether a configuration that was made with `other` is the one that this gives."""
+        """Return whether a configuration that was made with `other` is the one that this gives."""
         return other is not None and (self.path, self.saved) == (other.path, other.saved)
 
 
 @dataclass(frozen=True)
 class Search:
-    """What one look into the --load folder found."""
+    """Holds what one look into the --load folder found."""
 
     folder: str
     candidates: tuple[Found, ...] = ()
@@ -64,8 +65,8 @@ def look(values: Mapping[str, Any]) -> Search | None:
     """Find the checkpoint that the typed values ask for; None without --load.
 
     Raises:
-        ConfigurationError: its configuration is larger or deeper than any.
-        DataError: its configuration is no file, or a link out of the checkpoint.
+        ConfigurationError: the checkpoint's configuration is larger or deeper than any.
+        DataError: the checkpoint's configuration is no file, or a link out of the checkpoint.
     """
     if values.get("load") is None:
         return None
@@ -80,7 +81,7 @@ def look(values: Mapping[str, Any]) -> Search | None:
 
 
 def read_resume(found: Found, *, use_checkpoint_args: bool, damaged: Sequence[str] = ()) -> Resume:
-    """Read what a run takes from the checkpoint beside the tensors.
+    """Read what a run takes from the checkpoint besides the tensors.
 
     Args:
         found: the checkpoint.
@@ -101,12 +102,12 @@ def read_resume(found: Found, *, use_checkpoint_args: bool, damaged: Sequence[st
 
 
 def _first_with_intact_flags(candidates: Sequence[Found]) -> Found:
-    """The first whose small files are as they were written; where no checkpoint's are, the first of all."""
+    """Return the first whose small files are as they were written; where no checkpoint's are, the first of all."""
     return next((found for found in candidates if _flags_are_intact(found.path)), candidates[0])
 
 
 def _flags_are_intact(checkpoint: Path) -> bool:
-    """Whether the files that the flags and the data follow from are as the manifest says, if there is one."""
+    """Return whether the files that the flags and the data follow from are as the manifest says, if there is one."""
     try:
         files = manifest.read(checkpoint)
     except (OSError, ValueError, DataError):
@@ -120,5 +121,5 @@ def _flags_are_intact(checkpoint: Path) -> bool:
 
 
 def _is_listed(folder: Path, name: str) -> bool:
-    """Whether the folder has such an entry, even one that leads nowhere."""
+    """Return whether the folder has such an entry, even one that leads nowhere."""
     return (folder / name).is_symlink() or (folder / name).exists()

@@ -1,4 +1,5 @@
-"""Which checkpoints to keep: the last --keep-last-checkpoints, and every --save-retain-interval steps one for good."""
+"""Decides which checkpoints to keep: the last --keep-last-checkpoints, and every --save-retain-interval steps one for
+good."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from megatron_ext.checkpoint.native.verify import damage
 
 
 def expired(saved: Sequence[int], newest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
-    """The iterations that may go once `newest` is saved; those above it belong to another course of the run and stay.
+    """Return the iterations that may go once `newest` is saved; those above it belong to another course of the run and
+    stay.
 
     With a retain interval alone, one checkpoint is kept besides, as in Megatron-LM. Without either, all are.
     """
@@ -52,7 +54,7 @@ def remove_expired(run: Saveable, folder: str | Path, newest: int) -> None:
 
 
 def _is_link(folder: str | Path, iteration: int) -> bool:
-    """Somebody has put it elsewhere, to keep it."""
+    """Return whether it is a link: somebody has put it elsewhere, to keep it."""
     return iteration_folder(folder, iteration).is_symlink()
 
 

@@ -1,4 +1,4 @@
-"""Read what others have pickled without letting it run anything, or change anything.
+"""Reads what others have pickled without letting it run anything, or change anything.
 
 The format keeps two kinds of pickle: `.metadata`, which says where every tensor lies, and small objects (the state of
 the random generators) inside the shards. torch reads both with an unpickler that builds whatever they ask for. Inside
@@ -33,15 +33,15 @@ _HARMLESS = ("argparse", "types", "signal", "pathlib", "megatron.core.")
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, for a folder that anybody may have written."""
+    """Torch's reader of a checkpoint folder, made safe for a folder that anybody may have written."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """What the checkpoint holds and where.
+        """Return what the checkpoint holds and where.
 
         Raises:
             pickle.UnpicklingError: the file is damaged, or asks for something else than metadata.
-            DataError: it, or a file that it names, is missing, is no file, or a link out of the folder.
-            OSError: it cannot be read.
+            DataError: the metadata, or a file that it names, is missing, is no file, or a link out of the folder.
+            OSError: the file cannot be read.
         """
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         with file_inside(path.parent, path.name).open("rb") as file:
@@ -53,10 +53,10 @@ class SafeReader(FileSystemReader):
 
 
 def read_metadata(file: IO[bytes]) -> metadata.Metadata:
-    """Torch's metadata, made from what the file says.
+    """Return torch's metadata, made from what the file says.
 
     Raises:
-        pickle.UnpicklingError: it is damaged, asks for another class, or names a file outside of its own folder.
+        pickle.UnpicklingError: the file is damaged, asks for another class, or names a file outside of its own folder.
     """
     saved = torch_dist.read_all(file)
     entries: dict[str, Any] = {name: _entry(tensor) for name, tensor in saved.tensors.items()}
@@ -92,7 +92,8 @@ def _place(chunk: torch_dist.Chunk) -> _StorageInfo:
 
 @contextmanager
 def no_code_from_files(checkpoint: Path) -> Iterator[None]:
-    """megatron-core's loading functions read no free pickle inside, and no file that lies outside of the checkpoint.
+    """Keep megatron-core's loading functions inside from reading a free pickle, or a file that lies outside of the
+    checkpoint.
 
     Raises:
         DataError: the folder holds something else than files and folders.
@@ -117,12 +118,13 @@ def no_code_from_files(checkpoint: Path) -> Iterator[None]:
 
 
 def _module(kind: Any) -> str:
-    """Of a class or function that torch may make, or of the pair of such and its name."""
+    """Return the module of a class or function that torch may make, or of the pair of such and its name."""
     return getattr(kind[0] if isinstance(kind, tuple) else kind, "__module__", "") or ""
 
 
 def _inert(kind: Any) -> Any:
-    """torch sets any attribute of an object whose class it may make: not of one that the whole process shares."""
+    """Keep torch from setting an attribute of an object that the whole process shares, although it may make its
+    class."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return partial(kind), f"{kind.__module__}.{kind.__qualname__}"
     return kind

@@ -1,4 +1,4 @@
-"""Write a checkpoint."""
+"""Writes a checkpoint."""
 
 import errno
 import json
@@ -43,15 +43,15 @@ def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
     """Save all of `run` into `folder`, and make it the latest checkpoint there. Collective.
 
     Returns:
-        The checkpoint, `folder/iter_*`. It is on the disk when this returns.
+        The checkpoint, `folder/iter_*`. It is on the disk when the function returns.
     Raises:
-        StorageError: it cannot be written, on every rank. Earlier checkpoints are as they were.
+        StorageError: the checkpoint cannot be written; raised on every rank. Earlier checkpoints are as they were.
     """
     return Save(run, folder, background=False).finish()
 
 
 class Kept:
-    """What the background saves of one run hand on, so that later ones stop the training for a copy alone."""
+    """Holds what the background saves of one run hand on, so that later ones stop the training for a copy alone."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
@@ -63,7 +63,7 @@ class Kept:
 
 
 class _PlannedOnce(TorchDistSaveShardedStrategy):
-    """The engine's plan of the first save serves all of them: a run's tensors do not change their names and cuts.
+    """Lets the engine's plan of the first save serve all of them: a run's tensors do not change their names and cuts.
 
     (By itself, the engine takes a plan for settled after two that are equal.) It asks no other rank then.
     """
@@ -109,7 +109,7 @@ class Save:
                 self._thread.start()
 
     def written(self) -> bool:
-        """Whether all ranks have written their shards, so that `finish` need not wait. Collective."""
+        """Return whether all ranks have written their shards, so that `finish` need not wait. Collective."""
         waiting = torch.tensor(int(self._thread is not None and self._thread.is_alive()))
         waiting = waiting.to(self.run.device.torch_device)
         torch.distributed.all_reduce(waiting, op=torch.distributed.ReduceOp.MAX)
@@ -140,7 +140,7 @@ class Save:
             _check_space(self.folder, self._kept.size)
 
     def _prepare(self, taken: contents.Taken, background: bool) -> None:
-        """The engine's plan, of a first save or of one that the training waits for. Collective."""
+        """Make the engine's plan, of a first save or of one that the training waits for. Collective."""
         state_dict = contents.to_save(taken, self._kept.exchange if background else IN_PLACE)
         sizes: list[int] = [0] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(sizes, contents.size(state_dict))
@@ -151,12 +151,12 @@ class Save:
             self._kept.size = sum(sizes)
 
     def _write_aside(self, taken: contents.Taken | None) -> None:
-        """`_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
+        """Run `_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
         self.run.device.bind_thread()
         self._write(taken)
 
     def _write(self, taken: contents.Taken | None) -> None:
-        """This rank's shards. Failures wait for `finish`.
+        """Write this rank's shards. Failures wait for `finish`.
 
         Args:
             taken: what to write, where it is not planned yet.
@@ -177,7 +177,7 @@ class Save:
             self._files = f"{type(error).__name__}: {error}"
 
     def _write_beside(self) -> None:
-        """What rank 0 adds to the shards."""
+        """Write what rank 0 adds to the shards."""
         (self._partial / CONFIG).write_text(to_yaml(self.run.config), encoding="utf-8")
         if self.run.data_record is not None:
             (self._partial / DATA).write_text(json.dumps(self.run.data_record, indent=1) + "\n", encoding="utf-8")
@@ -186,14 +186,14 @@ class Save:
         write_versions(self._partial)
 
     def _publish(self, shards: manifest.Files) -> None:
-        """The manifest; then the checkpoint gets its name."""
+        """Write the manifest; then the checkpoint gets its name."""
         others = [path for path in manifest.all_files(self._partial) if path.suffix != ".distcp"]
         manifest.write(self._partial, shards | manifest.describe(self._partial, others))
         publish(self.folder, self.iteration)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Whatever fails inside leaves no partial folder, and is a StorageError."""
+        """Turn whatever fails inside into a StorageError, and leave no partial folder."""
         try:
             yield
         except CheckpointException as error:
@@ -210,7 +210,7 @@ class Save:
 
 
 def write_shards(request: AsyncRequest, buckets: Any) -> None:
-    """The engine's writer, here and now."""
+    """Run the engine's writer, here and now."""
     if request.async_fn is not None:
         rank, _, results = request.async_fn_args
         with checksums.without_checksums_of_torch():
@@ -218,7 +218,7 @@ def write_shards(request: AsyncRequest, buckets: Any) -> None:
 
 
 def _check_space(folder: str | Path, size: int) -> None:
-    """Better to find out before the write than in the middle of it."""
+    """Check the disk's space before the write: that is better than to find out in the middle of it."""
     free = shutil.disk_usage(folder).free
     if size > free:
         reason = f"{os.strerror(errno.ENOSPC)} ({size:,} bytes are needed, {free:,} are free)"
@@ -228,7 +228,7 @@ def _check_space(folder: str | Path, size: int) -> None:
 def _request(
     state_dict: ShardedStateDict, folder: Path, strategy: TorchDistSaveShardedStrategy, *, validate: bool
 ) -> AsyncRequest:
-    """Who writes what, and how the engine ends the save. Collective, where it is to be validated.
+    """Return who writes what, and how the engine ends the save. Collective, where it is to be validated.
 
     Args:
         validate: whether all ranks together have every part of every tensor once.
@@ -250,12 +250,12 @@ def _request(
 
 
 def _on_host(request: AsyncRequest) -> Any:
-    """The engine's (file, key, (objects, tensors)) with all tensors in host memory."""
+    """Return the engine's (file, key, (objects, tensors)) with all tensors in host memory."""
     return None if request.preload_fn is None else request.preload_fn()  # None: this rank writes nothing
 
 
 def _gather_files(folder: str | Path, own: manifest.Files | str) -> manifest.Files:
-    """The files of all ranks; where one failed, every rank raises."""
+    """Return the files of all ranks; where one failed, every rank raises."""
     answers: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(answers, own)
     for answer in answers:

@@ -1,4 +1,4 @@
-"""What a run must offer to be saved and restored. `train.run.Run` offers it."""
+"""Defines what a run must offer to be saved and restored. `train.run.Run` offers it."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +14,8 @@ from megatron_ext.sharding.protocol import Sharding
 
 
 class Saveable(Protocol):
+    """A run as saving and loading see it."""
+
     config: Config
     device: Device
     groups: ProcessGroupCollection
@@ -23,11 +25,13 @@ class Saveable(Protocol):
     state: Any
     """A dataclass of plain numbers, `iteration` among them."""
     data_record: Mapping[str, Any] | None
-    """Saved beside the tensors, to be compared with the data of the run that goes on; None for synthetic data."""
+    """Record of the data, saved next to the tensors, to be compared with the data of the run that goes on; None for
+    synthetic data."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank's number."""
 
     def gathered_parameters(self) -> AbstractContextManager[None]:
-        """All parameters are up to date inside."""
+        """Return a context in which all parameters are up to date."""
         ...

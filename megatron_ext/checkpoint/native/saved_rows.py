@@ -1,5 +1,5 @@
-"""Row shards (FSDP) in a checkpoint: every rank writes and reads its own rows of the same global tensors that all
-other layouts write, so that any layout can load what any other has saved."""
+"""Row shards (FSDP) in a checkpoint: every rank writes and reads its own rows of the same global tensors that all other
+layouts write, so that any layout can load what any other has saved."""
 
 import math
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ Pieces = dict[str, ShardedTensor]
 
 
 def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: torch.Tensor, key: str) -> Pieces:
-    """How to save, or where to load, `rows`.
+    """Return how to save, or where to load, `rows`.
 
     Args:
         weight: how the weight would be saved if this rank held all of it.
         shard: the place of the rows in it.
-        rows: of the weight or of optimizer state that is cut as it is.
+        rows: rows of the weight or of optimizer state that is cut as it is.
         key: global name in the checkpoint.
     """
     found: Pieces = {}
@@ -55,13 +55,13 @@ def pieces(weight: ShardedTensor | ShardedTensorFactory, shard: RowShard, rows: 
 
 
 def joined(shard: RowShard, loaded: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """This rank's rows, from what was read into their pieces."""
+    """Return this rank's rows, from what was read into their pieces."""
     whole = torch.cat([loaded[index].reshape(-1) for index in sorted(loaded, key=int)])
     return whole.view(-1, *shard.shape[1:])
 
 
 def _parts(weight: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """The tensors of the checkpoint that the rows of a weight belong to, in their order."""
+    """Return the tensors of the checkpoint that the rows of a weight belong to, in their order."""
     if isinstance(weight, ShardedTensor):
         return [weight]
     whole = torch.empty(weight.data.shape, dtype=weight.data.dtype, device="meta")

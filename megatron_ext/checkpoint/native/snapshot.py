@@ -1,4 +1,4 @@
-"""Copies in host memory of what a save writes while the training goes on."""
+"""Copies into host memory what a save writes while the training goes on."""
 
 from collections.abc import Callable, Hashable
 
@@ -10,7 +10,7 @@ Copy = Callable[[Hashable, torch.Tensor], torch.Tensor]
 
 
 def as_it_is(_name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-    """For a save that the training waits for."""
+    """Return the tensor itself, for a save that the training waits for."""
     return tensor
 
 
@@ -23,10 +23,11 @@ class HostMemory:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the copies."""
         return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
 
     def copy(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor on a GPU, it is there when the device has been synchronized."""
+        """Return a copy. Of a tensor on a GPU, it is there when the device has been synchronized."""
         kept = self._copies.get(name)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
             on_host = tensor.device.type == "cpu"
@@ -37,13 +38,13 @@ class HostMemory:
 
 
 class HostGroups:
-    """Groups that move host memory beside the training's own, whose collectives must not be disturbed."""
+    """Makes groups that move host memory next to the training's own, whose collectives must not be disturbed."""
 
     def __init__(self) -> None:
         self._groups: dict[ProcessGroup, ProcessGroup] = {}
 
     def of(self, group: ProcessGroup) -> ProcessGroup:
-        """A group of the same ranks, over gloo. Collective when it is asked for first."""
+        """Return a group of the same ranks, over gloo. Collective when it is asked for first."""
         if group not in self._groups:
             ranks = torch.distributed.get_process_group_ranks(group)
             self._groups[group] = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)  # pyright: ignore[reportArgumentType]

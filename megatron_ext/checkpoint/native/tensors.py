@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, whole and one at a time, in one process and without a model.
+"""Reads the tensors of a checkpoint, whole and one at a time, in one process and without a model.
 
 tensors = Tensors("checkpoints/run/iter_0000100")
 for name in tensors.names():
@@ -22,7 +22,7 @@ from megatron_ext.errors import DataError
 
 
 class Tensors:
-    """Raises DataError where the folder holds no checkpoint that can be read."""
+    """The tensors of a checkpoint. Raises DataError where the folder holds no checkpoint that can be read."""
 
     def __init__(self, checkpoint: str | Path):
         self.path = Path(checkpoint)
@@ -34,20 +34,22 @@ class Tensors:
         self._entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
     def names(self) -> list[str]:
-        """The global names: parameters, then the optimizer's state (`optimizer.state.exp_avg.<parameter>`)."""
+        """Return the global names: parameters, then the optimizer's state (`optimizer.state.exp_avg.<parameter>`)."""
         return sorted(self._entries, key=lambda name: (name.startswith("optimizer."), name))
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return tuple(self._entries[name].size)
 
     def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
         return self._entries[name].properties.dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, on the CPU.
+        """Return the whole tensor, on the CPU.
 
         Raises:
-            DataError: its files do not hold all of it, or cannot be read.
+            DataError: the tensor's files do not hold all of it, or cannot be read.
         """
         self._check_extent(name)
         tensors = {name: torch.empty(self.shape(name), dtype=self.dtype(name))}
@@ -60,7 +62,7 @@ class Tensors:
         return tensors[name]
 
     def _check_extent(self, name: str) -> None:
-        """No memory is taken for elements that no file has."""
+        """Check that files hold all elements: no memory is taken for elements that no file has."""
         entry, places = self._entries[name], self._reader.read_metadata().storage_data
         for chunk in entry.chunks:
             place = places[MetadataIndex(name, chunk.offsets)]
@@ -79,14 +81,14 @@ class Tensors:
             )
 
     def common(self) -> dict[str, Any]:
-        """What is no tensor: iteration, training state, versions."""
+        """Return what is no tensor: iteration, training state, versions."""
         with no_code_from_files(self.path), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             return dist_checkpointing.load_common_state_dict(str(self.path))
 
 
 def differences(one: Tensors, other: Tensors) -> Iterator[str]:
-    """A line for every tensor that is not bitwise the same in both."""
+    """Yield a line for every tensor that is not bitwise the same in both."""
     names = {**dict.fromkeys(one.names()), **dict.fromkeys(other.names())}
     for name in names:
         if name not in one.names() or name not in other.names():
@@ -106,7 +108,7 @@ def _form(tensors: Tensors, name: str) -> str:
 
 
 class _Reader(SafeReader):
-    """Reads the metadata once."""
+    """A reader that reads the metadata once."""
 
     def __init__(self, path: Path):
         super().__init__(path)

@@ -1,4 +1,5 @@
-"""What `torch.save` writes, without torch: the zip archives of which the shards of a checkpoint are made.
+"""Writes and finds what `torch.save` writes, without torch: the zip archives of which the shards of a checkpoint are
+made.
 
     head, tail = archive(tensor_pickle((1, 32, 64), "BF16"), 4096)     # the elements lie between the two
     place = place_of_elements(file, offset, length, (1, 32, 64), "BF16")
@@ -39,10 +40,10 @@ _FINGERPRINTS = {True: b"1572819951185464302603005401530805769991", False: b"029
 
 
 def archive(pickled: bytes, size: int | None) -> tuple[bytes, bytes]:
-    """What lies before and behind `size` bytes of elements; with None, all of an archive that has no elements.
+    """Return what lies before and behind `size` bytes of elements; with None, all of an archive that has no elements.
 
     Args:
-        pickled: the object, or `tensor_pickle` of a tensor.
+        pickled: the pickled object, or `tensor_pickle` of a tensor.
     """
     records: list[tuple[str, bytes | None]] = [
         ("data.pkl", pickled),
@@ -77,12 +78,12 @@ def archive(pickled: bytes, size: int | None) -> tuple[bytes, bytes]:
 
 
 def _padding(start: int, path: bytes) -> int:
-    """Bytes of a record's extra field, so that its content is aligned."""
+    """Return the bytes of a record's extra field, so that its content is aligned."""
     return 4 + -(start + _LOCAL_HEADER.size + len(path) + 4) % _ALIGNMENT
 
 
 def _end(count: int, size: int, position: int) -> bytes:
-    """What closes an archive whose table of `count` records lies at `position`."""
+    """Return what closes an archive whose table of `count` records lies at `position`."""
     return (
         struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, position)
         + struct.pack("<4sIQI", b"PK\6\7", 0, position + size, 1)
@@ -91,7 +92,7 @@ def _end(count: int, size: int, position: int) -> bytes:
 
 
 def tensor_pickle(shape: Sequence[int], dtype: str) -> bytes:
-    """The pickle of a tensor whose elements lie in order in the record `data/0`."""
+    """Return the pickle of a tensor whose elements lie in order in the record `data/0`."""
     strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
     storage = b"(X\7\0\0\0storageq\1ctorch\n%s\nq\2X\1\0\0\0000q\3X\3\0\0\0cpuq\4%stq\5Q"
     return (
@@ -106,7 +107,7 @@ def tensor_pickle(shape: Sequence[int], dtype: str) -> bytes:
 
 
 def plain(value: object) -> bytes:
-    """The opcodes of a number, a text or None in a pickle of protocol 2."""
+    """Return the opcodes of a number, a text or None in a pickle of protocol 2."""
     return pickle.dumps(value, protocol=2)[2:-1]
 
 
@@ -116,7 +117,7 @@ def _tuple(numbers: Sequence[int]) -> bytes:
 
 
 def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int, ...], dtype: str) -> int | None:
-    """Where the elements of a tensor begin that `torch.save` wrote into this stretch of a file.
+    """Return where the elements of a tensor begin that `torch.save` wrote into this range of a file.
 
     Returns:
         None where they are not all of one record, uncompressed and in order, or where it is another tensor.
@@ -147,14 +148,14 @@ def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int
 
 
 def _content(file: BinaryIO, offset: int, record: zipfile.ZipInfo) -> int:
-    """Where a record's content begins in the file."""
+    """Return where a record's content begins in the file."""
     header = os.pread(file.fileno(), _LOCAL_HEADER.size, offset + record.header_offset)
     *_, name, extra = _LOCAL_HEADER.unpack(header)
     return offset + record.header_offset + _LOCAL_HEADER.size + name + extra
 
 
 class _Stretch(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A range of a file, seen as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int):
         self._file, self._offset, self._length, self._position = file, offset, length, 0

@@ -1,4 +1,4 @@
-"""The `.metadata` of a torch_dist checkpoint, read and written without torch.
+"""Reads and writes the `.metadata` of a torch_dist checkpoint without torch.
 
 It is a pickle of torch's own classes, which say where every tensor lies. Here it is read as data (by
 `untrusted/inert_pickle.py`), of which every number and name is checked, and written from such. `safe_reading.py` makes
@@ -30,18 +30,18 @@ class Chunk:
     """A saved part of a tensor."""
 
     offsets: tuple[int, ...]
-    """Of its first element, by dimension."""
+    """Index of its first element, by dimension."""
     sizes: tuple[int, ...]
     file: str
-    """Beside the metadata."""
+    """Name of the file, which lies next to the metadata."""
     offset: int
-    """Of what `torch.save` wrote, in the file."""
+    """Offset in the file of what `torch.save` wrote."""
     length: int
 
 
 @dataclass(frozen=True)
 class Properties:
-    """What torch notes of a tensor besides its dtype."""
+    """Holds what torch notes of a tensor besides its dtype."""
 
     requires_grad: bool = False
     memory_format: int = 0
@@ -55,7 +55,7 @@ class Tensor:
     """A saved tensor."""
 
     dtype: str
-    """As in safetensors where it is one of those, else torch's own name."""
+    """Name of the dtype as in safetensors where it is one of those, else torch's own name."""
     size: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     properties: Properties = field(default=Properties(), compare=False)
@@ -63,7 +63,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Saved:
-    """All that a checkpoint's metadata says."""
+    """Holds all that a checkpoint's metadata says."""
 
     tensors: dict[str, Tensor]
     objects: dict[str, Chunk]
@@ -71,17 +71,17 @@ class Saved:
 
 
 def read(file: IO[bytes]) -> dict[str, Tensor]:
-    """All tensors of a checkpoint. Raises as `read_all` does."""
+    """Return all tensors of a checkpoint. Raises as `read_all` does."""
     return read_all(file).tensors
 
 
 def read_objects(file: IO[bytes]) -> dict[str, Chunk]:
-    """Where the objects of a checkpoint lie that are no tensors. Raises as `read_all` does."""
+    """Return where the objects of a checkpoint lie that are no tensors. Raises as `read_all` does."""
     return read_all(file).objects
 
 
 def read_all(file: IO[bytes]) -> Saved:
-    """All that a checkpoint's metadata says.
+    """Return all that a checkpoint's metadata says.
 
     Raises:
         pickle.UnpicklingError: the metadata is damaged, asks for a class that no checkpoint needs, names a file outside
@@ -97,13 +97,13 @@ def read_all(file: IO[bytes]) -> Saved:
 
 
 def check_name(name: Any) -> None:
-    """Raises pickle.UnpicklingError where the file of a chunk is not one beside the metadata."""
+    """Raise pickle.UnpicklingError where the file of a chunk is not one next to the metadata."""
     if not isinstance(name, str) or Path(name).name != name or name in ("", ".", "..") or "\0" in name:
         raise pickle.UnpicklingError(f"names the file {plain_text(name)}, which is not one beside it")
 
 
 def write(tensors: Mapping[str, Tensor], objects: Mapping[str, Chunk]) -> bytes:
-    """The metadata of these; an object has neither offsets nor sizes."""
+    """Return the metadata of these; an object has neither offsets nor sizes."""
     saved = [(name, _object("TensorStorageMetadata", _tensor(tensor))) for name, tensor in tensors.items()]
     saved += [(name, _object("BytesStorageMetadata", {})) for name in objects]
     places = [(_index(name, None, None), _place(chunk)) for name, chunk in objects.items()]
@@ -151,7 +151,7 @@ def _place(chunk: Chunk) -> bytes:
 
 
 def _object(name: str, state: Mapping[str, bytes]) -> bytes:
-    """The opcodes of an object of torch's metadata whose attributes these are."""
+    """Return the opcodes of an object of torch's metadata whose attributes these are."""
     return _global(_METADATA, name) + b")\x81" + _dictionary(_named(state)) + b"b"
 
 
@@ -232,7 +232,7 @@ def _read_chunk(name: str, chunk: Any, size: tuple[int, ...], places: Mapping[An
 
 
 def _read_properties(made: Any) -> tuple[str, Properties]:
-    """dtype, layout, requires_grad, memory format, pin_memory, and in newer versions of torch the strides."""
+    """Read dtype, layout, requires_grad, memory format, pin_memory, and in newer versions of torch the strides."""
     state = made.state if _is(made, _METADATA, "TensorProperties") else None
     if type(state) is not tuple or len(state) not in (5, 6):
         raise _wrong("has a tensor without its properties")
@@ -253,7 +253,7 @@ def _is(made: Any, module: str, name: str) -> TypeGuard[Made]:
 
 
 def _state(made: Any, module: str, name: str) -> dict[str, Any]:
-    """The attributes of an object that must be of this class."""
+    """Return the attributes of an object that must be of this class."""
     if not _is(made, module, name) or type(made.state) is not dict:
         what = made.kind.name if type(made) is Made else plain_text(made)
         raise _wrong(f"holds {what} where a {name} belongs")
@@ -298,4 +298,4 @@ ALLOWED: frozenset[tuple[str, str]] = frozenset(
         for name in names
     ]
 )
-"""By these, torch and megatron-core write the metadata of a checkpoint."""
+"""Names of the modules by which torch and megatron-core write the metadata of a checkpoint."""

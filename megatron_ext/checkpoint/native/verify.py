@@ -1,4 +1,4 @@
-"""Hold a checkpoint against its manifest, all ranks together: each reads a share of the files."""
+"""Compares a checkpoint with its manifest, all ranks together: each reads a share of the files."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from megatron_ext.untrusted.folder import check_folder
 
 
 def damage(checkpoint: Path) -> list[str] | None:
-    """What is wrong with the checkpoint; empty where it is as it was written. Collective; equal on every rank.
+    """Return what is wrong with the checkpoint; empty where it is as it was written. Collective; equal on every rank.
 
     Returns:
         None where it has no manifest, so that nothing can be said.

@@ -1,4 +1,4 @@
-"""Model families of Hugging Face: a file for each, which holds everything that is peculiar to it.
+"""Describes model families of Hugging Face: a file for each, which holds everything that is peculiar to it.
 
     family = family_of(config)                         # or FAMILIES["llama"]
     for parameter in arrangement(config, family):

@@ -1,4 +1,4 @@
-"""Where the rows of our parameters lie in a family's tensors: a parameter is a list of runs of rows."""
+"""Finds where the rows of our parameters lie in a family's tensors: a parameter is a list of ranges of rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ _EXPERT = "mlp.experts."
 
 @dataclass(frozen=True)
 class Run:
-    """Rows `start` to `start + count` of a parameter are rows `tensor_start` and on of a Hugging Face tensor."""
+    """Says that rows `start` to `start + count` of a parameter are rows `tensor_start` and on of a Hugging Face
+    tensor."""
 
     tensor: str
     tensor_start: int
@@ -25,15 +26,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Arranged:
-    """Where the rows of one parameter lie. Rows that no run covers are vocabulary padding, and zero."""
+    """Says where the rows of one parameter lie. Rows that no run covers are vocabulary padding, and zero."""
 
     parameter: Parameter
     runs: tuple[Run, ...]
     transposed: bool
-    """The Hugging Face tensors are [columns, rows] of the parameter."""
+    """Whether the Hugging Face tensors are [columns, rows] of the parameter."""
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the Hugging Face tensors that hold this parameter."""
+        """Return name -> shape of the Hugging Face tensors that hold this parameter."""
         rows: dict[str, int] = {}
         for run in self.runs:
             rows[run.tensor] = rows.get(run.tensor, 0) + run.count
@@ -42,7 +43,7 @@ class Arranged:
 
 
 def arrangement(config: Config, family: Family) -> list[Arranged]:
-    """Every parameter of the model, with the tensors of the family that hold its rows."""
+    """Return every parameter of the model, with the tensors of the family that hold its rows."""
     attention = [layer.attention for layer in layers(config)]
     return [
         _arranged(parameter, attention[parameter.stage] if isinstance(parameter.stage, int) else None, family)
@@ -70,7 +71,8 @@ def _arranged(parameter: Parameter, attention: Attention | None, family: Family)
 
 
 def _grouped(tensors: list[str], attention: Attention) -> Iterator[Run]:
-    """megatron-core's fused QKV: for each query group its query heads, then its key head and its value head."""
+    """Yield the rows of megatron-core's fused QKV: for each query group its query heads, then its key head and its
+    value head."""
     groups, keys, values = attention.groups, attention.head_size, attention.value_head_size
     queries = attention.query_size // groups
     if len(tensors) == 1:

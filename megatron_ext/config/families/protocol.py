@@ -16,14 +16,14 @@ def _no_flags(_model: ModelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """How one family names, arranges and divides the parameters that we have, and what its `config.json` says.
+    """Says how one family names, arranges and divides the parameters that we have, and what its `config.json` says.
 
     Fused matrices need no code of their own: whoever moves tensors (`checkpoint/huggingface/`) copies runs of rows, in
     either direction and in any slice (see `arrangement.py`).
     """
 
     model_type: str
-    """As in `config.json`."""
+    """Name of the family as in `config.json`."""
 
     architecture: str
     """The class of transformers, as in `config.json`."""

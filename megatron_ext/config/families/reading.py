@@ -1,4 +1,4 @@
-"""Values of a `config.json`, checked one by one, with every problem noted by the name of its key."""
+"""Reads values of a `config.json`, checked one by one, with every problem noted by the name of its key."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Reading:
-    """A `config.json`, and what is wrong with it.
+    """Holds a `config.json`, and what is wrong with it.
 
     Each method returns a usable value even where it finds a problem, so that all problems are found at once.
     """
@@ -17,12 +17,12 @@ class Reading:
         self.problems: list[str] = []
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, or what stands for one that is missing or null."""
+        """Return the value of a key, or what stands for one that is missing or null."""
         value = self.content.get(key, self.defaults.get(key, default))
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """The value of a key that must be a positive integer."""
+        """Return the value of a key that must be a positive integer."""
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
@@ -30,7 +30,7 @@ class Reading:
         return 1
 
     def number(self, key: str, default: float) -> float:
-        """The value of a key that must be a positive, finite number."""
+        """Return the value of a key that must be a positive, finite number."""
         value = self.get(key, default)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
             return float(value)
@@ -38,7 +38,7 @@ class Reading:
         return 1.0
 
     def refuse_unless(self, key: str, wanted: Any, default: Any, why: str) -> None:
-        """Notes a problem, which `why` explains, unless the key has the value `wanted`."""
+        """Note a problem, which `why` explains, unless the key has the value `wanted`."""
         value = self.get(key, default)
         if value != wanted:
             self.problems.append(f"{key} is {json.dumps(value)}, {why}")

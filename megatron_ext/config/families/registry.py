@@ -1,4 +1,4 @@
-"""The families of Hugging Face that there are, and which of them a configuration is."""
+"""Lists the families of Hugging Face, and finds which of them a configuration is."""
 
 import dataclasses
 import importlib
@@ -27,10 +27,11 @@ FAMILIES = _found()
 
 
 def family_of(config: Config) -> Family:
-    """The family that the configuration is shape-equal to.
+    """Return the family that the configuration is shape-equal to.
 
     Raises:
-        ConfigurationError: there is none; it names the flags that stand in the way of the nearest one.
+        ConfigurationError: there is no such family; the message names the flags that stand in the way of the nearest
+            one.
     """
     found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
     mixture = any(layer.experts is not None for layer, _ in stack(config).kinds)
@@ -44,7 +45,7 @@ def family_of(config: Config) -> Family:
 
 
 def obstacles(config: Config, family: Family) -> list[str]:
-    """What the family has and the configuration has not, each as a flag."""
+    """Return what the family has and the configuration does not have, each as a flag."""
     model = _normalized(config.model)
     wanted = {**family.fixed, **family.dependent_flags(model)}
     found = [
@@ -58,7 +59,7 @@ def obstacles(config: Config, family: Family) -> list[str]:
 
 
 def _normalized(model: ModelConfig) -> ModelConfig:
-    """Switches that change nothing beside others are put to one form."""
+    """Return the values with switches that change nothing next to others put to one form."""
     return dataclasses.replace(
         model,
         add_qkv_bias=model.add_qkv_bias and model.disable_bias_linear,

@@ -1,4 +1,4 @@
-"""What several families have in common: names, flags, and parts of `config.json` in both directions."""
+"""Holds what several families have in common: names, flags, and parts of `config.json` in both directions."""
 
 import json
 from typing import Any
@@ -45,7 +45,8 @@ def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple
 
 
 def decoder_values(reading: Reading) -> dict[str, Any]:
-    """The values of our flags that every decoder with rotary positions, SwiGLU and RMSNorm has in `config.json`."""
+    """Return the values of our flags that every decoder with rotary positions, SwiGLU and RMSNorm has in
+    `config.json`."""
     hidden, heads = reading.integer("hidden_size"), reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", heads)
     values: dict[str, Any] = {
@@ -69,7 +70,7 @@ def decoder_values(reading: Reading) -> dict[str, Any]:
 
 
 def decoder_json(config: Config) -> dict[str, Any]:
-    """The content of `config.json` that every decoder with rotary positions, SwiGLU and RMSNorm has."""
+    """Return the content of `config.json` that every decoder with rotary positions, SwiGLU and RMSNorm has."""
     model = config.model
     content: dict[str, Any] = {
         "hidden_size": model.hidden_size,
@@ -97,7 +98,7 @@ def decoder_json(config: Config) -> dict[str, Any]:
 
 
 def expert_values(reading: Reading, experts: int, width: int, *, normalized: bool) -> dict[str, Any]:
-    """The values of our flags for `experts` experts of the MLP width `width` in every layer.
+    """Return the values of our flags for `experts` experts of the MLP width `width` in every layer.
 
     Args:
         normalized: whether the weights of the experts that compute a token are normalized to the sum 1.
@@ -120,7 +121,7 @@ def expert_values(reading: Reading, experts: int, width: int, *, normalized: boo
 
 
 def expert_json(config: Config) -> dict[str, Any]:
-    """The content of `config.json` that every family with experts has."""
+    """Return the content of `config.json` that every family with experts has."""
     return {
         "num_experts_per_tok": config.model.moe_router_topk,
         "router_aux_loss_coef": config.model.load_balancing_coefficient,
@@ -135,25 +136,25 @@ _NO_WINDOW = (
 
 
 def refuse_window(reading: Reading) -> None:
-    """Refuses `sliding_window`, in families that have a window where it is not null."""
+    """Refuse `sliding_window`, in families that have a window where it is not null."""
     if reading.get("sliding_window") is not None:
         reading.problems.append(f"sliding_window is {reading.get('sliding_window')}: {_NO_WINDOW}")
 
 
 def refuse_chosen_windows(reading: Reading) -> None:
-    """Refuses the windows of families that switch them on (`use_sliding_window`) and choose layers for them."""
+    """Refuse the windows of families that switch them on (`use_sliding_window`) and choose layers for them."""
     reading.refuse_unless("use_sliding_window", False, False, _NO_WINDOW)
     if "sliding_attention" in (reading.get("layer_types") or []):
         reading.problems.append(f"layer_types names sliding_attention: {_NO_WINDOW}")
 
 
 def refuse_attention_bias(reading: Reading) -> None:
-    """Refuses biases of the attention's matrices without biases of the MLP's."""
+    """Refuse biases of the attention's matrices without biases of the MLP's."""
     reading.refuse_unless("attention_bias", False, False, "which has no flag; only false is supported")
 
 
 def _rotary_values(reading: Reading) -> dict[str, Any]:
-    """Of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
+    """Return the values of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
     scaling = reading.get("rope_parameters") or reading.get("rope_scaling") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         reading.problems.append("rope_parameters differ between layers, which is not supported")

@@ -1,1 +1,1 @@
-"""Extras of the training loop, one concern a file."""
+"""Holds extras of the training loop, one concern a file."""

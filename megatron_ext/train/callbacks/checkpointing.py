@@ -1,4 +1,4 @@
-"""Save every --save-interval steps and at the end; with --async-save, while the training goes on."""
+"""Saves every --save-interval steps and at the end; with --async-save, while the training goes on."""
 
 import sys
 import time
@@ -10,6 +10,8 @@ from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Checkpointing(Callback):
+    """Saves the run, and removes checkpoints that the flags do not keep."""
+
     def __init__(self, folder: str, interval: int | None, *, background: bool):
         self.folder = folder
         self.interval = interval
@@ -30,7 +32,7 @@ class Checkpointing(Callback):
             self._start(trainer)
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
-        """A background save of an earlier step is finished where all ranks are there for it, else given up aloud."""
+        """Finish a background save of an earlier step where all ranks are there for it, else give it up aloud."""
         if self._save is None:
             return
         save = self._save

@@ -1,4 +1,4 @@
-"""--log-communication-share: the clock around each step."""
+"""Runs the clock of --log-communication-share around each step."""
 
 import torch
 
@@ -9,7 +9,7 @@ from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Communication(Callback):
-    """First in the list, so that a step ends before anything is reported."""
+    """Times communication. It comes first in the list, so that a step ends before anything is reported."""
 
     def __init__(self, clock: CommunicationClock):
         self._clock = clock
@@ -31,7 +31,7 @@ class Communication(Callback):
 
 
 def shares_of_all_ranks(clock: CommunicationClock, run: Run) -> dict[str, float] | None:
-    """Shares of the ranks' time together since the last call; None where no step has ended. Collective."""
+    """Return shares of the ranks' time together since the last call; None where no step has ended. Collective."""
     seconds = clock.take().to(run.device.torch_device)
     if run.world_size > 1:
         torch.distributed.all_reduce(seconds)

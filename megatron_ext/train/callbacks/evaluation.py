@@ -1,4 +1,4 @@
-"""Evaluate on the validation data every --eval-interval steps and at the end; at the end on the test data too."""
+"""Evaluates on the validation data every --eval-interval steps and at the end; at the end on the test data too."""
 
 import torch
 
@@ -11,7 +11,7 @@ from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Evaluation(Callback):
-    """`valid` and `test` are None where there is no such data.
+    """Evaluates; `valid` and `test` are None where there is no such data.
 
     A finished run that is started again evaluates only what its metrics file does not hold yet.
     """
@@ -72,7 +72,7 @@ class Evaluation(Callback):
         )
 
     def _known(self, trainer: Trainer, iteration: int) -> set[str]:
-        """The fields of this iteration's rows in the metrics file, which the last rank writes. Collective."""
+        """Return the fields of this iteration's rows in the metrics file, which the last rank writes. Collective."""
         fields: list[set[str]] = [set()]
         if trainer.run.is_last_rank and self.metrics_file is not None:
             rows = [row for row in read_rows(self.metrics_file) if row["iteration"] == iteration]

@@ -1,4 +1,4 @@
-"""--record-memory-history: every allocation of GPU memory, for pytorch.org/memory_viz.
+"""--record-memory-history records every allocation of GPU memory, for pytorch.org/memory_viz.
 
 Recording begins before the model is built (`begin`), so that each block's origin is known.
 """
@@ -20,7 +20,7 @@ def begin(config: Config, rank: int, device: Device) -> None:
 
 
 def is_recorded(config: Config, rank: int) -> bool:
-    """Whether this rank's memory is."""
+    """Return whether this rank's memory is recorded."""
     profiling = config.profiling
     return profiling.record_memory_history and rank in (profiling.profile_ranks or [rank])
 

@@ -1,10 +1,12 @@
-"""--profile: some steps under a profiler."""
+"""Runs --profile: some steps under a profiler."""
 
 from megatron_ext.telemetry.profiler import StepProfiler
 from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Profiling(Callback):
+    """Starts and ends the profiler at its steps."""
+
     def __init__(self, profiler: StepProfiler):
         self._profiler = profiler
 

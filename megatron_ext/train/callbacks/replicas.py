@@ -1,4 +1,4 @@
-"""Check now and then that ranks which must hold the same weights do."""
+"""Checks now and then that ranks which must hold the same weights do."""
 
 from megatron_ext.train.replicas import check_data_parallel_replicas, check_model_parallel_copies
 from megatron_ext.train.trainer import Callback, Trainer
@@ -7,8 +7,9 @@ from megatron_ext.train.trainer import Callback, Trainer
 class ReplicaCheck(Callback):
     """Compares weights every so many steps, just before the update.
 
-    Before rather than after: with the distributed optimizer the update fetches every weight anew from the rank that
-    owns it, and so a copy that went wrong during the step would be gone, its effect on the gradients would not.
+    It compares before rather than after the update: with the distributed optimizer the update fetches every weight anew
+    from the rank that owns it, and so a copy that went wrong during the step would be gone, its effect on the gradients
+    would not.
 
     Args:
         data_parallel_interval: steps between two comparisons of data-parallel replicas; None for none.

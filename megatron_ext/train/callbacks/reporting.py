@@ -1,4 +1,4 @@
-"""Tell the world how the run goes: log line, metrics file, TensorBoard, Weights & Biases."""
+"""Tells the world how the run goes: log line, metrics file, TensorBoard, Weights & Biases."""
 
 import dataclasses
 import time
@@ -19,11 +19,13 @@ from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Sink(Protocol):
-    """Somewhere that metrics go. Only the last rank has any."""
+    """A place that metrics go to. Only the last rank has any."""
 
-    def write(self, metrics: Metrics) -> None: ...
+    def write(self, metrics: Metrics) -> None:
+        """Write the metrics of a step or an evaluation."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the place; nothing more is written."""
 
 
 class Reporting(Callback):

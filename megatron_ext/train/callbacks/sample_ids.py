@@ -1,4 +1,4 @@
-"""--log-sample-ids: which samples each step used, one JSON line a step.
+"""--log-sample-ids writes which samples each step used, one JSON line a step.
 
     {"iteration": 3, "sources": ["data/a", "data/b"], "samples": [[0, 17], [1, 4]]}
 
@@ -13,7 +13,7 @@ from megatron_ext.train.trainer import Callback, Trainer
 
 
 class SampleIds(Callback):
-    """The last rank writes; the lines past the loaded iteration are removed first."""
+    """Writes the samples of each step, on the last rank; the lines past the loaded iteration are removed first."""
 
     def __init__(self, path: str, run: Run):
         self._file = MetricsFile(path, run.state.iteration, "--log-sample-ids") if run.is_last_rank else None

@@ -1,4 +1,4 @@
-"""The callbacks that the flags ask for, in the order in which they hear of a step."""
+"""Makes the callbacks that the flags ask for, in the order in which they hear of a step."""
 
 import dataclasses
 from pathlib import Path
@@ -28,13 +28,14 @@ from megatron_ext.train.trainer import Callback
 
 
 def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> list[Callback]:
-    """Report first, so that a step is on record before anything that follows it can fail; stop last.
+    """Return the callbacks: reports first, so that a step is on record before anything that follows it can fail;
+    stopping last.
 
     Call it when the state is loaded: the files of an earlier run are cut back to the loaded iteration.
 
     Raises:
         StorageError: a file cannot be opened.
-        ConfigurationError: --wandb-project without the wandb package.
+        ConfigurationError: --wandb-project is given without the wandb package.
     """
     config = run.config
     clock = CommunicationClock(run.device, run.groups.pp) if config.logging.log_communication_share else None
@@ -81,7 +82,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
 
 
 def stop_file(config: Config) -> Path | None:
-    """`touch` it to stop the run."""
+    """Return the file that stops the run when one does `touch` it."""
     return Path(config.checkpoint.save) / "stop" if config.checkpoint.save else None
 
 
@@ -110,5 +111,5 @@ def _log_sinks(run: Run) -> list[Sink]:
 
 
 def _arguments(config: Config) -> dict[str, Any]:
-    """Every resolved value by its flag's name."""
+    """Return every resolved value by its flag's name."""
     return {name: value for group in dataclasses.asdict(config).values() for name, value in group.items()}

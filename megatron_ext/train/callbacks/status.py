@@ -1,10 +1,12 @@
-"""Keep the failure report informed of the step that is being worked on."""
+"""Keeps the failure report informed of the step that is being worked on."""
 
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Status(Callback):
+    """Notes the step in the failure report."""
+
     def __init__(self, status: RunStatus):
         self._status = status
 

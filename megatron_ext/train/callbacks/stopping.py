@@ -1,4 +1,4 @@
-"""Decide, together on all ranks, when to stop before the planned end."""
+"""Decides, together on all ranks, when to stop before the planned end."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""--timing-log-level: how long the parts of a step took, shortest and longest over the ranks."""
+"""Logs --timing-log-level: how long the parts of a step took, shortest and longest over the ranks."""
 
 import torch
 
@@ -8,6 +8,8 @@ from megatron_ext.train.trainer import Callback, Trainer
 
 
 class Timing(Callback):
+    """Prints the times of the parts of a step."""
+
     def __init__(self, timers: Timers, log_interval: int):
         self._timers = timers
         self._log_interval = log_interval
