@@ -46,7 +46,7 @@ def write_model(folder: Path) -> None:
     import numpy as np
 
     from megatron_ext.checkpoint.huggingface.safetensors import create
-    from megatron_ext.config.families import FAMILIES, arrangement
+    from megatron_ext.config.families import FAMILIES, state_dict_mapping
     from megatron_ext.config.hf_config import read_hf_config
     from megatron_ext.config.resolve import Facts, resolve
 
@@ -54,7 +54,7 @@ def write_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(MODEL))
     config = resolve(read_hf_config(folder)[1], Facts())
     shapes: dict[str, Any] = {}
-    for part in arrangement(config, FAMILIES["llama"]):
+    for part in state_dict_mapping(config, FAMILIES["llama"]):
         shapes |= part.tensor_shapes()
     path = folder / "model.safetensors"
     create(path, shapes, "BF16")

@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
 from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.config import families
-from megatron_ext.config.families import FAMILIES, arrangement, family_of
+from megatron_ext.config.families import FAMILIES, family_of, state_dict_mapping
 from megatron_ext.config.hf_config import hf_config, read_hf_config
 from megatron_ext.config.parameters import parameters
 from megatron_ext.config.resolve import Facts, resolve
@@ -47,7 +47,7 @@ def _write(folder: Path, config: dict[str, Any] | None = None, **changes: torch.
     ours = resolve(read_hf_config(folder)[1], Facts())
     tensors = {
         name: torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-        for part in arrangement(ours, FAMILIES["llama"])
+        for part in state_dict_mapping(ours, FAMILIES["llama"])
         for name, shape in part.tensor_shapes().items()
     }
     tensors |= changes  # pyright: ignore[reportAssignmentType]
@@ -110,14 +110,14 @@ def test_without_a_family_the_flag_in_the_way_is_named(model: dict[str, Any], ob
 
 
 @pytest.mark.parametrize("model", [{}, LLAMA, QWEN3, {**LLAMA, "add_qkv_bias": True}, MIXTRAL, QWEN3_MOE, OLMO2])
-def test_runs_cover_every_row_once(model: dict[str, Any]) -> None:
+def test_ranges_cover_every_row_once(model: dict[str, Any]) -> None:
     config = small_config(model)
-    arranged = arrangement(config, family_of(config))
-    assert [part.parameter for part in arranged] == parameters(config)
-    for part in arranged:
-        rows = [row for run in part.runs for row in range(run.start, run.start + run.count)]
+    mappings = state_dict_mapping(config, family_of(config))
+    assert [part.parameter for part in mappings] == parameters(config)
+    for part in mappings:
+        rows = [row for span in part.ranges for row in range(span.start, span.start + span.count)]
         assert sorted(rows) == list(range(part.parameter.true_rows or part.parameter.shape[0]))
-        places = [(run.tensor, run.tensor_start + row) for run in part.runs for row in range(run.count)]
+        places = [(span.tensor, span.tensor_start + row) for span in part.ranges for row in range(span.count)]
         assert len(set(places)) == len(places)
 
 

@@ -32,7 +32,7 @@ from megatron_ext.checkpoint.huggingface.importer import copy_tokenizer
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
 from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
-from megatron_ext.config.families import Arranged, Family, arrangement, family_of
+from megatron_ext.config.families import Family, ParameterMapping, family_of, state_dict_mapping
 from megatron_ext.config.hf_config import hf_config
 from megatron_ext.config.parameters import count
 from megatron_ext.config.schema import Config
@@ -93,8 +93,8 @@ def export_huggingface(
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
-        arranged = arrangement(source.config, family)
-        shapes = {name: shape for part in arranged for name, shape in part.tensor_shapes().items()}
+        mappings = state_dict_mapping(source.config, family)
+        shapes = {name: shape for part in mappings for name, shape in part.tensor_shapes().items()}
         entries = _files(beside, shapes, code, max_shard_size)
         tokenizer = _tokenizer_of_training(source.config)
         copied = _copy(source, beside, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
@@ -107,7 +107,7 @@ def export_huggingface(
         if names and tokenizer is not None and check_tokenizer is not None:
             check_tokenizer(beside, source.config, tokenizer)
         with Files(os.O_WRONLY) as files:
-            _write_weights(source, arranged, entries, files)
+            _write_weights(source, mappings, entries, files)
         for path in (*beside.iterdir(), beside):
             sync(path)
         if final.exists():
@@ -120,7 +120,9 @@ def export_huggingface(
     return Exported(final, family, size, len({entry.path for entry in entries.values()}), names)
 
 
-def _write_weights(source: SavedModel, arranged: list[Arranged], entries: Mapping[str, Entry], files: Files) -> None:
+def _write_weights(
+    source: SavedModel, mappings: list[ParameterMapping], entries: Mapping[str, Entry], files: Files
+) -> None:
     """Copy the checkpoint's shards with their checksums, all of them where it has a manifest.
 
     Raises:
@@ -128,7 +130,7 @@ def _write_weights(source: SavedModel, arranged: list[Arranged], entries: Mappin
     """
     shards, problems = source.damage()
     parts: dict[str, list[tuple[int, FilePart]]] = {name: [] for name in shards}
-    for one in arranged:
+    for one in mappings:
         dtype = source.dtype(one.parameter.name)
         for piece in source.pieces(one.parameter.name):
             found = _parts(piece, one, entries, dtype, files)
@@ -165,28 +167,28 @@ def _all(wanted: list[tuple[int, FilePart]], path: Path) -> Iterator[FilePart]:
 
 
 def _parts(
-    piece: Piece, arranged: Arranged, entries: Mapping[str, Entry], dtype: str, files: Files
+    piece: Piece, mapping: ParameterMapping, entries: Mapping[str, Entry], dtype: str, files: Files
 ) -> Iterator[tuple[int, FilePart]]:
     """Yield where in the shard which rows of a piece lie, and where they belong; padding of the vocabulary is left
     out."""
     rows, *columns = piece.shape
     width = WIDTH[dtype] * math.prod(columns)
-    for run in arranged.runs:
-        low, high = max(run.start, piece.row), min(run.start + run.count, piece.row + rows)
-        entry, shift = entries[run.tensor], run.tensor_start - run.start
+    for span in mapping.ranges:
+        low, high = max(span.start, piece.row), min(span.start + span.count, piece.row + rows)
+        entry, shift = entries[span.tensor], span.tensor_start - span.start
         if low >= high:
             continue
         if piece.array is not None:
-            target = _Target(entry, arranged.transposed, low + shift, piece.column, files)
+            target = _Target(entry, mapping.transposed, low + shift, piece.column, files)
             target.put(piece.array[low - piece.row : high - piece.row], dtype)
             continue
         offset = piece.offset + (low - piece.row) * width
-        if not arranged.transposed and entry.dtype == dtype and tuple(columns) == entry.shape[1:]:
+        if not mapping.transposed and entry.dtype == dtype and tuple(columns) == entry.shape[1:]:
             yield offset, FileRange((high - low) * width, files, entry.path, entry.place(low + shift))
             continue
         step = max(1, BLOCK // width)
         for start in range(low, high, step):
-            target = _Target(entry, arranged.transposed, start + shift, piece.column, files)
+            target = _Target(entry, mapping.transposed, start + shift, piece.column, files)
             shape = (min(step, high - start), *columns)
             part = ComputedBytes(shape[0] * width, partial(target.put_bytes, shape=shape, dtype=dtype))
             yield offset + (start - low) * width, part

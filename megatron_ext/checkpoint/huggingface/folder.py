@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.checkpoint.huggingface.safetensors import Entry, read_header
-from megatron_ext.config.families import arrangement
+from megatron_ext.config.families import state_dict_mapping
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
@@ -47,8 +47,8 @@ class HFFolder:
             DataError: a tensor is missing or has another shape or dtype than it should have; all of them are named.
         """
         problems = []
-        for arranged in arrangement(config, self.family):
-            for name, shape in arranged.tensor_shapes().items():
+        for mapping in state_dict_mapping(config, self.family):
+            for name, shape in mapping.tensor_shapes().items():
                 entry = self.entries.get(name)
                 if entry is None:
                     problems.append(f"{name} is missing; it should have shape {list(shape)}")

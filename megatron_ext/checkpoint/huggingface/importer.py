@@ -26,7 +26,7 @@ from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, TOKENIZ
 from megatron_ext.checkpoint.native.folder import CONFIG, make_partial, publish, saved_iterations
 from megatron_ext.checkpoint.native.torch_archive import archive, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
-from megatron_ext.config.families import Arranged, arrangement
+from megatron_ext.config.families import ParameterMapping, state_dict_mapping
 from megatron_ext.config.files import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
@@ -105,9 +105,9 @@ def stack_sizes(config: Config, place: tuple[int, ...]) -> tuple[int, ...]:
 def _weights(config: Config, folder: HFFolder) -> Iterator["_Item"]:
     """Yield the chunks of all weights, in the order in which they are written."""
     dtype = folder.dtype()
-    for arranged in arrangement(config, folder.family):
-        key, place = stacked_key(arranged.parameter.name)
-        rows, *rest = arranged.parameter.shape
+    for mapping in state_dict_mapping(config, folder.family):
+        key, place = stacked_key(mapping.parameter.name)
+        rows, *rest = mapping.parameter.shape
         size = (*stack_sizes(config, place), rows, *rest)
         row_bytes = WIDTH[dtype] * math.prod(rest)
         per_chunk = max(1, _CHUNK_BYTES // row_bytes)
@@ -115,7 +115,7 @@ def _weights(config: Config, folder: HFFolder) -> Iterator["_Item"]:
             part = range(start, min(start + per_chunk, rows))
             offsets = (*place, start, *(0 for _ in rest))
             sizes = (*(1 for _ in place), len(part), *rest)
-            yield _Item(key, offsets, sizes, size, len(part) * row_bytes, arranged, part)
+            yield _Item(key, offsets, sizes, size, len(part) * row_bytes, mapping, part)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class _Item:
     sizes: tuple[int, ...]
     tensor_size: tuple[int, ...]
     length: int
-    arranged: Arranged
+    mapping: ParameterMapping
     rows: range
 
 
@@ -143,7 +143,7 @@ def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> 
         head, tail = archive(tensor_pickle(item.sizes, dtype), item.length)
         parts += [
             Literal(len(head), head),
-            *_elements(folder, item.arranged, item.rows, dtype, files),
+            *_elements(folder, item.mapping, item.rows, dtype, files),
             Literal(len(tail), tail),
         ]
         length = len(head) + item.length + len(tail)
@@ -159,24 +159,24 @@ def _write_shard(path: Path, config: Config, folder: HFFolder, files: Files) -> 
     return torch_dist.write(tensors, objects), {path.name: {"bytes": size, "crc32": f"{checksum:08x}"}}
 
 
-def _elements(folder: HFFolder, arranged: Arranged, rows: range, dtype: str, files: Files) -> Iterator[FilePart]:
+def _elements(folder: HFFolder, mapping: ParameterMapping, rows: range, dtype: str, files: Files) -> Iterator[FilePart]:
     """Yield the elements of these rows of a parameter; padding, which comes last, is zero."""
-    width = WIDTH[dtype] * math.prod(arranged.parameter.shape[1:])
+    width = WIDTH[dtype] * math.prod(mapping.parameter.shape[1:])
     covered = rows.start
-    for run in arranged.runs:
-        low, high = max(run.start, rows.start), min(run.start + run.count, rows.stop)
+    for span in mapping.ranges:
+        low, high = max(span.start, rows.start), min(span.start + span.count, rows.stop)
         if low >= high:
             continue
-        assert low == covered, f"{arranged.parameter.name}: its runs are not in order"
+        assert low == covered, f"{mapping.parameter.name}: its ranges are not in order"
         covered = high
-        entry, first = folder.entries[run.tensor], run.tensor_start + low - run.start
-        if not arranged.transposed and entry.dtype == dtype:
+        entry, first = folder.entries[span.tensor], span.tensor_start + low - span.start
+        if not mapping.transposed and entry.dtype == dtype:
             yield FileRange((high - low) * width, files, entry.path, entry.place(first))
             continue
         step = max(1, BLOCK // width)
         for start in range(first, first + high - low, step):
             part = range(start, min(start + step, first + high - low))
-            yield ComputedBytes(len(part) * width, functools.partial(_convert, entry, arranged.transposed, part, dtype))
+            yield ComputedBytes(len(part) * width, functools.partial(_convert, entry, mapping.transposed, part, dtype))
     if covered < rows.stop:
         yield Zeros((rows.stop - covered) * width)
 

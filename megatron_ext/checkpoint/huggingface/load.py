@@ -10,7 +10,7 @@ from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.config import slices
-from megatron_ext.config.families import Arranged, arrangement
+from megatron_ext.config.families import ParameterMapping, state_dict_mapping
 from megatron_ext.errors import DataError
 from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.parallel.groups import tensor_group
@@ -26,46 +26,46 @@ def load_huggingface(run: Saveable, path: str | Path) -> None:
     """
     folder = HFFolder(path)
     folder.check(run.config)
-    arranged = {part.parameter.name: part for part in arrangement(run.config, folder.family)}
+    mappings = {part.parameter.name: part for part in state_dict_mapping(run.config, folder.family)}
     with torch.no_grad():
         for name, weight in global_named_parameters(run.chunks):
             shard = row_shard(weight)
             whole = weight.data if shard is None else torch.empty(shard.shape, dtype=shard.local.dtype)
             for inner, tensor in by_expert(name, whole):
-                group = tensor_group(run.groups, expert=arranged[inner].parameter.expert is not None)
-                read_shard(folder, arranged[inner], tensor, group.rank(), group.size())
+                group = tensor_group(run.groups, expert=mappings[inner].parameter.expert is not None)
+                read_shard(folder, mappings[inner], tensor, group.rank(), group.size())
             if shard is not None:
                 dtype = getattr(torch, run.config.training.params_dtype)
                 shard.local.copy_(whole[shard.first : shard.stop].to(dtype))
     run.sharding.reload_masters(run.optimizer)
 
 
-def read_shard(folder: HFFolder, arranged: Arranged, shard: torch.Tensor, tp_rank: int, tp_size: int) -> None:
+def read_shard(folder: HFFolder, mapping: ParameterMapping, shard: torch.Tensor, tp_rank: int, tp_size: int) -> None:
     """Fill one tensor-parallel shard of a parameter, in place."""
-    parameter = arranged.parameter
+    parameter = mapping.parameter
     assert tuple(shard.shape) == parameter.local_shape(tp_size), f"{parameter.name}: shard of shape {shard.shape}"
     columns = slices.columns(parameter, tp_rank, tp_size)
     for start, in_shard, size in slices.rows(parameter, tp_rank, tp_size):
-        read_rows(folder, arranged, range(start, start + size), columns, shard[in_shard : in_shard + size])
+        read_rows(folder, mapping, range(start, start + size), columns, shard[in_shard : in_shard + size])
 
 
-def read_rows(folder: HFFolder, arranged: Arranged, rows: range, columns: slice, target: torch.Tensor) -> None:
+def read_rows(folder: HFFolder, mapping: ParameterMapping, rows: range, columns: slice, target: torch.Tensor) -> None:
     """Copy rows and columns of a parameter into `target`, whose dtype may be another; padding becomes zero."""
     covered = 0
-    for run in arranged.runs:
-        low, high = max(run.start, rows.start), min(run.start + run.count, rows.stop)
+    for span in mapping.ranges:
+        low, high = max(span.start, rows.start), min(span.start + span.count, rows.stop)
         if low >= high:
             continue
         covered += high - low
-        entry, first = folder.entries[run.tensor], run.tensor_start + low - run.start
+        entry, first = folder.entries[span.tensor], span.tensor_start + low - span.start
         wanted = target[low - rows.start : high - rows.start]
-        whole_rows = not arranged.transposed and wanted.shape[1:] == entry.shape[1:]
+        whole_rows = not mapping.transposed and wanted.shape[1:] == entry.shape[1:]
         if whole_rows and wanted.is_contiguous() and wanted.device.type == "cpu" and wanted.dtype == _dtype(entry):
             _read_in_place(entry, first, wanted)
             continue
-        view = entry.whole() if arranged.transposed else entry.rows(first, high - low)
+        view = entry.whole() if mapping.transposed else entry.rows(first, high - low)
         part = torch.from_numpy(view).view(_dtype(entry))
-        if arranged.transposed:
+        if mapping.transposed:
             part = part.t()[first : first + high - low]
         wanted.copy_(part[:, columns] if part.dim() > 1 else part)
     if covered < len(rows):  # padding comes last

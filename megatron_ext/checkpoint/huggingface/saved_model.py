@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.native.folder import CONFIG, checkpoint_at
 from megatron_ext.checkpoint.native.torch_archive import place_of_elements
 from megatron_ext.checkpoint.native.torch_dist import Chunk
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.families import arrangement, family_of
+from megatron_ext.config.families import family_of, state_dict_mapping
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
@@ -74,8 +74,8 @@ class SavedModel:
             DataError: a tensor is missing, has another shape, or a dtype that is not supported; all of them are named.
         """
         problems = []
-        for arranged in arrangement(self.config, family_of(self.config)):
-            parameter = arranged.parameter
+        for mapping in state_dict_mapping(self.config, family_of(self.config)):
+            parameter = mapping.parameter
             key, place = stacked_key(parameter.name)
             expected = (*stack_sizes(self.config, place), *parameter.shape)
             entry = self.tensors.get(key)

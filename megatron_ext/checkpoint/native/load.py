@@ -10,7 +10,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.untrusted.folder import file_inside
 from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
 from megatron_ext.checkpoint.native import contents
 from megatron_ext.checkpoint.native.agreement import first_whole
@@ -21,6 +20,7 @@ from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.config.options import options_by_name
 from megatron_ext.config.saved import read_saved
 from megatron_ext.errors import DataError
+from megatron_ext.untrusted.folder import file_inside
 
 # What the engine and torch raise for a file that is cut short, altered or missing, or for other tensors than wanted.
 _UNREADABLE = (

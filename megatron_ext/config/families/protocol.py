@@ -18,8 +18,8 @@ def _no_flags(_model: ModelConfig) -> dict[str, Any]:
 class Family:
     """Says how one family names, arranges and divides the parameters that we have, and what its `config.json` says.
 
-    Fused matrices need no code of their own: whoever moves tensors (`checkpoint/huggingface/`) copies runs of rows, in
-    either direction and in any slice (see `arrangement.py`).
+    Fused matrices need no code of their own: whoever moves tensors (`checkpoint/huggingface/`) copies ranges of rows,
+    in either direction and in any slice (see `state_dict_mapping.py`).
     """
 
     model_type: str

@@ -14,7 +14,7 @@ _EXPERT = "mlp.experts."
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRange:
     """Says that rows `start` to `start + count` of a parameter are rows `tensor_start` and on of a Hugging Face
     tensor."""
 
@@ -25,33 +25,33 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Arranged:
-    """Says where the rows of one parameter lie. Rows that no run covers are vocabulary padding, and zero."""
+class ParameterMapping:
+    """Says where the rows of one parameter lie. Rows that no range covers are vocabulary padding, and zero."""
 
     parameter: Parameter
-    runs: tuple[Run, ...]
+    ranges: tuple[RowRange, ...]
     transposed: bool
     """Whether the Hugging Face tensors are [columns, rows] of the parameter."""
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of the Hugging Face tensors that hold this parameter."""
         rows: dict[str, int] = {}
-        for run in self.runs:
-            rows[run.tensor] = rows.get(run.tensor, 0) + run.count
+        for span in self.ranges:
+            rows[span.tensor] = rows.get(span.tensor, 0) + span.count
         columns = self.parameter.shape[1:]
         return {name: (*columns, count) if self.transposed else (count, *columns) for name, count in rows.items()}
 
 
-def arrangement(config: Config, family: Family) -> list[Arranged]:
+def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]:
     """Return every parameter of the model, with the tensors of the family that hold its rows."""
     attention = [layer.attention for layer in layers(config)]
     return [
-        _arranged(parameter, attention[parameter.stage] if isinstance(parameter.stage, int) else None, family)
+        _parameter_mapping(parameter, attention[parameter.stage] if isinstance(parameter.stage, int) else None, family)
         for parameter in parameters(config)
     ]
 
 
-def _arranged(parameter: Parameter, attention: Attention | None, family: Family) -> Arranged:
+def _parameter_mapping(parameter: Parameter, attention: Attention | None, family: Family) -> ParameterMapping:
     module, _, kind = parameter.name.rpartition(".")
     prefix = ""
     if module.startswith(_LAYER):
@@ -63,14 +63,14 @@ def _arranged(parameter: Parameter, attention: Attention | None, family: Family)
     rows = parameter.true_rows or parameter.shape[0]
     if module == QKV:
         assert attention is not None
-        runs = tuple(_grouped(tensors, attention))
+        ranges = tuple(_grouped(tensors, attention))
     else:
         count = rows // len(tensors)
-        runs = tuple(Run(tensor, 0, index * count, count) for index, tensor in enumerate(tensors))
-    return Arranged(parameter, runs, transposed=kind == "weight" and module in family.transposed)
+        ranges = tuple(RowRange(tensor, 0, index * count, count) for index, tensor in enumerate(tensors))
+    return ParameterMapping(parameter, ranges, transposed=kind == "weight" and module in family.transposed)
 
 
-def _grouped(tensors: list[str], attention: Attention) -> Iterator[Run]:
+def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
     """Yield the rows of megatron-core's fused QKV: for each query group its query heads, then its key head and its
     value head."""
     groups, keys, values = attention.groups, attention.head_size, attention.value_head_size
@@ -83,6 +83,6 @@ def _grouped(tensors: list[str], attention: Attention) -> Iterator[Run]:
     query, key, value = tensors
     for group in range(groups):
         start = group * (queries + keys + values)
-        yield Run(query, group * queries, start, queries)
-        yield Run(key, first_key + group * keys, start + queries, keys)
-        yield Run(value, first_value + group * values, start + queries + keys, values)
+        yield RowRange(query, group * queries, start, queries)
+        yield RowRange(key, first_key + group * keys, start + queries, keys)
+        yield RowRange(value, first_value + group * values, start + queries + keys, values)
