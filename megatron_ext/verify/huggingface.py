@@ -86,14 +86,14 @@ def compare_losses(source: SavedModel, folder: Path, dtype: str, prefix: str, sa
     """
     _need_transformers()
     device.install("cpu")  # before megatron-core, which reads the corpus
-    tokens = _stretches(prefix, source.config.model.seq_length or _LENGTH, samples)
+    tokens = _corpus_samples(prefix, source.config.model.seq_length or _LENGTH, samples)
     with our_model(source, dtype) as model:
         ours = mean_loss(model, tokens)
     [theirs] = run_ranks(1, their_loss, str(folder), tokens.tolist(), fresh=True)
     return LossAgreement(ours, theirs, tokens[:, 1:].numel())
 
 
-def _stretches(prefix: str, length: int, samples: int) -> torch.Tensor:
+def _corpus_samples(prefix: str, length: int, samples: int) -> torch.Tensor:
     """Return the corpus from its beginning, [samples, length + 1]; the last token of a sample is the next one's
     first."""
     check_indexed_files(prefix)

@@ -49,18 +49,18 @@ class Contents:
 
 
 @dataclass
-class Taken:
+class RunSnapshot:
     """All of a run that a checkpoint holds, at one moment: what `copy` made of its tensors, and numbers."""
 
     models: Contents
     """The weights themselves: the run's own."""
     state_dict: ShardedStateDict
     """State dict of the models, with what `copy` made."""
-    optimizer: list[optimizer_state.Taken]
+    optimizer: list[optimizer_state.OptimizerSnapshot]
     others: dict[str, Any]
 
 
-def take(run: Saveable, copy: Copy, models: Contents | None = None) -> Taken:
+def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapshot:
     """Copy everything of `run` that a resumed run needs, but for what the flags leave out. Not collective. Not
     collective.
 
@@ -87,10 +87,10 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> Taken:
         }
     if not run.config.checkpoint.no_save_rng:
         others |= {"rng_grid": rng_grid(run), "rng_state": _rng_state(run)}
-    return Taken(models, state_dict, taken, others)
+    return RunSnapshot(models, state_dict, taken, others)
 
 
-def to_save(taken: Taken, exchange: Exchange) -> ShardedStateDict:
+def to_save(taken: RunSnapshot, exchange: Exchange) -> ShardedStateDict:
     """Return what this rank writes. Collective over the data-parallel ranks where they have shards of the optimizer."""
     state_dict = {**taken.state_dict, **taken.others}
     if taken.optimizer:

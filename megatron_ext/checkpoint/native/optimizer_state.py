@@ -27,7 +27,7 @@ Contents = dict[str, dict[str, ShardedBase | Pieces]]
 
 
 @dataclass(frozen=True)
-class Taken:
+class OptimizerSnapshot:
     """The state of an optimizer on this rank at one moment."""
 
     part: OptimizerPart
@@ -36,7 +36,9 @@ class Taken:
     """Tensors of the state by the id() of the weight."""
 
 
-def take(parts: Sequence[OptimizerPart], config: OptimizerConfig, copy: Copy, written: Collection[int]) -> list[Taken]:
+def take(
+    parts: Sequence[OptimizerPart], config: OptimizerConfig, copy: Copy, written: Collection[int]
+) -> list[OptimizerSnapshot]:
     """Copy the state of this rank, of the weights that it writes (by their id()); of a sharded optimizer, its
     shards."""
     taken = []
@@ -49,11 +51,11 @@ def take(parts: Sequence[OptimizerPart], config: OptimizerConfig, copy: Copy, wr
             for index, (parameter, tensors) in enumerate(_own_state(part, config))
             if part.divides_state or id(parameter) in written
         }
-        taken.append(Taken(part, traits_of(config).state_names(config), own))
+        taken.append(OptimizerSnapshot(part, traits_of(config).state_names(config), own))
     return taken
 
 
-def state_to_save(taken: Sequence[Taken], weights: Mapping[str, Any], exchange: Exchange) -> Contents:
+def state_to_save(taken: Sequence[OptimizerSnapshot], weights: Mapping[str, Any], exchange: Exchange) -> Contents:
     """Return the state that this rank writes, whole for each weight. Collective over the data-parallel ranks.
 
     Args:

@@ -139,7 +139,7 @@ class Save:
         if self._kept.size is not None:
             _check_space(self.folder, self._kept.size)
 
-    def _prepare(self, taken: contents.Taken, background: bool) -> None:
+    def _prepare(self, taken: contents.RunSnapshot, background: bool) -> None:
         """Make the engine's plan, of a first save or of one that the training waits for. Collective."""
         state_dict = contents.to_save(taken, self._kept.exchange if background else IN_PLACE)
         sizes: list[int] = [0] * torch.distributed.get_world_size()
@@ -150,12 +150,12 @@ class Save:
         if background:
             self._kept.size = sum(sizes)
 
-    def _write_aside(self, taken: contents.Taken | None) -> None:
+    def _write_aside(self, taken: contents.RunSnapshot | None) -> None:
         """Run `_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
         self.run.device.bind_thread()
         self._write(taken)
 
-    def _write(self, taken: contents.Taken | None) -> None:
+    def _write(self, taken: contents.RunSnapshot | None) -> None:
         """Write this rank's shards. Failures wait for `finish`.
 
         Args:

@@ -125,7 +125,7 @@ def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int
         OSError: the file cannot be read.
     """
     try:
-        with zipfile.ZipFile(_Stretch(file, offset, length)) as opened:  # pyright: ignore[reportArgumentType]
+        with zipfile.ZipFile(_FileRange(file, offset, length)) as opened:  # pyright: ignore[reportArgumentType]
             records = {info.filename.partition("/")[2]: info for info in opened.infolist()}
         pickled = records["data.pkl"]
         # zipfile would compare its checksum, which torch.save may have been told to leave out.
@@ -154,7 +154,7 @@ def _content(file: BinaryIO, offset: int, record: zipfile.ZipInfo) -> int:
     return offset + record.header_offset + _LOCAL_HEADER.size + name + extra
 
 
-class _Stretch(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """A range of a file, seen as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int):

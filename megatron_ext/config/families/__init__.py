@@ -5,8 +5,8 @@
         print(parameter.name, [rows.tensor for rows in parameter.ranges])
 
 `protocol.py` says what a family consists of, `registry.py` finds the families' files and that of a configuration,
-`state_dict_mapping.py` finds the rows of our parameters in a family's tensors, and `shared.py` holds what several families
-have in common. `config/hf_config.py` reads and writes whole `config.json` files with them.
+`state_dict_mapping.py` finds the rows of our parameters in a family's tensors, and `shared.py` holds what several
+families have in common. `config/hf_config.py` reads and writes whole `config.json` files with them.
 """
 
 from megatron_ext.config.families.protocol import Family
