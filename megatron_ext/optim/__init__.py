@@ -1,1 +1,1 @@
-"""Optimizer settings, learning-rate and weight-decay curves."""
+"""Holds optimizer settings, the optimizers that megatron-core lacks, and the curves of learning rate and weight decay."""

@@ -36,7 +36,7 @@ class LearningRateCurve:
 
     @classmethod
     def from_config(cls, config: Config) -> "LearningRateCurve":
-        """The curve that the flags ask for; --train-samples makes every length one in samples."""
+        """Return the curve that the flags ask for; --train-samples makes every length one in samples."""
         optimizer, training = config.optimizer, config.training
         if training.train_samples is None:
             batch = training.global_batch_size
@@ -72,7 +72,7 @@ class WeightDecayCurve:
 
     @classmethod
     def from_config(cls, config: Config) -> "WeightDecayCurve":
-        """The curve that the flags ask for: constant --weight-decay, or --start- to --end-weight-decay."""
+        """Return the curve that the flags ask for: constant --weight-decay, or --start- to --end-weight-decay."""
         optimizer = config.optimizer
         style = optimizer.weight_decay_incr_style
         if style == "constant":
@@ -84,7 +84,7 @@ class WeightDecayCurve:
 
 
 def learning_rate(progress: int, curve: LearningRateCurve) -> float:
-    """The rate of the step that follows `progress` samples.
+    """Return the rate of the step that follows `progress` samples.
 
     Source: Loshchilov and Hutter, SGDR, eq. 5 (cosine); Hu et al., MiniCPM, section 4 (WSD).
     """
@@ -105,7 +105,7 @@ def learning_rate(progress: int, curve: LearningRateCurve) -> float:
 
 
 def weight_decay(progress: int, curve: WeightDecayCurve) -> float:
-    """The weight decay of the step that follows `progress` samples."""
+    """Return the weight decay of the step that follows `progress` samples."""
     if progress > curve.length or curve.style == "constant":
         return curve.end
     done = float(progress) / float(curve.length)
@@ -114,7 +114,7 @@ def weight_decay(progress: int, curve: WeightDecayCurve) -> float:
 
 
 def _samples(config: Config) -> int:
-    """Length of the run in full batches, the unit of both curves."""
+    """Return the length of the run in full batches, the unit of both curves."""
     training = config.training
     if training.train_samples is not None:
         return training.train_samples
@@ -130,7 +130,7 @@ def _or(length: int | None, run_length: int | None) -> int:
 
 
 def _wsd_share(progress: int, curve: LearningRateCurve) -> float:
-    """Share of the way from the lowest rate to the peak: 1 until the last phase, then down to 0."""
+    """Return the share of the way from the lowest rate to the peak: 1 until the last phase, then down to 0."""
     assert curve.wsd_decay is not None, "the configuration's rules require it with WSD"
     annealed = progress - (curve.decay - curve.wsd_decay)
     if annealed <= 0:

@@ -192,6 +192,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
                 self._added_over_tensor_ranks.append(parameter)
 
     def zero_grad_buffer(self) -> None:
+        """Forget the gradients of the last step."""
         for parameter in self.parameters():
             parameter.grad = None
 
@@ -204,6 +205,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
                 waiting.main_grad = parameter.grad.to(self._device)
 
     def scale_gradients(self, scaling_factor: Any) -> None:
+        """Multiply the gradients by `scaling_factor`."""
         for parameter in self.parameters():
             if parameter.grad is not None:
                 rows = local_gradient(parameter)
@@ -215,7 +217,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
 
 
 def _units(module: torch.nn.Module, *, tied: bool) -> list[torch.nn.Module]:
-    """What is gathered at a time, inner modules first.
+    """Return what is gathered at a time, inner modules first.
 
     The output layer's weight is read outside of its own forward pass, and belongs to the model itself; so do tied
     word embeddings, which are needed at both ends.
@@ -225,7 +227,7 @@ def _units(module: torch.nn.Module, *, tied: bool) -> list[torch.nn.Module]:
 
 
 def _mesh(groups: ProcessGroupCollection, device_type: str) -> DeviceMesh:
-    """The data-parallel ranks; with several optimizer instances, replicas of shards."""
+    """Return the data-parallel ranks; with several optimizer instances, replicas of shards."""
     if groups.dp_cp.size() == groups.intra_dp_cp.size():
         return DeviceMesh.from_group(groups.dp_cp, device_type)
     ranks = torch.tensor(torch.distributed.get_process_group_ranks(groups.dp_cp))

@@ -148,7 +148,7 @@ class HostOptimizer(HybridDeviceOptimizer):
         return list(self.cpu_optimizers)
 
     def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-        """Who updates `main`, and which tensor: itself, or its copy in host memory."""
+        """Return who updates `main`, and which tensor: itself, or its copy in host memory."""
         return self._rules[id(main)], self.param_to_inner_param[main]
 
     def master_of(self, main: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def _host_copy(main: torch.Tensor, *, pin: bool) -> torch.Tensor:
 
 
 def _device_rule(built: torch.optim.Optimizer, config: OptimizerConfig, groups: list[Group]) -> torch.optim.Optimizer:
-    """The engine's own (torch's, Transformer Engine's or apex's), or torch's where that is asked for, over `groups`."""
+    """Return the engine's own (torch's, Transformer Engine's or apex's), or torch's where asked for, over `groups`."""
     if config.use_torch_optimizer_for_cpu_offload and not is_torchs(built, config):
         return over(groups, config)
     built.param_groups = groups

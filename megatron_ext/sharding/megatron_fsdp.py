@@ -132,7 +132,7 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
         """Not what its name says for us: tensor-parallel ranks would draw the same dropout for different units."""
 
     def sharded_parameters(self) -> list[Any]:
-        """What the optimizer updates: fp32 masters, or fp32 weights themselves, as DTensors."""
+        """Return what the optimizer updates: fp32 masters, or fp32 weights themselves, as DTensors."""
         return [parameter for _, parameter in self.param_and_grad_buffer.optimizer_named_parameters]
 
     @contextmanager
@@ -171,7 +171,8 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
             fsdp.start_param_sync(force_sync=True)
 
     def held_weights(self) -> Iterator[torch.Tensor | None]:
-        """What lies in memory of the weights: the buffers, what is gathered and not yet freed, the modules' own."""
+        """Yield what lies in memory of the weights: the buffers, what is gathered and not yet freed, the modules'
+        own."""
         for group in self.param_and_grad_buffer.parameter_groups:
             yield from (weight.data for weight in group.params)
             # Where copies are divided, a rank's weights are in the second, of which its own rows are a part.
@@ -179,6 +180,7 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
             yield from _held(group.hfsdp_helper_wbuf)
 
     def held_gradients(self) -> Iterator[torch.Tensor | None]:
+        """Yield the tensors that hold its gradients."""
         for group in self.param_and_grad_buffer.parameter_groups:
             yield from _held(group.main_grad_buffer)
             yield from _held(group.hfsdp_helper_gbuf)
@@ -203,7 +205,7 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
 
 
 def _units(module: torch.nn.Module) -> list[type[torch.nn.Module]]:
-    """Classes of what is gathered at a time, of which those inside another are part of that.
+    """Return the classes of what is gathered at a time, of which those inside another are part of that.
 
     Tied word embeddings are read at both ends of the forward pass, and are in no unit.
     """
@@ -216,7 +218,7 @@ def _units(module: torch.nn.Module) -> list[type[torch.nn.Module]]:
 
 
 def weight_of(sharded: Any) -> Any:
-    """The model's weight that a sharded parameter stands for."""
+    """Return the model's weight that a sharded parameter stands for."""
     return sharded.orig_param
 
 
@@ -227,7 +229,7 @@ def _held(buffer: Any) -> Iterator[torch.Tensor | None]:
 
 
 def _holders_of_one_copy(chunk: MegatronFSDPChunk, groups: ProcessGroupCollection) -> Any:
-    """The ranks over which the norm of the gradients is summed."""
+    """Return the ranks over which the norm of the gradients is summed."""
     if chunk.divides_copies:
         return torch.distributed.group.WORLD
     return groups.mp if chunk.strategy == "no_shard" else groups.intra_dist_opt
@@ -263,7 +265,7 @@ class MegatronFSDPOptimizer(RowShards, DistributedOptimizer):
         self.attach_gradients()
 
     def reload_model_params(self, state_dict: None = None) -> None:
-        """The rows are the masters; the weights follow them."""
+        """Do the reverse of what the name says: the rows are the masters; the weights follow them."""
         for chunk in self.model_chunks:
             assert isinstance(chunk, MegatronFSDPChunk)
             chunk.install_rows()

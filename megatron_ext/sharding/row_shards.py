@@ -64,6 +64,7 @@ class RowShards:
             self._sources += sources
 
     def attach_gradients(self) -> None:
+        """Give every row the part of the reduced gradient that belongs to it."""
         for source, (_, rows) in zip(self._sources, self.weights, strict=True):
             rows.grad = local_gradient(source)
 
@@ -92,6 +93,7 @@ class RowShardOptimizer(RowShards, FP32Optimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
+        """Give every row its gradient; return False, as no loss scale can overflow."""
         self.attach_gradients()
         return False
 
@@ -118,7 +120,7 @@ class HostRowOptimizer(RowShardOptimizer):
             self.optimizer = over(self.optimizer.param_groups, config)
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """One element on the device, whose norm is that of this rank's gradients."""
+        """Return one element on the device, whose norm is that of this rank's gradients."""
         norms = [torch.norm(gradient) for gradient in super().get_grads_for_grad_norm(grad_norm_group)]
         return [torch.norm(torch.stack(norms)).view(1).to(self._device)] if norms else []
 
@@ -131,7 +133,7 @@ class HostRowOptimizer(RowShardOptimizer):
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's rows of the reduced gradient; without rows an empty tensor."""
+    """Return this rank's rows of the reduced gradient; without rows an empty tensor."""
     shard = row_shard(parameter)
     assert shard is not None
     gradient: Any = parameter.grad
@@ -139,7 +141,7 @@ def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _optimized(weight: torch.nn.Parameter) -> torch.Tensor:
-    """The rows of the weight, with the marks by which megatron-core tells copies from parts."""
+    """Return the rows of the weight, with the marks by which megatron-core tells copies from parts."""
     shard = row_shard(weight)
     assert shard is not None
     rows: Any = shard.local.detach()
