@@ -18,7 +18,7 @@ class ColumnLinear(ColumnParallelLinear):
     """Computes Y = X A^T + b with the rows of A, and b, divided over the tensor-parallel ranks."""
 
     def __init__(self, *sizes: int, skip_bias_add: bool, **settings: Any) -> None:
-        # The bias lies beside its rows, so that nothing is gained by handing it to the next operation.
+        # The bias lies with its rows, so that nothing is gained by handing it to the next operation.
         super().__init__(*sizes, skip_bias_add=False, **settings)
         self.divided = get_pg_size(self.tp_group) > 1
 

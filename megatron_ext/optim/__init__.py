@@ -1,1 +1,1 @@
-"""Holds optimizer settings, the optimizers that megatron-core lacks, and the curves of learning rate and weight decay."""
+"""Holds optimizer settings, optimizers that megatron-core lacks, and the curves of learning rate and weight decay."""

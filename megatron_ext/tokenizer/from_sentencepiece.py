@@ -4,7 +4,7 @@
 
 SentencePiece scores pieces where `tokenizers` ranks merges, and finds only ordinary pieces in a text, where
 `tokenizers` finds every entry. What follows from that is here. Two differences remain, which
-`megatron_ext.verify.exported_tokenizer` finds where they matter: the library applies a charsmap (nmt_nfkc and its kin)
+`megatron_ext.verify.exported_tokenizer` finds where they matter: the library applies a charsmap (nmt_nfkc and the like)
 to whole grapheme clusters, and it adds the scores of a unigram model in 64 bits, SentencePiece in 32.
 """
 

@@ -37,8 +37,8 @@ _BETWEEN_WORDS = re.compile(r"[a-zA-Z](?= [a-zA-Z])")
 def between_words(text: Text, size: int | None = None) -> Iterator[str]:
     """Yield the text in pieces of about `size` (default a million) characters, or longer, that begin before a word.
 
-    Byte-level BPE gives the ids of the whole if it gives those of the pieces one after another: GPT-2's pattern and its
-    kin end a match at such a place and begin the next one there, without looking back.
+    Byte-level BPE gives the ids of the whole if it gives those of the pieces one after another: GPT-2's pattern and
+    similar ones end a match at such a place and begin the next one there, without looking back.
     """
     size = size or _PIECE
     rest = ""

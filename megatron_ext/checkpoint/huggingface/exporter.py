@@ -89,33 +89,33 @@ def export_huggingface(
     family = family_of(source.config)
     source.check()
     code = dtype or source.dtype()
-    beside = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    unfinished = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     try:
         mappings = state_dict_mapping(source.config, family)
         shapes = {name: shape for part in mappings for name, shape in part.tensor_shapes().items()}
-        entries = _files(beside, shapes, code, max_shard_size)
+        entries = _files(unfinished, shapes, code, max_shard_size)
         tokenizer = _tokenizer_of_training(source.config)
-        copied = _copy(source, beside, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
+        copied = _copy(source, unfinished, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
         names = [name for name in copied if name != _GENERATION]
         if with_tokenizer and tokenizer is not None and _is_converted(source.config):
             from megatron_ext.tokenizer.exported import write_tokenizer  # imports numpy
 
-            names = sorted({*names, *write_tokenizer(tokenizer, beside)})
-        _write_beside(beside, source, family, code, tokenizer)
+            names = sorted({*names, *write_tokenizer(tokenizer, unfinished)})
+        _write_companions(unfinished, source, family, code, tokenizer)
         if names and tokenizer is not None and check_tokenizer is not None:
-            check_tokenizer(beside, source.config, tokenizer)
+            check_tokenizer(unfinished, source.config, tokenizer)
         with Files(os.O_WRONLY) as files:
             _write_weights(source, mappings, entries, files)
-        for path in (*beside.iterdir(), beside):
+        for path in (*unfinished.iterdir(), unfinished):
             sync(path)
         if final.exists():
             final.rmdir()
-        beside.rename(final)
+        unfinished.rename(final)
         sync(final.parent)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     size = sum(map(math.prod, shapes.values())) * WIDTH[code]
     return Exported(final, family, size, len({entry.path for entry in entries.values()}), names)
 
@@ -254,7 +254,7 @@ def _files(folder: Path, shapes: Mapping[str, tuple[int, ...]], code: str, max_s
 _GENERATION = "generation_config.json"
 
 
-def _write_beside(folder: Path, source: SavedModel, family: Family, code: str, tokenizer: Tokenizer | None) -> None:
+def _write_companions(folder: Path, source: SavedModel, family: Family, code: str, tokenizer: Tokenizer | None) -> None:
     """Write everything but the weights and the tokenizer."""
     path = folder / _GENERATION
     generation = _generation(path) if path.exists() else {}

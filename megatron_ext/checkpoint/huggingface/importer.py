@@ -33,7 +33,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 
 _CHUNK_BYTES = 32 << 20
-# Modules for which megatron-core saves an object beside the weights, which is empty without FP8.
+# Modules for which megatron-core saves an object besides the weights, which is empty without FP8.
 _WITH_EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv")
 _WITH_EXTRA_STATE_IF_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
 

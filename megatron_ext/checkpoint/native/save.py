@@ -170,13 +170,13 @@ class Save:
             write_shards(self._request, _on_host(self._request))
             self._files = written.files()
             if self.run.rank == 0:
-                self._write_beside()
+                self._write_companions()
         except OSError as error:
             self._files = f"{error.strerror}: {error.filename}"
         except Exception as error:
             self._files = f"{type(error).__name__}: {error}"
 
-    def _write_beside(self) -> None:
+    def _write_companions(self) -> None:
         """Write what rank 0 adds to the shards."""
         (self._partial / CONFIG).write_text(to_yaml(self.run.config), encoding="utf-8")
         if self.run.data_record is not None:
