@@ -22,7 +22,7 @@ class ToolParser(argparse.ArgumentParser):
 
 
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
-    """A tool's own arguments, and the training flags that follow `--`; without it there are none of these."""
+    """Return a tool's own arguments, and the training flags that follow `--`; without it there are none of these."""
     if "--" not in argv:
         return argv, []
     place = argv.index("--")

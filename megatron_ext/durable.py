@@ -24,7 +24,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` in one step when the block ends; a failure leaves `path` as it was.
+    """Open a new file that takes the place of `path` in one step when the block ends; a failure leaves it as it was.
 
     Args:
         temporary: the file's name until then, in the same folder; default `.<name>.tmp`. Processes that may write at

@@ -26,5 +26,5 @@ WIDTH = {code: WIDTHS[name] for code, name in DTYPES.items()}
 
 
 def code_of(name: str) -> str:
-    """The name in safetensors of a dtype of weights, from torch's name; torch's own where it is no such dtype."""
+    """Return the name in safetensors of a dtype of weights, from torch's name; torch's own for other dtypes."""
     return next((code for code, theirs in DTYPES.items() if theirs == name), name)

@@ -41,7 +41,7 @@ class Elsewhere:
     """What the optimizer is called in another program's configuration."""
 
     names: tuple[str, ...]
-    """In lower case."""
+    """Name in lower case."""
 
     flags: str = ""
     """Flags for what that program takes another default for."""
@@ -67,7 +67,7 @@ class OptimizerTraits:
     states: tuple[State, ...]
 
     schemes: frozenset[Scheme]
-    """Those that can run it."""
+    """Schemes that can run it."""
 
     built_as: Literal["adam", "sgd"]
     """What megatron-core is asked to build. Where that is another, `torch_class` takes its place before the first
@@ -83,7 +83,7 @@ class OptimizerTraits:
     """For whoever chooses among the optimizers."""
 
     elsewhere: Mapping[str, Elsewhere] = field(default_factory=dict)
-    """By program of `foreign/`."""
+    """Names by program of `foreign/`."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -97,14 +97,14 @@ class OptimizerTraits:
         return self.built_as == self.name
 
     def values(self, settings: Any) -> dict[str, Any]:
-        """The arguments of `torch_class`, from the optimizer's configuration."""
+        """Return the arguments of `torch_class`, from the optimizer's configuration."""
         return {
             argument: getattr(settings, names) if isinstance(names, str) else tuple(getattr(settings, n) for n in names)
             for argument, names in self.arguments.items()
         }
 
     def kept(self, settings: Any) -> tuple[State, ...]:
-        """The states that are kept with these settings."""
+        """Return the states that are kept with these settings."""
         return tuple(one for one in self.states if one.unless_zero is None or getattr(settings, one.unless_zero))
 
     def state_names(self, settings: Any) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ _LION = OptimizerTraits(
 )
 
 OPTIMIZERS: dict[str, OptimizerTraits] = {traits.name: traits for traits in (_ADAM, _SGD, _LION)}
-"""By name, in the order of the choices of `--optimizer`."""
+"""Optimizers by name, in the order of the choices of `--optimizer`."""
 
 FLAGS_OF_OTHERS = """
     --muon-momentum N =0.9, --muon-no-split-qkv, --muon-nesterov, --muon-scale-mode N =spectral,
@@ -167,10 +167,10 @@ FLAGS_OF_OTHERS = """
 
 
 def traits_of(settings: Any) -> OptimizerTraits:
-    """The traits of the optimizer that an `OptimizerConfig` chooses."""
+    """Return the traits of the optimizer that an `OptimizerConfig` chooses."""
     return OPTIMIZERS[settings.optimizer]
 
 
 def run_by(scheme: Scheme) -> list[OptimizerTraits]:
-    """The optimizers that a sharding scheme can run."""
+    """Return the optimizers that a sharding scheme can run."""
     return [traits for traits in OPTIMIZERS.values() if scheme in traits.schemes]

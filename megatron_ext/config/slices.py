@@ -17,26 +17,26 @@ class Piece(NamedTuple):
     """Consecutive indices of the divided dimension that lie one after another in the whole and in the shard."""
 
     start: int
-    """Of the whole."""
+    """First index in the whole."""
     in_shard: int
     """The same index in the rank's shard."""
     size: int
 
 
 def pieces(length: int, stride: int, rank: int, ranks: int) -> list[Piece]:
-    """What a rank holds of a dimension of `length` indices: as many pieces as the stride, in the shard's order."""
+    """Return what a rank holds of a dimension of `length` indices: as many pieces as the stride, in shard order."""
     size = length // (ranks * stride)
     return [Piece((part * ranks + rank) * size, part * size, size) for part in range(stride)]
 
 
 def rows(parameter: Parameter, rank: int, ranks: int) -> list[Piece]:
-    """The rows (first dimension) of which a rank's shard consists; all of them where another dimension is divided."""
+    """Return the rows (first dimension) of which a rank's shard consists; all where another dimension is divided."""
     length = parameter.shape[0]
     return pieces(length, parameter.tp_stride, rank, ranks) if parameter.tp_dim == 0 else [Piece(0, 0, length)]
 
 
 def columns(parameter: Parameter, rank: int, ranks: int) -> slice:
-    """The columns (second dimension) of which a rank's shard consists, of all of its rows."""
+    """Return the columns (second dimension) of which a rank's shard consists, of all of its rows."""
     if parameter.tp_dim != 1:
         return slice(None)
     [piece] = pieces(parameter.shape[1], parameter.tp_stride, rank, ranks)

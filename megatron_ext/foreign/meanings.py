@@ -107,7 +107,7 @@ MIXED_PRECISION = Cases(
 
 
 def optimizers(program: str) -> Cases:
-    """The optimizers that are here, by their names in another program."""
+    """Return the optimizers that are here, by their names in another program."""
     known = {
         name: Flags(f"--optimizer {traits.name} {traits.elsewhere[program].flags}".strip())
         for traits in OPTIMIZERS.values()

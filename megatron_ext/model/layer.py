@@ -117,6 +117,6 @@ _CLASSES: dict[str, type[TransformerLayer]] = {"before": PreNormLayer, "after": 
 
 
 def layer_class(norm_places: str) -> type[TransformerLayer]:
-    """The class of a layer by where its norms stand (`config.layers.Layer.norm_places`)."""
+    """Return the class of a layer by where its norms stand (`config.layers.Layer.norm_places`)."""
     assert norm_places in _CLASSES, f"nothing builds norms {norm_places} attention and MLP"
     return _CLASSES[norm_places]

@@ -68,7 +68,8 @@ def unwrapped(model_chunks: Sequence[torch.nn.Module]) -> list[Any]:
 
 def _unwrapped(module: Any) -> Any:
     """Every wrapper of megatron-core, and of ours, keeps what it wraps as `module`; no model has such a part."""
-    return _unwrapped(module.module) if "module" in module._modules else module
+    wrapped = getattr(module, "module", None)
+    return _unwrapped(wrapped) if isinstance(wrapped, torch.nn.Module) else module
 
 
 def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -76,7 +76,8 @@ class ProjectionNorm(torch.nn.Module):
         """
         if self.tp_group.size() == 1:
             return rms_norm(x_SBHD.flatten(2), self.weight, self.eps).view(x_SBHD.shape)
-        return self._divided(x_SBHD)
+        divided: Any = self._divided
+        return divided(x_SBHD)
 
     @torch.compiler.disable
     def _divided(self, x_SBHD: torch.Tensor) -> torch.Tensor:
@@ -124,7 +125,7 @@ def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:
 
 
 def query_key_norms(layer: Layer, tp_group: ProcessGroup) -> tuple[NormBuilder | None, NormBuilder | None]:
-    """What builds the norm of a layer's queries, and that of its keys; None where there is none.
+    """Return what builds the norm of a layer's queries, and that of its keys; None where there is none.
 
     Both are called by megatron-core's attention with the size of a head, and take this rank's heads, [sequence, batch,
     heads, channels].

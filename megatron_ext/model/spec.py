@@ -24,7 +24,7 @@ from megatron_ext.model.norm import norm_class, query_key_norms
 
 
 def block_spec(config: Config, held: Stack, tp_group: ProcessGroup) -> TransformerBlockSubmodules:
-    """The layers of one model chunk, each by its own description, and the final norm that the last chunk has.
+    """Return the layers of one model chunk, each by its own description, and the final norm that the last chunk has.
 
     Args:
         config: the resolved configuration.

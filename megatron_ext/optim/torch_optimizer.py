@@ -17,18 +17,21 @@ _OF_EVERY_OPTIMIZER = ("lr", "weight_decay")
 
 
 def torch_optimizer(settings: OptimizerConfig) -> Any:
-    """What makes the torch optimizer of the settings, of parameters or groups of them."""
+    """Return what makes the torch optimizer of the settings, of parameters or groups of them."""
     traits = traits_of(settings)
     return partial(_torch_class(settings), **traits.values(settings), **traits.torch_options)
 
 
 def is_torchs(optimizer: torch.optim.Optimizer | None, settings: OptimizerConfig) -> bool:
-    """Whether it is what `torch_optimizer` makes, and not Transformer Engine's or apex's of the same name."""
+    """Return whether it is what `torch_optimizer` makes, and not Transformer Engine's or apex's of the same name."""
     return isinstance(optimizer, _torch_class(settings))
 
 
 def over(groups: Sequence[Group], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """The torch optimizer of the settings over groups as they are: their tensors may be views, which torch refuses."""
+    """Return the torch optimizer of the settings over groups as they are.
+
+    Their tensors may be views, which torch refuses.
+    """
     made = torch_optimizer(settings)([{**group, "params": [torch.empty(0)]} for group in groups])
     for filled, group in zip(made.param_groups, groups, strict=True):
         filled["params"] = group["params"]
@@ -36,7 +39,7 @@ def over(groups: Sequence[Group], settings: OptimizerConfig) -> torch.optim.Opti
 
 
 def as_registered(built: torch.optim.Optimizer, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """What is to take the place of an optimizer that megatron-core has built and not yet used.
+    """Return what is to take the place of an optimizer that megatron-core has built and not yet used.
 
     That is itself, with the options that torch's gets, or, where the engine does not have the optimizer of the
     settings, ours over the same groups without what belongs to the one that was built.

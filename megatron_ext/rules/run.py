@@ -40,7 +40,7 @@ def _out_of_range(option: Option, value: Any) -> Iterator[str]:
 
 
 def values_have_what_they_need(config: Config, facts: Facts) -> Iterator[str]:
-    """What a value needs of other fields stands at its field (`config.schema.option.Need`)."""
+    """Require what a value needs of other fields, which stands at its field (`config.schema.option.Need`)."""
     for option in options():
         value = _value(config, option)
         for need in [need for with_needs, need in option.needs if value == with_needs]:

@@ -87,7 +87,7 @@ class FSDP2(RowSharding):
         return nullcontext()
 
     def watch(self, chunk: Any, watcher: Watcher) -> None:
-        """A whole gradient lives only until its layer's reduction, so that each is seen as it is made."""
+        """Watch each gradient as it is made: a whole one lives only until its layer's reduction."""
         watcher.register(chunk)
         names = {
             local: name

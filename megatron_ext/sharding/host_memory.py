@@ -144,7 +144,7 @@ class HostOptimizer(HybridDeviceOptimizer):
 
     @property
     def host_rules(self) -> list[torch.optim.Optimizer]:
-        """Those of them that do it in host memory."""
+        """The torch optimizers that update in host memory."""
         return list(self.cpu_optimizers)
 
     def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:

@@ -40,15 +40,15 @@ class Updater(Protocol):
 
     @property
     def host_rules(self) -> list[torch.optim.Optimizer]:
-        """Those of them that do it in host memory, for weights on the device."""
+        """The torch optimizers that update in host memory, for weights on the device."""
         ...
 
     def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-        """Which of them updates `main`, and the tensor by which it knows it: its state's key and its newest value."""
+        """Return which of them updates `main`, and the tensor by which it knows it: the key of its state."""
         ...
 
     def master_of(self, main: torch.Tensor) -> torch.Tensor:
-        """The tensor that holds the values of `main` between updates."""
+        """Return the tensor that holds the values of `main` between updates."""
         ...
 
     def refresh(self) -> None:
@@ -101,7 +101,7 @@ class OptimizerPart:
             yield from zip(weights, weights, strict=True)
 
     def saves_master(self, weight: torch.nn.Parameter) -> bool:
-        """Whether the state of `weight` includes an fp32 master, since the weight is saved in 16 bits."""
+        """Return whether the state of `weight` includes an fp32 master, since the weight is saved in 16 bits."""
         return weight.dtype != torch.float32
 
     def own(self, weight: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:

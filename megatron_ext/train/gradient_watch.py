@@ -26,6 +26,8 @@ class Finding(NamedTuple):
 
 
 class GradientWatch:
+    """Watches every local gradient of a step, and names the first that is NaN or infinite."""
+
     def __init__(self, chunks: Sequence[_BaseDataParallel], sharding: Sharding):
         self._names: dict[int, str] = {}
         self._places: dict[str, tuple[int, int]] = {}

@@ -99,7 +99,7 @@ def _join(parameter: Parameter, parts: list[np.ndarray]) -> np.ndarray:
 
 
 def joined(shards: Sequence[np.ndarray], axis: int, stride: int) -> np.ndarray:
-    """The whole tensor of which tensor-parallel ranks hold these shards, divided along `axis`, in the ranks' order."""
+    """Return the whole tensor whose shards along `axis` these are, in the order of the tensor-parallel ranks."""
     shape = list(shards[0].shape)
     shape[axis] *= len(shards)
     whole = np.empty(shape, shards[0].dtype)

@@ -8,11 +8,17 @@ import pytest
 from megatron_ext.durable import replacing
 
 
+def fail_in_the_middle(path: Path) -> None:
+    with replacing(path) as file:
+        file.write(b"half of the ne")
+        raise ValueError("in the middle")
+
+
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(TypeError), replacing(path) as file:
-        file.writelines([b"half of the ne", None])  # pyright: ignore[reportArgumentType, reportCallIssue]
+    with pytest.raises(ValueError, match="in the middle"):
+        fail_in_the_middle(path)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
 

@@ -1,14 +1,14 @@
-"""Weights as numpy arrays, and from one dtype to another, without torch. numpy has no bfloat16: uint16 then."""
+"""Holds weights as numpy arrays, and converts them from one dtype to another, without torch. bfloat16 are uint16."""
 
 import numpy as np
 import numpy.typing as npt
 
 ARRAYS: dict[str, type[np.generic]] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-"""Of the elements, by the dtype's name in safetensors."""
+"""numpy's dtype of the elements, by the dtype's name in safetensors."""
 
 
 def converted(values: npt.NDArray, source: str, target: str) -> npt.NDArray:
-    """Rounded to the nearest, ties to even, as torch does; to 16 bits by way of fp32.
+    """Return the array rounded to the nearest, ties to even, as torch does; to 16 bits by way of fp32.
 
     Overflow is infinite, and NaN stays NaN.
     """

@@ -31,6 +31,7 @@ class Saveable(Protocol):
     @property
     def rank(self) -> int:
         """This rank's number."""
+        ...
 
     def gathered_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which all parameters are up to date."""

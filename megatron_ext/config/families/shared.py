@@ -31,7 +31,7 @@ EXPERT_FLAGS = {"moe_shared_expert_intermediate_size": None, "moe_router_score_f
 
 
 def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
-    """The names of a decoder with a mixture of experts: the module of the mixture, and those of one expert's matrices.
+    """Return the names of a decoder with experts: the module of the mixture, and those of one expert's matrices.
 
     The router is the module `gate` of the mixture in every family.
     """

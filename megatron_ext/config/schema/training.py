@@ -104,7 +104,7 @@ class TrainingConfig:
 
     @property
     def mixed_precision(self) -> bool:
-        """Whether weights and activations have 16 bits (--bf16, --fp16), beside fp32 main parameters."""
+        """Whether weights and activations have 16 bits (--bf16, --fp16), and main parameters are fp32."""
         return self.bf16 or self.fp16
 
     @property
