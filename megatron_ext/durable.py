@@ -24,7 +24,8 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a new file that takes the place of `path` in one step when the block ends; a failure leaves it as it was.
+    """Yield a new file that takes the place of `path` in one step when the block ends; a failure leaves `path` as it
+    was.
 
     Args:
         temporary: the file's name until then, in the same folder; default `.<name>.tmp`. Processes that may write at

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, reads and runs in: the one place that knows more of it than its name.
+"""Describes what an optimizer keeps, reads and runs in: the one place that knows more of it than its name.
 
     traits = traits_of(config.optimizer)
     traits.state_names(config.optimizer)       # ("exp_avg", "exp_avg_sq") for Adam
@@ -41,7 +41,7 @@ class Elsewhere:
     """What the optimizer is called in another program's configuration."""
 
     names: tuple[str, ...]
-    """Name in lower case."""
+    """Names in lower case."""
 
     flags: str = ""
     """Flags for what that program takes another default for."""
@@ -67,7 +67,7 @@ class OptimizerTraits:
     states: tuple[State, ...]
 
     schemes: frozenset[Scheme]
-    """Schemes that can run it."""
+    """Sharding schemes that can run it."""
 
     built_as: Literal["adam", "sgd"]
     """What megatron-core is asked to build. Where that is another, `torch_class` takes its place before the first
@@ -83,7 +83,7 @@ class OptimizerTraits:
     """For whoever chooses among the optimizers."""
 
     elsewhere: Mapping[str, Elsewhere] = field(default_factory=dict)
-    """Names by program of `foreign/`."""
+    """What it is called elsewhere, by program of `foreign/`."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ class OptimizerTraits:
         return tuple(state.name for state in self.kept(settings))
 
     def bytes_each(self, settings: Any) -> int:
-        """Bytes of state for each element that is updated, without the fp32 master of a 16-bit weight."""
+        """Return the bytes of state for each element that is updated, without the fp32 master of a 16-bit weight."""
         return sum(_BYTES[state.dtype] for state in self.kept(settings))
 
 

@@ -43,7 +43,7 @@ def coordinates(layout: LayoutConfig, rank: int) -> Coordinates:
 
 
 def _place(rank: int, sizes: Iterable[int]) -> Iterator[int]:
-    """The rank's index on each axis, the axis of neighbouring ranks first."""
+    """Yield the rank's index on each axis, the axis of neighbouring ranks first."""
     for size in sizes:
         rank, along = divmod(rank, size)
         yield along

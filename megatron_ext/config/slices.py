@@ -17,7 +17,7 @@ class Piece(NamedTuple):
     """Consecutive indices of the divided dimension that lie one after another in the whole and in the shard."""
 
     start: int
-    """First index in the whole."""
+    """Index of the first of them in the whole."""
     in_shard: int
     """The same index in the rank's shard."""
     size: int

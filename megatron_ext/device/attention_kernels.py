@@ -176,7 +176,7 @@ def varlen_causal(
 
 @functools.cache
 def _takes_grouped_heads(varlen_attn: Callable[..., Any]) -> bool:
-    """Whether torch's kernel takes fewer heads of keys than of queries: 2.15's does, 2.11's does not."""
+    """Return whether torch's kernel takes fewer heads of keys than of queries: 2.15's does, 2.11's does not."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 

@@ -149,7 +149,7 @@ def split_flags(text: str) -> dict[str, str]:
 
 
 def _optimizer(content: Mapping[str, Any], module: ModuleType) -> OptimizerTraits:
-    """The optimizer that the file chooses, or else the one that is used without a flag."""
+    """Return the optimizer that the file chooses, or else the one that is used without a flag."""
     default = OPTIMIZERS[options_by_name()["optimizer"].default]
     for name, value in leaves(content):
         flags = split_flags(_translate_key(name, value, module, {}, default).flags)

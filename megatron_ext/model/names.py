@@ -67,7 +67,7 @@ def unwrapped(model_chunks: Sequence[torch.nn.Module]) -> list[Any]:
 
 
 def _unwrapped(module: Any) -> Any:
-    """Every wrapper of megatron-core, and of ours, keeps what it wraps as `module`; no model has such a part."""
+    """Return every wrapper of megatron-core, and of ours, keeps what it wraps as `module`; no model has such a part."""
     wrapped = getattr(module, "module", None)
     return _unwrapped(wrapped) if isinstance(wrapped, torch.nn.Module) else module
 

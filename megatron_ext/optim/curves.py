@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as pure functions of progress, without torch.
+"""Computes learning rate and weight decay as pure functions of progress, without torch.
 
 Progress is counted in samples, as in Megatron: every step that updated the weights adds its global batch, a step
 that the loss scaler skipped adds nothing. Flags that count iterations are turned into samples with the full
@@ -18,11 +18,11 @@ from megatron_ext.config.schema import Config
 
 @dataclass(frozen=True)
 class LearningRateCurve:
-    """Linear warmup from `start` to `peak`, then a decay to `lowest`; lengths in samples.
+    """A linear warmup from `start` to `peak`, then a decay to `lowest`; lengths in samples.
 
-    `decay` is counted from the first sample, so it includes the warmup. `wsd_decay` is the length of WSD's last
-    phase, which ends at `decay`; other styles do not read it. The configuration's rules have checked
-    that lowest <= peak, start <= peak and warmup < decay.
+    `decay` is counted from the first sample, so it includes the warmup. `wsd_decay` is the length of WSD's last phase,
+    which ends at `decay`; other styles do not read it. The configuration's rules have checked that lowest <= peak,
+    start <= peak and warmup < decay.
     """
 
     peak: float
@@ -63,7 +63,7 @@ class LearningRateCurve:
 
 @dataclass(frozen=True)
 class WeightDecayCurve:
-    """Weight decay that goes from `start` to `end` over `length` samples and stays there."""
+    """A weight decay that goes from `start` to `end` over `length` samples and stays there."""
 
     start: float
     end: float
@@ -123,7 +123,7 @@ def _samples(config: Config) -> int:
 
 
 def _or(length: int | None, run_length: int | None) -> int:
-    """`length` where the user gave one, else that of the run."""
+    """Return `length` where the user gave one, else that of the run."""
     chosen = run_length if length is None else length
     assert chosen is not None, "the configuration's rules require the length of the run"
     return chosen

@@ -54,7 +54,7 @@ def as_registered(built: torch.optim.Optimizer, settings: OptimizerConfig) -> to
 
 
 def _without_its_own(group: Group, built: torch.optim.Optimizer) -> Group:
-    """The group without the arguments of the optimizer that it was made for."""
+    """Return the group without the arguments of the optimizer that it was made for."""
     return {name: value for name, value in group.items() if name in _OF_EVERY_OPTIMIZER or name not in built.defaults}
 
 

@@ -11,7 +11,7 @@ from megatron_ext.plan.shapes import Shapes
 
 
 def flops_per_token(config: Config) -> int:
-    """Floating-point operations of forward and backward for one token, recomputation not counted.
+    """Return the floating-point operations of forward and backward for one token, recomputation not counted.
 
     Every weight of a matrix product costs 2 operations forward and 4 backward: 6 x weights, the output layer included
     (tied or not) and the embedding lookup not. Attention adds the products Q K^T and A V over the keys that causality
@@ -29,7 +29,7 @@ def flops_per_token(config: Config) -> int:
 
 
 def active_parameters(config: Config) -> int:
-    """Parameters that compute one token: those of all experts but the top k are left out."""
+    """Return the parameters that compute one token: those of all experts but the top k are left out."""
     return sum(parameter.size for parameter in _active(config))
 
 
@@ -40,7 +40,7 @@ def _active(config: Config) -> list[Parameter]:
 
 
 def parameters_without_embeddings(config: Config) -> int:
-    """Parameters of the layers and the final norm: what scaling laws call N."""
+    """Return the parameters of the layers and the final norm: what scaling laws call N."""
     return sum(p.size for p in parameters(config) if isinstance(p.stage, int) or "layernorm" in p.name)
 
 

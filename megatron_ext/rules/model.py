@@ -109,7 +109,7 @@ def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
-    """Require factors in order for --use-rope-scaling."""
+    """Require factors of rotary scaling that are in order."""
     model = config.model
     if model.use_rope_scaling and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
         yield (

@@ -84,7 +84,8 @@ def _module(path: str) -> Any:
 
 
 def _sets_on_instances(owner: Any, attribute: str) -> bool:
-    """Whether a class has a field of this name, assigns it to `self`, or asks `self` whether somebody has set it."""
+    """Return whether a class has a field of this name, assigns it to `self`, or asks `self` whether somebody has set
+    it."""
     if not inspect.isclass(owner):
         return False
     if is_dataclass(owner) and attribute in owner.__dataclass_fields__:

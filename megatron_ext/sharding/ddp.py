@@ -89,7 +89,8 @@ class DataParallel(Sharding):
                 chunk.enable_forward_pre_hook()
 
     def reduced_gradients(self, chunk: Any) -> Reduced:
-        """With the distributed optimizer each rank's buffer is reduced only in its own shard: fetch the others'."""
+        """Fetch the other ranks' parts: with the distributed optimizer each rank's buffer is reduced only in its own
+        shard."""
         groups = [(bucket_group, chunk.intra_dp_cp_group) for bucket_group in chunk.bucket_groups]
         groups += [(bucket_group, chunk.intra_expt_dp_group) for bucket_group in chunk.expert_parallel_bucket_groups]
         for bucket_group, group in groups:
@@ -111,7 +112,7 @@ class DataParallel(Sharding):
     def holders_of_one_copy(
         self, optimizer: ChainedOptimizer, groups: ProcessGroupCollection
     ) -> tuple[ProcessGroup, ProcessGroup]:
-        """Whole experts are divided over other ranks than the rest."""
+        """Return whole experts are divided over other ranks than the rest."""
         return groups.mp, groups.tp_ep_pp
 
     def held_weights(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:

@@ -89,5 +89,5 @@ def updating(optimizer: ChainedOptimizer, kind: type[OptimizerPart]) -> list[Opt
 
 
 def for_chunks(functions: list) -> Any:
-    """megatron-core wants a function for one model chunk and a list for several."""
+    """Return what megatron-core wants: a function for one model chunk and a list for several."""
     return functions[0] if len(functions) == 1 else functions

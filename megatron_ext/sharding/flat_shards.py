@@ -38,7 +38,8 @@ class FlatPart(OptimizerPart):
 def _gather(
     core: DistributedOptimizer, states: Mapping[int, State], moments: Sequence[str], exchange: Exchange
 ) -> Iterator[tuple[torch.nn.Parameter, State]]:
-    """Whole state of the weights that this rank writes, from the shards of all, bucket by bucket, in host memory.
+    """Return whole state of the weights that this rank writes, from the shards of all, bucket by bucket, in host
+    memory.
 
     A weight is written by the rank whose shard holds its beginning, so that every rank writes about as much as its
     shard, and receives no more than what the last of its weights has on the ranks after it.
@@ -69,7 +70,7 @@ def _gather(
 
 
 def _spans(places: Sequence[tuple[int, int]], shard_size: int, ranks: int) -> list[tuple[int, int]]:
-    """For every rank, where in the bucket the weights begin and end that it writes."""
+    """Return for every rank where in the bucket the weights begin and end that it writes."""
     spans = []
     for rank in range(ranks):
         own = [(start, end) for start, end in places if start // shard_size == rank]
@@ -78,10 +79,11 @@ def _spans(places: Sequence[tuple[int, int]], shard_size: int, ranks: int) -> li
 
 
 def _exchange(shard: torch.Tensor, spans: Sequence[tuple[int, int]], group: ProcessGroup) -> torch.Tensor:
-    """This rank's span of the bucket, of which every rank has a shard. Collective."""
+    """Return this rank's span of the bucket, of which every rank has a shard. Collective."""
 
     def overlap(owner: int, rank: int) -> tuple[int, int]:
-        """Of the shard of `owner` with the span of `rank`, within the shard; the start is no more than the end."""
+        """Return the overlap of the shard of `owner` with the span of `rank`, within the shard; the start is no more
+        than the end."""
         begin, end = owner * shard.numel(), (owner + 1) * shard.numel()
         low, high = max(begin, spans[rank][0]), min(end, spans[rank][1])
         return (low - begin, high - begin) if low < high else (0, 0)

@@ -1,4 +1,4 @@
-"""`--use-torch-fsdp2`: weights, gradients and optimizer state in shards, by torch's `fully_shard`.
+"""`--use-torch-fsdp2` keeps weights, gradients and optimizer state in shards, by torch's `fully_shard`.
 
 Each rank keeps its rows of every weight in fp32: at once the master copy and what is gathered (in bf16 under --bf16)
 for the forward and backward pass of a layer, and freed after it. Gradients are summed in fp32 over the data-parallel
@@ -87,7 +87,7 @@ class FSDP2(RowSharding):
         return nullcontext()
 
     def watch(self, chunk: Any, watcher: Watcher) -> None:
-        """Watch each gradient as it is made: a whole one lives only until its layer's reduction."""
+        """Watch each gradient as it is made: a whole gradient lives only until its layer's reduction."""
         watcher.register(chunk)
         names = {
             local: name
@@ -110,7 +110,7 @@ class FSDP2(RowSharding):
         return (local_part(parameter) for parameter in chunk.parameters())
 
     def held_gradients(self, chunk: _BaseDataParallel) -> Iterator[torch.Tensor | None]:
-        """They hang on the rows that the optimizer updates."""
+        """Yield nothing: the gradients hang on the rows that the optimizer updates."""
         return iter(())
 
     def clip(self, optimizer: ChainedOptimizer, most: float, norm: float) -> None:
@@ -139,7 +139,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
     """A model chunk in shards. Its weights have no values yet: `model.initialize` fills the rows of each rank.
 
     Args:
-        module: on the meta device, so that no rank ever holds a whole weight.
+        module: module on the meta device, so that no rank ever holds a whole weight.
         device: what computes, and where the shards live unless they are offloaded.
     """
 
@@ -197,7 +197,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
             parameter.grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Gradients that megatron-core is to add up over tensor-parallel ranks wait on the device until
+        """Let gradients that megatron-core is to add up over tensor-parallel ranks wait on the device until
         `scale_gradients`: it puts what it has added up there."""
         for parameter in self._added_over_tensor_ranks:
             if parameter.grad is not None:
@@ -240,7 +240,8 @@ def _mesh(groups: ProcessGroupCollection, device_type: str) -> DeviceMesh:
 
 
 def _rows(parameter: DTensor, groups: ProcessGroupCollection) -> RowShard:
-    """torch cuts as torch.chunk does: equal parts, rounded up, until nothing is left."""
+    """Return this rank's rows as torch cuts, which is as torch.chunk does: equal parts, rounded up, until nothing is
+    left."""
     group, rows = groups.intra_dp_cp, parameter.size(0)
     first = min(group.rank() * -(-rows // group.size()), rows)
     replica = groups.dp_cp.rank() // group.size()
@@ -248,7 +249,7 @@ def _rows(parameter: DTensor, groups: ProcessGroupCollection) -> RowShard:
 
 
 def unsharded_parameters(unit: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Inside of the unit's forward pass: its own weights, gathered, without those of the units in it."""
+    """Return inside of the unit's forward pass its own weights, gathered, without those of the units in it."""
     for name, parameter in unit.named_parameters():
         if not isinstance(parameter, DTensor):
             yield name, parameter

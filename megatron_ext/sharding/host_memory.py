@@ -126,7 +126,7 @@ class HostOptimizer(HybridDeviceOptimizer):
             part.core.optimizer.param_groups,
             offload_fraction=config.optimizer_offload_fraction,
             cpu_optimizer_cls=torch_optimizer(config),
-            gpu_optimizer_cls=partial(_device_rule, part.core.optimizer, config),
+            gpu_optimizer_cls=partial(_device_optimizer, part.core.optimizer, config),
             pin_cpu_grads=pin and not config.no_pin_cpu_grads,
             pin_cpu_params=self._pin_masters,
             overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
@@ -134,25 +134,25 @@ class HostOptimizer(HybridDeviceOptimizer):
         self.release()
 
     def add_param_group(self, param_group: Group) -> None:
-        """As it is: torch would refuse shards of fp32 weights, which are views."""
+        """Add the group as it is: torch would refuse shards of fp32 weights, which are views."""
         self.param_groups.append(param_group)
 
     @property
-    def rules(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers that update, on the device or in host memory."""
+    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Torch optimizers that update, on the device or in host memory."""
         return list(self.sub_optimizers)
 
     @property
-    def host_rules(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers that update in host memory."""
+    def host_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Torch optimizers that update in host memory."""
         return list(self.cpu_optimizers)
 
     def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
         """Return who updates `main`, and which tensor: itself, or its copy in host memory."""
-        return self._rules[id(main)], self.param_to_inner_param[main]
+        return self._updates[id(main)], self.param_to_inner_param[main]
 
     def master_of(self, main: torch.Tensor) -> torch.Tensor:
-        """`main`, or its copy in host memory where that alone has storage."""
+        """Return `main`, or its copy in host memory where that alone has storage."""
         return self.param_to_inner_param[main] if id(main) in self._masters else main
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class HostOptimizer(HybridDeviceOptimizer):
                 copy.copy_(main)
 
     def update_fp32_param_by_new_param(self) -> None:
-        """For the engine, which does not know the masters of this class: see `reload_model_params`."""
+        """Do nothing for the engine, which does not know the masters of this class: see `reload_model_params`."""
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> tuple:
         threshold = offload_fraction * sum(main.numel() for group in self.param_groups for main in group["params"])
@@ -198,9 +198,12 @@ class HostOptimizer(HybridDeviceOptimizer):
     def _init_sub_optimizers(self) -> None:
         super()._init_sub_optimizers()
         by_inner = {
-            id(inner): rule for rule in self.sub_optimizers for group in rule.param_groups for inner in group["params"]
+            id(inner): torch_optimizer
+            for torch_optimizer in self.sub_optimizers
+            for group in torch_optimizer.param_groups
+            for inner in group["params"]
         }
-        self._rules = {id(main): by_inner[id(inner)] for main, inner in self.param_to_inner_param.items()}
+        self._updates = {id(main): by_inner[id(inner)] for main, inner in self.param_to_inner_param.items()}
         self._away = [main for main in self.gpu_params_map_cpu_copy if id(main) in self._masters]
 
 
@@ -208,7 +211,9 @@ def _host_copy(main: torch.Tensor, *, pin: bool) -> torch.Tensor:
     return torch.empty(main.shape, dtype=main.dtype, device="cpu", pin_memory=pin).copy_(main.detach())
 
 
-def _device_rule(built: torch.optim.Optimizer, config: OptimizerConfig, groups: list[Group]) -> torch.optim.Optimizer:
+def _device_optimizer(
+    built: torch.optim.Optimizer, config: OptimizerConfig, groups: list[Group]
+) -> torch.optim.Optimizer:
     """Return the engine's own (torch's, Transformer Engine's or apex's), or torch's where asked for, over `groups`."""
     if config.use_torch_optimizer_for_cpu_offload and not is_torchs(built, config):
         return over(groups, config)

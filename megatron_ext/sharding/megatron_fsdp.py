@@ -1,4 +1,4 @@
-"""`--use-megatron-fsdp`: megatron-core's own FSDP, by strategy: no_shard (DDP), optim (ZeRO-1), optim_grads (ZeRO-2),
+"""`--use-megatron-fsdp` is megatron-core's own FSDP, by strategy: no_shard (DDP), optim (ZeRO-1), optim_grads (ZeRO-2),
 optim_grads_params (ZeRO-3).
 
 Weights are 16-bit (or fp32) in its buffers, gradients fp32, masters fp32. ZeRO-2 and ZeRO-3 reduce gradients after
@@ -46,7 +46,7 @@ class MegatronFSDP(RowSharding):
         groups: ProcessGroupCollection,
         device: Device,
     ) -> list["MegatronFSDPChunk"]:
-        """Every model chunk, initialized, in megatron-core's FSDP, and wired into the schedule, or accumulation
+        """Wrap every model chunk, initialized, in megatron-core's FSDP, wired into the schedule, or accumulation
         drifts."""
         settings = self._settings()
         for chunk in unwrapped(chunks):
@@ -129,7 +129,7 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
             mark(weight_of(sharded), self._rows(sharded, groups))
 
     def sync_rng_states_across_tp_group(self) -> None:
-        """Not what its name says for us: tensor-parallel ranks would draw the same dropout for different units."""
+        """Do not do what the name says: tensor-parallel ranks would draw the same dropout for different units."""
 
     def sharded_parameters(self) -> list[Any]:
         """Return what the optimizer updates: fp32 masters, or fp32 weights themselves, as DTensors."""
@@ -137,7 +137,7 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
 
     @contextmanager
     def raw_parameters(self) -> Iterator[None]:
-        """Inside, the model's parameters are its weights and not their shards; under ZeRO-3 they have no values."""
+        """Make the model's parameters its weights inside, and not their shards; under ZeRO-3 they have no values."""
         fsdp: Any = self.module
         fsdp._replace_param_with_raw_if_needed()
         fsdp.is_param_fsdp_distributed = True  # or asking for a state dict would put the shards back

@@ -18,29 +18,29 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Exchange:
-    """How the shards of a distributed optimizer's state move between its ranks."""
+    """Says how the shards of a distributed optimizer's state move between its ranks."""
 
     group_of: Callable[[ProcessGroup], ProcessGroup]
-    """From the optimizer's group to the one of the same ranks that moves them."""
+    """Maps the optimizer's group to the one of the same ranks that moves the shards."""
     device: torch.device | None
-    """Where they lie; None: where the gradients do."""
+    """Device of the shards in transit; None: where the gradients are."""
 
 
 IN_PLACE = Exchange(lambda group: group, None)
-"""By the groups of the training, which must not use them meanwhile."""
+"""An exchange by the groups of the training, which must not use them meanwhile."""
 
 
 class Updater(Protocol):
     """Who updates the tensors of an optimizer."""
 
     @property
-    def rules(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers that update, on the device or in host memory."""
+    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Torch optimizers that update, on the device or in host memory."""
         ...
 
     @property
-    def host_rules(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers that update in host memory, for weights on the device."""
+    def host_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Torch optimizers that update in host memory, for weights on the device."""
         ...
 
     def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
@@ -59,12 +59,12 @@ class Updater(Protocol):
 class OnDevice:
     """One of torch's optimizers, which updates tensors where they lie."""
 
-    def __init__(self, rule: torch.optim.Optimizer):
-        self.rules = [rule]
-        self.host_rules: list[torch.optim.Optimizer] = []
+    def __init__(self, torch_optimizer: torch.optim.Optimizer):
+        self.torch_optimizers = [torch_optimizer]
+        self.host_optimizers: list[torch.optim.Optimizer] = []
 
     def updated_by(self, main: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-        return self.rules[0], main
+        return self.torch_optimizers[0], main
 
     def master_of(self, main: torch.Tensor) -> torch.Tensor:
         return main

@@ -1,5 +1,5 @@
 """What FSDP2 and Megatron-FSDP have in common: rows of every weight, and optimizers over this rank's as plain tensors.
-torch's update rules, norms and clipping then do not know of shards."""
+torch's optimizers, norms and clipping then do not know of shards."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,7 +38,8 @@ class RowSharding(Sharding):
 
 
 class RowShards:
-    """What such optimizers have in common. Made from what megatron-core builds over the weights, before its use."""
+    """Holds what such optimizers have in common. Made from what megatron-core builds over the weights, before its
+    use."""
 
     optimizer: torch.optim.Optimizer
     weights: list[tuple[torch.nn.Parameter, torch.Tensor]]

@@ -169,7 +169,7 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
 
 
 def _missing_compiler() -> str | None:
-    """The C++ compiler that is not there, looked for as torch's compiler does."""
+    """Return the C++ compiler that is not there, looked for as torch's compiler does."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     return compiler if shutil.which(compiler) is None else None
 

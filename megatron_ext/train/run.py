@@ -107,5 +107,5 @@ class Run:
         return self.rank == self.world_size - 1
 
     def gathered_parameters(self) -> AbstractContextManager[None]:
-        """All parameters are up to date inside."""
+        """Return a context in which all parameters are up to date."""
         return self.sharding.gathered(self.chunks)

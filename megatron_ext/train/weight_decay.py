@@ -26,7 +26,7 @@ def check_weight_decay(parts: Sequence[OptimizerPart], chunks: Sequence[torch.nn
 
 
 def _factors(parts: Sequence[OptimizerPart], chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, float]]:
-    """The catalogue's name of every parameter that is updated, and what its group multiplies weight decay by."""
+    """Yield the catalogue's name of every parameter that is updated, and what its group multiplies weight decay by."""
     names = {id(parameter): name for name, parameter in global_named_parameters(chunks)}
     for part in parts:
         groups = part.core.optimizer.param_groups

@@ -110,5 +110,5 @@ def joined(shards: Sequence[np.ndarray], axis: int, stride: int) -> np.ndarray:
 
 
 def _along(axis: int, start: int, size: int) -> tuple[slice, ...]:
-    """The index of some places of one axis, and of all of the others."""
+    """Return the index of some places of one axis, and of all of the others."""
     return (*(slice(None),) * axis, slice(start, start + size))

@@ -61,22 +61,22 @@ def _optimizer(run: Run) -> Iterator[torch.Tensor | None]:
     for part in run.sharding.parts(run.optimizer):
         for group in part.core.optimizer.param_groups:
             yield from group["params"]
-        for rule in part.updater.rules:
-            if rule not in part.updater.host_rules:
-                yield from _state(rule)
+        for torch_optimizer in part.updater.torch_optimizers:
+            if torch_optimizer not in part.updater.host_optimizers:
+                yield from _state(torch_optimizer)
 
 
 def _host(run: Run) -> Iterator[torch.Tensor | None]:
     for part in run.sharding.parts(run.optimizer):
-        for rule in part.updater.host_rules:
-            for group in rule.param_groups:
+        for torch_optimizer in part.updater.host_optimizers:
+            for group in torch_optimizer.param_groups:
                 yield from group["params"]
                 yield from (parameter.grad for parameter in group["params"])
-            yield from _state(rule)
+            yield from _state(torch_optimizer)
 
 
-def _state(rule: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for state in rule.state.values():
+def _state(torch_optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in torch_optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 

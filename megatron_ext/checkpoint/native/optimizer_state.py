@@ -108,17 +108,17 @@ def restore(
             part.updater.refresh()
 
 
-def _rules(parts: Sequence[OptimizerPart]) -> list[torch.optim.Optimizer]:
+def _torch_optimizers(parts: Sequence[OptimizerPart]) -> list[torch.optim.Optimizer]:
     """torch's optimizers in those of megatron-core."""
-    return [rule for part in parts for rule in part.updater.rules]
+    return [torch_optimizer for part in parts for torch_optimizer in part.updater.torch_optimizers]
 
 
 def step_count(parts: Sequence[OptimizerPart]) -> int:
     """Updates that were made, of an optimizer that counts them, else 0; the same for all parameters."""
     counts = {0}
-    for rule in _rules(parts):
-        counts |= {int(state["step"]) for state in rule.state.values() if "step" in state}
-        counts |= {int(group["step"]) for group in rule.param_groups if "step" in group}
+    for torch_optimizer in _torch_optimizers(parts):
+        counts |= {int(state["step"]) for state in torch_optimizer.state.values() if "step" in state}
+        counts |= {int(group["step"]) for group in torch_optimizer.param_groups if "step" in group}
     assert len(counts - {0}) <= 1, f"parameters differ in their number of updates: {counts}"
     return max(counts)
 
@@ -128,11 +128,11 @@ def set_step_count(parts: Sequence[OptimizerPart], config: OptimizerConfig, coun
     each."""
     if not traits_of(config).counts_updates:
         return
-    for rule in _rules(parts):
-        for group in rule.param_groups:
-            if is_torchs(rule, config):
+    for torch_optimizer in _torch_optimizers(parts):
+        for group in torch_optimizer.param_groups:
+            if is_torchs(torch_optimizer, config):
                 for main in group["params"]:
-                    state = rule.state[main]
+                    state = torch_optimizer.state[main]
                     state["step"] = torch.full_like(state["step"], float(count))
             elif count:
                 group["step"] = count  # apex's and Transformer Engine's count per group
@@ -140,17 +140,17 @@ def set_step_count(parts: Sequence[OptimizerPart], config: OptimizerConfig, coun
 
 def initialize_state(part: OptimizerPart, config: OptimizerConfig) -> None:
     """Give parameters that were never updated the state that the first update begins from: zeros."""
-    for rule in part.updater.rules:
-        for group in rule.param_groups:
+    for torch_optimizer in part.updater.torch_optimizers:
+        for group in torch_optimizer.param_groups:
             for main in group["params"]:
-                _begin(rule.state[main], main, group, rule, config)
+                _begin(torch_optimizer.state[main], main, group, torch_optimizer, config)
 
 
 def _begin(
     state: dict[str, Any],
     main: torch.Tensor,
     group: dict[str, Any],
-    rule: torch.optim.Optimizer,
+    torch_optimizer: torch.optim.Optimizer,
     config: OptimizerConfig,
 ) -> None:
     traits = traits_of(config)
@@ -158,7 +158,7 @@ def _begin(
         if state.get(kept.name) is None:
             dtype = getattr(torch, kept.dtype)
             state[kept.name] = torch.zeros_like(main, dtype=dtype, memory_format=torch.preserve_format)
-    if traits.counts_updates and is_torchs(rule, config) and "step" not in state:
+    if traits.counts_updates and is_torchs(torch_optimizer, config) and "step" not in state:
         # Where torch itself puts it (_init_group of torch/optim/adam.py).
         on_device = group["fused"] or group["capturable"]
         state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
@@ -170,8 +170,8 @@ def _own_state(
     """Return for every weight of this rank the tensors of its state; with the distributed optimizer, this rank's
     shards."""
     for parameter, main in part.main_parameters():
-        rule, updated = part.updater.updated_by(main)
-        tensors = {name: rule.state[updated][name] for name in traits_of(config).state_names(config)}
+        torch_optimizer, updated = part.updater.updated_by(main)
+        tensors = {name: torch_optimizer.state[updated][name] for name in traits_of(config).state_names(config)}
         if part.saves_master(parameter):
             tensors[MASTER] = part.updater.master_of(main)
         yield parameter, tensors

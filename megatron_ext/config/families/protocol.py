@@ -70,6 +70,6 @@ class Family:
 
 @functools.cache
 def _usual_kinds() -> dict[str, Any]:
-    """The default of every flag of the model that chooses among kinds of a part with weights of their own."""
+    """Return the default of every flag of the model that chooses among kinds of a part with weights of their own."""
     kinds = [one for one in dataclasses.fields(ModelConfig) if one.metadata["choices"]]
     return {one.name: one.default for one in kinds if one.metadata["resume"] == "shape"}

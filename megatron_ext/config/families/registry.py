@@ -14,7 +14,7 @@ from megatron_ext.errors import ConfigurationError
 
 
 def _found() -> dict[str, Family]:
-    """Every family that a file of this folder makes, by model type, in the order of the files' names."""
+    """Return every family that a file of this folder makes, by model type, in the order of the files' names."""
     package = __package__ or ""
     files = [found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
     modules = [importlib.import_module(f"{package}.{name}") for name in files if f"{package}.{name}" != __name__]
