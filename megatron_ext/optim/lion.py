@@ -56,8 +56,7 @@ class Lion(torch.optim.Optimizer):
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(weights, memory_format=torch.preserve_format)
         momentum, (beta1, beta2) = state["exp_avg"], group["betas"]
-        # Products are rounded before they are added: how a fused multiply-add rounds depends, on a CPU, on where in its
-        # tensor an element lies, and would depend on how ranks divide the weights.
+        # Products are rounded before they are added, as the equations are written; a fused multiply-add has other bits.
         direction = (momentum * beta1).add_(gradient * (1 - beta1)).sign_()
         if group["weight_decay"]:
             direction.add_(weights * group["weight_decay"])
