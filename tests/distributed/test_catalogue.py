@@ -141,7 +141,8 @@ def whole_model() -> dict[str, dict[str, torch.Tensor]]:
 def _config(layout: str, model: str) -> Config:
     sizes = dict((EXPERT_LAYOUTS if model == EXPERTS else LAYOUTS)[layout])
     tp, pp = sizes.get("tensor_model_parallel_size", 1), sizes.get("pipeline_model_parallel_size", 1)
-    return small_config(ALL_MODELS[model], {**sizes, "world_size": tp * pp * sizes.pop("data_parallel_size", 1)})
+    world_size = tp * pp * sizes.pop("data_parallel_size", 1)
+    return small_config(ALL_MODELS[model], {**sizes, "world_size": world_size})
 
 
 @pytest.fixture(scope="module")
