@@ -157,6 +157,7 @@ class _Saboteur:
                 followed.append(weight)
                 weight.register_hook(lambda gradient: self._spoil(name, gradient))
 
+        follow(module, None)  # the last stage multiplies by a tied output layer's weight without calling the layer
         module.register_forward_pre_hook(follow)
 
     def _spoil(self, name: str, gradient: Any) -> Any:
