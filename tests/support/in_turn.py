@@ -1,5 +1,6 @@
 """Several small computations by the same ranks: what takes time is the start of a rank, not a model of two layers."""
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,20 @@ def in_turn(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]
     results = []
     for argument in arguments:
         results.append(function(argument))
-        # The default group stays: one store serves it only once.
         parallel_state.destroy_model_parallel()
+        _end_groups()
     return results
+
+
+def _end_groups() -> None:
+    """End every group but the default one, which a store serves only once.
+
+    megatron-core forgets its groups and leaves them, and each keeps a thread of gloo, which wakes up over and over.
+    """
+    from torch.distributed import GroupMember, destroy_process_group
+    from torch.distributed.distributed_c10d import _world
+
+    for group in list(_world.pg_map):
+        if group is not GroupMember.WORLD:
+            destroy_process_group(group)
+    gc.collect()
