@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_ext.checkpoint.native.torch_archive import tensor_pickle
 from megatron_ext.seams.seam import Seam, problems
 from megatron_ext.seams.table import SEAMS
-from tests.unit.engine_accesses import ROOT, accesses, sources
+from tests.support.engine_accesses import ROOT, accesses, sources
 
 BY_NAME = {seam.name: seam for seam in SEAMS}
 

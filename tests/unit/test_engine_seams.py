@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from megatron_ext.seams.table import SEAMS
-from tests.unit.engine_accesses import Access, Source, accesses, mentioned, sources
+from tests.support.engine_accesses import Access, Source, accesses, mentioned, sources
 
 NAMES = [seam.name for seam in SEAMS]
 PLANTED = {

@@ -26,6 +26,8 @@ OUR_OWN = {
     "--torch-compile",
     "--torch-fsdp2-cpu-offload",
     "--check-replicated-weights-interval",
+    "--norm-position",
+    "--qk-layernorm-over",
     # megatron-core hard-codes these three for Llama 3.1.
     "--rope-scaling-low-freq-factor",
     "--rope-scaling-high-freq-factor",
