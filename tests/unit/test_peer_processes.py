@@ -1,0 +1,110 @@
+"""How a process of this machine ended, whether it is stopped, and that another one of its id is not taken for it."""
+
+import dataclasses
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, exit_text
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: pidfd and /proc")
+TELLS_OF_COLLECTED = tuple(int(part) for part in platform.release().split(".")[:2]) >= (6, 15)
+
+
+def name_of(process: subprocess.Popen[bytes]) -> ProcessName:
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return dataclasses.replace(ProcessName.own(), pid=process.pid, start_time=int(fields[19]))
+
+
+@pytest.fixture
+def peers() -> Iterator[PeerProcesses]:
+    watched = PeerProcesses()
+    yield watched
+    watched.close()
+
+
+@pytest.mark.parametrize(
+    "collected",
+    [False, pytest.param(True, marks=pytest.mark.skipif(not TELLS_OF_COLLECTED, reason="needs Linux 6.15"))],
+)
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("exit 3", "ended with exit code 3"),
+        ("exit 0", "ended with exit code 0"),
+        ("kill -SEGV $$", "was killed by SIGSEGV (signal 11)"),
+        ("kill -KILL $$", "was killed by SIGKILL (signal 9)"),
+    ],
+)
+def test_how_a_process_ended(peers: PeerProcesses, command: str, text: str, collected: bool) -> None:
+    process = subprocess.Popen(["sh", "-c", f"read line; {command}"], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    peers.add(5, name_of(process))
+    assert peers.ended(0.0) == {}
+    process.stdin.close()
+    if collected:
+        process.wait()
+    (rank,), (status,) = zip(*peers.ended(10.0).items(), strict=True)
+    process.wait()
+    assert (rank, exit_text(status)) == (5, text)
+    assert peers.ended(0.0) == {}, "an end is told once"
+
+
+def test_a_stopped_process_is_seen_and_can_be_ended() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        name = name_of(process)
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while name.state() != "T":
+            assert time.monotonic() < deadline
+        name.kill()
+        assert process.wait(10) == -signal.SIGKILL
+        assert name.state() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_of_another_start_or_machine_is_left_alone(peers: PeerProcesses) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        name = name_of(process)
+        for other in (
+            dataclasses.replace(name, start_time=name.start_time + 1),
+            dataclasses.replace(name, machine="another"),
+        ):
+            peers.add(0, other)
+            other.kill()
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+        assert peers.ended(0.0) == {}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_descriptor_ends_the_wait_early(peers: PeerProcesses) -> None:
+    reader, writer = os.pipe()
+    peers.also(reader)
+    os.write(writer, b"x")
+    began = time.monotonic()
+    assert peers.ended(30.0) == {}
+    assert time.monotonic() - began < 10
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_name_survives_json() -> None:
+    own = ProcessName.own()
+    assert own.is_here
+    assert own.state() == "R"
+    assert ProcessName.from_json(own.as_json()) == own
