@@ -9,8 +9,7 @@ are read when a later step has passed them.
     idle            in sends and receives between pipeline stages: the pipeline's bubble, and the messages themselves
     compute         the rest: kernels, and whatever the host does between them
 
-The methods of torch's process groups are wrapped while the clock runs, which catches every caller: megatron-core keeps
-references to torch's functions, but not to these.
+The methods of torch's process groups are wrapped while the clock runs, which catches every caller.
 """
 
 import functools
@@ -24,35 +23,9 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from megatron_ext.device.protocol import Device
+from megatron_ext.parallel.operations import COLLECTIVES, END_OF_BATCH, MESSAGES, WrappedMethods
 
 COMMUNICATION, IDLE = "communication", "idle"
-_MESSAGES = ("send", "recv", "recv_anysource")
-_COLLECTIVES = (
-    "allreduce",
-    "allreduce_coalesced",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "_allgather_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "reduce_scatter",
-    "reduce_scatter_tensor_coalesced",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "all_to_all_single",
-    "broadcast",
-    "reduce",
-    "gather",
-    "gather_single",
-    "gather_into_tensor",
-    "scatter",
-    "barrier",
-)
-_END_OF_BATCH = "_end_coalescing"  # starts what was put together: messages, or collectives
 
 
 @dataclass
@@ -77,22 +50,19 @@ class CommunicationClock:
         self._pipeline = None if pipeline is None else pipeline.group_name
         self._step: _Step | None = None
         self._done: list[_Step] = []
-        self._originals: list[tuple[type, str, Callable[..., Any]]] = []
+        self._methods = WrappedMethods()
         self._kinds: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()
         self._last_kind = threading.local()  # of the operation that a batch will start
 
     def start(self) -> None:
         """Wrap the methods of torch's process groups."""
-        for name in (*_MESSAGES, *_COLLECTIVES, _END_OF_BATCH):
-            if hasattr(ProcessGroup, name):  # names come and go with torch's versions
-                self._wrap(ProcessGroup, name, self._timed_operation(name))
-        self._wrap(Work, "wait", self._timed_wait)
+        for name in (*MESSAGES, *COLLECTIVES, END_OF_BATCH):
+            self._methods.wrap(ProcessGroup, name, self._timed_operation(name))
+        self._methods.wrap(Work, "wait", self._timed_wait)
 
     def stop(self) -> None:
         """Put the methods back."""
-        for owner, name, original in self._originals:
-            setattr(owner, name, original)
-        self._originals.clear()
+        self._methods.put_back()
 
     def begin_step(self) -> None:
         """Mark the beginning of a step."""
@@ -115,19 +85,14 @@ class CommunicationClock:
                 total[0 if kind == COMMUNICATION else 1] += self._device.seconds_between(begin, end)
         return total
 
-    def _wrap(self, owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = getattr(owner, name)
-        self._originals.append((owner, name, original))
-        setattr(owner, name, wrapper(original))
-
     def _timed_operation(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def operation(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-                if name == _END_OF_BATCH:
+                if name == END_OF_BATCH:
                     kind = getattr(self._last_kind, "value", COMMUNICATION)
                 else:
-                    kind = IDLE if name in _MESSAGES and group.group_name == self._pipeline else COMMUNICATION
+                    kind = IDLE if name in MESSAGES and group.group_name == self._pipeline else COMMUNICATION
                     self._last_kind.value = kind
                 work = self._timed(kind, original, group, *args, **kwargs)
                 if work is not None:

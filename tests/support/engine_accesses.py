@@ -26,9 +26,9 @@ _SUFFIXES = {"_document", "_text_document", "_model_parallel_size", "_data_path"
 # another table says.
 _SETS_ANY = {
     "adapt": "device/adaptation.py is a table of its own",
-    "CommunicationClock.stop": "puts back what _wrap replaced: public methods, and those that the table names",
-    "CommunicationClock._wrap": "names are those of its lists; private ones are found there as texts",
     "TorchFSDP.__init__": "copies the attributes of a parameter to the one that replaces it",
+    "WrappedMethods.put_back": "puts back what `wrap` replaced: public methods, and those that the table names",
+    "WrappedMethods.wrap": "names are those of the lists in its file; private ones are found there as texts",
     "_optimized": "copies marks of parameters, which the table names",
     "restore": "sets fields of our own state",
 }

@@ -1,0 +1,56 @@
+"""Every collective and message of torch passes methods of its process groups; who wants to see them wraps these.
+
+megatron-core keeps references to torch's functions, but not to these methods.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+MESSAGES = ("send", "recv", "recv_anysource")
+COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "gather",
+    "gather_single",
+    "gather_into_tensor",
+    "scatter",
+    "barrier",
+)
+END_OF_BATCH = "_end_coalescing"  # starts what was put together: messages, or collectives
+
+
+class WrappedMethods:
+    """Replaces methods of classes, and puts them back."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[type, str, Callable[..., Any]]] = []
+
+    def wrap(self, owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put `wrapper` of the method in its place; does nothing where the class does not have it (names come and go
+        with torch's versions)."""
+        if hasattr(owner, name):
+            original = getattr(owner, name)
+            self._originals.append((owner, name, original))
+            setattr(owner, name, wrapper(original))
+
+    def put_back(self) -> None:
+        """Undo every `wrap`, the last one first."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            setattr(owner, name, original)
