@@ -1,0 +1,161 @@
+"""Judges who holds up a run: from what every rank says of itself, and from who says nothing.
+
+The ranks that wait are not to blame. In this order, to blame is who does not answer; who waits for its data; who is
+busy with something else while others wait for it; who has begun fewer collectives of a group than the others of that
+group.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_ext.resilience.progress import LOADER
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Says where a rank is. It is plain data, which goes through JSON."""
+
+    iteration: int | None
+    """The step it works on, from 1; None before the first."""
+
+    phase: str
+
+    operation: str | None = None
+    """The collective that it waits in, or `LOADER`; None where it waits for nothing."""
+
+    group: str = ""
+    """torch's name of that collective's group, equal on all its ranks."""
+
+    group_title: str = ""
+    """The group's name for people."""
+
+    members: tuple[int, ...] = ()
+    """Ranks of that group."""
+
+    seconds: float = 0.0
+    """How long it has waited."""
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Collectives begun, by the group's name."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, for `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "RankReport":
+        """Return what `as_json` was called on."""
+        return cls(**{**fields, "members": tuple(fields["members"])})
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether it is in a collective."""
+        return self.operation is not None and self.operation != LOADER
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        where = "before the first step" if self.iteration is None else f"at iteration {self.iteration}"
+        return f"{where}, in {self.phase}"
+
+
+def hang_text(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> str:
+    """Return who did not come and who waits for it, in one sentence or two, without an advice.
+
+    Args:
+        reports: the ranks that answered.
+        silent: the ranks that did not, and what is known of each, for example "is stopped; last heard of at ...".
+    """
+    waiting = {rank: report for rank, report in reports.items() if report.waits_for_ranks}
+    if silent:
+        cause = "; ".join(f"rank {rank} did not come: it {text}" for rank, text in sorted(silent.items()))
+        return f"{cause}. {_waiters(waiting, silent)}".rstrip()
+    loading = {rank: report for rank, report in reports.items() if report.operation == LOADER}
+    if loading:
+        cause = "; ".join(
+            f"rank {rank} waits for its data loader, since {report.seconds:.1f} s, {report.place}"
+            for rank, report in sorted(loading.items())
+        )
+        return f"{cause}. {_waiters(waiting, loading)}".rstrip()
+    busy = {rank: report for rank, report in reports.items() if report.operation is None}
+    expected = {
+        rank: report for rank, report in busy.items() if any(rank in other.members for other in waiting.values())
+    }
+    if expected:
+        cause = "; ".join(
+            f"rank {rank} did not come: it is {report.place}" for rank, report in sorted(expected.items())
+        )
+        return f"{cause}. {_waiters(waiting, expected)}".rstrip()
+    behind = _behind(waiting)
+    if behind:
+        cause = "; ".join(_behind_text(rank, waiting[rank], waiting[ahead]) for rank, ahead in sorted(behind.items()))
+        return f"{cause}. {_waiters(waiting, behind)}".rstrip()
+    return f"all ranks are there and none is behind, but they cannot exchange data. {_waiters(waiting, ())}".rstrip()
+
+
+def numbers_text(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0-2, 5`."""
+    pieces: list[str] = []
+    ordered = sorted(ranks)
+    start = 0
+    for place, rank in enumerate(ordered):
+        if place + 1 == len(ordered) or ordered[place + 1] != rank + 1:
+            first = ordered[start]
+            pieces.append(str(first) if first == rank else f"{first}-{rank}")
+            start = place + 1
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(pieces)}"
+
+
+def _behind(waiting: Mapping[int, RankReport]) -> dict[int, int]:
+    """Return the ranks that have begun fewer collectives of a group than one that waits in it, each with that one.
+
+    A rank that left one out goes on into another group, and waits there for ranks that wait for it. The place where
+    most ranks wait is right; where there are several, all are named.
+    """
+    waiters = Counter(report.group for report in waiting.values())
+    found: dict[int, int] = {}
+    most = 0
+    for other, report in sorted(waiting.items(), key=lambda item: -waiters[item[1].group]):
+        late = [
+            rank
+            for rank in report.members
+            if rank in waiting and _count(waiting[rank], report) < _count(report, report)
+        ]
+        if late and waiters[report.group] >= most:
+            most = waiters[report.group]
+            for rank in late:
+                found.setdefault(rank, other)
+    return found
+
+
+def _count(report: RankReport, of: RankReport) -> int:
+    return report.counts.get(of.group, 0)
+
+
+def _behind_text(rank: int, report: RankReport, ahead: RankReport) -> str:
+    return (
+        f"rank {rank} did not come: it has begun {_count(report, ahead)} collectives of {ahead.group_title}, others "
+        f"{_count(ahead, ahead)}, and waits in {report.operation} of {report.group_title}, {report.place}"
+    )
+
+
+def _waiters(waiting: Mapping[int, RankReport], to_blame: Collection[int]) -> str:
+    """Return who waits in which operation of which group, the longest first."""
+    places: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+    for rank, report in sorted(waiting.items(), key=lambda item: -item[1].seconds):
+        if rank not in to_blame:
+            places.setdefault((report.operation or "", report.group_title, report.members), []).append(rank)
+    texts = []
+    for (operation, title, members), ranks in places.items():
+        seconds = max(waiting[rank].seconds for rank in ranks)
+        verb = "waits" if len(ranks) == 1 else "wait"
+        texts.append(
+            f"{numbers_text(ranks)} {verb} in {operation} of {title} ({numbers_text(members)}) since {seconds:.1f} s"
+        )
+    return _capitalized("; ".join(texts)) + "." if texts else ""
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,88 @@
+"""Who is to blame for a hang, from what the ranks say."""
+
+import dataclasses
+import json
+
+import pytest
+
+from megatron_ext.resilience.progress import LOADER
+from megatron_ext.resilience.verdict import RankReport, hang_text, numbers_text
+
+
+def in_collective(
+    group: str, members: tuple[int, ...], counts: dict[str, int], operation: str = "allreduce"
+) -> RankReport:
+    return RankReport(
+        iteration=5,
+        phase="the update",
+        operation=operation,
+        group=group,
+        group_title=f"the group {group}",
+        members=members,
+        seconds=4.04,
+        counts=counts,
+    )
+
+
+WAITS = in_collective("all", (0, 1, 2), {"all": 7})
+WAITERS = "Ranks 0, 2 wait in allreduce of the group all (ranks 0-2) since 4.0 s."
+
+
+def test_who_does_not_answer_comes_first() -> None:
+    reports = {0: WAITS, 2: WAITS}
+    assert hang_text(reports, {1: "is stopped"}) == f"rank 1 did not come: it is stopped. {WAITERS}"
+
+
+def test_then_who_waits_for_its_data() -> None:
+    loads = RankReport(iteration=6, phase="the batch", operation=LOADER, seconds=4.2)
+    text = hang_text({0: WAITS, 1: loads, 2: WAITS}, {})
+    assert text == f"rank 1 waits for its data loader, since 4.2 s, at iteration 6, in the batch. {WAITERS}"
+    assert hang_text({0: loads}, {}) == "rank 0 waits for its data loader, since 4.2 s, at iteration 6, in the batch."
+
+
+def test_then_who_does_something_else() -> None:
+    busy = RankReport(iteration=None, phase="the save")
+    text = hang_text({0: WAITS, 1: busy, 2: WAITS, 3: busy}, {})
+    assert text == f"rank 1 did not come: it is before the first step, in the save. {WAITERS}", (
+        "nobody waits for rank 3"
+    )
+
+
+def test_then_who_left_out_a_collective_and_is_in_another_group() -> None:
+    ahead = in_collective("all", (0, 1, 2), {"all": 7, "pair": 3})
+    behind = in_collective("pair", (1, 2), {"all": 6, "pair": 4}, "barrier")
+    text = hang_text({0: ahead, 1: behind, 2: ahead}, {})
+    assert text == (
+        "rank 1 did not come: it has begun 6 collectives of the group all, others 7, and waits in barrier of the group "
+        f"pair, at iteration 5, in the update. {WAITERS}"
+    )
+
+
+def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
+    first, second = in_collective("a", (0, 1), {"a": 2, "b": 1}), in_collective("b", (0, 1), {"a": 1, "b": 2})
+    text = hang_text({0: first, 1: second}, {})
+    assert "rank 0 did not come: it has begun 1 collectives of the group b, others 2" in text
+    assert "rank 1 did not come: it has begun 1 collectives of the group a, others 2" in text
+
+
+def test_then_who_left_out_a_collective_and_is_in_the_same_group() -> None:
+    behind = dataclasses.replace(WAITS, counts={"all": 6})
+    text = hang_text({0: WAITS, 1: behind, 2: WAITS}, {})
+    assert text.startswith("rank 1 did not come: it has begun 6 collectives of the group all, others 7, and waits in ")
+    assert text.endswith(WAITERS)
+
+
+def test_last_the_network() -> None:
+    text = hang_text(dict.fromkeys(range(3), WAITS), {})
+    assert text.startswith("all ranks are there and none is behind, but they cannot exchange data. Ranks 0-2 wait in ")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([5, 0, 1, 2], "ranks 0-2, 5"), ([1, 3], "ranks 1, 3")]
+)
+def test_numbers(ranks: list[int], text: str) -> None:
+    assert numbers_text(ranks) == text
+
+
+def test_a_report_survives_json() -> None:
+    assert RankReport.from_json(json.loads(json.dumps(WAITS.as_json()))) == WAITS
