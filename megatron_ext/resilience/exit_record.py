@@ -42,6 +42,11 @@ def write(save: str | Path | None, *, code: int, rank: int, message: str, iterat
             file.write(json.dumps(record) + "\n")
 
 
+def is_there(save: str | Path | None) -> bool:
+    """Return whether a rank has recorded why it ends."""
+    return save is not None and (Path(save) / _NAME).exists()
+
+
 def tell_launcher(message: str) -> None:
     """Leave the message where torchrun, and this machine's other ranks, look for it; nothing under other launchers."""
     path = _launcher_file()
@@ -66,7 +71,7 @@ def wait_for_another(save: str | Path | None, seconds: float) -> bool:
 
 
 def _another_has_recorded(save: str | Path | None) -> bool:
-    if save is not None and (Path(save) / _NAME).exists():
+    if is_there(save):
         return True
     own = _launcher_file()
     # torchrun lays them out as attempt_<n>/<local rank>/error.json.

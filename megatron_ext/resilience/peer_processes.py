@@ -59,7 +59,7 @@ class ProcessName:
         return self.start_time > 0 and self.machine == _machine()
 
     def state(self) -> str | None:
-        """Return the kernel's letter for what the process does (T is stopped, Z has ended); None if it is gone."""
+        """Return the kernel's letter of what the process does (T and t: stopped, Z: ended); None if it is gone."""
         fields = _stat(self.pid)
         return fields[_STATE] if fields and int(fields[_START_TIME]) == self.start_time else None
 
@@ -122,7 +122,7 @@ def exit_text(status: int | None) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:
-        return f"was killed by {signal.Signals(-code).name} (signal {-code})"
+        return f"was killed by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal
         return f"was killed by signal {-code}"
 

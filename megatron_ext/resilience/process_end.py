@@ -15,14 +15,20 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import psutil
 
 from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBefore, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record
+from megatron_ext.resilience.progress import Progress
+
+if TYPE_CHECKING:
+    from megatron_ext.resilience.watch import Watch
 
 # Time for the cause to appear. Longer for what every rank finds for itself, where rank 0 may just be slower to start.
 _SECONDS_FOR_A_PEERS_CAUSE = 1.0
@@ -57,6 +63,8 @@ class RunStatus:
     rank: int
     save: str | None = None  # --save, once known
     iteration: int | None = None  # the step being worked on, from 1
+    progress: Progress = field(default_factory=Progress)
+    watch: "Watch | None" = None  # once the ranks have met
 
 
 def run_guarded(main: Callable[[], int], status: RunStatus) -> int:
@@ -74,6 +82,9 @@ def run_guarded(main: Callable[[], int], status: RunStatus) -> int:
         with contextlib.suppress(ValueError):  # not on the main thread
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return _report(error, status)
+    finally:
+        if status.watch is not None:
+            status.watch.close()
 
 
 def end_process(code: int) -> None:
@@ -93,16 +104,26 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
-def end_from_thread(text: str, code: int, status: RunStatus) -> None:
-    """Report `text` as this rank's last line and end the process with its helpers, whatever the main thread does."""
+def end_from_thread(
+    text: str | None, code: int, status: RunStatus, *, before_exit: Callable[[], None] = lambda: None
+) -> None:
+    """Report `text` as this rank's last line and end the process with its helpers, whatever the main thread does.
+
+    Args:
+        text: None where another rank says why all end.
+        before_exit: called when it has been said.
+    """
     timer = threading.Timer(_SECONDS_TO_CLEAN_UP, os._exit, (code,))  # a full pipe holds up a writer
     timer.daemon = True
     timer.start()
     try:
         message = f"rank {status.rank}: {text}"
-        exit_record.write(status.save, code=code, rank=status.rank, message=message, iteration=status.iteration)
+        if text is not None:
+            exit_record.write(status.save, code=code, rank=status.rank, message=message, iteration=status.iteration)
         _end_descendants()
-        _say(message)
+        if text is not None:
+            _say(message)
+        before_exit()
     finally:
         os._exit(code)
 
@@ -122,9 +143,16 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def _report(error: BaseException, status: RunStatus) -> int:
     code = _exit_code(error)
+    cause = None
     if code == PeerLostError.exit_code:
         if exit_record.wait_for_another(status.save, _SECONDS_FOR_A_PEERS_CAUSE):
             return code
+        if status.watch is not None:
+            if status.watch.ending.is_set():
+                time.sleep(2 * _SECONDS_TO_CLEAN_UP)  # its thread says why, and ends this process
+            cause = status.watch.cause_of_loss()
+            if cause is not None and not status.watch.speaks_for_all():
+                return code
     elif (
         isinstance(error, ConfigurationError | StoppedBySignal)
         # The record is there already, and the launcher ends rank 0 as soon as another rank has ended: each must say it.
@@ -133,7 +161,7 @@ def _report(error: BaseException, status: RunStatus) -> int:
         and exit_record.wait_for_another(status.save, _SECONDS_FOR_RANK_0)
     ):
         return code
-    message = _last_line(error, status)
+    message = _last_line(error, status, cause)
     if isinstance(error, ConfigurationError):
         _say("\n".join(error.problems))
     elif code == 1:
@@ -151,8 +179,12 @@ def _exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, TrainingError) else 1
 
 
-def _last_line(error: BaseException, status: RunStatus) -> str:
-    """Return `rank R: what, where, next action`, in one line."""
+def _last_line(error: BaseException, status: RunStatus, cause: str | None) -> str:
+    """Return `rank R: what, where, next action`, in one line.
+
+    Args:
+        cause: how another rank ended, where that is known.
+    """
     started = status.iteration is not None
     where = f"at iteration {status.iteration}" if started else "before the first step"
     resume = " --load resumes from the last checkpoint." if started else ""
@@ -168,6 +200,11 @@ def _last_line(error: BaseException, status: RunStatus) -> str:
             pass
         case KeyboardInterrupt():
             text = f"interrupted {where}; what was done since the last checkpoint is lost.{resume}"
+        case _ if cause is not None:
+            text = (
+                f"{cause}; lost {where}. Look at what that rank wrote, at the kernel's log (out of memory) and the "
+                f"scheduler's, and start again.{resume}"
+            )
         case _ if is_lost_peer(error):
             seen = text.split(". ")[0]  # gloo goes on with advice
             text = (

@@ -136,8 +136,8 @@ def _count(report: RankReport, of: RankReport) -> int:
 
 def _behind_text(rank: int, report: RankReport, ahead: RankReport) -> str:
     return (
-        f"rank {rank} did not come: it has begun {_count(report, ahead)} collectives of {ahead.group_title}, others "
-        f"{_count(ahead, ahead)}, and waits in {report.operation} of {report.group_title}, {report.place}"
+        f"rank {rank} did not come to collective {_count(ahead, ahead)} of {ahead.group_title}: it has begun "
+        f"{_count(report, ahead)}, and waits in {report.operation} of {report.group_title}, {report.place}"
     )
 
 

@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,7 @@ def guarded(error: BaseException, status: RunStatus) -> int:
         (PeerLostError("a"), 76),
         (RuntimeError("[pair.cc:545] Read error [::1]:1: Connection reset by peer."), 76),
         (RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] Connect timeout [127.0.0.1]:20891"), 76),
+        (RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] Connect timeout [none]"), 76),
         (RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server crash?"), 76),
         (RuntimeError("a"), 1),
         (KeyboardInterrupt(), 1),
@@ -121,6 +124,53 @@ def test_a_lost_peer_is_silent_where_the_cause_is_known(tmp_path: Path, capfd: p
     assert guarded(PeerLostError("a"), RunStatus(rank=0, save=str(tmp_path))) == 76
     assert capfd.readouterr().err == ""
     assert (tmp_path / "exit.json").read_text() == record
+
+
+class KnowingWatch:
+    """A watch that has seen how another rank ended."""
+
+    def __init__(self, cause: str | None, *, speaks: bool = True):
+        self.ending = threading.Event()
+        self.closed = False
+        self._cause, self._speaks = cause, speaks
+
+    def cause_of_loss(self) -> str | None:
+        return self._cause
+
+    def speaks_for_all(self) -> bool:
+        return self._speaks
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def lost(watch: Any, save: Path) -> int:
+    return guarded(
+        RuntimeError("Connection closed by peer"), RunStatus(rank=0, save=str(save), iteration=5, watch=watch)
+    )
+
+
+def test_how_a_peer_ended_is_the_cause(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    watch = KnowingWatch("rank 1 was killed by SIGSEGV (process 7 on node3), last heard of at iteration 4")
+    assert lost(watch, tmp_path) == 76
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "rank 0: rank 1 was killed by SIGSEGV (process 7 on node3), last heard of at iteration 4; lost "
+    )
+    assert "another rank was lost" not in said
+    assert json.loads((tmp_path / "exit.json").read_text())["message"] == said.rstrip("\n")
+    assert watch.closed
+
+
+def test_one_of_several_says_how_a_peer_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert lost(KnowingWatch("rank 1 was killed by SIGSEGV", speaks=False), tmp_path) == 76
+    assert capfd.readouterr().err == ""
+    assert not (tmp_path / "exit.json").exists()
+
+
+def test_a_watch_that_saw_nothing_leaves_the_report_as_it_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert lost(KnowingWatch(None, speaks=False), tmp_path) == 76
+    assert capfd.readouterr().err.startswith("rank 0: another rank was lost at iteration 5, without a word why (Conn")
 
 
 @pytest.mark.parametrize(

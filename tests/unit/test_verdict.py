@@ -53,22 +53,22 @@ def test_then_who_left_out_a_collective_and_is_in_another_group() -> None:
     behind = in_collective("pair", (1, 2), {"all": 6, "pair": 4}, "barrier")
     text = hang_text({0: ahead, 1: behind, 2: ahead}, {})
     assert text == (
-        "rank 1 did not come: it has begun 6 collectives of the group all, others 7, and waits in barrier of the group "
-        f"pair, at iteration 5, in the update. {WAITERS}"
+        "rank 1 did not come to collective 7 of the group all: it has begun 6, and waits in barrier of the group pair, "
+        f"at iteration 5, in the update. {WAITERS}"
     )
 
 
 def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
     first, second = in_collective("a", (0, 1), {"a": 2, "b": 1}), in_collective("b", (0, 1), {"a": 1, "b": 2})
     text = hang_text({0: first, 1: second}, {})
-    assert "rank 0 did not come: it has begun 1 collectives of the group b, others 2" in text
-    assert "rank 1 did not come: it has begun 1 collectives of the group a, others 2" in text
+    assert "rank 0 did not come to collective 2 of the group b: it has begun 1, and" in text
+    assert "rank 1 did not come to collective 2 of the group a: it has begun 1, and" in text
 
 
 def test_then_who_left_out_a_collective_and_is_in_the_same_group() -> None:
     behind = dataclasses.replace(WAITS, counts={"all": 6})
     text = hang_text({0: WAITS, 1: behind, 2: WAITS}, {})
-    assert text.startswith("rank 1 did not come: it has begun 6 collectives of the group all, others 7, and waits in ")
+    assert text.startswith("rank 1 did not come to collective 7 of the group all: it has begun 6, and waits in ")
     assert text.endswith(WAITERS)
 
 

@@ -1,0 +1,130 @@
+"""The ranks of an attempt write here where they are, for the others: keys of the store by which they met.
+
+Under torchrun the store is its own process's and outlives every rank. Without torchrun it is rank 0's: then a store
+that is silent means that rank 0 is. Files in --save would outlive both, but file systems that machines share show a
+change seconds later, and a run without --save has none.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_CALL, _VERDICT, _END, _SPEAKER = "watch/call", "watch/verdict", "watch/end", "watch/speaker"
+
+
+class Board:
+    """Reads and writes what ranks say of themselves. A store that is gone raises RuntimeError; one that is stopped
+    never answers, which `asking_since` shows to another thread.
+
+    Args:
+        store: a connection of its own, since another thread's may be blocked in a read.
+    """
+
+    def __init__(self, store: "Store", rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+        self.asking_since: float | None = None
+        self._store = store
+
+    def publish(self, beat: dict[str, Any]) -> None:
+        """Say where this rank is."""
+        with self._asking():
+            self._store.set(_beat_key(self.rank), json.dumps(beat))
+
+    def beats(self) -> dict[int, dict[str, Any]]:
+        """Return what the ranks that have said anything said last."""
+        return self._read({rank: _beat_key(rank) for rank in range(self.world_size)})
+
+    def call(self, step: int) -> tuple[int, int]:
+        """Call all ranks because of a hang in `step`; return rank and step of the first who called."""
+        with self._asking():
+            first = self._store.compare_set(_CALL, "", f"{self.rank} {step}").decode()
+        return _caller(first)
+
+    def caller(self) -> tuple[int, int] | None:
+        """Return who called all ranks because of a hang, and in which step; None where nobody has."""
+        found = self._get(_CALL)
+        return None if found is None else _caller(found)
+
+    def answer(self, report: dict[str, Any]) -> None:
+        """Answer a call."""
+        with self._asking():
+            self._store.set(_answer_key(self.rank), json.dumps(report))
+
+    def answers(self, seconds: float) -> dict[int, dict[str, Any]]:
+        """Return what every rank answered, within so many seconds at most."""
+        deadline = time.monotonic() + seconds
+        keys = {rank: _answer_key(rank) for rank in range(self.world_size)}
+        while not self._has(list(keys.values())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._read(keys)
+
+    def judge(self, verdict: dict[str, Any]) -> None:
+        """Tell the others that the cause has been said."""
+        with self._asking():
+            self._store.set(_VERDICT, json.dumps(verdict))
+
+    def verdict(self, seconds: float) -> dict[str, Any] | None:
+        """Return what the caller told the others, within so many seconds at most; None where it told nothing."""
+        deadline = time.monotonic() + seconds
+        while (found := self._get(_VERDICT)) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return None if found is None else json.loads(found)
+
+    def note_end(self, text: str) -> None:
+        """Note how a rank ended, unless one ended before it: the first is the cause of the others."""
+        with self._asking():
+            self._store.compare_set(_END, "", text)
+
+    def first_end(self) -> str | None:
+        """Return how the first rank ended that did; None where all live."""
+        return self._get(_END)
+
+    def speaks_for_all(self) -> bool:
+        """Return whether this rank is the first that asks, and so the one that says why it ends."""
+        with self._asking():
+            return self._store.add(_SPEAKER, 1) == 1
+
+    def _get(self, key: str) -> str | None:
+        if not self._has([key]):
+            return None
+        with self._asking():
+            return self._store.get(key).decode()
+
+    def _read(self, keys: dict[int, str]) -> dict[int, dict[str, Any]]:
+        if not self._has(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self._has([key])}
+        if not keys:
+            return {}
+        with self._asking():
+            found = self._store.multi_get(list(keys.values()))
+        return {rank: json.loads(value) for rank, value in zip(keys, found, strict=True)}
+
+    def _has(self, keys: list[str]) -> bool:
+        with self._asking():
+            return self._store.check(keys)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        self.asking_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.asking_since = None
+
+
+def _beat_key(rank: int) -> str:
+    return f"watch/beat/{rank}"
+
+
+def _answer_key(rank: int) -> str:
+    return f"watch/answer/{rank}"
+
+
+def _caller(text: str) -> tuple[int, int]:
+    rank, step = text.split()
+    return int(rank), int(step)

@@ -1,0 +1,389 @@
+"""Ends a run that hangs, and says why: who did not come, where it is, and who waits for it. Also how a rank died.
+
+A thread of every rank says twice a second on the `Board` where the rank is, and looks whether somebody has called. Who
+waits longer than --distributed-timeout-minutes, in a collective or for its data, calls all ranks. Those that live
+write their stacks into `hang-<step>` in --save and answer; the caller judges by the answers (`verdict.py`), says the
+cause and records it. Then all end, and whoever does not answer is killed by the ranks of its machine: a stopped
+process would keep the launcher waiting.
+
+After SIGTERM, and after a rank has died, nobody waits for long for a rank that does not answer: the launcher kills who
+has not ended in half a minute. torch's own timeouts are a little longer than the watch's, and take over where the
+watch itself fails.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_ext.errors import PeerLostError
+from megatron_ext.resilience import exit_record
+from megatron_ext.resilience.board import Board
+from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, exit_text
+from megatron_ext.resilience.process_end import RunStatus, end_from_thread
+from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Wait
+from megatron_ext.resilience.stacks import write_stacks
+from megatron_ext.resilience.verdict import RankReport, hang_text
+
+# Seconds. Together those before a verdict are less than two: the cause is said within the timeout and two seconds.
+_BETWEEN_LOOKS = 0.5
+_FOR_ANSWERS = 1.1
+_FOR_A_SILENT_BOARD = 1.3
+_FOR_THE_VERDICT = 4.0
+_FOR_THE_OTHERS = 0.5  # to read the verdict, where this process holds the store
+# After SIGTERM or a death: how long a rank waits before it asks who is silent, and how long that takes. Both and the
+# answers end before a launcher's patience does, and a rank that merely holds Python's lock for a while is not silent.
+_AFTER_NOTICE = 3.0
+_SILENCE = 3.0
+THE_END = "the end of the run"
+
+Describe = Callable[[Any], tuple[str, str, tuple[int, ...]]]
+
+
+class Marks(Protocol):
+    """Keeps a rank's progress informed."""
+
+    def start(self) -> None:
+        """Begin."""
+        ...
+
+    def stop(self) -> None:
+        """End."""
+        ...
+
+
+class Watch:
+    """Watches this rank and, with the others, the run, from `start` to `close`.
+
+    Args:
+        status: of this rank; its progress is read here.
+        timeout: seconds that a rank may wait.
+        board: where the ranks meet; None for a single rank.
+        describe: returns name, title and ranks of a process group.
+        marks: what keeps the progress informed of collectives, started and stopped with the watch.
+        device_runs_ahead: whether collectives return before they are done.
+    """
+
+    def __init__(
+        self,
+        status: RunStatus,
+        timeout: float,
+        board: Board | None,
+        describe: Describe,
+        *,
+        marks: Marks | None = None,
+        device_runs_ahead: bool = False,
+    ):
+        self.ending = threading.Event()
+        """Set once this process is about to be ended by the watch."""
+        self._status, self._progress, self._timeout = status, status.progress, timeout
+        self._board, self._describe, self._marks, self._runs_ahead = board, describe, marks, device_runs_ahead
+        self._own = ProcessName.own()
+        self._processes = PeerProcesses()
+        self._names: dict[int, ProcessName] = {}
+        self._ends: dict[int, str] = {}
+        self._first_end: str | None = None
+        self._noticed_at: float | None = None
+        self._first_step: int | None = None
+        self._beat = 0
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, name="watch", daemon=True),
+            threading.Thread(target=self._look_after_the_board, name="watch of the store", daemon=True),
+        ]
+        self._wake, self._wakes = os.pipe()
+        self._wakeup_before: int | None = None
+
+    def start(self) -> None:
+        """Begin to watch. On the main thread, so that SIGTERM is seen while that thread waits in C++."""
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)  # a rank that crashes leaves its stack in the log
+        for descriptor in (self._wake, self._wakes):
+            os.set_blocking(descriptor, False)
+        self._processes.also(self._wake)
+        with contextlib.suppress(ValueError):
+            self._wakeup_before = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
+        if self._marks is not None:
+            self._marks.start()
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the watch: this rank leaves, or says itself why it ends. Calling it again is harmless."""
+        if self._closing.is_set() or self.ending.is_set():
+            return
+        self._closing.set()
+        if self._marks is not None:
+            self._marks.stop()
+        if self._wakeup_before is not None:
+            with contextlib.suppress(ValueError):  # not on the main thread
+                signal.set_wakeup_fd(self._wakeup_before)
+        os.write(self._wakes, b"\0")
+        self._threads[0].join(1.0)
+        if self._threads[0].is_alive():
+            return  # in a store that does not answer; what it uses stays open
+        self._processes.close()
+        os.close(self._wake)
+        os.close(self._wakes)
+
+    def cause_of_loss(self, seconds: float = 3 * _BETWEEN_LOOKS) -> str | None:
+        """Return how the first rank ended that did, as soon as it is known; None where nobody says it in time."""
+        deadline = time.monotonic() + seconds
+        while self._first_end is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self._first_end
+
+    def speaks_for_all(self) -> bool:
+        """Return whether this rank is to say why all end; True where nobody can be asked."""
+        with contextlib.suppress(RuntimeError):
+            return self._board is None or self._board.speaks_for_all()
+        return True
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            for rank, status in self._processes.ended(_BETWEEN_LOOKS).items():
+                self._see_end(rank, status)
+            if self._signalled():
+                self._noticed_at = self._noticed_at or time.monotonic()
+            if self._closing.is_set():
+                break
+            try:
+                self._look()
+            except RuntimeError:  # the store is gone, with rank 0 or with torchrun
+                self._board = None
+        with contextlib.suppress(RuntimeError):
+            if self._board is not None:
+                self._board.publish(self._beat_now() | {"phase": THE_END})
+
+    def _look(self) -> None:
+        board = self._board
+        if board is not None:
+            board.publish(self._beat_now())
+            self._introduce(board)
+            if self._first_end is None and (end := board.first_end()) is not None:
+                self._first_end, self._noticed_at = end, self._noticed_at or time.monotonic()
+            caller = board.caller()
+            if caller is not None:
+                self._answer(board, caller)
+        if self._is_overdue():
+            if board is None:
+                self._end_alone("")
+            else:
+                self._answer(board, board.call(self._step))
+
+    @property
+    def _step(self) -> int:
+        return self._status.iteration or 0
+
+    def _beat_now(self) -> dict[str, Any]:
+        self._beat += 1
+        iteration = self._status.iteration
+        if self._first_step is None:
+            self._first_step = iteration
+        own = self._own.as_json()
+        return {"beat": self._beat, "iteration": iteration, "phase": self._progress.phase, "process": own}
+
+    def _introduce(self, board: Board) -> None:
+        """Learn the processes of all ranks, once all have said theirs."""
+        if self._names:
+            return
+        beats = board.beats()
+        if len(beats) == board.world_size:
+            self._names = {rank: ProcessName.from_json(beat["process"]) for rank, beat in beats.items()}
+            for rank, name in self._names.items():
+                if rank != board.rank:
+                    self._processes.add(rank, name)
+
+    def _signalled(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            return signal.SIGTERM in os.read(self._wake, 4096)
+        return False
+
+    def _see_end(self, rank: int, status: int | None) -> None:
+        """Note how the process of a rank ended; not where it had left the run, or had lost another itself."""
+        beat = {}
+        with contextlib.suppress(RuntimeError):
+            beat = self._board.beats().get(rank, {}) if self._board is not None else {}
+        name = self._names[rank]
+        self._ends[rank] = f"{exit_text(status)} (process {name.pid} on {name.host}), last heard of {_place(beat)}"
+        lost_another = status is not None and os.waitstatus_to_exitcode(status) == PeerLostError.exit_code
+        if beat.get("phase") == THE_END or lost_another or self._closing.is_set():
+            return
+        text = f"rank {rank} {self._ends[rank]}"
+        self._noticed_at = self._noticed_at or time.monotonic()
+        if self._board is not None:
+            with contextlib.suppress(RuntimeError):
+                self._board.note_end(text)
+                self._first_end = self._board.first_end()
+        self._first_end = self._first_end or text
+
+    def _waits_in(self) -> Wait | None:
+        wait = self._progress.longest()
+        if wait is None and self._runs_ahead and self._progress.phase in FOLLOWS_DEVICE:
+            return self._progress.issued
+        return wait
+
+    def _is_overdue(self) -> bool:
+        wait, now = self._waits_in(), time.monotonic()
+        if wait is None:
+            return False
+        if wait is self._progress.issued and self._status.iteration == self._first_step:
+            return False  # kernels are compiled in the first step; there torch's own timeout holds
+        if now - wait.began >= self._timeout:
+            return True
+        if self._noticed_at is None or now - max(wait.began, self._noticed_at) < _AFTER_NOTICE:
+            return False
+        return self._first_end is not None or (self._board is not None and bool(self._silent(self._board)))
+
+    def _silent(self, board: Board) -> list[int]:
+        """Return the ranks that have not left and say nothing now; a process of this machine that runs is only slow."""
+        before, until = board.beats(), time.monotonic() + _SILENCE
+        while time.monotonic() < until:
+            time.sleep(_BETWEEN_LOOKS)
+            board.publish(self._beat_now())  # the others may ask at the same time
+        now = board.beats()
+        same = [rank for rank, beat in before.items() if beat["beat"] == now[rank]["beat"] and rank != board.rank]
+        return [rank for rank in same if before[rank]["phase"] != THE_END and not self._runs_here(rank)]
+
+    def _runs_here(self, rank: int) -> bool:
+        name = self._names.get(rank)
+        return name is not None and name.is_here and name.state() not in ("T", "t", "Z", None)
+
+    def _answer(self, board: Board, caller: tuple[int, int]) -> None:
+        """Take part in what a call leads to, and end."""
+        self.ending.set()
+        rank, step = caller
+        own = self._report()
+        folder = self._write_stacks(step, own)
+        board.answer({"report": own.as_json(), "stopped": self._stopped_here()})
+        if rank == board.rank:
+            self._judge(board, step, folder)
+        try:
+            verdict = board.verdict(_FOR_THE_VERDICT)
+        except RuntimeError:  # the one who judged has ended, and its store with it
+            verdict = None
+        if verdict is None and not exit_record.is_there(self._status.save):
+            self._end_alone(f"rank {rank} called because of a hang, and did not come to name it.")
+        for silent in (verdict or {}).get("silent", ()):
+            self._kill(silent)
+        self._end(None)
+
+    def _judge(self, board: Board, step: int, folder: str | None) -> None:
+        answers = board.answers(_FOR_ANSWERS)
+        reports = {rank: RankReport.from_json(answer["report"]) for rank, answer in answers.items()}
+        stopped = {rank for answer in answers.values() for rank in answer["stopped"]}
+        beats = board.beats()
+        silent = {
+            rank: self._silence_text(rank, beats.get(rank, {}), rank in stopped)
+            for rank in range(board.world_size)
+            if rank not in reports
+        }
+        text = self._text(step, hang_text(reports, silent), folder)
+
+        def tell_the_others() -> None:
+            exit_record.tell_launcher(f"rank {self._status.rank}: {text}")
+            with contextlib.suppress(RuntimeError):
+                board.judge({"silent": sorted(silent)})
+            for rank in silent:
+                self._kill(rank)
+            time.sleep(_FOR_THE_OTHERS)
+
+        self._end(text, tell_the_others)
+
+    def _silence_text(self, rank: int, beat: dict[str, Any], stopped: bool) -> str:
+        if beat.get("phase") == THE_END:
+            return "has left the run"
+        if rank in self._ends:
+            return self._ends[rank]
+        name = self._names.get(rank)
+        who = f" (process {name.pid} on {name.host})" if name else ""
+        how = "is stopped, by SIGSTOP or a debugger" if stopped else "does not answer"
+        return f"{how}{who}, last heard of {_place(beat)}"
+
+    def _text(self, step: int, cause: str, folder: str | None) -> str:
+        where = f"at iteration {step}" if step else "before the first step"
+        stacks = f"Stacks of the ranks that live: {folder}. " if folder else ""
+        resume = " --load resumes from the last checkpoint." if step else ""
+        return (
+            f"hang {where}: {cause} {stacks}If it is not stuck but slow, raise --distributed-timeout-minutes (now "
+            f"{self._timeout / 60.0:g}); else look at that rank's output and machine, and start again.{resume}"
+        )
+
+    def _report(self) -> RankReport:
+        wait, counts = self._waits_in(), dict(self._progress.counts)
+        report = RankReport(iteration=self._status.iteration, phase=self._progress.phase, counts=counts)
+        if wait is None:
+            return report
+        name, title, members = ("", "", ()) if wait.group is None else self._describe(wait.group)
+        return RankReport(
+            iteration=report.iteration,
+            phase=report.phase,
+            operation=wait.operation,
+            group=name,
+            group_title=title,
+            members=members,
+            seconds=time.monotonic() - wait.began,
+            counts={**counts, **({name: wait.number} if name else {})},
+        )
+
+    def _write_stacks(self, step: int, report: RankReport) -> str | None:
+        if self._status.save is None:
+            return None
+        folder = Path(self._status.save) / f"hang-{step}"
+        waits = f", waits in {report.operation} {report.group_title}".rstrip() if report.operation else ""
+        try:
+            write_stacks(folder, self._status.rank, f"{report.place}{waits}")
+        except OSError:
+            return None
+        return str(folder)
+
+    def _stopped_here(self) -> list[int]:
+        """Return the ranks of this machine that are stopped."""
+        return [rank for rank, name in self._names.items() if name.is_here and name.state() in ("T", "t")]
+
+    def _kill(self, rank: int) -> None:
+        if rank in self._names and rank != self._status.rank:
+            self._names[rank].kill()
+
+    def _look_after_the_board(self) -> None:
+        """End this rank where it waits too long and the store, too, does not answer: whoever holds it is to blame."""
+        while not self._closing.wait(_BETWEEN_LOOKS / 2):
+            board, wait = self._board, self._waits_in()
+            asking = board.asking_since if board is not None else None
+            now = time.monotonic()
+            if wait is None or asking is None or now - asking < _FOR_A_SILENT_BOARD or self._closing.is_set():
+                continue
+            patience = self._timeout if self._noticed_at is None else min(self._timeout, _AFTER_NOTICE)
+            if now - wait.began >= patience:
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                    self._end_alone("the launcher, which holds the ranks' store, does not answer.")
+                self._kill(0)
+                self._end_alone("rank 0, which holds the ranks' store, does not answer.")
+
+    def _end_alone(self, cause: str) -> None:
+        """End without having heard the others; `cause` is a sentence, or empty where this rank alone is to blame."""
+        report = self._report()
+        folder = self._write_stacks(self._step, report)
+        if self._first_end is not None:
+            cause = f"{self._first_end}."
+        elif report.waits_for_ranks and not cause:
+            cause = "the store by which the ranks know of each other is gone."
+        if report.waits_for_ranks:
+            cause += f" This rank waits in {report.operation} of {report.group_title} since {report.seconds:.1f} s."
+        self._end(self._text(self._step, cause or hang_text({self._status.rank: report}, {}), folder))
+
+    def _end(self, text: str | None, before: Callable[[], None] = lambda: None) -> None:
+        self.ending.set()
+        end_from_thread(text, PeerLostError.exit_code, self._status, before_exit=before)
+
+
+def _place(beat: dict[str, Any]) -> str:
+    if not beat:
+        return "never"
+    return RankReport(iteration=beat["iteration"], phase=beat["phase"]).place
