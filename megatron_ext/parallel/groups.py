@@ -12,27 +12,34 @@ from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device.protocol import Device
 from megatron_ext.parallel import meeting
 
+# torch's own time limit comes after that of the watch (resilience/watch.py), which says who is to blame.
+_SECONDS_FOR_THE_WATCH = 5.0
 
-def start(layout: LayoutConfig, device: Device, *, from_host: bool = False) -> None:
+
+def start(layout: LayoutConfig, device: Device, *, from_host: bool = False) -> Store | None:
     """Start torch.distributed, with the group of all ranks alone, unless it has been started.
 
     Args:
         from_host: whether tensors in host memory are communicated, too.
+    Returns:
+        The store of these ranks; None where torch.distributed had been started.
     """
-    if not torch.distributed.is_initialized():
-        timeout = timedelta(minutes=layout.distributed_timeout_minutes)
-        store, rank, world_size = meeting.meet(timeout) if "RANK" in os.environ else _alone()
-        backend = layout.distributed_backend or device.backend
-        # No device_id: it makes every group's communicator at once, and unbatched sends and receives, with which
-        # interleaved pipelines overlap, then wait for everything else of their group.
-        torch.distributed.init_process_group(
-            backend=device.backend_with_host if from_host else backend,
-            timeout=timeout,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-        )
-        device.bind_group()
+    if torch.distributed.is_initialized():
+        return None
+    timeout = timedelta(minutes=layout.distributed_timeout_minutes)
+    store, rank, world_size = meeting.meet(timeout) if "RANK" in os.environ else _alone()
+    backend = layout.distributed_backend or device.backend
+    # No device_id: it makes every group's communicator at once, and unbatched sends and receives, with which
+    # interleaved pipelines overlap, then wait for everything else of their group.
+    torch.distributed.init_process_group(
+        backend=device.backend_with_host if from_host else backend,
+        timeout=timeout + timedelta(seconds=_SECONDS_FOR_THE_WATCH),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+    )
+    device.bind_group()
+    return store
 
 
 def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False) -> ProcessGroupCollection:
@@ -54,7 +61,7 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
         expert_tensor_parallel_size=layout.expert_tensor_size,
         context_parallel_size=layout.context_parallel_size,
         num_distributed_optimizer_instances=layout.num_distributed_optimizer_instances,
-        distributed_timeout_minutes=layout.distributed_timeout_minutes,  # pyright: ignore[reportArgumentType]
+        distributed_timeout_minutes=layout.distributed_timeout_minutes + _SECONDS_FOR_THE_WATCH / 60.0,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )
     return ProcessGroupCollection.use_mpu_process_groups()

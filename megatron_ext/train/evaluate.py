@@ -45,7 +45,8 @@ def _sum(run: Run, data: HeldOut, part: HeldOutPart) -> tuple[float, int]:
     batch = run.config.training.global_batch_size
     loss_sum, total_tokens = 0.0, 0
     for start in range(part.positions.start, part.positions.stop, batch):
-        microbatches = data.loader.global_batch(start, num_microbatches(run.config, batch), end=part.positions.stop)
+        with run.progress.loading():
+            microbatches = data.loader.global_batch(start, num_microbatches(run.config, batch), end=part.positions.stop)
         loss, tokens = held_out_loss(run, microbatches)
         if tokens:
             loss_sum += loss * tokens

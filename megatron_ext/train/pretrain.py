@@ -40,25 +40,28 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
     from megatron_ext.train.callbacks import memory_history
     from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
     from megatron_ext.train.trainer import Trainer
+    from megatron_ext.train.watching import begin_watch
 
     memory_history.begin(config, status.rank, here)
+    if configured.search is None:  # before the ranks meet, where it can be known
+        _require_checkpoint(config.checkpoint, configured.resume)
+    # The group of all ranks follows from typed flags alone, which no checkpoint changes.
+    store = groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
+    status.watch = watch = begin_watch(status, config.layout, here, store)
     if configured.search is not None:
         from megatron_ext.checkpoint.native.agreement import agree
 
-        # The group of all ranks follows from typed flags alone, which no checkpoint changes.
-        groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
         configured = configure_for(configured, agree(configured.search, config.checkpoint))
         config = configured.config
     resume = configured.resume
-    if resume is None and config.checkpoint.load is not None and config.checkpoint.exit_on_missing_checkpoint:
-        raise ConfigurationError(
-            f"--load {config.checkpoint.load} holds no checkpoint; name a folder that does, "
-            "or leave out --exit-on-missing-checkpoint to start afresh"
-        )
+    _require_checkpoint(config.checkpoint, resume)
+    status.progress.phase = "the construction of the model and its data"
     run = build_run(config, here, resume)
+    run.progress = status.progress
     for flag in run.sharding.host_memory_flags:
         if here.kind == "cpu" and run.rank == 0:
             print(f"warning: {flag} saves nothing with --device cpu: it is the same memory", flush=True)
+    status.progress.phase = "loading what it begins with"
     _load(run, config.checkpoint, resume)
     # One rank watches the stop file and tells the others at the end of a step.
     with SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before()) as signals:
@@ -71,7 +74,17 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
         if trainer.stop_reason is not None:
             launch.remember_stop(0, trainer.stop_reason)
     run.loaders.close()
+    watch.close()
     groups.destroy()
+
+
+def _require_checkpoint(flags: CheckpointConfig, resume: Resume | None) -> None:
+    """Raise where --exit-on-missing-checkpoint says so."""
+    if resume is None and flags.load is not None and flags.exit_on_missing_checkpoint:
+        raise ConfigurationError(
+            f"--load {flags.load} holds no checkpoint; name a folder that does, "
+            "or leave out --exit-on-missing-checkpoint to start afresh"
+        )
 
 
 def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import Samples
 from megatron_ext.device.protocol import Device
+from megatron_ext.resilience.progress import Progress
 from megatron_ext.sharding.protocol import Sharding
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.gradient_watch import GradientWatch
@@ -80,6 +81,8 @@ class Run:
     data_record: Mapping[str, Any] | None = None
     """Record of what the samples follow from, for the checkpoint; None with synthetic data, and on all but one rank of
     a node."""
+    progress: Progress = field(default_factory=Progress)
+    """Where this rank is; the watch reads it."""
 
     @property
     def rank(self) -> int:

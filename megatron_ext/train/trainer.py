@@ -61,6 +61,7 @@ class Trainer:
             raise
         # In the opposite order: save first, evaluate, and close the reports last, so that they hear of it all.
         for callback in reversed(self.callbacks):
+            self.run.progress.phase = callback.phase
             callback.on_end(self)
         if self.stopped_by_signal:
             saved = self.run.config.checkpoint.save
@@ -95,6 +96,7 @@ class Trainer:
 
     def _tell(self, event: str, *arguments: object) -> None:
         for callback in self.callbacks:
+            self.run.progress.phase = callback.phase
             getattr(callback, event)(self, *arguments)
 
 
@@ -103,6 +105,9 @@ class Callback:
 
     Called on every rank, in the order of the list, so that collectives may be used.
     """
+
+    phase = "a report or check"
+    """What the rank does meanwhile, for the one who reads of a hang."""
 
     def on_start(self, trainer: Trainer) -> None:
         """Run before the first step; the state may come from a checkpoint."""

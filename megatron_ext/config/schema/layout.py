@@ -115,7 +115,10 @@ class LayoutConfig:
         "Backend of torch.distributed; default nccl on GPUs and gloo on CPU processes.",
         choices=("nccl", "gloo"),
     )
-    distributed_timeout_minutes: float = free(10.0, "How long a collective waits for a missing rank, in minutes.")
+    distributed_timeout_minutes: float = free(
+        10.0,
+        "How long a rank waits in a collective, or for its data, in minutes; then the run ends, and says for whom.",
+    )
     device: str = free("auto", "What computes: GPUs, or CPU processes.", choices=("auto", "cuda", "cpu"))
 
     @property

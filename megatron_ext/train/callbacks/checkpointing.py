@@ -12,6 +12,8 @@ from megatron_ext.train.trainer import Callback, Trainer
 class Checkpointing(Callback):
     """Saves the run, and removes checkpoints that the flags do not keep."""
 
+    phase = "the save"
+
     def __init__(self, folder: str, interval: int | None, *, background: bool):
         self.folder = folder
         self.interval = interval

@@ -16,6 +16,8 @@ class Evaluation(Callback):
     A finished run that is started again evaluates only what its metrics file does not hold yet.
     """
 
+    phase = "the evaluation"
+
     def __init__(
         self, valid: HeldOut | None, test: HeldOut | None, interval: int, metrics_file: str | None, *, at_start: bool
     ):

@@ -16,6 +16,8 @@ class ReplicaCheck(Callback):
         model_parallel_interval: the same for what tensor-parallel ranks hold whole, and for tied embeddings.
     """
 
+    phase = "the replica check"
+
     def __init__(self, data_parallel_interval: int | None, model_parallel_interval: int | None):
         self._checks = [
             (interval, check)

@@ -17,6 +17,8 @@ class Stopping(Callback):
     of what each has seen.
     """
 
+    phase = "the agreement on whether to stop"
+
     def __init__(self, signals: SignalWatcher, exit_interval: int | None, exit_duration_in_mins: float | None):
         self.signals = signals
         self.exit_interval = exit_interval
