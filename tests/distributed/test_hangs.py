@@ -1,0 +1,178 @@
+"""A rank that stops, skips a collective, waits for its data, crashes or leaves is named; the others end in time.
+
+All cases run at once: their ranks wait most of the time.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.watched_ranks import WatchedRank, fork_program
+
+TIMEOUT = 6.0  # seconds
+FLAGS = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 6 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+    "--eval-iters 1 --log-interval 1 --train-iters 100"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault of one rank, and after how many seconds the others give it up."""
+
+    ranks: int
+    fault: str
+    faulty: int
+    minutes: float = TIMEOUT / 60.0
+    eval_interval: int = 0
+    terminate: bool = False
+
+
+CASES = {
+    "stopped": Case(2, "stop", 1),
+    "stopped rank 0": Case(2, "stop", 0),
+    "stopped, then SIGTERM": Case(2, "stop", 1, minutes=10.0, terminate=True),
+    "loader": Case(2, "sleep_in_loader", 1),
+    "loader of a single rank": Case(1, "sleep_in_loader", 0),
+    "skipped collective": Case(3, "skip_evaluation", 2, eval_interval=4),
+    "exit": Case(3, "leave", 1),
+    "crash": Case(2, "crash", 1),
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a case left."""
+
+    ranks: list[WatchedRank]
+    save: Path
+    record: Mapping[str, Any]
+    fault_at: float
+
+    @property
+    def codes(self) -> list[int]:
+        return [rank.code for rank in self.ranks]
+
+    @property
+    def words(self) -> list[str]:
+        return [line for rank in self.ranks for line in rank.last_words]
+
+    @property
+    def named_at(self) -> float:
+        return datetime.fromisoformat(self.record["time"]).timestamp()
+
+    def stacks(self, step: int) -> dict[str, str]:
+        return {file.name: file.read_text() for file in (self.save / f"hang-{step}").iterdir()}
+
+
+def _run(name: str, folder: Path) -> Ended:
+    case, save = CASES[name], folder / "save"
+    folder.mkdir()
+    argv = [*FLAGS, "--save", str(save), "--eval-interval", str(case.eval_interval)]
+    argv += ["--distributed-timeout-minutes", str(case.minutes)]
+    [ranks] = run_ranks(1, fork_program, case.ranks, argv, folder, case.fault, case.faulty, case.terminate)
+    record = json.loads((save / "exit.json").read_text()) if (save / "exit.json").exists() else {}
+    assert (folder / "fault").exists(), [rank.output for rank in ranks]
+    return Ended(ranks, save, record, (folder / "fault").stat().st_mtime)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    folder = tmp_path_factory.mktemp("hangs")
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        runs = {name: pool.submit(_run, name, folder / str(n)) for n, name in enumerate(CASES)}
+        return {name: run.result() for name, run in runs.items()}
+
+
+def is_said_once(case: Ended, pattern: str) -> None:
+    """One rank says it, and records it."""
+    (line,) = case.words
+    assert re.search(pattern, line), line
+    assert (case.record["code"], case.record["message"]) == (76, line)
+
+
+def is_in_time(case: Ended) -> None:
+    assert TIMEOUT - 1.0 < case.named_at - case.fault_at < TIMEOUT + 2.0
+    assert max(rank.ended for rank in case.ranks) - case.named_at < 10.0
+
+
+WAITS = r"waits in allreduce of the group \S.* \(ranks 0-1\) since \d+\.\d s\. "
+
+
+@pytest.mark.parametrize(("name", "faulty", "other"), [("stopped", 1, 0), ("stopped rank 0", 0, 1)])
+def test_a_stopped_rank_is_named_and_ended(ended: dict[str, Ended], name: str, faulty: int, other: int) -> None:
+    case = ended[name]
+    is_said_once(
+        case,
+        rf"^rank {other}: hang at iteration 4: rank {faulty} did not come: it is stopped, by SIGSTOP or a debugger "
+        rf"\(process \d+ on .*\), last heard of .*\. Rank {other} {WAITS}Stacks of the ranks that live: .*hang-4\.",
+    )
+    is_in_time(case)
+    assert (case.codes[other], case.codes[faulty]) == (76, -9)
+    stacks = case.stacks(4)
+    assert list(stacks) == [f"rank-{other}.txt"]
+    assert "train_step" in stacks[f"rank-{other}.txt"]
+    assert re.search(r"^thread \d+ \(.*\): ", stacks[f"rank-{other}.txt"], re.MULTILINE)
+
+
+def test_a_stopped_rank_does_not_hold_up_a_sigterm(ended: dict[str, Ended]) -> None:
+    case = ended["stopped, then SIGTERM"]
+    is_said_once(case, r"^rank 0: hang at iteration 4: rank 1 did not come: it is stopped")
+    assert case.codes == [76, -9]
+    assert max(rank.ended for rank in case.ranks) - case.fault_at < 0.5 + 10.0
+
+
+def test_a_hung_loader_is_named(ended: dict[str, Ended]) -> None:
+    case = ended["loader"]
+    is_said_once(
+        case,
+        r"^rank [01]: hang at iteration 4: rank 1 waits for its data loader, since \d\.\d s, at iteration 4, in the "
+        rf"batch\. Rank 0 {WAITS}",
+    )
+    is_in_time(case)
+    assert case.codes == [76, 76]
+    stacks = case.stacks(4)
+    assert set(stacks) == {"rank-0.txt", "rank-1.txt"}
+    assert "hung_loader" in stacks["rank-1.txt"]
+
+
+def test_a_single_ranks_hung_loader_is_bounded(ended: dict[str, Ended]) -> None:
+    case = ended["loader of a single rank"]
+    is_said_once(case, r"^rank 0: hang at iteration 4: rank 0 waits for its data loader, since \d\.\d s")
+    is_in_time(case)
+    assert case.codes == [76]
+    assert "hung_loader" in case.stacks(4)["rank-0.txt"]
+
+
+def test_who_skips_a_collective_is_named_with_group_and_operation(ended: dict[str, Ended]) -> None:
+    case = ended["skipped collective"]
+    is_said_once(
+        case,
+        r"rank 2 did not come to collective \d+ of the group of all ranks: it has begun \d+, and waits in "
+        r"\S+ of the group \S.*, at iteration 5, in .*\. Ranks 0-1 wait in allreduce of the group of all ranks "
+        r"\(ranks 0-2\) since \d+\.\d s\. ",
+    )
+    is_in_time(case)
+    assert case.codes == [76, 76, 76]
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "codes"),
+    [("exit", "ended with exit code 3", [76, 3, 76]), ("crash", "was killed by SIGSEGV", [76, -11])],
+)
+def test_the_first_cause_of_a_death_survives(ended: dict[str, Ended], name: str, how: str, codes: list[int]) -> None:
+    case = ended[name]
+    is_said_once(case, rf"^rank [02]: rank 1 {how} \(process \d+ on .*\), last heard of .*; lost at iteration [45]\. ")
+    assert case.codes == codes
+    assert max(rank.ended for rank in case.ranks) - case.fault_at < 10.0
+    assert ("Fatal Python error: Segmentation fault" in case.ranks[1].output) == (name == "crash")

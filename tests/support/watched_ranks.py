@@ -1,0 +1,146 @@
+"""pretrain_gpt.py on ranks that may hang, crash or be killed: forked from a rank of `run_ranks`, which outlives them.
+
+Nobody collects an ended rank before all have ended, as a launcher that looks now and then does.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class WatchedRank:
+    """How a rank ended: its exit code (negative: the signal), what it wrote, and when (time.time())."""
+
+    code: int
+    output: str
+    ended: float
+
+    @property
+    def last_words(self) -> list[str]:
+        """The lines that say why the run ended."""
+        return [line for line in self.output.splitlines() if line.startswith("rank ")]
+
+
+def fork_program(
+    ranks: int, argv: Sequence[str], logs: Path, fault: str, faulty: int, terminate: bool = False
+) -> list[WatchedRank]:
+    """Run the program on as many forked ranks, one of which is faulty in step 4.
+
+    Args:
+        argv: flags.
+        logs: folder for the ranks' output; `fault` there is made when the fault happens.
+        fault: a function of this file.
+        faulty: the rank.
+        terminate: whether all ranks get SIGTERM a moment after the fault.
+    """
+    children = [_fork(rank, ranks, argv, logs, fault if rank == faulty else None) for rank in range(ranks)]
+    ended: dict[int, float] = {}
+    deadline = time.monotonic() + SECONDS
+    while len(ended) < ranks and time.monotonic() < deadline:
+        time.sleep(0.01)
+        for child in children:
+            if child not in ended and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                ended[child] = time.time()
+        if terminate and (logs / "fault").exists():
+            terminate = False
+            time.sleep(0.5)
+            for child in children:
+                os.kill(child, signal.SIGTERM)
+    results = []
+    for rank, child in enumerate(children):
+        if child not in ended:
+            os.kill(child, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output = (logs / f"rank-{rank}.log").read_text(errors="replace")
+        results.append(WatchedRank(code if child in ended else -999, output, ended.get(child, time.time())))
+    return results
+
+
+def _fork(rank: int, ranks: int, argv: Sequence[str], logs: Path, fault: str | None) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        log = os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        _main(rank, [*argv, "--device", "cpu", "--num-workers", "0"], logs, fault)
+    finally:
+        os._exit(99)
+
+
+def _main(rank: int, argv: Sequence[str], logs: Path, fault: str | None) -> None:
+    from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
+    from pretrain_gpt import main
+
+    if fault is not None:
+        globals()[fault](logs / "fault")
+    status = RunStatus(rank=rank)
+    code = run_guarded(lambda: main(argv, status), status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 0:
+        os._exit(0)
+    end_process(code)
+
+
+def stop(mark: Path) -> None:
+    """The process is stopped."""
+    _in_step_4(mark, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def leave(mark: Path) -> None:
+    """The process ends without a word."""
+    _in_step_4(mark, lambda: os._exit(3))
+
+
+def crash(mark: Path) -> None:
+    """The process crashes."""
+    _in_step_4(mark, lambda: os.kill(os.getpid(), signal.SIGSEGV))
+
+
+def sleep_in_loader(mark: Path) -> None:
+    """The batch never comes."""
+    from megatron_ext.data.loader import BatchLoader
+
+    load = BatchLoader.global_batch
+    calls = [0]
+
+    def hung_loader(self: BatchLoader, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 4:
+            mark.touch()
+            time.sleep(600)
+        return load(self, *args, **kwargs)
+
+    BatchLoader.global_batch = hung_loader
+
+
+def skip_evaluation(mark: Path) -> None:
+    """The rank leaves the collectives of the evaluation out, and goes on with the next step."""
+    from megatron_ext.train.callbacks.evaluation import Evaluation
+
+    Evaluation.on_step_end = lambda self, trainer, result: mark.touch() if trainer.run.state.iteration == 4 else None
+
+
+def _in_step_4(mark: Path, happens: Any) -> None:
+    from megatron_ext.train.trainer import Trainer
+
+    step = Trainer.step
+
+    def faulty_step(self: Trainer) -> Any:
+        if self.run.state.iteration == 3:
+            mark.touch()
+            happens()
+        return step(self)
+
+    Trainer.step = faulty_step
