@@ -12,9 +12,9 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 LOADER = "data loader"
-FORWARD_BACKWARD, UPDATE = "forward and backward", "the update"
+FORWARD_BACKWARD, UPDATE, EVALUATION = "forward and backward", "the update", "the evaluation"
 # Phases in which the host waits for nothing but the device, whose collectives it has begun.
-FOLLOWS_DEVICE = (FORWARD_BACKWARD, UPDATE)
+FOLLOWS_DEVICE = (FORWARD_BACKWARD, UPDATE, EVALUATION)
 
 
 class Wait(NamedTuple):
@@ -53,6 +53,11 @@ class Progress:
     def longest(self) -> Wait | None:
         """Return the wait that began first; None where no thread waits."""
         return min(list(self.waits.values()), key=lambda wait: wait.began, default=None)
+
+    def begin_step(self) -> None:
+        """Mark that forward and backward begin. A step may be long, and begins none of its collectives for a while."""
+        self.issued = None
+        self.phase = FORWARD_BACKWARD
 
     @contextmanager
     def loading(self) -> Iterator[None]:

@@ -87,6 +87,7 @@ class Watch:
         self._own = ProcessName.own()
         self._processes = PeerProcesses()
         self._names: dict[int, ProcessName] = {}
+        self._beats: dict[int, dict[str, Any]] = {}
         self._ends: dict[int, str] = {}
         self._first_end: str | None = None
         self._noticed_at: float | None = None
@@ -195,6 +196,7 @@ class Watch:
             return
         beats = board.beats()
         if len(beats) == board.world_size:
+            self._beats = beats
             self._names = {rank: ProcessName.from_json(beat["process"]) for rank, beat in beats.items()}
             for rank, name in self._names.items():
                 if rank != board.rank:
@@ -207,10 +209,10 @@ class Watch:
 
     def _see_end(self, rank: int, status: int | None) -> None:
         """Note how the process of a rank ended; not where it had left the run, or had lost another itself."""
-        beat = {}
         with contextlib.suppress(RuntimeError):
-            beat = self._board.beats().get(rank, {}) if self._board is not None else {}
-        name = self._names[rank]
+            if self._board is not None:
+                self._beats |= self._board.beats()
+        name, beat = self._names[rank], self._beats[rank]
         self._ends[rank] = f"{exit_text(status)} (process {name.pid} on {name.host}), last heard of {_place(beat)}"
         lost_another = status is not None and os.waitstatus_to_exitcode(status) == PeerLostError.exit_code
         if beat.get("phase") == THE_END or lost_another or self._closing.is_set():
@@ -268,7 +270,7 @@ class Watch:
             verdict = board.verdict(_FOR_THE_VERDICT)
         except RuntimeError:  # the one who judged has ended, and its store with it
             verdict = None
-        if verdict is None and not exit_record.is_there(self._status.save):
+        if verdict is None:
             self._end_alone(f"rank {rank} called because of a hang, and did not come to name it.")
         for silent in (verdict or {}).get("silent", ()):
             self._kill(silent)
@@ -304,7 +306,7 @@ class Watch:
         name = self._names.get(rank)
         who = f" (process {name.pid} on {name.host})" if name else ""
         how = "is stopped, by SIGSTOP or a debugger" if stopped else "does not answer"
-        return f"{how}{who}, last heard of {_place(beat)}"
+        return f"{how}{who}, {f'last heard of {_place(beat)}' if beat else 'never heard of'}"
 
     def _text(self, step: int, cause: str, folder: str | None) -> str:
         where = f"at iteration {step}" if step else "before the first step"
@@ -376,6 +378,8 @@ class Watch:
             cause = "the store by which the ranks know of each other is gone."
         if report.waits_for_ranks:
             cause += f" This rank waits in {report.operation} of {report.group_title} since {report.seconds:.1f} s."
+        if exit_record.is_there(self._status.save):
+            self._end(None)  # another one was first
         self._end(self._text(self._step, cause or hang_text({self._status.rank: report}, {}), folder))
 
     def _end(self, text: str | None, before: Callable[[], None] = lambda: None) -> None:
@@ -384,6 +388,4 @@ class Watch:
 
 
 def _place(beat: dict[str, Any]) -> str:
-    if not beat:
-        return "never"
     return RankReport(iteration=beat["iteration"], phase=beat["phase"]).place

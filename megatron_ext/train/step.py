@@ -19,7 +19,7 @@ from megatron_ext.model.moe import take_auxiliary_losses
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import local_part
 from megatron_ext.resilience.numeric import first_bad, largest_magnitude
-from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE
+from megatron_ext.resilience.progress import UPDATE
 from megatron_ext.sharding.gradients import gradients_of_update, outside_norm
 from megatron_ext.train.gradient_watch import Finding
 from megatron_ext.train.run import Run
@@ -75,7 +75,7 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
         microbatches = run.loaders.train.global_batch(
             run.state.consumed_samples, num_microbatches(run.config, global_batch)
         )
-    run.progress.phase = FORWARD_BACKWARD
+    run.progress.begin_step()
     share = _Share(run)
     run.gradient_watch.reset(share.loss)
     share.add_loss(run_schedule(run, microbatches, forward_only=False))

@@ -6,16 +6,22 @@ All cases run at once: their ranks wait most of the time.
 import json
 import re
 import shlex
-from collections.abc import Mapping
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.launched import end_all, rank_processes, start
 from tests.support.watched_ranks import WatchedRank, fork_program
 
 TIMEOUT = 6.0  # seconds
@@ -164,6 +170,53 @@ def test_who_skips_a_collective_is_named_with_group_and_operation(ended: dict[st
     )
     is_in_time(case)
     assert case.codes == [76, 76, 76]
+
+
+def test_under_torchrun_a_stopped_rank_holds_up_neither_the_end_nor_the_restart(tmp_path: Path) -> None:
+    """torchrun's SIGTERM does nothing to a stopped process, for which it would wait half a minute."""
+    save, log = tmp_path / "save", tmp_path / "log"
+    flags = [*FLAGS, "--eval-interval", "0", "--save-interval", "5", "--save", str(save), "--load", str(save)]
+    flags += [
+        "--lr-decay-iters",
+        "100",
+        "--train-iters",
+        "100000",
+        "--distributed-timeout-minutes",
+        str(TIMEOUT / 60.0),
+    ]
+    process = start(flags, log, ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"])
+    try:
+        wait_until(lambda: last_iteration(save) >= 6, process)
+        ranks = rank_processes(process)
+        ranks[1].suspend()
+        _, left = psutil.wait_procs(list(ranks.values()), timeout=TIMEOUT + 2.0 + 10.0)
+        assert not left
+        wait_until(lambda: "resuming at iteration" in log.read_text(), process)
+        resumed_from = last_iteration(save)
+        wait_until(lambda: last_iteration(save) >= resumed_from + 2, process)
+        rank_processes(process)[1].send_signal(signal.SIGSEGV)
+        assert process.wait(60) == 1
+    finally:
+        end_all(process)
+    first, second = (line for line in log.read_text().splitlines() if line.startswith("rank "))
+    assert re.match(r"rank 0: hang at iteration \d+: rank 1 did not come: it is stopped", first), first
+    assert re.match(
+        r"rank 0: rank 1 was killed by SIGSEGV \(process \d+ on .*\), last heard of at iteration ", second
+    ), second
+    assert json.loads((save / "exit.json").read_text())["message"] == second
+
+
+def last_iteration(save: Path) -> int:
+    file = save / "metrics.jsonl"
+    return max((row["iteration"] for row in read_rows(file)), default=0) if file.exists() else 0
+
+
+def wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 300
+    while not reached():
+        assert process.poll() is None, "the run ended early"
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import torch
 
+from megatron_ext.resilience.progress import EVALUATION
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.metrics import SourceLoss, TestMetrics, ValidationMetrics
 from megatron_ext.train.evaluate import evaluate, evaluate_sources
@@ -16,7 +17,7 @@ class Evaluation(Callback):
     A finished run that is started again evaluates only what its metrics file does not hold yet.
     """
 
-    phase = "the evaluation"
+    phase = EVALUATION
 
     def __init__(
         self, valid: HeldOut | None, test: HeldOut | None, interval: int, metrics_file: str | None, *, at_start: bool
