@@ -7,7 +7,7 @@ change seconds later, and a run without --save has none.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +35,9 @@ class Board:
         with self._asking():
             self._store.set(_beat_key(self.rank), json.dumps(beat))
 
-    def beats(self) -> dict[int, dict[str, Any]]:
-        """Return what the ranks that have said anything said last."""
-        return self._read({rank: _beat_key(rank) for rank in range(self.world_size)})
+    def beats(self, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
+        """Return what these ranks said last, by default all; those that have said nothing are left out."""
+        return self._read({rank: _beat_key(rank) for rank in (range(self.world_size) if ranks is None else ranks)})
 
     def call(self, step: int) -> tuple[int, int]:
         """Call all ranks because of a hang in `step`; return rank and step of the first who called."""

@@ -6,6 +6,9 @@ write their stacks into `hang-<step>` in --save and answer; the caller judges by
 cause and records it. Then all end, and whoever does not answer is killed by the ranks of its machine: a stopped
 process would keep the launcher waiting.
 
+The cause is said within two seconds after the timeout where a rank of the same machine sees that a process is stopped
+or has ended; two seconds later where nobody does, since the rank may only be slow.
+
 After SIGTERM, and after a rank has died, nobody waits for long for a rank that does not answer: the launcher kills who
 has not ended in half a minute. torch's own timeouts are a little longer than the watch's, and take over where the
 watch itself fails.
@@ -18,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,16 +34,19 @@ from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Wait
 from megatron_ext.resilience.stacks import write_stacks
 from megatron_ext.resilience.verdict import RankReport, hang_text
 
-# Seconds. Together those before a verdict are less than two: the cause is said within the timeout and two seconds.
+# Seconds.
 _BETWEEN_LOOKS = 0.5
-_FOR_ANSWERS = 1.1
+_FOR_STACKS = 1.0  # the answers come meanwhile
+_FOR_ANSWERS = 1.1  # from the call on
 _FOR_A_SILENT_BOARD = 1.3
-_FOR_THE_VERDICT = 4.0
+_FOR_SLOW_ANSWERS = 2.0  # more, of ranks that are not known to be stopped
+_FOR_THE_VERDICT = 6.0
 _FOR_THE_OTHERS = 0.5  # to read the verdict, where this process holds the store
-# After SIGTERM or a death: how long a rank waits before it asks who is silent, and how long that takes. Both and the
-# answers end before a launcher's patience does, and a rank that merely holds Python's lock for a while is not silent.
-_AFTER_NOTICE = 3.0
-_SILENCE = 3.0
+# After SIGTERM or a death: how long a rank waits at least, and how long one that is silent has said nothing. A rank
+# that merely holds Python's lock for a while is not silent.
+_AFTER_NOTICE = 4.0
+_SILENCE = 4.0
+_LISTENS_TO = 8  # the ranks after it: all to all is too much for the store of a thousand ranks
 THE_END = "the end of the run"
 
 Describe = Callable[[Any], tuple[str, str, tuple[int, ...]]]
@@ -89,6 +95,7 @@ class Watch:
         self._names: dict[int, ProcessName] = {}
         self._beats: dict[int, dict[str, Any]] = {}
         self._ends: dict[int, str] = {}
+        self._heard: dict[int, tuple[int, float]] = {}
         self._first_end: str | None = None
         self._noticed_at: float | None = None
         self._first_step: int | None = None
@@ -191,11 +198,12 @@ class Watch:
         return {"beat": self._beat, "iteration": iteration, "phase": self._progress.phase, "process": own}
 
     def _introduce(self, board: Board) -> None:
-        """Learn the processes of all ranks, once all have said theirs."""
+        """Learn the processes of the ranks of this machine, once all have said theirs."""
         if self._names:
             return
-        beats = board.beats()
-        if len(beats) == board.world_size:
+        near = _ranks_of_the_machine(board)
+        beats = board.beats(near)
+        if len(beats) == len(near):
             self._beats = beats
             self._names = {rank: ProcessName.from_json(beat["process"]) for rank, beat in beats.items()}
             for rank, name in self._names.items():
@@ -211,7 +219,7 @@ class Watch:
         """Note how the process of a rank ended; not where it had left the run, or had lost another itself."""
         with contextlib.suppress(RuntimeError):
             if self._board is not None:
-                self._beats |= self._board.beats()
+                self._beats |= self._board.beats([rank])
         name, beat = self._names[rank], self._beats[rank]
         self._ends[rank] = f"{exit_text(status)} (process {name.pid} on {name.host}), last heard of {_place(beat)}"
         lost_another = status is not None and os.waitstatus_to_exitcode(status) == PeerLostError.exit_code
@@ -239,19 +247,23 @@ class Watch:
             return False  # kernels are compiled in the first step; there torch's own timeout holds
         if now - wait.began >= self._timeout:
             return True
-        if self._noticed_at is None or now - max(wait.began, self._noticed_at) < _AFTER_NOTICE:
+        if self._noticed_at is None:
             return False
-        return self._first_end is not None or (self._board is not None and bool(self._silent(self._board)))
+        silent = self._silent(self._board) if self._board is not None else []
+        if now - max(wait.began, self._noticed_at) < _AFTER_NOTICE:
+            return False
+        return self._first_end is not None or bool(silent)
 
     def _silent(self, board: Board) -> list[int]:
-        """Return the ranks that have not left and say nothing now; a process of this machine that runs is only slow."""
-        before, until = board.beats(), time.monotonic() + _SILENCE
-        while time.monotonic() < until:
-            time.sleep(_BETWEEN_LOOKS)
-            board.publish(self._beat_now())  # the others may ask at the same time
-        now = board.beats()
-        same = [rank for rank, beat in before.items() if beat["beat"] == now[rank]["beat"] and rank != board.rank]
-        return [rank for rank in same if before[rank]["phase"] != THE_END and not self._runs_here(rank)]
+        """Return the ranks that have not left and have said nothing for a while; a process of this machine that runs is
+        only slow. Ask again and again: it does not wait."""
+        now = time.monotonic()
+        after = [(board.rank + distance) % board.world_size for distance in range(1, _LISTENS_TO + 1)]
+        for rank, beat in board.beats(dict.fromkeys(after)).items():
+            if rank not in self._heard or self._heard[rank][0] != beat["beat"] or beat["phase"] == THE_END:
+                self._heard[rank] = beat["beat"], now
+        quiet = [rank for rank, (_, since) in self._heard.items() if now - since >= _SILENCE]
+        return [rank for rank in quiet if rank != board.rank and not self._runs_here(rank)]
 
     def _runs_here(self, rank: int) -> bool:
         name = self._names.get(rank)
@@ -260,12 +272,13 @@ class Watch:
     def _answer(self, board: Board, caller: tuple[int, int]) -> None:
         """Take part in what a call leads to, and end."""
         self.ending.set()
+        called_at = time.monotonic()
         rank, step = caller
         own = self._report()
-        folder = self._write_stacks(step, own)
         board.answer({"report": own.as_json(), "stopped": self._stopped_here()})
+        folder = self._write_stacks(step, own)
         if rank == board.rank:
-            self._judge(board, step, folder)
+            self._judge(board, step, folder, max(0.1, called_at + _FOR_ANSWERS - time.monotonic()))
         try:
             verdict = board.verdict(_FOR_THE_VERDICT)
         except RuntimeError:  # the one who judged has ended, and its store with it
@@ -276,8 +289,11 @@ class Watch:
             self._kill(silent)
         self._end(None)
 
-    def _judge(self, board: Board, step: int, folder: str | None) -> None:
-        answers = board.answers(_FOR_ANSWERS)
+    def _judge(self, board: Board, step: int, folder: str | None, seconds: float) -> None:
+        """Name the cause, from the answers that come within so many seconds, and end."""
+        answers = board.answers(seconds)
+        if any(rank not in answers and self._may_answer(rank, answers) for rank in range(board.world_size)):
+            answers = board.answers(_FOR_SLOW_ANSWERS)
         reports = {rank: RankReport.from_json(answer["report"]) for rank, answer in answers.items()}
         stopped = {rank for answer in answers.values() for rank in answer["stopped"]}
         beats = board.beats()
@@ -298,15 +314,21 @@ class Watch:
 
         self._end(text, tell_the_others)
 
+    def _may_answer(self, rank: int, answers: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Return whether a rank that has not answered yet is not known to be stopped, to have ended or to have left."""
+        stopped = any(rank in answer["stopped"] for answer in answers.values())
+        return not stopped and rank not in self._ends and self._beats.get(rank, {}).get("phase") != THE_END
+
     def _silence_text(self, rank: int, beat: dict[str, Any], stopped: bool) -> str:
         if beat.get("phase") == THE_END:
             return "has left the run"
         if rank in self._ends:
             return self._ends[rank]
-        name = self._names.get(rank)
-        who = f" (process {name.pid} on {name.host})" if name else ""
         how = "is stopped, by SIGSTOP or a debugger" if stopped else "does not answer"
-        return f"{how}{who}, {f'last heard of {_place(beat)}' if beat else 'never heard of'}"
+        if not beat:
+            return f"{how}, never heard of"
+        name = ProcessName.from_json(beat["process"])
+        return f"{how} (process {name.pid} on {name.host}), last heard of {_place(beat)}"
 
     def _text(self, step: int, cause: str, folder: str | None) -> str:
         where = f"at iteration {step}" if step else "before the first step"
@@ -339,11 +361,18 @@ class Watch:
             return None
         folder = Path(self._status.save) / f"hang-{step}"
         waits = f", waits in {report.operation} {report.group_title}".rstrip() if report.operation else ""
-        try:
-            write_stacks(folder, self._status.rank, f"{report.place}{waits}")
-        except OSError:
-            return None
-        return str(folder)
+        written: list[str] = []
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                write_stacks(folder, self._status.rank, f"{report.place}{waits}")
+                written.append(str(folder))
+
+        # On a thread of its own: it may be the file system that hangs.
+        writer = threading.Thread(target=write, name="stacks", daemon=True)
+        writer.start()
+        writer.join(_FOR_STACKS)
+        return written[0] if written else None
 
     def _stopped_here(self) -> list[int]:
         """Return the ranks of this machine that are stopped."""
@@ -385,6 +414,16 @@ class Watch:
     def _end(self, text: str | None, before: Callable[[], None] = lambda: None) -> None:
         self.ending.set()
         end_from_thread(text, PeerLostError.exit_code, self._status, before_exit=before)
+
+
+def _ranks_of_the_machine(board: Board) -> list[int]:
+    """Return the ranks that the launcher started here; all, where it does not say."""
+    try:
+        local, number = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return list(range(board.world_size))
+    first = board.rank - local
+    return list(range(max(first, 0), min(first + number, board.world_size)))
 
 
 def _place(beat: dict[str, Any]) -> str:
