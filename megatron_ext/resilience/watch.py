@@ -33,6 +33,7 @@ from megatron_ext.resilience.process_end import RunStatus, end_from_thread
 from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Wait
 from megatron_ext.resilience.stacks import write_stacks
 from megatron_ext.resilience.verdict import RankReport, hang_text
+from megatron_ext.resilience.wake_up import WakeUp
 
 # Seconds.
 _BETWEEN_LOOKS = 0.5
@@ -105,18 +106,14 @@ class Watch:
             threading.Thread(target=self._run, name="watch", daemon=True),
             threading.Thread(target=self._look_after_the_board, name="watch of the store", daemon=True),
         ]
-        self._wake, self._wakes = os.pipe()
-        self._wakeup_before: int | None = None
+        self._wake_up = WakeUp()
 
     def start(self) -> None:
         """Begin to watch. On the main thread, so that SIGTERM is seen while that thread waits in C++."""
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # a rank that crashes leaves its stack in the log
-        for descriptor in (self._wake, self._wakes):
-            os.set_blocking(descriptor, False)
-        self._processes.also(self._wake)
-        with contextlib.suppress(ValueError):
-            self._wakeup_before = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
+        self._processes.also(self._wake_up.descriptor)
+        self._wake_up.start()
         if self._marks is not None:
             self._marks.start()
         for thread in self._threads:
@@ -129,16 +126,13 @@ class Watch:
         self._closing.set()
         if self._marks is not None:
             self._marks.stop()
-        if self._wakeup_before is not None:
-            with contextlib.suppress(ValueError):  # not on the main thread
-                signal.set_wakeup_fd(self._wakeup_before)
-        os.write(self._wakes, b"\0")
+        self._wake_up.stop()
+        self._wake_up.wake()
         self._threads[0].join(1.0)
         if self._threads[0].is_alive():
             return  # in a store that does not answer; what it uses stays open
         self._processes.close()
-        os.close(self._wake)
-        os.close(self._wakes)
+        self._wake_up.close()
 
     def cause_of_loss(self, seconds: float = 3 * _BETWEEN_LOOKS) -> str | None:
         """Return how the first rank ended that did, as soon as it is known; None where nobody says it in time."""
@@ -157,7 +151,7 @@ class Watch:
         while not self._closing.is_set():
             for rank, status in self._processes.ended(_BETWEEN_LOOKS).items():
                 self._see_end(rank, status)
-            if self._signalled():
+            if signal.SIGTERM in self._wake_up.signals():
                 self._noticed_at = self._noticed_at or time.monotonic()
             if self._closing.is_set():
                 break
@@ -209,11 +203,6 @@ class Watch:
             for rank, name in self._names.items():
                 if rank != board.rank:
                     self._processes.add(rank, name)
-
-    def _signalled(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            return signal.SIGTERM in os.read(self._wake, 4096)
-        return False
 
     def _see_end(self, rank: int, status: int | None) -> None:
         """Note how the process of a rank ended; not where it had left the run, or had lost another itself."""
