@@ -114,6 +114,16 @@ class PeerProcesses:
         self._peers.clear()
 
 
+def ranks_of_this_machine(rank: int, world_size: int) -> list[int]:
+    """Return the ranks that the launcher started on the machine of `rank`; all, where it does not say."""
+    try:
+        local, number = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return list(range(world_size))
+    first = rank - local
+    return list(range(max(first, 0), min(first + number, world_size)))
+
+
 def exit_text(status: int | None) -> str:
     """Return how a process ended, from the status that waitpid gives."""
     if status is None:

@@ -1,11 +1,29 @@
 """Writes down where all threads of this process are, in Python and, as far as the kernel says it, below."""
 
+import contextlib
 import faulthandler
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 _TASKS = Path("/proc/self/task")
+
+
+def within(seconds: float, write: Callable[[], None]) -> bool:
+    """Return whether `write` has written what it writes in so many seconds: it may be the file system that hangs."""
+    written: list[bool] = []
+
+    def try_to_write() -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            write()
+            written.append(True)
+
+    writer = threading.Thread(target=try_to_write, name="writer", daemon=True)
+    writer.start()
+    writer.join(seconds)
+    return bool(written)
 
 
 def write_stacks(folder: Path, rank: int, heading: str) -> None:

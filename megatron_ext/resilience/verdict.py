@@ -1,8 +1,8 @@
 """Judges who holds up a run: from what every rank says of itself, and from who says nothing.
 
 The ranks that wait are not to blame. In this order, to blame is who does not answer; who waits for its data; who is
-busy with something else while others wait for it; who has begun fewer collectives of a group than the others of that
-group.
+busy with something else and has not begun a collective in which others wait; who has begun fewer collectives of a
+group than the others of that group; who is busy although it has begun all of them, as a device may not have.
 """
 
 from collections import Counter
@@ -10,7 +10,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_ext.parallel.operations import END_OF_BATCH, MESSAGES
 from megatron_ext.resilience.progress import LOADER
+
+# Names of operations between two ranks, which nobody counts; the last is the flight recorder's for a batch of them.
+_BETWEEN_TWO = frozenset((*MESSAGES, END_OF_BATCH, "coalesced"))
+
+NOBODY = "all ranks are there and none is behind, but they cannot exchange data."
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,8 @@ class RankReport:
     members: tuple[int, ...] = ()
     """Ranks of that group."""
 
-    seconds: float = 0.0
-    """How long it has waited."""
+    seconds: float | None = 0.0
+    """How long it has waited; None where that is not known."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     """Collectives begun, by the group's name."""
@@ -75,24 +81,22 @@ def hang_text(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> s
     loading = {rank: report for rank, report in reports.items() if report.operation == LOADER}
     if loading:
         cause = "; ".join(
-            f"rank {rank} waits for its data loader, since {report.seconds:.1f} s, {report.place}"
+            f"rank {rank} waits for its data loader,{_since(report.seconds)}, {report.place}"
             for rank, report in sorted(loading.items())
         )
         return f"{cause}. {_waiters(waiting, loading)}".rstrip()
     busy = {rank: report for rank, report in reports.items() if report.operation is None}
-    expected = {
-        rank: report for rank, report in busy.items() if any(rank in other.members for other in waiting.values())
-    }
-    if expected:
-        cause = "; ".join(
-            f"rank {rank} did not come: it is {report.place}" for rank, report in sorted(expected.items())
-        )
-        return f"{cause}. {_waiters(waiting, expected)}".rstrip()
+    absent = {rank: report for rank, report in busy.items() if _is_missed(rank, report, waiting)}
+    if absent:
+        return _busy_text(absent, waiting)
     behind = _behind(waiting)
     if behind:
         cause = "; ".join(_behind_text(rank, waiting[rank], waiting[ahead]) for rank, ahead in sorted(behind.items()))
         return f"{cause}. {_waiters(waiting, behind)}".rstrip()
-    return f"all ranks are there and none is behind, but they cannot exchange data. {_waiters(waiting, ())}".rstrip()
+    members = {member for report in waiting.values() for member in report.members}
+    if not members.isdisjoint(busy):
+        return _busy_text({rank: report for rank, report in busy.items() if rank in members}, waiting)
+    return f"{NOBODY} {_waiters(waiting, ())}".rstrip()
 
 
 def numbers_text(ranks: Sequence[int]) -> str:
@@ -106,6 +110,20 @@ def numbers_text(ranks: Sequence[int]) -> str:
             pieces.append(str(first) if first == rank else f"{first}-{rank}")
             start = place + 1
     return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(pieces)}"
+
+
+def _is_missed(rank: int, report: RankReport, waiting: Mapping[int, RankReport]) -> bool:
+    """Return whether somebody waits in a collective that this rank has not begun, or for a message."""
+    return any(
+        rank in other.members
+        and (_count(report, other) < _count(other, other) or (other.operation or "").split(" ")[0] in _BETWEEN_TWO)
+        for other in waiting.values()
+    )
+
+
+def _busy_text(busy: Mapping[int, RankReport], waiting: Mapping[int, RankReport]) -> str:
+    cause = "; ".join(f"rank {rank} did not come: it is {report.place}" for rank, report in sorted(busy.items()))
+    return f"{cause}. {_waiters(waiting, busy)}".rstrip()
 
 
 def _behind(waiting: Mapping[int, RankReport]) -> dict[int, int]:
@@ -144,17 +162,21 @@ def _behind_text(rank: int, report: RankReport, ahead: RankReport) -> str:
 def _waiters(waiting: Mapping[int, RankReport], to_blame: Collection[int]) -> str:
     """Return who waits in which operation of which group, the longest first."""
     places: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
-    for rank, report in sorted(waiting.items(), key=lambda item: -item[1].seconds):
+    for rank, report in sorted(waiting.items(), key=lambda item: -(item[1].seconds or 0.0)):
         if rank not in to_blame:
             places.setdefault((report.operation or "", report.group_title, report.members), []).append(rank)
     texts = []
     for (operation, title, members), ranks in places.items():
-        seconds = max(waiting[rank].seconds for rank in ranks)
+        longest = max((waiting[rank].seconds for rank in ranks), key=lambda seconds: seconds or 0.0)
         verb = "waits" if len(ranks) == 1 else "wait"
         texts.append(
-            f"{numbers_text(ranks)} {verb} in {operation} of {title} ({numbers_text(members)}) since {seconds:.1f} s"
+            f"{numbers_text(ranks)} {verb} in {operation} of {title} ({numbers_text(members)}){_since(longest)}"
         )
     return _capitalized("; ".join(texts)) + "." if texts else ""
+
+
+def _since(seconds: float | None) -> str:
+    return "" if seconds is None else f" since {seconds:.1f} s"
 
 
 def _capitalized(text: str) -> str:

@@ -18,6 +18,7 @@ class WakeUp:
         """Begin; does nothing where this is not the main thread."""
         with contextlib.suppress(ValueError):
             self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=_write_nowhere)
 
     def signals(self) -> bytes:
         """Return the numbers of the signals since the last call; 0 stands for `wake`."""
@@ -40,3 +41,9 @@ class WakeUp:
         """Give the descriptors back."""
         os.close(self.descriptor)
         os.close(self._writer)
+
+
+def _write_nowhere() -> None:
+    """Let a forked helper (a data loader, a checkpoint writer) not pass its own signals off as its parent's."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)

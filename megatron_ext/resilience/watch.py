@@ -6,8 +6,8 @@ write their stacks into `hang-<step>` in --save and answer; the caller judges by
 cause and records it. Then all end, and whoever does not answer is killed by the ranks of its machine: a stopped
 process would keep the launcher waiting.
 
-The cause is said within two seconds after the timeout where a rank of the same machine sees that a process is stopped
-or has ended; two seconds later where nobody does, since the rank may only be slow.
+The cause is said within a second after the timeout where a rank of the same machine sees that a process is stopped
+or has ended, and where all answer; within four where nobody sees why a rank is silent, since it may only be slow.
 
 After SIGTERM, and after a rank has died, nobody waits for long for a rank that does not answer: the launcher kills who
 has not ended in half a minute. torch's own timeouts are a little longer than the watch's, and take over where the
@@ -28,19 +28,20 @@ from typing import Any, Protocol
 from megatron_ext.errors import PeerLostError
 from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.board import Board
-from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, exit_text
+from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, exit_text, ranks_of_this_machine
 from megatron_ext.resilience.process_end import RunStatus, end_from_thread
 from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Wait
-from megatron_ext.resilience.stacks import write_stacks
+from megatron_ext.resilience.stacks import within, write_stacks
 from megatron_ext.resilience.verdict import RankReport, hang_text
 from megatron_ext.resilience.wake_up import WakeUp
+from megatron_ext.resilience.watch_words import THE_END, last_words, place, silence_text
 
 # Seconds.
-_BETWEEN_LOOKS = 0.5
+_BETWEEN_LOOKS, _SHORTEST_PAUSE = 0.5, 0.02
 _FOR_STACKS = 1.0  # the answers come meanwhile
-_FOR_ANSWERS = 1.1  # from the call on
+_FOR_ANSWERS = 3.1  # from the call on, of ranks that are not known to be stopped or gone
+_BETWEEN_ANSWERS = 0.2
 _FOR_A_SILENT_BOARD = 1.3
-_FOR_SLOW_ANSWERS = 2.0  # more, of ranks that are not known to be stopped
 _FOR_THE_VERDICT = 6.0
 _FOR_THE_OTHERS = 0.5  # to read the verdict, where this process holds the store
 # After SIGTERM or a death: how long a rank waits at least, and how long one that is silent has said nothing. A rank
@@ -48,7 +49,6 @@ _FOR_THE_OTHERS = 0.5  # to read the verdict, where this process holds the store
 _AFTER_NOTICE = 4.0
 _SILENCE = 4.0
 _LISTENS_TO = 8  # the ranks after it: all to all is too much for the store of a thousand ranks
-THE_END = "the end of the run"
 
 Describe = Callable[[Any], tuple[str, str, tuple[int, ...]]]
 
@@ -75,6 +75,7 @@ class Watch:
         describe: returns name, title and ranks of a process group.
         marks: what keeps the progress informed of collectives, started and stopped with the watch.
         device_runs_ahead: whether collectives return before they are done.
+        flight_recorder: returns the name of what recorded this rank's operations, and its pickle.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class Watch:
         *,
         marks: Marks | None = None,
         device_runs_ahead: bool = False,
+        flight_recorder: Callable[[], tuple[str, bytes]] | None = None,
     ):
         self.ending = threading.Event()
         """Set once this process is about to be ended by the watch."""
         self._status, self._progress, self._timeout = status, status.progress, timeout
         self._board, self._describe, self._marks, self._runs_ahead = board, describe, marks, device_runs_ahead
+        self._flight_recorder = flight_recorder
         self._own = ProcessName.own()
         self._processes = PeerProcesses()
         self._names: dict[int, ProcessName] = {}
@@ -149,7 +152,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            for rank, status in self._processes.ended(_BETWEEN_LOOKS).items():
+            for rank, status in self._processes.ended(self._until_the_next_look()).items():
                 self._see_end(rank, status)
             if signal.SIGTERM in self._wake_up.signals():
                 self._noticed_at = self._noticed_at or time.monotonic()
@@ -162,6 +165,12 @@ class Watch:
         with contextlib.suppress(RuntimeError):
             if self._board is not None:
                 self._board.publish(self._beat_now() | {"phase": THE_END})
+
+    def _until_the_next_look(self) -> float:
+        """Return seconds: fewer where this rank's wait becomes too long before."""
+        wait = self._waits_in()
+        left = _BETWEEN_LOOKS if wait is None else wait.began + self._timeout - time.monotonic()
+        return min(_BETWEEN_LOOKS, max(left, _SHORTEST_PAUSE))
 
     def _look(self) -> None:
         board = self._board
@@ -195,7 +204,7 @@ class Watch:
         """Learn the processes of the ranks of this machine, once all have said theirs."""
         if self._names:
             return
-        near = _ranks_of_the_machine(board)
+        near = ranks_of_this_machine(board.rank, board.world_size)
         beats = board.beats(near)
         if len(beats) == len(near):
             self._beats = beats
@@ -210,7 +219,7 @@ class Watch:
             if self._board is not None:
                 self._beats |= self._board.beats([rank])
         name, beat = self._names[rank], self._beats[rank]
-        self._ends[rank] = f"{exit_text(status)} (process {name.pid} on {name.host}), last heard of {_place(beat)}"
+        self._ends[rank] = f"{exit_text(status)} (process {name.pid} on {name.host}), last heard of {place(beat)}"
         lost_another = status is not None and os.waitstatus_to_exitcode(status) == PeerLostError.exit_code
         if beat.get("phase") == THE_END or lost_another or self._closing.is_set():
             return
@@ -276,22 +285,21 @@ class Watch:
             self._end_alone(f"rank {rank} called because of a hang, and did not come to name it.")
         for silent in (verdict or {}).get("silent", ()):
             self._kill(silent)
+        self._write_flight_record(folder)
         self._end(None)
 
     def _judge(self, board: Board, step: int, folder: str | None, seconds: float) -> None:
         """Name the cause, from the answers that come within so many seconds, and end."""
-        answers = board.answers(seconds)
-        if any(rank not in answers and self._may_answer(rank, answers) for rank in range(board.world_size)):
-            answers = board.answers(_FOR_SLOW_ANSWERS)
+        answers = self._answers(board, seconds)
         reports = {rank: RankReport.from_json(answer["report"]) for rank, answer in answers.items()}
         stopped = {rank for answer in answers.values() for rank in answer["stopped"]}
         beats = board.beats()
         silent = {
-            rank: self._silence_text(rank, beats.get(rank, {}), rank in stopped)
+            rank: silence_text(beats.get(rank, {}), self._ends.get(rank), stopped=rank in stopped)
             for rank in range(board.world_size)
             if rank not in reports
         }
-        text = self._text(step, hang_text(reports, silent), folder)
+        text = self._said(step, hang_text(reports, silent), folder)
 
         def tell_the_others() -> None:
             exit_record.tell_launcher(f"rank {self._status.rank}: {text}")
@@ -299,34 +307,27 @@ class Watch:
                 board.judge({"silent": sorted(silent)})
             for rank in silent:
                 self._kill(rank)
+            self._write_flight_record(folder)
             time.sleep(_FOR_THE_OTHERS)
 
         self._end(text, tell_the_others)
+
+    def _answers(self, board: Board, seconds: float) -> dict[int, dict[str, Any]]:
+        """Return what the ranks answer within so many seconds; who is known not to answer is not waited for."""
+        deadline = time.monotonic() + seconds
+        while True:
+            answers = board.answers(_BETWEEN_ANSWERS)
+            missing = [rank for rank in range(board.world_size) if rank not in answers]
+            if time.monotonic() >= deadline or not any(self._may_answer(rank, answers) for rank in missing):
+                return answers
 
     def _may_answer(self, rank: int, answers: Mapping[int, Mapping[str, Any]]) -> bool:
         """Return whether a rank that has not answered yet is not known to be stopped, to have ended or to have left."""
         stopped = any(rank in answer["stopped"] for answer in answers.values())
         return not stopped and rank not in self._ends and self._beats.get(rank, {}).get("phase") != THE_END
 
-    def _silence_text(self, rank: int, beat: dict[str, Any], stopped: bool) -> str:
-        if beat.get("phase") == THE_END:
-            return "has left the run"
-        if rank in self._ends:
-            return self._ends[rank]
-        how = "is stopped, by SIGSTOP or a debugger" if stopped else "does not answer"
-        if not beat:
-            return f"{how}, never heard of"
-        name = ProcessName.from_json(beat["process"])
-        return f"{how} (process {name.pid} on {name.host}), last heard of {_place(beat)}"
-
-    def _text(self, step: int, cause: str, folder: str | None) -> str:
-        where = f"at iteration {step}" if step else "before the first step"
-        stacks = f"Stacks of the ranks that live: {folder}. " if folder else ""
-        resume = " --load resumes from the last checkpoint." if step else ""
-        return (
-            f"hang {where}: {cause} {stacks}If it is not stuck but slow, raise --distributed-timeout-minutes (now "
-            f"{self._timeout / 60.0:g}); else look at that rank's output and machine, and start again.{resume}"
-        )
+    def _said(self, step: int, cause: str, folder: str | None) -> str:
+        return last_words(step, cause, folder, timeout=self._timeout, recorded=self._flight_recorder is not None)
 
     def _report(self) -> RankReport:
         wait, counts = self._waits_in(), dict(self._progress.counts)
@@ -350,18 +351,22 @@ class Watch:
             return None
         folder = Path(self._status.save) / f"hang-{step}"
         waits = f", waits in {report.operation} {report.group_title}".rstrip() if report.operation else ""
-        written: list[str] = []
+        folder, rank = Path(self._status.save) / f"hang-{step}", self._status.rank
+        written = within(_FOR_STACKS, lambda: write_stacks(folder, rank, f"{report.place}{waits}"))
+        return str(folder) if written else None
+
+    def _write_flight_record(self, folder: str | None) -> None:
+        """Write what torch recorded of this rank's operations. After the cause has been said: it may ask the device,
+        which may hang."""
+        recorder = self._flight_recorder
+        if folder is None or recorder is None:
+            return
 
         def write() -> None:
-            with contextlib.suppress(OSError):
-                write_stacks(folder, self._status.rank, f"{report.place}{waits}")
-                written.append(str(folder))
+            name, content = recorder()
+            (Path(folder) / f"{name}_trace_rank_{self._status.rank}").write_bytes(content)
 
-        # On a thread of its own: it may be the file system that hangs.
-        writer = threading.Thread(target=write, name="stacks", daemon=True)
-        writer.start()
-        writer.join(_FOR_STACKS)
-        return written[0] if written else None
+        within(_FOR_STACKS, write)
 
     def _stopped_here(self) -> list[int]:
         """Return the ranks of this machine that are stopped."""
@@ -398,22 +403,9 @@ class Watch:
             cause += f" This rank waits in {report.operation} of {report.group_title} since {report.seconds:.1f} s."
         if exit_record.is_there(self._status.save):
             self._end(None)  # another one was first
-        self._end(self._text(self._step, cause or hang_text({self._status.rank: report}, {}), folder))
+        text = self._said(self._step, cause or hang_text({self._status.rank: report}, {}), folder)
+        self._end(text, lambda: self._write_flight_record(folder))
 
     def _end(self, text: str | None, before: Callable[[], None] = lambda: None) -> None:
         self.ending.set()
         end_from_thread(text, PeerLostError.exit_code, self._status, before_exit=before)
-
-
-def _ranks_of_the_machine(board: Board) -> list[int]:
-    """Return the ranks that the launcher started here; all, where it does not say."""
-    try:
-        local, number = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return list(range(board.world_size))
-    first = board.rank - local
-    return list(range(max(first, 0), min(first + number, board.world_size)))
-
-
-def _place(beat: dict[str, Any]) -> str:
-    return RankReport(iteration=beat["iteration"], phase=beat["phase"]).place

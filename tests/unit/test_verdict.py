@@ -48,6 +48,29 @@ def test_then_who_does_something_else() -> None:
     )
 
 
+def test_who_has_done_its_part_is_not_missed() -> None:
+    """Rank 1 has begun the collective in which others wait, and computes; rank 2 has left it out."""
+    busy = RankReport(iteration=5, phase="the save", counts={"all": 7})
+    behind = dataclasses.replace(WAITS, counts={"all": 6})
+    assert hang_text({0: WAITS, 1: busy, 2: behind}, {}).startswith(
+        "rank 2 did not come to collective 7 of the group all"
+    )
+    assert hang_text({0: WAITS, 1: busy, 2: WAITS}, {}).startswith(
+        "rank 1 did not come: it is at iteration 5, in the s"
+    )
+
+
+def test_who_sends_no_message_is_missed() -> None:
+    """Messages are not counted."""
+    receives = in_collective("pair", (0, 1), {"all": 7}, "recv")
+    busy = RankReport(iteration=5, phase="the batch", counts={"all": 7})
+    text = hang_text({0: receives, 1: busy, 2: busy}, {})
+    assert text == (
+        "rank 1 did not come: it is at iteration 5, in the batch. Rank 0 waits in recv of the group pair (ranks 0-1) "
+        "since 4.0 s."
+    )
+
+
 def test_then_who_left_out_a_collective_and_is_in_another_group() -> None:
     ahead = in_collective("all", (0, 1, 2), {"all": 7, "pair": 3})
     behind = in_collective("pair", (1, 2), {"all": 6, "pair": 4}, "barrier")
