@@ -35,6 +35,20 @@ COLLECTIVES = (
 END_OF_BATCH = "_end_coalescing"  # starts what was put together: messages, or collectives
 
 
+def group_title(name: str, purpose: str) -> str:
+    """Return the name for people of a process group.
+
+    Args:
+        name: torch's name of it.
+        purpose: its description, such as megatron-core's TENSOR_MODEL_PARALLEL_GROUP.
+    """
+    if purpose == "default_pg":
+        return "the group of all ranks"
+    if purpose in ("", "undefined"):
+        return f"the group {name}"
+    return f"the group {purpose.lower().removesuffix('_group').replace('_', '-')}"
+
+
 class WrappedMethods:
     """Replaces methods of classes, and puts them back."""
 

@@ -93,6 +93,8 @@ COLLECTIVES = (
         (),
         (f"{_C10D}._coalescing_manager",),
     ),
+    Seam("torch._C._distributed_c10d._dump_nccl_trace", "called at a hang: what NCCL's flight recorder holds"),
+    Seam("torch._C._distributed_c10d._dump_fr_trace", "the same of gloo's"),
     Seam("torch.ops._c10d_functional", "the namespace of functional collectives, whose traffic is counted"),
     Seam("torch.ops._c10d_functional_autograd", "likewise of those that differentiate"),
     Seam("torch.ops._c10d_functional._wrap_tensor_autograd", "an operator there that sends nothing"),

@@ -1,10 +1,13 @@
 """Wires the watch over a run's ranks (resilience/watch.py) to torch's process groups and their store."""
 
+import functools
+
 import torch
 from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device.protocol import Device
+from megatron_ext.parallel.operations import group_title
 from megatron_ext.resilience.board import Board
 from megatron_ext.resilience.operation_marks import OperationMarks
 from megatron_ext.resilience.process_end import RunStatus
@@ -26,18 +29,26 @@ def begin_watch(status: RunStatus, layout: LayoutConfig, device: Device, store: 
         describe,
         marks=OperationMarks(status.progress),
         device_runs_ahead=device.kind == "cuda",
+        flight_recorder=functools.partial(_flight_recorder, device.backend),
     )
     watch.start()
     return watch
 
 
+def _flight_recorder(backend: str) -> tuple[str, bytes]:
+    """Return what recorded this rank's operations, and its pickle.
+
+    Without stacks: to name their lines may need what the main thread holds.
+    """
+    from torch._C import _distributed_c10d
+
+    if backend == "nccl":
+        return "nccl", _distributed_c10d._dump_nccl_trace(True, False, False)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
+    return "gloo", _distributed_c10d._dump_fr_trace(True, False, False)
+
+
 def describe(group: ProcessGroup) -> tuple[str, str, tuple[int, ...]]:
     """Return torch's name of a group, equal on all its ranks, its name for people, and its ranks."""
-    name, purpose = group.group_name, group.group_desc
-    if purpose == "default_pg":
-        title = "the group of all ranks"
-    elif purpose in ("", "undefined"):
-        title = f"the group {name}"
-    else:  # megatron-core's, such as TENSOR_MODEL_PARALLEL_GROUP
-        title = f"the group {purpose.lower().removesuffix('_group').replace('_', '-')}"
-    return name, title, tuple(torch.distributed.get_process_group_ranks(group))
+    name = group.group_name
+    members = tuple(torch.distributed.get_process_group_ranks(group))
+    return name, group_title(name, group.group_desc), members

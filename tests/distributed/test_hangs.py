@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_ext.doctor.flight_recorder import explain, read_dumps
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import end_all, rank_processes, start
@@ -77,7 +78,7 @@ class Ended:
         return datetime.fromisoformat(self.record["time"]).timestamp()
 
     def stacks(self, step: int) -> dict[str, str]:
-        return {file.name: file.read_text() for file in (self.save / f"hang-{step}").iterdir()}
+        return {file.name: file.read_text() for file in (self.save / f"hang-{step}").glob("*.txt")}
 
 
 def _run(name: str, folder: Path) -> Ended:
@@ -173,6 +174,16 @@ def test_who_skips_a_collective_is_named_with_group_and_operation(ended: dict[st
     )
     is_in_time(case)
     assert case.codes == [76, 76, 76]
+
+
+def test_the_flight_recorders_say_the_same(ended: dict[str, Ended]) -> None:
+    """gloo's write what NCCL's write, in the same form, except for the groups' ranks."""
+    skipped = read_dumps(ended["skipped collective"].save / "hang-4")
+    assert set(skipped) == {0, 1, 2}
+    assert explain(skipped)[0].startswith("rank 2 did not come to collective ")
+    stopped = read_dumps(ended["stopped"].save / "hang-4")
+    assert set(stopped) == {0}
+    assert explain(stopped)[0].startswith("the ranks below wait for one that left no dump, or ")
 
 
 def test_under_torchrun_a_stopped_rank_holds_up_neither_the_end_nor_the_restart(tmp_path: Path) -> None:
