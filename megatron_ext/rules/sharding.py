@@ -71,7 +71,7 @@ def fsdp2_runs_whole_models_in_bf16_or_fp32(config: Config, facts: Facts) -> Ite
 def sharded_weights_have_no_replicas(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse comparing data-parallel replicas where the weights are sharded."""
     interval = config.training.check_weight_hash_across_dp_replicas_interval
-    if interval is None:
+    if not interval:
         return
     for flag, given in (
         ("--use-torch-fsdp2", config.layout.use_torch_fsdp2),
@@ -80,7 +80,7 @@ def sharded_weights_have_no_replicas(config: Config, facts: Facts) -> Iterator[s
         if given:
             yield (
                 f"--check-weight-hash-across-dp-replicas-interval {interval} compares whole replicas, and {flag} "
-                "divides every weight; leave --check-weight-hash-across-dp-replicas-interval out"
+                "divides every weight; use --check-weight-hash-across-dp-replicas-interval 0"
             )
 
 

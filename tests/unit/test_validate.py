@@ -177,7 +177,7 @@ WRONG = [
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations",
      "--recompute-activations means selective"),
     ("--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 5",
-     "leave --check-weight-hash-across-dp-replicas-interval out"),
+     "use --check-weight-hash-across-dp-replicas-interval 0"),
     ("--recompute-modules mlp", "belongs to --recompute-granularity selective"),
     ("--recompute-granularity selective --recompute-modules mlp moe_act", "moe_act cannot be recomputed by itself"),
     ("--recompute-granularity selective --recompute-modules layernorm --torch-compile --hidden-dropout 0 "

@@ -81,8 +81,9 @@ class TrainingConfig:
     )
     check_weight_hash_across_dp_replicas_interval: int | None = free(
         None,
-        "Steps between two checks that all data-parallel replicas hold the same weights, bit for bit (else 70).",
-        at_least=1,
+        "Steps between two checks that all data-parallel replicas hold the same weights, bit for bit (else 70); "
+        "default 1000 where there are replicas; 0: never.",
+        at_least=0,
     )
     check_replicated_weights_interval: int | None = free(
         None,

@@ -12,7 +12,7 @@ class ReplicaCheck(Callback):
     would not.
 
     Args:
-        data_parallel_interval: steps between two comparisons of data-parallel replicas; None for none.
+        data_parallel_interval: steps between two comparisons of data-parallel replicas; None or 0 for none.
         model_parallel_interval: the same for what tensor-parallel ranks hold whole, and for tied embeddings.
     """
 
@@ -25,7 +25,7 @@ class ReplicaCheck(Callback):
                 (data_parallel_interval, check_data_parallel_replicas),
                 (model_parallel_interval, check_model_parallel_copies),
             )
-            if interval is not None
+            if interval
         ]
         self._last_good = [0] * len(self._checks)
 
