@@ -63,9 +63,11 @@ def recorded_memory_is_of_a_gpu(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse --log-communication-share with what it cannot time: one stream of a GPU that waits for another."""
-    layout = config.layout
-    if not config.logging.log_communication_share:
+    """Refuse to time communication where it cannot be done: where one stream of a GPU waits for another."""
+    layout, logging = config.layout, config.logging
+    asked = [("--log-communication-share", logging.log_communication_share), ("--log-straggler", logging.log_straggler)]
+    flags = [flag for flag, on in asked if on]
+    if not flags:
         return
     by_streams = [("--use-torch-fsdp2", layout.use_torch_fsdp2), ("--use-megatron-fsdp", layout.use_megatron_fsdp)]
     instances = layout.num_distributed_optimizer_instances
@@ -73,8 +75,9 @@ def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
     given = [flag for flag, on in by_streams if on]
     if given:
         yield (
-            f"--log-communication-share times collectives and waits for them, but with {' and '.join(given)} one "
-            "stream of a GPU waits for another; leave it out (--profile --use-pytorch-profiler shows such waits)"
+            f"{' and '.join(flags)} time{'s'[: len(flags) == 1]} collectives and waits for them, but with "
+            f"{' and '.join(given)} one stream of a GPU waits for another; leave {'it' if len(flags) == 1 else 'them'} "
+            "out (--profile --use-pytorch-profiler shows such waits)"
         )
 
 

@@ -1,4 +1,6 @@
-"""--log-communication-share: how this rank's steps divide into computing, communicating, and waiting for a neighbour.
+"""How this rank's steps divide into computing, communicating, and waiting for a neighbour.
+
+--log-communication-share logs it; --log-straggler compares the computing of ranks that do the same work.
 
 What stands in the way of the computation is timed, and nothing else: on a GPU by events on the stream that computes,
 before and after each collective and each wait for one; on a CPU by the clock, on the thread that computes. A collective
@@ -15,6 +17,7 @@ The methods of torch's process groups are wrapped while the clock runs, which ca
 import functools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +29,7 @@ from megatron_ext.device.protocol import Device
 from megatron_ext.parallel.operations import COLLECTIVES, END_OF_BATCH, MESSAGES, WrappedMethods
 
 COMMUNICATION, IDLE = "communication", "idle"
+_KEPT_STEPS = 64
 
 
 @dataclass
@@ -50,6 +54,8 @@ class CommunicationClock:
         self._pipeline = None if pipeline is None else pipeline.group_name
         self._step: _Step | None = None
         self._done: list[_Step] = []
+        self._total = torch.zeros(3, dtype=torch.float64)
+        self._compute: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._methods = WrappedMethods()
         self._kinds: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()
         self._last_kind = threading.local()  # of the operation that a batch will start
@@ -77,13 +83,27 @@ class CommunicationClock:
 
     def take(self) -> torch.Tensor:
         """Return seconds [communication, idle, whole] of the steps that the device has passed since the last call."""
-        total = torch.zeros(3, dtype=torch.float64)
+        self._read_passed()
+        total, self._total = self._total, torch.zeros(3, dtype=torch.float64)
+        return total
+
+    def take_compute(self) -> list[float]:
+        """Return the seconds of computing of each step that the device has passed since the last call, the last 64 at
+        most."""
+        self._read_passed()
+        taken = list(self._compute)
+        self._compute.clear()
+        return taken
+
+    def _read_passed(self) -> None:
         while self._done and self._device.has_passed(self._done[0].end):
             step = self._done.pop(0)
-            total[2] += self._device.seconds_between(step.begin, step.end)
+            seconds = torch.zeros(3, dtype=torch.float64)
+            seconds[2] = self._device.seconds_between(step.begin, step.end)
             for kind, begin, end in step.waits:
-                total[0 if kind == COMMUNICATION else 1] += self._device.seconds_between(begin, end)
-        return total
+                seconds[0 if kind == COMMUNICATION else 1] += self._device.seconds_between(begin, end)
+            self._total += seconds
+            self._compute.append(float(seconds[2] - seconds[0] - seconds[1]))
 
     def _timed_operation(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,6 +25,24 @@ class RunHistory:
         return [(row["iteration"], row[field]) for row in self.steps if row.get(field) is not None]
 
     @property
+    def slowness_points(self) -> list[Point]:
+        """Return (iteration, compute time of the slowest rank over its peers'); empty without --log-straggler."""
+        return [(iteration, found["ratio"]) for iteration, found in self._slowest]
+
+    @property
+    def slow_ranks(self) -> dict[int, list[int]]:
+        """Return the iterations of the rows in which each slow rank was slow."""
+        found: dict[int, list[int]] = {}
+        for iteration, slowest in self._slowest:
+            for rank in slowest["slow"]:
+                found.setdefault(rank, []).append(iteration)
+        return found
+
+    @property
+    def _slowest(self) -> list[tuple[int, dict[str, Any]]]:
+        return [(row["iteration"], row["slowest_rank"]) for row in self.steps if row.get("slowest_rank")]
+
+    @property
     def validation_points(self) -> list[Point]:
         """Return (iteration, loss) of the evaluations."""
         return [(row["iteration"], row["validation_loss"]) for row in self.evaluations]
@@ -111,6 +129,10 @@ def summary(history: RunHistory) -> list[str]:
     bad = len(train) + len(validation) - len(finite(train + validation))
     if bad:
         lines.append(f"not finite       {bad} losses, left out of the curve")
+    for rank, iterations in sorted(history.slow_ranks.items()):
+        lines.append(
+            f"slow rank        {rank}, in {len(iterations)} rows from iteration {iterations[0]} to {iterations[-1]}"
+        )
     return lines
 
 

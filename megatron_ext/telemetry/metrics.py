@@ -16,6 +16,7 @@ MEASURED_FIELDS = frozenset(
         "allocated_bytes",
         "reserved_bytes",
         "time_shares",
+        "slowest_rank",
     }
 )
 
@@ -48,6 +49,9 @@ class StepMetrics:
     load_balancing_loss: float | None = None  # of a mixture of experts, as the next: means over layers
     z_loss: float | None = None
     time_shares: Mapping[str, float] | None = None  # compute, communication, idle; with --log-communication-share
+    slowest_rank: Mapping[str, Any] | None = (
+        None  # rank, ratio to its peers' compute time, slow: [ranks]; --log-straggler
+    )
     world_size: int = 1
     consumed_by_source: Mapping[str, Mapping[str, float]] | None = None  # samples, tokens, epochs, from the beginning
 

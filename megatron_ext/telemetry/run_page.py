@@ -1,4 +1,5 @@
-"""Shows a run as one HTML page: loss, learning rate, gradient norm and speed over the iterations.
+"""Shows a run as one HTML page: loss, learning rate, gradient norm and speed over the iterations, and with
+--log-straggler the slowest rank.
 
 The page needs nothing else, neither scripts nor a network, and follows the reader's light or dark setting.
 """
@@ -74,6 +75,9 @@ def run_page(history: RunHistory, title: str) -> str:
         _chart("Gradient norm", "before clipping", history.points("grad_norm")),
         _chart("Speed", "tokens per second, whole job", history.points("tokens_per_second")),
     ]
+    if history.slowness_points:
+        unit = "compute time over its peers'"
+        charts.append(_chart("Slowest rank", unit, history.slowness_points))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

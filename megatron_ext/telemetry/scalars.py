@@ -1,5 +1,8 @@
 """Holds Megatron-LM's tags for a step and for an evaluation; TensorBoard and Weights & Biases show the same ones."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_ext.telemetry.log_line import perplexity
 from megatron_ext.telemetry.metrics import Metrics, TestMetrics, ValidationMetrics
 
@@ -49,9 +52,16 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         "mem-allocated-bytes": metrics.allocated_bytes,
         "mem-max-allocated-bytes": metrics.peak_memory_bytes,
         "mem-reserved-bytes": metrics.reserved_bytes,
+        **_of_the_slowest_rank(metrics.slowest_rank),
         **{f"{name}-share": share for name, share in (metrics.time_shares or {}).items()},
     }
     return {tag: value for tag, value in values.items() if value is not None}
+
+
+def _of_the_slowest_rank(found: Mapping[str, Any] | None) -> dict[str, float]:
+    if found is None:
+        return {}
+    return {"slowest-rank": found["rank"], "slowest-rank-ratio": found["ratio"], "slow-ranks": len(found["slow"])}
 
 
 def scalars_against_samples(metrics: Metrics) -> dict[str, float]:

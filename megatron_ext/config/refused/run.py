@@ -21,12 +21,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "slow ranks are not searched for; use --log-communication-share, which shows how long a rank waits for others",
-        """
-        --log-straggler
-        """,
-    ),
-    (
         "a run that lost a rank starts anew and goes on from its checkpoint; use torchrun --max-restarts with --save "
         "and --load",
         """

@@ -86,6 +86,11 @@ class LoggingConfig:
         "Log how the ranks' time divides into computing, communicating, and waiting for a pipeline neighbour, to "
         "--metrics-file and TensorBoard.",
     )
+    log_straggler: bool = free(
+        False,
+        "Compare the ranks' compute times, without what they wait, and name a rank that is slower than its peers (the "
+        "ranks of its pipeline stage), in the log, to --metrics-file and TensorBoard.",
+    )
     timing_log_level: int = free(
         0, "0: step time only; 1: forward-backward and optimizer; 2: every part.", choices=(0, 1, 2)
     )

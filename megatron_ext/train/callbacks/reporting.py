@@ -13,6 +13,7 @@ from megatron_ext.telemetry.communication import CommunicationClock
 from megatron_ext.telemetry.metrics import Metrics, StepMetrics, TestMetrics, ValidationMetrics
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
 from megatron_ext.train.callbacks.communication import shares_of_all_ranks
+from megatron_ext.train.callbacks.stragglers import Stragglers
 from megatron_ext.train.norms import parameters_norm
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -44,12 +45,14 @@ class Reporting(Callback):
         log_sinks: Sequence[Sink],
         log_interval: int,
         communication: CommunicationClock | None = None,
+        stragglers: Stragglers | None = None,
     ):
         self.step_sinks = step_sinks
         self.step_interval = step_interval
         self.log_sinks = log_sinks
         self.log_interval = log_interval
         self._communication = communication
+        self._stragglers = stragglers
         self._step_started = 0.0
         self._interval_seconds = 0.0
         self._interval_tokens = 0
@@ -72,7 +75,9 @@ class Reporting(Callback):
         clock = self._communication
         shares = shares_of_all_ranks(clock, trainer.run) if clock is not None else None
         if trainer.run.is_last_rank:
-            metrics = dataclasses.replace(self._metrics(trainer, result, norm), time_shares=shares)
+            slowest = None if self._stragglers is None else self._stragglers.summary()
+            metrics = self._metrics(trainer, result, norm)
+            metrics = dataclasses.replace(metrics, time_shares=shares, slowest_rank=slowest)
             for sink in self.step_sinks if to_steps else ():
                 sink.write(dataclasses.replace(metrics, lm_loss=result.loss, elapsed_ms=1000.0 * seconds))
             for sink in self.log_sinks if to_log else ():
@@ -81,6 +86,8 @@ class Reporting(Callback):
             state.start_interval()
             self._interval_seconds = 0.0
             self._interval_tokens = self._interval_steps = 0
+            if self._stragglers is not None:
+                self._stragglers.forget()
 
     def on_evaluation(self, trainer: Trainer, metrics: ValidationMetrics | TestMetrics) -> None:
         for sink in (*self.step_sinks, *self.log_sinks):

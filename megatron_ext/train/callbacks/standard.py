@@ -22,6 +22,7 @@ from megatron_ext.train.callbacks.reporting import Reporting, Sink
 from megatron_ext.train.callbacks.sample_ids import SampleIds
 from megatron_ext.train.callbacks.status import Status
 from megatron_ext.train.callbacks.stopping import Stopping
+from megatron_ext.train.callbacks.stragglers import Stragglers
 from megatron_ext.train.callbacks.timing import Timing
 from megatron_ext.train.run import Run
 from megatron_ext.train.trainer import Callback
@@ -38,17 +39,22 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
         ConfigurationError: --wandb-project is given without the wandb package.
     """
     config = run.config
-    clock = CommunicationClock(run.device, run.groups.pp) if config.logging.log_communication_share else None
+    logging = config.logging
+    timed = logging.log_communication_share or logging.log_straggler
+    clock = CommunicationClock(run.device, run.groups.pp) if timed else None
+    stragglers = Stragglers(clock, run) if clock is not None and logging.log_straggler else None
     callbacks: list[Callback] = [
         *([Communication(clock)] if clock is not None else []),
         Status(status),
+        *([stragglers] if stragglers is not None else []),
         Profiling(StepProfiler.from_config(config, run.rank, run.device)),
         Reporting(
             _step_sinks(run),
-            config.logging.tensorboard_log_interval,
+            logging.tensorboard_log_interval,
             _log_sinks(run),
-            config.logging.log_interval,
-            clock,
+            logging.log_interval,
+            clock if logging.log_communication_share else None,
+            stragglers,
         ),
     ]
     if is_recorded(config, run.rank):
