@@ -66,6 +66,11 @@ def _flip_on_rank_1(run: Any) -> None:
         _flip(run, FC1)
 
 
+def _flip_on_rank_1_before_step_1000(run: Any) -> None:
+    run.state.iteration = 999
+    _flip_on_rank_1(run)
+
+
 def _flip_in_the_next_forward_pass(run: Any) -> None:
     """Of rank 0, in the part that rank 1 owns: the next update would fetch it anew."""
 
@@ -107,6 +112,12 @@ def test_minority_of_three_replicas_is_named() -> None:
     assert f"rank 1 differs from ranks 0, 2 in {FC1} (data-parallel replicas); found at iteration 4" in error
     assert "At iteration 0 they were equal." in error
     assert (exit_code, iteration) == (70, 3)
+
+
+def test_replicas_are_compared_every_1000_steps_where_no_flag_says_so() -> None:
+    [(error, exit_code, iteration)] = set(run_ranks(3, _train, "", 1, _flip_on_rank_1_before_step_1000))
+    assert f"rank 1 differs from ranks 0, 2 in {FC1} (data-parallel replicas); found at iteration 1000" in error
+    assert (exit_code, iteration) == (70, 999)
 
 
 def test_flip_within_a_step_of_the_distributed_optimizer_is_found_in_that_step() -> None:

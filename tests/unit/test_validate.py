@@ -176,6 +176,8 @@ WRONG = [
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", "use 1 to 8"),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations",
      "--recompute-activations means selective"),
+    ("--world-size 2 --use-torch-fsdp2 --log-straggler --log-communication-share",
+     "--log-communication-share and --log-straggler time collectives and waits for them"),
     ("--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 5",
      "use --check-weight-hash-across-dp-replicas-interval 0"),
     ("--recompute-modules mlp", "belongs to --recompute-granularity selective"),
@@ -236,6 +238,14 @@ def test_facts_of_the_machine_are_judged():
     assert found("", Facts(tokenizer_error="no such tokenizer")) == ["no such tokenizer"]
     (problem,) = found("--device auto --distributed-backend gloo", Facts(cuda_available=True))
     assert "use --distributed-backend nccl, or --device cpu" in problem
+
+
+def test_replicas_are_compared_by_default_where_there_are_some():
+    flag = "--check-weight-hash-across-dp-replicas-interval"
+    for line, interval in (("", 1000), (f"{flag} 0", 0), (f"{flag} 7", 7), ("--use-torch-fsdp2 --world-size 2", None)):
+        config = resolve(parse(shlex.split(f"{BASE} {line}")).values, Facts())
+        assert config.training.check_weight_hash_across_dp_replicas_interval == interval
+    assert found(f"--world-size 2 --use-torch-fsdp2 {flag} 0") == []
 
 
 def test_blends_follow_megatrons_rule():
