@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 _CALL, _VERDICT, _END, _SPEAKER = "watch/call", "watch/verdict", "watch/end", "watch/speaker"
 
