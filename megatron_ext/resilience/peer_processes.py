@@ -63,6 +63,11 @@ class ProcessName:
         fields = _stat(self.pid)
         return fields[_STATE] if fields and int(fields[_START_TIME]) == self.start_time else None
 
+    @property
+    def does_not_run(self) -> bool:
+        """Whether the process, which is of this machine, is stopped or gone."""
+        return self.state() in ("T", "t", "Z", None)
+
     def kill(self) -> None:
         """End the process, stopped or not, if it is one of this machine and still there."""
         if self.is_here and self.state() not in (None, "Z"):

@@ -54,10 +54,15 @@ class Progress:
         """Return the wait that began first; None where no thread waits."""
         return min(list(self.waits.values()), key=lambda wait: wait.began, default=None)
 
-    def begin_step(self) -> None:
-        """Mark that forward and backward begin. A step may be long, and begins none of its collectives for a while."""
+    def begin_batch(self, phase: str) -> None:
+        """Mark that the work on a global batch begins, which may be long and begins no collective for a while."""
         self.issued = None
-        self.phase = FORWARD_BACKWARD
+        self.phase = phase
+
+    def begin_microbatch(self) -> None:
+        """Mark that the host begins a microbatch. It is ahead of the device by few, so that the device goes on."""
+        if self.issued is not None:
+            self.issued = self.issued._replace(began=monotonic())
 
     @contextmanager
     def loading(self) -> Iterator[None]:

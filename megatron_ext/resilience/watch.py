@@ -10,12 +10,14 @@ The cause is said within a second after the timeout where a rank of the same mac
 or has ended, and where all answer; within four where nobody sees why a rank is silent, since it may only be slow.
 
 After SIGTERM, and after a rank has died, nobody waits for long for a rank that does not answer: the launcher kills who
-has not ended in half a minute. torch's own timeouts are a little longer than the watch's, and take over where the
-watch itself fails.
+has not ended in half a minute. But a run that saves what it has is not to end because its machine has too much to do:
+who is not seen to be stopped or gone is waited for longer. torch's own timeouts are a little longer than the watch's,
+and take over where the watch itself fails.
 """
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -41,13 +43,15 @@ _BETWEEN_LOOKS, _SHORTEST_PAUSE = 0.5, 0.02
 _FOR_STACKS = 1.0  # the answers come meanwhile
 _FOR_ANSWERS = 3.1  # from the call on, of ranks that are not known to be stopped or gone
 _BETWEEN_ANSWERS = 0.2
-_FOR_A_SILENT_BOARD = 1.3
+# The store: where its holder is seen to be stopped or gone; where it is not, after the timeout; and before it.
+_FOR_A_STOPPED_BOARD, _FOR_A_LATE_BOARD, _FOR_A_SLOW_BOARD = 1.3, 3.1, 15.0
 _FOR_THE_VERDICT = 6.0
 _FOR_THE_OTHERS = 0.5  # to read the verdict, where this process holds the store
-# After SIGTERM or a death: how long a rank waits at least, and how long one that is silent has said nothing. A rank
-# that merely holds Python's lock for a while is not silent.
+_FOR_THE_LAST_BEAT = 3.0  # without it, an end with exit code 0 looks like a death
+# After SIGTERM or a death: how long a rank waits at least, and how long one that is silent has said nothing: one that
+# is seen to be stopped or gone, and one of another machine, which may hold Python's lock for seconds and be well.
 _AFTER_NOTICE = 4.0
-_SILENCE = 4.0
+_SILENCE, _SILENCE_FROM_AFAR = 4.0, 15.0
 _LISTENS_TO = 8  # the ranks after it: all to all is too much for the store of a thousand ranks
 
 Describe = Callable[[Any], tuple[str, str, tuple[int, ...]]]
@@ -131,7 +135,7 @@ class Watch:
             self._marks.stop()
         self._wake_up.stop()
         self._wake_up.wake()
-        self._threads[0].join(1.0)
+        self._threads[0].join(_FOR_THE_LAST_BEAT)
         if self._threads[0].is_alive():
             return  # in a store that does not answer; what it uses stays open
         self._processes.close()
@@ -174,6 +178,8 @@ class Watch:
 
     def _look(self) -> None:
         board = self._board
+        if self._first_step is None:
+            self._first_step = self._status.iteration
         if board is not None:
             board.publish(self._beat_now())
             self._introduce(board)
@@ -194,11 +200,8 @@ class Watch:
 
     def _beat_now(self) -> dict[str, Any]:
         self._beat += 1
-        iteration = self._status.iteration
-        if self._first_step is None:
-            self._first_step = iteration
-        own = self._own.as_json()
-        return {"beat": self._beat, "iteration": iteration, "phase": self._progress.phase, "process": own}
+        own, progress = self._own.as_json(), self._progress
+        return {"beat": self._beat, "iteration": self._status.iteration, "phase": progress.phase, "process": own}
 
     def _introduce(self, board: Board) -> None:
         """Learn the processes of the ranks of this machine, once all have said theirs."""
@@ -232,17 +235,17 @@ class Watch:
         self._first_end = self._first_end or text
 
     def _waits_in(self) -> Wait | None:
-        wait = self._progress.longest()
-        if wait is None and self._runs_ahead and self._progress.phase in FOLLOWS_DEVICE:
-            return self._progress.issued
-        return wait
+        return self._progress.longest() or self._device_waits_in()
+
+    def _device_waits_in(self) -> Wait | None:
+        return self._progress.issued if self._runs_ahead and self._progress.phase in FOLLOWS_DEVICE else None
 
     def _is_overdue(self) -> bool:
-        wait, now = self._waits_in(), time.monotonic()
+        wait, now = self._progress.longest(), time.monotonic()
+        if wait is None and self._status.iteration != self._first_step:
+            wait = self._device_waits_in()  # not in the first step: kernels are compiled; torch's own timeout holds
         if wait is None:
             return False
-        if wait is self._progress.issued and self._status.iteration == self._first_step:
-            return False  # kernels are compiled in the first step; there torch's own timeout holds
         if now - wait.began >= self._timeout:
             return True
         if self._noticed_at is None:
@@ -253,19 +256,25 @@ class Watch:
         return self._first_end is not None or bool(silent)
 
     def _silent(self, board: Board) -> list[int]:
-        """Return the ranks that have not left and have said nothing for a while; a process of this machine that runs is
-        only slow. Ask again and again: it does not wait."""
+        """Return the ranks that have not left and have said nothing for a while. Ask again and again: it does not
+        wait."""
         now = time.monotonic()
         after = [(board.rank + distance) % board.world_size for distance in range(1, _LISTENS_TO + 1)]
         for rank, beat in board.beats(dict.fromkeys(after)).items():
             if rank not in self._heard or self._heard[rank][0] != beat["beat"] or beat["phase"] == THE_END:
                 self._heard[rank] = beat["beat"], now
-        quiet = [rank for rank, (_, since) in self._heard.items() if now - since >= _SILENCE]
-        return [rank for rank in quiet if rank != board.rank and not self._runs_here(rank)]
+        return [
+            rank
+            for rank, (_, since) in self._heard.items()
+            if rank != board.rank and now - since >= self._patience_with(rank)
+        ]
 
-    def _runs_here(self, rank: int) -> bool:
+    def _patience_with(self, rank: int) -> float:
+        """Return for how many seconds a rank may be silent; a process of this machine that runs is only slow."""
         name = self._names.get(rank)
-        return name is not None and name.is_here and name.state() not in ("T", "t", "Z", None)
+        if name is None or not name.is_here:
+            return _SILENCE_FROM_AFAR
+        return _SILENCE if name.does_not_run else math.inf
 
     def _answer(self, board: Board, caller: tuple[int, int]) -> None:
         """Take part in what a call leads to, and end."""
@@ -377,19 +386,33 @@ class Watch:
             self._names[rank].kill()
 
     def _look_after_the_board(self) -> None:
-        """End this rank where it waits too long and the store, too, does not answer: whoever holds it is to blame."""
+        """End this rank where it waits too long and the store, too, does not answer: whoever holds it is to blame.
+
+        How long the store is silent is counted in looks of this thread: after a pause of this whole process, in which
+        nobody listened, nobody was silent.
+        """
+        asked, looks = None, 0
         while not self._closing.wait(_BETWEEN_LOOKS / 2):
             board, wait = self._board, self._waits_in()
             asking = board.asking_since if board is not None else None
-            now = time.monotonic()
-            if wait is None or asking is None or now - asking < _FOR_A_SILENT_BOARD or self._closing.is_set():
+            looks = looks + 1 if asking is not None and asking == asked else 0
+            asked = asking
+            if wait is None or asking is None or self._closing.is_set():
                 continue
-            patience = self._timeout if self._noticed_at is None else min(self._timeout, _AFTER_NOTICE)
-            if now - wait.began >= patience:
-                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            waited, silent = time.monotonic() - wait.began, looks * _BETWEEN_LOOKS / 2
+            enough = self._timeout if self._noticed_at is None else min(self._timeout, _AFTER_NOTICE)
+            if waited >= enough and silent >= self._patience_with_the_board(waited):
+                if _the_launcher_holds_the_store():
                     self._end_alone("the launcher, which holds the ranks' store, does not answer.")
                 self._kill(0)
                 self._end_alone("rank 0, which holds the ranks' store, does not answer.")
+
+    def _patience_with_the_board(self, waited: float) -> float:
+        """Return for how many seconds the store may be silent; its holder may have no processor for some."""
+        holder = None if _the_launcher_holds_the_store() else self._names.get(0)
+        if holder is not None and holder.is_here and holder.does_not_run:
+            return _FOR_A_STOPPED_BOARD
+        return _FOR_A_LATE_BOARD if waited >= self._timeout else _FOR_A_SLOW_BOARD
 
     def _end_alone(self, cause: str) -> None:
         """End without having heard the others; `cause` is a sentence, or empty where this rank alone is to blame."""
@@ -409,3 +432,7 @@ class Watch:
     def _end(self, text: str | None, before: Callable[[], None] = lambda: None) -> None:
         self.ending.set()
         end_from_thread(text, PeerLostError.exit_code, self._status, before_exit=before)
+
+
+def _the_launcher_holds_the_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

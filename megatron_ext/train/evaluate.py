@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ext.config.batch import num_microbatches
+from megatron_ext.resilience.progress import EVALUATION
 from megatron_ext.train.run import HeldOut, HeldOutPart, Run
 from megatron_ext.train.step import held_out_loss
 
@@ -47,6 +48,7 @@ def _sum(run: Run, data: HeldOut, part: HeldOutPart) -> tuple[float, int]:
     for start in range(part.positions.start, part.positions.stop, batch):
         with run.progress.loading():
             microbatches = data.loader.global_batch(start, num_microbatches(run.config, batch), end=part.positions.stop)
+        run.progress.begin_batch(EVALUATION)
         loss, tokens = held_out_loss(run, microbatches)
         if tokens:
             loss_sum += loss * tokens

@@ -19,7 +19,7 @@ from megatron_ext.model.moe import take_auxiliary_losses
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import local_part
 from megatron_ext.resilience.numeric import first_bad, largest_magnitude
-from megatron_ext.resilience.progress import UPDATE
+from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE
 from megatron_ext.sharding.gradients import gradients_of_update, outside_norm
 from megatron_ext.train.gradient_watch import Finding
 from megatron_ext.train.run import Run
@@ -75,7 +75,7 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
         microbatches = run.loaders.train.global_batch(
             run.state.consumed_samples, num_microbatches(run.config, global_batch)
         )
-    run.progress.begin_step()
+    run.progress.begin_batch(FORWARD_BACKWARD)
     share = _Share(run)
     run.gradient_watch.reset(share.loss)
     share.add_loss(run_schedule(run, microbatches, forward_only=False))
@@ -146,7 +146,7 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
     config = run.config
     reports = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))(
         forward_step_func=_forward_step,
-        data_iterator=[(batch.to(run.device.torch_device) for batch in microbatches) for _ in run.chunks],
+        data_iterator=[_on_device(run, microbatches) for _ in run.chunks],
         model=list(run.chunks),
         num_microbatches=len(microbatches),
         seq_length=config.model.seq_length,
@@ -160,6 +160,12 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
     if run.is_last_stage and run.groups.tp.rank() == 0:
         share += torch.stack([report["lm loss"] for report in reports]).sum(dim=0, dtype=torch.float64)
     return share
+
+
+def _on_device(run: Run, microbatches: list[Batch]) -> Iterator[Batch]:
+    for batch in microbatches:
+        run.progress.begin_microbatch()
+        yield batch.to(run.device.torch_device)
 
 
 def held_out_loss(run: Run, microbatches: list[Batch]) -> tuple[float, int]:
