@@ -14,6 +14,7 @@ Pretrain a GPT model. Start it as one process, or as many with torchrun. Flags w
 _PROGRAM = (
     ("--config FILE", "YAML file with any of the names below (underscores for hyphens)."),
     ("--dry-run", "Check everything, print the layout, and exit."),
+    ("--allow-unknown-flags", "Leave out flags that nobody here knows, with a warning for each."),
     ("--help, -h", "Show this text and exit."),
     ("--version", "Show the version and exit."),
 )

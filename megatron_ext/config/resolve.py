@@ -31,6 +31,7 @@ class Facts:
         tokenizer_error: why that tokenizer could not be read, or None.
         huggingface: values of the model that --load-hf names, by field name; empty without it.
         huggingface_problems: why its config.json cannot be used.
+        unread: fields that the user gave, but whose value could not be read.
         saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
         missing_paths: files that the flags name and that do not exist (`config.blend.missing_paths`).
         missing_checkpoint: what --exit-on-missing-checkpoint finds amiss in the --load folder.
@@ -48,6 +49,7 @@ class Facts:
     load_problem: str | None = None
     huggingface: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     huggingface_problems: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()
     saved: Mapping[str, Any] | None = None
 
 
@@ -60,8 +62,11 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
     """
     values = {**facts.huggingface, **typed}
     _resolve_layout(values, facts)
+    _resolve_implementation(values)
     _resolve_model(values, facts)
     _resolve_training(values)
+    if "split" in values:
+        values["split"] = values["split"].strip(" '\"")  # quotes that a script has twice, as Megatron takes them
     if values.get("save"):
         _fill(values, "metrics_file", default_metrics_file(values["save"]))
     return _build(values)
@@ -128,6 +133,13 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
         values["num_virtual_stages_per_pipeline_rank"] = layers // (stages * chunk_size)
     elif chunk_size is None and positive(stages, chunks) and layers % (stages * chunks) == 0:
         values["num_layers_per_virtual_pipeline_stage"] = layers // (stages * chunks)
+
+
+def _resolve_implementation(values: dict[str, Any]) -> None:
+    """Have the layers computed by ours where Transformer Engine's cannot be: experts, and weights that FSDP divides.
+    What is computed is the same."""
+    if any(values.get(name) for name in ("num_experts", "use_megatron_fsdp", "use_torch_fsdp2")):
+        values["transformer_impl"] = "local"
 
 
 def _resolve_model(values: dict[str, Any], facts: Facts) -> None:

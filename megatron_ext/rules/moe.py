@@ -30,10 +30,8 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         return
     given = [
         ("--expert-model-parallel-size", layout.expert_model_parallel_size > 1),
-        ("--expert-tensor-parallel-size", layout.expert_tensor_size != layout.tensor_model_parallel_size),
         ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size is not None),
         ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size is not None),
-        ("--moe-grouped-gemm", model.moe_grouped_gemm),
         ("--moe-aux-loss-coeff", model.load_balancing_coefficient != 0.0),
         ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
     ]
@@ -123,16 +121,6 @@ def experts_are_computed_by_us(config: Config, facts: Facts) -> Iterator[str]:
         yield (
             f"--num-experts with --tensor-model-parallel-size {layout.tensor_model_parallel_size} would route every "
             "token on every tensor-parallel rank; add --sequence-parallel"
-        )
-    if layout.moe_token_dispatcher_type == "flex":
-        yield (
-            "--moe-token-dispatcher-type flex sends tokens with DeepEP or HybridEP, which have to be built; "
-            "use --moe-token-dispatcher-type alltoall"
-        )
-    if model.transformer_impl != "local":
-        yield (
-            f"--num-experts with --transformer-impl {model.transformer_impl}: the experts are ours, on plain torch; "
-            "use --transformer-impl local"
         )
     if config.training.torch_compile:
         yield (

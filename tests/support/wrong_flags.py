@@ -96,9 +96,6 @@ EXAMPLES = {
     "A global batch that the micro batch and the data-parallel size do not divide": Example(
         "--world-size 4 --micro-batch-size 2 --global-batch-size 12", "--global-batch-size 16"
     ),
-    "Sequence parallelism without tensor parallelism": Example(
-        "--world-size 4 --sequence-parallel", "--tensor-model-parallel-size 4"
-    ),
     "Experts that do not divide over the expert-parallel ranks": Example(
         f"--world-size 4 {_EXPERTS} --num-experts 6 --expert-model-parallel-size 4", "--expert-model-parallel-size 2"
     ),
@@ -128,9 +125,6 @@ EXAMPLES = {
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "--moe-shared-expert-intermediate-size 64",
     ),
-    "A token dispatcher that needs a build": Example(
-        f"{_EXPERTS} --num-experts 8 --moe-token-dispatcher-type flex", "--moe-token-dispatcher-type alltoall"
-    ),
     "Experts compiled": Example(f"{_EXPERTS} --num-experts 8 --torch-compile", "--torch-compile=false"),
     "An auxiliary loss with a negative weight": Example(
         f"{_EXPERTS} --num-experts 8 --moe-aux-loss-coeff -0.01 --moe-z-loss-coeff 0",
@@ -145,9 +139,6 @@ EXAMPLES = {
     ),
     "Attention dropout in blocks": Example(
         "--world-size 2 --context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type a2a"
-    ),
-    "An exchange of keys that needs groups of groups": Example(
-        "--world-size 2 --context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type a2a"
     ),
     "An exchange of keys for some of the layers": Example(
         "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --cp-comm-type p2p all_gather",
@@ -191,9 +182,6 @@ EXAMPLES = {
         "--optimizer-cpu-offload --optimizer-offload-fraction 0", "--optimizer-offload-fraction 0.5"
     ),
     "FSDP2 with a loss scale": Example("--world-size 2 --use-torch-fsdp2 --fp16", "--fp16=false --bf16"),
-    "FSDP2 on modules that allocate at once": Example(
-        "--world-size 2 --use-torch-fsdp2 --transformer-impl transformer_engine", "--transformer-impl local"
-    ),
     "A setting of FSDP2 without FSDP2": Example(
         "--world-size 2 --torch-fsdp2-no-reshard-after-forward", "--use-torch-fsdp2"
     ),
@@ -208,21 +196,12 @@ EXAMPLES = {
     "Megatron-FSDP with FSDP2": Example(
         "--world-size 2 --use-megatron-fsdp --use-torch-fsdp2", "--use-torch-fsdp2=false"
     ),
-    "Megatron-FSDP with the distributed optimizer": Example(
-        "--world-size 2 --use-megatron-fsdp --use-distributed-optimizer", "--use-distributed-optimizer=false"
-    ),
-    "Megatron-FSDP with buckets": Example(
-        "--world-size 2 --use-megatron-fsdp --overlap-grad-reduce", "--overlap-grad-reduce=false"
-    ),
     "Megatron-FSDP with pipeline stages": Example(
         "--world-size 4 --use-megatron-fsdp --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"
     ),
     "Megatron-FSDP with SGD": Example("--world-size 2 --use-megatron-fsdp --optimizer sgd", "--optimizer adam"),
     "Megatron-FSDP with the optimizer on the host": Example(
         "--world-size 2 --use-megatron-fsdp --optimizer-cpu-offload", "--use-megatron-fsdp=false --use-torch-fsdp2"
-    ),
-    "Megatron-FSDP on Transformer Engine's modules": Example(
-        "--world-size 2 --use-megatron-fsdp --transformer-impl transformer_engine", "--transformer-impl local"
     ),
     "Megatron-FSDP that shards nothing, with experts": Example(
         f"--world-size 2 {_EXPERTS} --num-experts 8 --use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
@@ -278,6 +257,7 @@ UNREADABLE = {
     "A misspelt flag": "--tensor-parallel-model-size 2",
     "A flag of Megatron that is not supported": "--multi-latent-attention",
     "A value of the wrong type": "--hidden-size wide",
+    "An unreadable value next to a wrong one": "--hiden-size 4 --multi-latent-attention --min-lr 1",
 }
 
-SEVERAL = "--world-size 3 --tensor-model-parallel-size 2 --min-lr 1 --save-interval 10 --swiglu --openai-gelu"
+SEVERAL = "--world-size 3 --tensor-model-parallel-size 2 --min-lr 1 --keep-last-checkpoints 2 --swiglu --openai-gelu"

@@ -10,7 +10,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "data is read through memory maps from a local or mounted disk; leave it out",
         """
-        --no-mmap-bin-files, --object-storage-cache-path N, --enable-msc
+        --object-storage-cache-path N, --enable-msc
         """,
     ),
     (
@@ -42,12 +42,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --disable-tokenizer-sentencepiece-ignore-extra-whitespaces, --tokenizer-hf-no-use-fast,
         --tokenizer-hf-no-include-special-tokens, --null-tokenizer-eod-id N, --null-tokenizer-pad-id N =-1,
         --chat-template N
-        """,
-    ),
-    (
-        "code from a tokenizer's folder is never run",
-        """
-        --trust-remote-code
         """,
     ),
 )

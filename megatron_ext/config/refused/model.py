@@ -65,11 +65,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "the model's structure has no such variant in this version; leave it out",
         """
-        --fp32-residual-connection, --apply-residual-connection-post-layernorm, --apply-layernorm-1p,
-        --glu-linear-offset N =0.0, --activation-func-clamp-value N, --apply-query-key-layer-scaling,
-        --use-fused-weighted-squared-relu, --quick-geglu, --onnx-safe N, --bert-no-binary-head,
-        --heterogeneous-layers-config-path N, --heterogeneous-layers-config-encoded-json N,
-        --mlp-chunks-for-training N =1
+        --fp32-residual-connection, --apply-residual-connection-post-layernorm, --glu-linear-offset N =0.0,
+        --activation-func-clamp-value N, --quick-geglu, --onnx-safe N, --bert-no-binary-head,
+        --heterogeneous-layers-config-path N, --heterogeneous-layers-config-encoded-json N
         """,
     ),
     (

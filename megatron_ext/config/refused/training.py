@@ -15,16 +15,10 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "the loss is computed in fp32; use --bf16 or --fp16 for the rest",
-        """
-        --fp16-lm-cross-entropy
-        """,
-    ),
-    (
         "optimizer state is in fp32; use --use-distributed-optimizer or --optimizer-cpu-offload to save memory",
         """
-        --use-precision-aware-optimizer, --main-grads-dtype N =fp32,
-        --main-params-dtype N =fp32, --exp-avg-dtype N =fp32, --exp-avg-sq-dtype N =fp32
+        --main-grads-dtype N =fp32, --main-params-dtype N =fp32, --exp-avg-dtype N =fp32,
+        --exp-avg-sq-dtype N =fp32
         """,
     ),
     (f"use --optimizer {listed(OPTIMIZERS)}", FLAGS_OF_OTHERS),
@@ -36,26 +30,10 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "what is kept for recomputation is kept whole on each rank; use --sequence-parallel, which divides it too",
-        """
-        --distribute-saved-activations
-        """,
-    ),
-    (
-        "activation offloading is not in this version; use --recompute-granularity to save memory",
-        """
-        --cpu-offloading-num-layers N =0, --cpu-offloading-retain-pinned-cpu-buffers,
-        --fine-grained-activation-offloading, --fine-grained-offloading-max-inflight-offloads N,
-        --offload-modules N..., --min-offloaded-tensor-size N =1048576, --delay-offload-until-cuda-graph,
-        --delta-offload-bytes-across-pp-ranks N =0, --activation-offload-fraction N =1.0
-        """,
-    ),
-    (
         "CUDA graphs are not in this version; leave it out",
         """
-        --enable-cuda-graph, --cuda-graph-warmup-steps N =3, --external-cuda-graph, --cuda-graph-impl N =none,
-        --inference-cuda-graph-scope N, --optimizer-cuda-graph, --rl-persist-cuda-graphs, --no-rl-persist-cuda-graphs,
-        --rl-training-cuda-graphs, --no-rl-training-cuda-graphs, --cuda-graph-scope N..., --cuda-graph-modules N...,
+        --inference-cuda-graph-scope N, --rl-persist-cuda-graphs, --no-rl-persist-cuda-graphs,
+        --rl-training-cuda-graphs, --no-rl-training-cuda-graphs,
         --inference-dynamic-batching-num-cuda-graphs N =16, --decode-only-cuda-graphs,
         --inference-cuda-graph-all-prefills, --inference-cuda-graph-max-tokens N =512,
         --inference-dynamic-batching-cuda-graph-mixed-prefill-count N =16,

@@ -37,7 +37,7 @@ class LayoutConfig:
     moe_token_dispatcher_type: str = free(
         "allgather",
         "How tokens reach their experts: all of them gathered on every rank, or each sent to where it is needed.",
-        choices=("allgather", "alltoall", "flex"),
+        choices=("allgather", "alltoall"),
     )
     num_layers_per_virtual_pipeline_stage: int | None = free(
         None, "Interleave: layers in each virtual stage (model chunk).", at_least=1
