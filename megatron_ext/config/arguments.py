@@ -27,6 +27,13 @@ from megatron_ext.config.without_effect import without_effect
 from megatron_ext.errors import ConfigurationError
 
 _NUMBER = re.compile(r"-\.?\d")  # a word that begins so is a value, although it begins with a hyphen
+_PROGRAM_VALUES = {
+    "--config": "the path of a YAML file",
+    "--device-memory-gb": "the memory of a device in GB, for example 80",
+    "--device-name": "the name of a device, for example h100",
+}
+"""Flags of the program that take a value, and what that is."""
+
 _CLOSE = 0.8  # similarity (difflib's ratio) above which an unknown name is taken for a slip of the pen
 
 
@@ -37,6 +44,12 @@ class Typed:
     values: dict[str, Any]
     config_path: str | None = None
     dry_run: bool = False
+    device_memory_gb: float | None = None
+    """Memory of a device that --dry-run judges the layout against, in GB (1e9 bytes)."""
+
+    device_name: str | None = None
+    """Device that --dry-run judges the layout against, a row of `plan.hardware.TABLE`."""
+
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     """What is wrong with the flags themselves; empty in what `parse` returns."""
@@ -53,6 +66,8 @@ class _Reading:
     config_path: str | None = None
     dry_run: bool = False
     allow_unknown: bool = False
+    device_memory_gb: float | None = None
+    device_name: str | None = None
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
@@ -86,11 +101,15 @@ def read(argv: Sequence[str]) -> Typed:
         _read_file(file, command_line.config_path)
     given = file.values | file.fixed | command_line.values | command_line.fixed
     values, dropped = without_effect(_with_default_tokenizer(given))
+    if not command_line.dry_run:
+        _refuse_devices(command_line)
     _judge_unknown(command_line, [*command_line.unknown, *file.unknown])
     return Typed(
         values=values,
         config_path=command_line.config_path,
         dry_run=command_line.dry_run,
+        device_memory_gb=command_line.device_memory_gb,
+        device_name=command_line.device_name,
         warnings=tuple(dict.fromkeys(file.warnings + command_line.warnings + dropped)),
         problems=tuple(command_line.problems + file.problems),
         unread=frozenset(command_line.unread | file.unread),
@@ -103,6 +122,12 @@ def _with_default_tokenizer(values: dict[str, Any]) -> dict[str, Any]:
     if "tokenizer_type" in values or not {"vocab_file", "merge_file"} <= values.keys():
         return values
     return {**values, "tokenizer_type": "GPT2BPETokenizer"}
+
+
+def _refuse_devices(reading: _Reading) -> None:
+    for flag, value in (("--device-memory-gb", reading.device_memory_gb), ("--device-name", reading.device_name)):
+        if value is not None:
+            reading.problems.append(f"{flag} is what --dry-run judges a layout by; add --dry-run, or leave it out")
 
 
 def _judge_unknown(reading: _Reading, unknown: list[tuple[str, str]]) -> None:
@@ -137,14 +162,29 @@ def _read_flag(reading: _Reading, flag: str, inline: str | None, words: list[str
     elif flag == "--allow-unknown-flags":
         reading.allow_unknown = True
         _refuse_extra(reading, flag, texts)
-    elif flag == "--config":
+    elif flag in _PROGRAM_VALUES:
+        _refuse_extra(reading, flag, texts[1:])
         if texts:
-            reading.config_path = texts[0]
-            _refuse_extra(reading, flag, texts[1:])
+            _read_program_value(reading, flag, texts[0])
         else:
-            reading.problems.append("--config needs the path of a YAML file")
+            reading.problems.append(f"{flag} needs {_PROGRAM_VALUES[flag]}")
     else:
         _read_known(reading, flag, inline, words)
+
+
+def _read_program_value(reading: _Reading, flag: str, text: str) -> None:
+    if flag == "--config":
+        reading.config_path = text
+    elif flag == "--device-name":
+        reading.device_name = text
+    else:
+        try:
+            reading.device_memory_gb = float(text)
+        except ValueError:
+            reading.problems.append(f"{flag}: {text!r} is not a number")
+            return
+        if not 0 < reading.device_memory_gb < float("inf"):
+            reading.problems.append(f"{flag} {text} is not above 0; use {flag} 80")
 
 
 def _read_known(reading: _Reading, given: str, inline: str | None, words: list[str]) -> None:
@@ -215,7 +255,7 @@ def _refuse_extra(reading: _Reading, flag: str, extra: list[str]) -> None:
 
 
 def _unknown(flag: str, unread: set[str]) -> str:
-    candidates = [*options_by_flag(), "--config", "--dry-run", "--help", "--version", "--allow-unknown-flags"]
+    candidates = [*options_by_flag(), *_PROGRAM_VALUES, "--dry-run", "--help", "--version", "--allow-unknown-flags"]
     close = _closest(flag.removeprefix("--").replace("_", "-"), [known.removeprefix("--") for known in candidates])
     if close is None:
         return f"unknown flag {flag}; see --help for all flags, or add --allow-unknown-flags to leave it out"

@@ -12,7 +12,8 @@ def pinned_command_line() -> str:
     lines = [f"{option.flag} | {_type_text(option)} | {option.default!r} | {_choices(option)}" for option in options()]
     aliases = [f"{alias} = {option.flag}" for option in options() for alias in option.aliases]
     switches = ("--dry-run", "--allow-unknown-flags", "--help, -h", "--version")
-    program = ["--config | str", *(f"{switch} | switch" for switch in switches)]
+    values = ("--config | str", "--device-memory-gb | float", "--device-name | str")
+    program = [*values, *(f"{switch} | switch" for switch in switches)]
     return "\n".join([*program, *lines, *aliases]) + "\n"
 
 
@@ -30,7 +31,10 @@ def flags_page() -> str:
         "| program | |",
         "|---|---|",
         "| `--config FILE` | YAML file with any of the names below. |",
-        "| `--dry-run` | Check everything, print the layout, and exit. |",
+        "| `--dry-run` | Check everything, print the layout and its memory, and exit. GPUs, packages and data that are "
+        "not on this machine are believed, with a warning. |",
+        "| `--device-memory-gb X` | With `--dry-run`: whether a rank fits in this memory; exit code 1 if not. |",
+        "| `--device-name TEXT` | With `--dry-run`: the same for a device by name, `h200`, `h100` or `a100`. |",
         "| `--allow-unknown-flags` | Leave out flags that nobody here knows, with a warning for each. |",
         "| `--help`, `--version` | Show it and exit. |",
     ]

@@ -25,6 +25,7 @@ from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
 from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.build import tokenizer_from_flags
+from megatron_ext.train.believed import believed
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,13 @@ class Configured:
     """The checkpoint that `config` was made with."""
 
 
-def configure(argv: Sequence[str]) -> Configured:
+def configure(argv: Sequence[str], *, believing: bool = False) -> Configured:
     """Parse, resolve and validate.
 
+    Args:
+        argv: the command line, without the program's name.
+        believing: whether --dry-run believes what this machine does not have (`train.believed`), as where only a
+            layout is asked for.
     Raises:
         ConfigurationError: the flags cannot work; the message has every problem that was found.
         DataError: the configuration of the checkpoint is no file, or a link out of it.
@@ -52,7 +57,8 @@ def configure(argv: Sequence[str]) -> Configured:
     given = read(argv)
     try:
         search = look(given.values)
-        configured = _configured(given, search, search.resume if search is not None else None)
+        resume = search.resume if search is not None else None
+        configured = _configured(given, search, resume, believing=believing and given.dry_run)
     except ConfigurationError as error:
         raise ConfigurationError([*given.problems, *error.problems]) from None
     except DataError:
@@ -78,10 +84,13 @@ def configure_for(configured: Configured, resume: Resume | None) -> Configured:
     return _configured(configured.given, configured.search, resume)
 
 
-def _configured(given: Typed, search: Search | None, resume: Resume | None) -> Configured:
+def _configured(given: Typed, search: Search | None, resume: Resume | None, *, believing: bool = False) -> Configured:
     saved = _saved_values(resume)
     typed = given if saved is None else replace(given, values=adopt(given.values, saved))
     facts = replace(gather_facts(typed, search), saved=saved)
+    if believing:
+        facts, warnings = believed(facts, typed)
+        typed = replace(typed, warnings=(*typed.warnings, *warnings))
     config = resolve(typed.values, facts)
     found = problems(config, facts) or _other_curves(config, facts)
     if found:

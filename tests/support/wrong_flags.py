@@ -245,18 +245,17 @@ EXAMPLES = {
     "A history of GPU memory on CPU processes": Example("--record-memory-history", "--record-memory-history=false"),
     "A learning rate to scale, from no batch": Example("--lr-scale-rule linear", "--lr-scale-base-batch-size 256"),
     "A batch to scale from, and no rule": Example("--lr-scale-base-batch-size 256", "--lr-scale-rule sqrt"),
-    "A data path that does not exist": Example(
-        "--mock-data=false --vocab-size 257 --tokenizer-type ByteTokenizer --data-path nowhere/corpus",
-        "--data-path EXISTING",
-    ),
     "Two precisions": Example("--fp16 --bf16", "--fp16=false"),
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""
 
-UNREADABLE = {
+UNREADABLE: dict[str, str] = {
     "A misspelt flag": "--tensor-parallel-model-size 2",
     "A flag of Megatron that is not supported": "--multi-latent-attention",
     "A value of the wrong type": "--hidden-size wide",
+    "A data path that does not exist": (
+        "--mock-data=false --vocab-size 257 --tokenizer-type ByteTokenizer --data-path nowhere/corpus"
+    ),
     "An unreadable value next to a wrong one": "--hiden-size 4 --multi-latent-attention --min-lr 1",
 }
 
