@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/symptoms.md").read_text()
 # torchrun's and docker's
 OF_OTHERS = {"--nproc-per-node", "--master-port", "--max-restarts", "--shutdown-timeout", "--shm-size"}
-OF_THE_PROGRAM = {"--config", "--dry-run", "--device-memory-gb", "--device-name"}
+OF_THE_PROGRAM = {"--config", "--dry-run"}
 
 
 def rows() -> list[list[str]]:
