@@ -1,6 +1,7 @@
 """A launch script written for Megatron starts as it is: what it takes, what it leaves out with a warning, what it
 refuses, all in one round."""
 
+import argparse
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from megatron_ext.config.arguments import parse, read
 from megatron_ext.config.megatron_options import find
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.train.configure import Configured, configure
 from tests.support.wrong_flags import BASE
 
@@ -176,3 +178,10 @@ def test_quotes_that_a_script_has_twice_are_taken_off():
     plain, twice = (configured(f"--split {split}") for split in ("99,1,0", "\"'99,1,0'\""))
     assert twice.config == plain.config
     assert twice.typed.warnings == ()
+
+
+def test_tools_take_old_names_of_tokenizers_too():
+    parser = argparse.ArgumentParser()
+    add_tokenizer_flags(parser, required=True)
+    line = ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "m"]
+    assert tokenizer_values(parser.parse_args(line))["tokenizer_type"] == "SentencePieceTokenizer"
