@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Record the flags of Megatron-LM's own launches: `python tests/golden/record_megatron_launches.py REPOSITORY FILE`.
+"""Record the flags of Megatron-LM's own launches: `python tests/golden/record_megatron_launches.py REPOSITORY`.
 
-REPOSITORY is a clone of Megatron-LM, bare or not. Written are facts alone, flags and values: those of its GPT, Mixtral
-and MoE pretraining configurations (its functional tests without inference and reinforcement learning), and those of its
-example scripts. tests/unit/test_megatron_launches.py replays them.
+REPOSITORY is a clone of Megatron-LM, bare or not. tests/golden/megatron_launches.json then holds facts alone, names,
+flags and values: those of its GPT, Mixtral and MoE pretraining configurations (its functional tests without inference
+and reinforcement learning), and those of its example scripts. tests/unit/test_megatron_launches.py replays them.
 """
 
-import json
 import re
 import shlex
 import subprocess
@@ -18,7 +17,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.megatron_launches import words  # noqa: E402
+from tests.support.megatron_launches import Recorded, words  # noqa: E402
 
 CONFIGURATIONS = re.compile(r"tests/functional_tests/test_cases/((gpt|mixtral|moe)/[^/]+)/model_config\.yaml")
 EXAMPLES = (
@@ -29,7 +28,7 @@ EXAMPLES = (
 OTHER_PROGRAMS = re.compile(r"inference|rl-|grpo")
 
 
-def main(repository: str, target: str) -> None:
+def main(repository: str) -> None:
     commit = _git(repository, "rev-parse", "HEAD").strip()
     paths = _git(repository, "ls-tree", "-r", "--name-only", "HEAD").splitlines()
     launches: dict[str, list[str]] = {}
@@ -42,8 +41,8 @@ def main(repository: str, target: str) -> None:
         if not other:
             launches[match[1]] = words(content["MODEL_ARGS"])
     examples = {path: _script(_git(repository, "show", f"HEAD:{path}")) for path in EXAMPLES}
-    facts = {"commit": commit, "configurations": launches, "examples": examples}
-    Path(target).write_text(json.dumps(facts, indent=0) + "\n")
+    source = f"NVIDIA/Megatron-LM, commit {commit}"
+    Recorded(source, launches, examples).write()
 
 
 def _script(text: str) -> list[str]:
@@ -70,4 +69,4 @@ def _git(repository: str, *command: str) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(sys.argv[1])
