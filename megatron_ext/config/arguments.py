@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ext.config import help_text, megatron_options, old_spellings
+from megatron_ext.config import help_text, megatron_options, old_spellings, other_programs
 from megatron_ext.config.files import read_yaml
 from megatron_ext.config.options import (
     Option,
@@ -200,7 +200,9 @@ def _read_known(reading: _Reading, given: str, inline: str | None, words: list[s
         _refuse_extra(reading, flag, texts[known.most_values :])
         _judge_megatron(reading, known, own)
     else:
-        reading.unknown.append((given, _unknown(given, reading.unread)))
+        instead = other_programs.advice(given)
+        problem = _unknown(given, reading.unread) if instead is None else f"{given} is unknown: {instead}"
+        reading.unknown.append((given, problem))
 
 
 def _read_old(reading: _Reading, flag: str, inline: str | None, words: list[str]) -> None:

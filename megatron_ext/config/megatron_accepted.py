@@ -38,7 +38,8 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "the loss is always averaged over the tokens of the whole global batch",
+        "the loss is always averaged over the tokens of the whole global batch (without this flag, Megatron averages "
+        "the means of the microbatches, which is the same where each has as many tokens that count)",
         """
         --calculate-per-token-loss
         """,
@@ -65,9 +66,8 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "memory and garbage collection are left to torch and Python",
+        "freed memory is left to torch, which keeps it for the next step",
         """
-        --manual-gc, --manual-gc-interval N, --no-manual-gc-eval, --disable-manual-gc-eval,
         --empty-unused-memory-level N, --train-sync-interval N
         """,
     ),
@@ -87,11 +87,11 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "checkpoints are always torch_dist, saved in parallel and reshardable",
+        "checkpoints are torch_dist and reshardable; --ckpt-fully-parallel-save and -load say who writes and who reads",
         """
-        --use-dist-ckpt, --auto-detect-ckpt-format, --ckpt-fully-parallel-save, --no-ckpt-fully-parallel-save,
-        --ckpt-fully-parallel-load, --ckpt-fully-parallel-load-exchange-algo N,
-        --ckpt-fully-parallel-save-process-group N, --ckpt-fully-parallel-load-process-group N,
+        --use-dist-ckpt, --auto-detect-ckpt-format, --no-ckpt-fully-parallel-save,
+        --ckpt-fully-parallel-load-exchange-algo N, --ckpt-fully-parallel-save-process-group N,
+        --ckpt-fully-parallel-load-process-group N,
         --ckpt-assume-constant-structure, --dist-ckpt-optim-fully-reshardable,
         --distrib-optim-fully-reshardable-mem-efficient, --dist-ckpt-workers N,
         --no-use-tokenizer-model-from-checkpoint-args, --disable-use-tokenizer-model-from-checkpoint-args,
@@ -192,18 +192,6 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "gradients are summed in the precision in which they are kept, in fp32 with --bf16",
-        """
-        --grad-reduce-in-bf16
-        """,
-    ),
-    (
-        "ranks follow Megatron's usual order (tensor, context, data, pipeline); results are the same",
-        """
-        --use-tp-pp-dp-mapping
-        """,
-    ),
-    (
         "NCCL is tuned by its own environment variables alone",
         """
         --use-nccl-ub, --use-sharp, --sharp-enabled-group N, --nccl-communicator-config-path N,
@@ -223,15 +211,9 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "main parameters and optimizer state are in fp32; another type, where a flag names one, is refused",
+        "--main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype say by themselves what is kept in bf16",
         """
         --use-precision-aware-optimizer
-        """,
-    ),
-    (
-        "data is read through memory maps, which read the same tokens",
-        """
-        --no-mmap-bin-files
         """,
     ),
     (

@@ -5,6 +5,7 @@ from megatron_ext.config.help_text import default_text
 from megatron_ext.config.megatron_options import megatron_options
 from megatron_ext.config.old_spellings import FLAGS, VALUES
 from megatron_ext.config.options import Option, flag_of, options
+from megatron_ext.config.other_defaults import other_default
 
 
 def pinned_command_line() -> str:
@@ -42,10 +43,17 @@ def flags_page() -> str:
     for option in options():
         if option.group != group:
             group = option.group
-            lines += ["", f"## {group.capitalize()}", "", "| flag | default | meaning |", "|---|---|---|"]
+            lines += [
+                "",
+                f"## {group.capitalize()}",
+                "",
+                "| flag | default | meaning | Megatron's default, where it is another |",
+                "|---|---|---|---|",
+            ]
         names = ", ".join(f"`{flag}`" for flag in (option.flag, *option.aliases))
         value = f" {_type_text(option)}" if not option.is_switch else ""
-        lines.append(f"| {names}{value} | {default_text(option) or '-'} | {option.help}{_choice_sentence(option)} |")
+        meaning = f"{option.help}{_choice_sentence(option)}"
+        lines.append(f"| {names}{value} | {default_text(option) or '-'} | {meaning} | {_others(option)} |")
     lines += [
         "",
         "## Megatron's other options",
@@ -75,6 +83,13 @@ def _old_spellings() -> list[str]:
         warned = f", with a warning: {instead}" if instead else ""
         lines.append(f"| `{flag_of(name)} {old}` | `{flag_of(name)} {new}`{warned} |")
     return lines
+
+
+def _others(option: Option) -> str:
+    other = other_default(option.flag)
+    if other is None:
+        return ""
+    return f"{'none' if other.theirs is None else f'`{other.theirs}`'}: {other.why}"
 
 
 def _type_text(option: Option) -> str:

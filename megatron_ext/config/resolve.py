@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.config.batch import read_schedule
 from megatron_ext.config.lr_scale import scale
 from megatron_ext.config.pipeline import read_pipeline_layout
 from megatron_ext.config.schema import Config
@@ -163,13 +164,29 @@ def _resolve_training(values: dict[str, Any]) -> None:
     axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     model_parallel_size = math.prod(values.get(axis, 1) for axis in axes)
     micro, world = values.get("micro_batch_size"), values["world_size"]
+    _resolve_schedule(values)
     if positive(micro, world, model_parallel_size) and world % model_parallel_size == 0:
         _fill(values, "global_batch_size", micro * (world // model_parallel_size))
     scale(values)
     if values.get("recompute_activations"):
         _fill(values, "recompute_granularity", "selective")
-    if values.get("bf16"):
+    if values.get("bf16") and values.get("main_grads_dtype") == "bf16":
+        values["grad_reduce_in_bf16"] = True
+    if values.get("bf16") and not values.get("grad_reduce_in_bf16"):
         values["accumulate_allreduce_grads_in_fp32"] = True
+    if values.get("skip_train"):
+        values["no_load_optim"] = True
+
+
+def _resolve_schedule(values: dict[str, Any]) -> None:
+    """Take the last size of --step-batch-size-schedule for the global batch."""
+    text, length = values.get("step_batch_size_schedule"), values.get("seq_length")
+    if text is None or not positive(length):
+        return
+    try:
+        _fill(values, "global_batch_size", read_schedule(text, length or 0)[-1][1])
+    except ValueError:
+        return  # a rule names it
 
 
 def _fill(values: dict[str, Any], name: str, derived: Any) -> None:

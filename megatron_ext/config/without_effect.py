@@ -51,6 +51,23 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in _OF_DDP:
             if name in values:
                 yield name, _OF_FSDP
+    yield from _of_gradients(values)
+
+
+def _of_gradients(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    asked = [
+        name
+        for name, short in (("grad_reduce_in_bf16", True), ("main_grads_dtype", "bf16"))
+        if values.get(name) == short
+    ]
+    if not values.get("bf16"):
+        for name in asked:
+            yield name, "without --bf16 gradients have the precision of the weights"
+        return
+    for scheme in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if values.get(scheme):
+            for name in asked:
+                yield name, f"{flag_of(scheme)} sums and keeps gradients in fp32"
 
 
 def _of_experts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Rules about data, checkpoints, logs, and single values."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ext.config.blend import DATA_PATH_NAMES, read_blend
@@ -202,6 +202,18 @@ def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[st
             yield f"{flag} {model[name]}, but the checkpoint in --load was saved with {was}; use {flag} {was}"
         elif name in names_by_resume("function"):  # a shape that was left out is derived, and the weights tell it
             yield f"{flag} {model[name]}, but the checkpoint in --load was saved without it; leave {flag} out"
+    yield from _assignment_is_that_of_the_checkpoint(config, facts.saved)
+
+
+def _assignment_is_that_of_the_checkpoint(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Require Sinkhorn's assignment where the checkpoint has it, and not elsewhere: it weighs experts otherwise. The
+    auxiliary losses may change."""
+    was = (saved.get("moe_router_load_balancing_type") or ("aux_loss",))[0]
+    now = config.model.load_balancing
+    if config.checkpoint.finetune or (was == "sinkhorn") == (now == "sinkhorn"):
+        return
+    flag = "--moe-router-load-balancing-type"
+    yield f"{flag} {now}, but the checkpoint in --load was saved with {was}; use {flag} {was}"
 
 
 def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterator[str]:

@@ -245,6 +245,48 @@ EXAMPLES = {
     "A history of GPU memory on CPU processes": Example("--record-memory-history", "--record-memory-history=false"),
     "A learning rate to scale, from no batch": Example("--lr-scale-rule linear", "--lr-scale-base-batch-size 256"),
     "A batch to scale from, and no rule": Example("--lr-scale-base-batch-size 256", "--lr-scale-rule sqrt"),
+    "A schedule of batches that is none": Example(
+        "--step-batch-size-schedule '8 64K:16'", "--step-batch-size-schedule '0:8 64K:16'"
+    ),
+    "A schedule of batches whose thresholds are nearer than a sample": Example(
+        "--step-batch-size-schedule '0:8 10:16'", "--step-batch-size-schedule '0:8 64:16'"
+    ),
+    "A schedule of batches that ends with another global batch": Example(
+        "--step-batch-size-schedule '0:8 64K:16' --global-batch-size 8", "--global-batch-size 16"
+    ),
+    "A schedule of batches, one of which the ranks cannot share": Example(
+        "--world-size 2 --step-batch-size-schedule '0:7 64K:16'", "--step-batch-size-schedule '0:8 64K:16'"
+    ),
+    "A batch of an evaluation that its microbatches do not divide": Example(
+        "--eval-global-batch-size 8 --eval-micro-batch-size 3", "--eval-global-batch-size 9"
+    ),
+    "Nothing to train and nothing to evaluate": Example("--skip-train --eval-iters 0", "--eval-iters 100"),
+    "Gradients in two precisions": Example(
+        "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+        "--accumulate-allreduce-grads-in-fp32=false",
+    ),
+    "Moments in bf16 of an optimizer that has others": Example(
+        "--optimizer lion --exp-avg-dtype bf16", "--optimizer adam"
+    ),
+    "Moments in bf16 in host memory": Example(
+        "--optimizer-cpu-offload --exp-avg-dtype bf16", "--optimizer-cpu-offload=false"
+    ),
+    "A lowest rate of embeddings that have no rate of their own": Example(
+        "--decoupled-min-lr 1e-5", "--decoupled-lr 1e-3"
+    ),
+    "A lowest rate of embeddings above their highest": Example(
+        "--decoupled-lr 1e-3 --decoupled-min-lr 1e-2", "--decoupled-min-lr 1e-4"
+    ),
+    "Interleaved channels without rotary positions": Example("--rotary-interleaved", "--position-embedding-type rope"),
+    "Sinkhorn's assignment with a loss": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+        "--moe-aux-loss-coeff 0",
+    ),
+    "Stages between data-parallel ranks that share experts": Example(
+        f"{_EXPERTS} --num-experts 8 --world-size 8 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+        "--use-tp-pp-dp-mapping",
+        "--use-tp-pp-dp-mapping=false",
+    ),
     "Two precisions": Example("--fp16 --bf16", "--fp16=false"),
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""

@@ -2,15 +2,20 @@
 refuses, all in one round."""
 
 import argparse
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ext.config import other_programs
 from megatron_ext.config.arguments import parse, read
 from megatron_ext.config.megatron_options import find
+from megatron_ext.config.options import options_by_flag
+from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.train.configure import Configured, configure
 from tests.support.wrong_flags import BASE
@@ -89,7 +94,7 @@ def test_unknown_flags_are_left_out_where_asked_with_a_warning_each(tmp_path: Pa
 
 
 def test_underscores_stand_for_hyphens():
-    assert parse(shlex.split("--num_layers 4 --manual_gc_interval 5")).values == {"num_layers": 4}
+    assert parse(shlex.split("--num_layers 4 --logging_level 5")).values == {"num_layers": 4}
     assert read(["--multi_latent_attention"]).problems[0].startswith("--multi-latent-attention is not supported")
 
 
@@ -115,6 +120,31 @@ def test_an_old_spelling_is_taken_silently_as_the_new_one(line: str, values: dic
     assert (typed.values, typed.warnings) == (values, ())
 
 
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--deepspeed", "tools/import_config.py --from deepspeed FILE"),
+        ("--deepspeed_config", "tools/import_config.py --from deepspeed FILE"),
+        ("--hostfile", "torchrun --nnodes"),
+        ("--zero-stage", "--data-parallel-sharding-strategy optim_grads (stage 2)"),
+        ("--config_file", "tools/import_config.py --from accelerate FILE"),
+    ],
+)
+def test_a_flag_of_another_launcher_is_named_with_what_to_do_instead(flag: str, words: str):
+    (problem,) = read([flag, "2"]).problems
+    assert problem.startswith(f"{flag} is unknown: it is ")
+    assert words in problem
+    assert parse([flag, "2", "--allow-unknown-flags"]).values == {}
+
+
+def test_the_equivalents_of_other_programs_flags_are_flags():
+    foreign = {"--nnodes", "--node-rank", "--rdzv-endpoint", "--nproc-per-node", "--from"}  # torchrun's and a tool's
+    for flag, text in other_programs.FLAGS.items():
+        assert flag not in options_by_flag()
+        assert find(flag) is None
+        assert set(re.findall(r"--[a-z][a-z0-9-]*", text)) <= foreign | set(options_by_flag()), flag
+
+
 def test_a_file_takes_old_spellings_too(tmp_path: Path):
     (tmp_path / "run.yaml").write_text(
         "use_rotary_position_embeddings: true\ntokenizer_type: Llama2Tokenizer\nencoder_num_layers: 4\n"
@@ -135,10 +165,28 @@ def test_layers_without_experts_are_refused():
         assert not known.is_neutral([pattern])
 
 
+@pytest.mark.parametrize(
+    ("was", "now"), [("sinkhorn", None), (None, "sinkhorn"), ("sinkhorn", "sinkhorn"), (None, "none")]
+)
+def test_sinkhorns_assignment_is_that_of_the_checkpoint(was: str | None, now: str | None):
+    flags = f"{BASE} --disable-bias-linear --num-experts 4 --load x"
+    saved = resolve(parse(flags.split()).values, Facts())
+    old = {**vars(saved.model), "vocab_size": 1000, "moe_router_load_balancing_type": was and (was,)}
+    line = f"{flags} --moe-router-load-balancing-type {now}" if now else flags
+    found = problems(resolve(parse(line.split()).values, Facts()), Facts(saved=old))
+    expected = [] if was == now or now == "none" else [f"use --moe-router-load-balancing-type {was or 'aux_loss'}"]
+    assert [problem.partition("; ")[2] for problem in found] == expected
+
+
 DROPPED = [
     ("--sequence-parallel", "--tensor-model-parallel-size 1"),
     ("--save-interval 5", "without --save"),
     ("--eval-iters -1", "as with --eval-iters 0"),
+    ("--grad-reduce-in-bf16", "without --bf16"),
+    ("--use-precision-aware-optimizer", "say by themselves what is kept in bf16"),
+    ("--main-grads-dtype bf16", "without --bf16"),
+    ("--world-size 2 --bf16 --use-megatron-fsdp --grad-reduce-in-bf16", "--use-megatron-fsdp sums and keeps"),
+    ("--world-size 2 --bf16 --use-torch-fsdp2 --grad-reduce-in-bf16", "--use-torch-fsdp2 sums and keeps"),
     ("--tokenizer-type ByteTokenizer --vocab-size 257 --tiktoken-pattern v2", "does not read it, only TikTokenizer"),
     ("--tokenizer-type ByteTokenizer --vocab-size 257 --vocab-file v", "only GPT2BPETokenizer"),
     ("--world-size 2 --use-megatron-fsdp --use-distributed-optimizer", "--data-parallel-sharding-strategy"),

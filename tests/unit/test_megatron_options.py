@@ -1,10 +1,9 @@
 """No option of Megatron falls through: each is supported, accepted with a warning, or refused by name."""
 
-from typing import Any
-
 from megatron_ext.config.megatron_options import megatron_options
 from megatron_ext.config.old_spellings import FLAGS, VALUES
 from megatron_ext.config.options import options_by_flag, options_by_name
+from megatron_ext.config.other_defaults import OTHER_DEFAULTS, OTHER_MEANINGS
 from tests.support.megatron_wheel import UNREADABLE, wheel_options
 
 OUR_OWN = {
@@ -29,32 +28,21 @@ OUR_OWN = {
     "--qk-layernorm-over",
     "--torch-fsdp2-cpu-offload",
     "--check-replicated-weights-interval",
-    "--norm-position",
-    "--qk-layernorm-over",
     # megatron-core hard-codes these three for Llama 3.1.
     "--rope-scaling-low-freq-factor",
     "--rope-scaling-high-freq-factor",
     "--rope-scaling-original-max-position-embeddings",
 }
 
-OTHER_DEFAULTS: dict[str, tuple[Any, Any, str]] = {
-    "--num-query-groups": (None, 1, "resolved: 1 with --group-query-attention as Megatron has it, else the heads"),
-    "--transformer-impl": ("local", "transformer_engine", "runs without a build"),
-    "--data-parallel-sharding-strategy": (None, "optim_grads_params", "resolved, where --use-megatron-fsdp reads it"),
-    "--distributed-backend": (None, "nccl", "resolved: gloo on CPU processes"),
-    "--eval-interval": (1000, None, "Megatron evaluates never or by the interval; here 0 says never"),
-    "--moe-router-load-balancing-type": (None, "aux_loss", "the same, read as one of a list"),
-    "--moe-aux-loss-coeff": (None, 0.0, "the same, read as one of a list"),
-    "--split": ("969,30,1", None, "Megatron fills in the same value later"),
-}
-
 FEWER_CHOICES = {
     "--transformer-impl": "the inference variant is not for training",
     "--position-embedding-type": "yarn, mrope and relative positions are not in this version",
     "--optimizer": "muon and soap are not in this version",
+    "--exp-avg-dtype": "16 bits with the range of fp32 need no scale of their own",
+    "--exp-avg-sq-dtype": "16 bits with the range of fp32 need no scale of their own",
     "--moe-token-dispatcher-type": "flex is taken as alltoall",
     "--moe-router-score-function": "the square root of the softplus is not in this version",
-    "--moe-router-load-balancing-type": "the loss of each microbatch, and none",
+    "--moe-router-load-balancing-type": "what is averaged over a step, or over steps, depends on the layout",
     "--ckpt-format": "torch_dist is the one that reshards",
     "--tokenizer-type": "six kinds that need no torch; ByteTokenizer is ours",
 }
@@ -102,8 +90,10 @@ def test_defaults_are_megatrons_but_for_the_ones_listed():
         default = list(ours.default) if isinstance(ours.default, tuple) else ours.default
         # A switch stands for the action that it switches on, `--no-...` included: off by default in both.
         if wheel is not None and not ours.is_switch and default != wheel.default:
-            different[flag] = (default, wheel.default)
-    assert different == {flag: (ours, theirs) for flag, (ours, theirs, _) in OTHER_DEFAULTS.items()}
+            different[flag] = wheel.default
+    assert different == {flag: known.theirs for flag, known in OTHER_DEFAULTS.items()}
+    assert not set(OTHER_MEANINGS) & set(OTHER_DEFAULTS)
+    assert set(OTHER_MEANINGS) <= set(options_by_flag()) & set(wheel_options())
 
 
 def test_choices_are_megatrons_but_for_the_ones_listed():

@@ -71,6 +71,8 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapsh
     """
     if models is None or models.rows or not _of_the_run(models, run):
         models = models_of(run)
+        if run.config.checkpoint.ckpt_fully_parallel_save and not models.rows:  # rows are written by who has them
+            _spread(models.weights, run)
     state_dict = {key: _copied(value, copy, (key,)) for key, value in models.state_dict.items()}
     others: dict[str, Any] = {"train_state": asdict(run.state), "iteration": run.state.iteration}
     taken = []
@@ -96,6 +98,22 @@ def to_save(taken: RunSnapshot, exchange: Exchange) -> ShardedStateDict:
     if taken.optimizer:
         state_dict["optimizer"] = optimizer_state.state_to_save(taken.optimizer, taken.models.weights, exchange)
     return state_dict
+
+
+def _spread(weights: dict[str, ShardedBase], run: Saveable) -> None:
+    """Divide who writes the weights among the data-parallel ranks that hold the same, each about as many bytes.
+
+    The ranks that hold a weight count alike, since they hold the same weights under the same names.
+    """
+    loads: dict[Any, list[int]] = {}
+    ordered: Any = sorted(weights.items(), key=lambda item: (-item[1].data.numel(), item[0]))  # pyright: ignore[reportAttributeAccessIssue]
+    for _, weight in ordered:
+        group = run.groups.dp_cp if getattr(weight.data, "allreduce", True) else run.groups.expt_dp
+        load = loads.setdefault(group, [0] * group.size())
+        writer = load.index(min(load))
+        load[writer] += weight.data.numel()
+        *place, replica = weight.replica_id
+        weight.replica_id = (*place, (replica - writer) % group.size())
 
 
 def _of_the_run(models: Contents, run: Saveable) -> bool:

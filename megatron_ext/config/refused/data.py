@@ -14,7 +14,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "samples are read once each, in an order that is a function of the seed; leave it out",
+        "samples are shuffled once an epoch, in an order that is a function of the seed and the same in every layout, "
+        "so that a run can go on in another one; cyclic would shuffle them anew by data-parallel rank, and external "
+        "needs a loader of one's own; leave it out",
         """
         --dataloader-type N =single, --sample-rate N =1.0, --no-data-sharding
         """,

@@ -50,7 +50,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "other rotary variants are not in this version; use --rotary-base, --rotary-percent or --use-rope-scaling",
         """
-        --rotary-interleaved, --rotary-seq-len-interpolation-factor N, --rope-type N =rope,
+        --rotary-seq-len-interpolation-factor N, --rope-type N =rope,
         --yarn-original-max-position-embeddings N, --yarn-beta-fast N, --yarn-beta-slow N,
         --yarn-correction-range-round-to-int, --no-yarn-correction-range-round-to-int, --no-rope-freq N,
         --mrope-section N...
@@ -71,9 +71,10 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "weights begin normal with --init-method-std, as a function of the seed and the parameter's name; leave it out",
+        "weights begin as a function of the seed and the parameter's name; use --init-method-std, "
+        "--embedding-init-method-std or --init-method-xavier-uniform",
         """
-        --no-initialization, --embedding-init-method-std N, --init-method-xavier-uniform, --data-parallel-random-init,
+        --no-initialization, --data-parallel-random-init,
         --use-mup, --mup-width-mult N =1.0, --mup-base-hidden-size N, --mup-embedding-mult N =1.0,
         --mup-output-mult N =1.0, --mup-base-head-dim N, --mup-attn-scale-power N =1.0
         """,

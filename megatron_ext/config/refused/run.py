@@ -32,18 +32,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "evaluation uses the training batch sizes; use --eval-interval and --eval-iters",
-        """
-        --start-eval-at-iter N, --eval-global-batch-size N, --eval-micro-batch-size N
-        """,
-    ),
-    (
-        "evaluation alone is not in this version; leave it out",
-        """
-        --skip-train
-        """,
-    ),
-    (
         "--load reads any layout, and --ckpt-step, --finetune and --no-load-optim choose what of it; use those",
         """
         --pretrained-checkpoint N, --load-main-params-from-ckpt, --override-ckpt-iteration N,

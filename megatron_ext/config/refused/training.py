@@ -15,18 +15,17 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "optimizer state is in fp32; use --use-distributed-optimizer or --optimizer-cpu-offload to save memory",
+        "main parameters are in fp32; use --use-distributed-optimizer or --exp-avg-dtype bf16 to save memory",
         """
-        --main-grads-dtype N =fp32, --main-params-dtype N =fp32, --exp-avg-dtype N =fp32,
-        --exp-avg-sq-dtype N =fp32
+        --main-params-dtype N =fp32
         """,
     ),
     (f"use --optimizer {listed(OPTIMIZERS)}", FLAGS_OF_OTHERS),
     (
-        "weight decay leaves out norms and biases, and there is one learning rate; leave it out",
+        "weight decay leaves out norms and biases, and every weight is trained; leave it out",
         """
-        --apply-wd-to-qk-layernorm, --no-weight-decay-cond-type N, --decoupled-lr N, --decoupled-min-lr N,
-        --freeze-all-layers, --dump-param-to-param-group-map N
+        --apply-wd-to-qk-layernorm, --no-weight-decay-cond-type N, --freeze-all-layers,
+        --dump-param-to-param-group-map N
         """,
     ),
     (
@@ -41,9 +40,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "the batch grows only by --rampup-batch-size, and must be divisible by micro batch x data-parallel size",
+        "a batch must be divisible by micro batch x data-parallel size; use --micro-batch-size",
         """
-        --step-batch-size-schedule N, --decrease-batch-size-if-needed
+        --decrease-batch-size-if-needed
         """,
     ),
     (

@@ -45,6 +45,9 @@ class LayoutConfig:
     num_virtual_stages_per_pipeline_rank: int | None = free(
         None, "Interleave: model chunks on each pipeline rank; the other way to say the same.", at_least=1
     )
+    use_tp_pp_dp_mapping: bool = free(
+        False, "Number ranks so that pipeline stages are neighbours and data-parallel ranks farthest apart."
+    )
     decoder_first_pipeline_num_layers: int | None = free(
         None,
         "Layers of the first pipeline stage; the stages without a number of their own share the rest evenly.",
