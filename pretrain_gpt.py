@@ -14,7 +14,7 @@ from megatron_ext.train.configure import configure
 
 def main(argv: Sequence[str], status: RunStatus) -> int:
     """Configure, then train. Nothing heavy is imported before the flags are known to be right."""
-    configured = configure(argv)
+    configured = configure(argv, believing=True)
     config = configured.config
     status.save = config.checkpoint.save
     for warning in configured.typed.warnings if status.rank == 0 else ():
@@ -22,9 +22,12 @@ def main(argv: Sequence[str], status: RunStatus) -> int:
     scaled = scaling_text(configured.typed.values, config) if status.rank == 0 else None
     if configured.typed.dry_run:
         from megatron_ext.plan.dry_run import describe
+        from megatron_ext.plan.verdict import verdict
 
-        print(describe(config), *([scaled] if scaled else []), sep="\n\n")
-        return 0
+        typed = configured.typed
+        memory, fits = verdict(config, device_memory_gb=typed.device_memory_gb, device_name=typed.device_name)
+        print(describe(config), *([scaled] if scaled else []), "\n".join(memory), sep="\n\n")
+        return 0 if fits else 1
     if launch.stopped_before():
         return 0
     if scaled:

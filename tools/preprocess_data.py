@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.data.prepare.journal import Progress
+from megatron_ext.data.prepare.old_flags import add_old_flags, old_flags
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 
@@ -47,6 +48,7 @@ def make_parser() -> ToolParser:
     add("--plain-tokenizer", action="store_true", help="do not look for a faster tokenizer that gives the same ids")
     add("--commit-interval", type=float, default=2.0, metavar="SECONDS", help="time between two notes of how far it is")
     add("--log-interval", type=int, default=1000, metavar="N", help="documents between two progress lines")
+    add_old_flags(parser)
     return parser
 
 
@@ -95,6 +97,8 @@ def main(argv: list[str]) -> int:
     gc.freeze()  # what is imported by now stays: nothing to look through again and again, and workers share it
     parser = make_parser()
     options = parser.parse_args(argv)
+    for warning in old_flags(options):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     if options.log_interval < 1:
         parser.error(f"--log-interval {options.log_interval} must be 1 or more")
     line = _ProgressLine(options.log_interval)

@@ -13,7 +13,14 @@ Pretrain a GPT model. Start it as one process, or as many with torchrun. Flags w
 
 _PROGRAM = (
     ("--config FILE", "YAML file with any of the names below (underscores for hyphens)."),
-    ("--dry-run", "Check everything, print the layout, and exit."),
+    (
+        "--dry-run",
+        "Check everything, print the layout and its memory, and exit. The layout is judged, not this machine: GPUs, "
+        "packages and data that are not here are believed, with a warning.",
+    ),
+    ("--device-memory-gb X", "With --dry-run: whether a rank fits in this memory; exit code 1 where it does not."),
+    ("--device-name TEXT", "With --dry-run: the same for a device by name (h200, h100, a100)."),
+    ("--allow-unknown-flags", "Leave out flags that nobody here knows, with a warning for each."),
     ("--help, -h", "Show this text and exit."),
     ("--version", "Show the version and exit."),
 )

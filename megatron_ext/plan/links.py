@@ -18,7 +18,8 @@ def seconds(term: Term, layout: LayoutConfig, machine: Machine) -> float:
     rate = _GIGA * machine.link_efficiency
     inside, outside = machine.devices.intra_node_gb_s * rate, machine.devices.inter_node_gb_s * rate
     if term.axis == "pp":
-        return term.bytes / (inside if layout.world_size <= machine.gpus_per_node else outside)
+        spanned = layout.model_parallel_size if layout.use_tp_pp_dp_mapping else layout.world_size
+        return term.bytes / (inside if spanned <= machine.gpus_per_node else outside)
     stride, size = span(term.axis, layout)
     if stride * size <= machine.gpus_per_node:
         return term.bytes / inside
@@ -35,6 +36,9 @@ def span(axis: str, layout: LayoutConfig) -> tuple[int, int]:
     experts = layout.expert_tensor_size * layout.expert_model_parallel_size
     copies = layout.num_distributed_optimizer_instances
     sharers = context * layout.data_parallel_size
+    if layout.use_tp_pp_dp_mapping and axis in ("dp", "between", "edp"):
+        # The stages lie between data-parallel ranks.
+        tensor, experts = (size * layout.pipeline_model_parallel_size for size in (tensor, experts))
     return {
         "tp": (1, tensor),
         "cp": (tensor, context),

@@ -1,6 +1,6 @@
 """Rules about data, checkpoints, logs, and single values."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ext.config.blend import DATA_PATH_NAMES, read_blend
@@ -14,6 +14,7 @@ from megatron_ext.config.schema import Config
 def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
     """Require the values that no run can do without."""
     missing = [option for option in options() if option.required and _value(config, option) is None]
+    missing = [option for option in missing if option.name not in facts.unread]
     if missing:
         flags = ", ".join(option.flag for option in missing)
         example = " ".join(f"{option.flag} {option.required}" for option in missing)
@@ -159,11 +160,8 @@ def model_is_the_one_to_load(config: Config, facts: Facts) -> Iterator[str]:
 def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
     """Require --save for the flags that save."""
     checkpoint = config.checkpoint
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        yield f"--save-interval {checkpoint.save_interval} needs a folder; add --save checkpoints"
-    for name in ("keep_last_checkpoints", "save_retain_interval"):
-        if getattr(checkpoint, name) is not None and checkpoint.save is None:
-            yield f"{flag_of(name)} {getattr(checkpoint, name)} needs a folder; add --save checkpoints"
+    if checkpoint.keep_last_checkpoints is not None and checkpoint.save is None:
+        yield f"--keep-last-checkpoints {checkpoint.keep_last_checkpoints} needs a folder; add --save checkpoints"
     retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if retain and interval and retain > 0 and interval > 0 and retain % interval:
         yield (
@@ -204,6 +202,18 @@ def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[st
             yield f"{flag} {model[name]}, but the checkpoint in --load was saved with {was}; use {flag} {was}"
         elif name in names_by_resume("function"):  # a shape that was left out is derived, and the weights tell it
             yield f"{flag} {model[name]}, but the checkpoint in --load was saved without it; leave {flag} out"
+    yield from _assignment_is_that_of_the_checkpoint(config, facts.saved)
+
+
+def _assignment_is_that_of_the_checkpoint(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Require Sinkhorn's assignment where the checkpoint has it, and not elsewhere: it weighs experts otherwise. The
+    auxiliary losses may change."""
+    was = (saved.get("moe_router_load_balancing_type") or ("aux_loss",))[0]
+    now = config.model.load_balancing
+    if config.checkpoint.finetune or (was == "sinkhorn") == (now == "sinkhorn"):
+        return
+    flag = "--moe-router-load-balancing-type"
+    yield f"{flag} {now}, but the checkpoint in --load was saved with {was}; use {flag} {was}"
 
 
 def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterator[str]:

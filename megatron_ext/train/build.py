@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.checkpoint.native.resume import Resume
+from megatron_ext.config.batch import evaluation_batch
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import StageView
 from megatron_ext.data.loader import BatchLoader
@@ -124,12 +125,12 @@ def build_loaders(
     datasets, wanted = datasets_of_run(config, tokenizer, resume), samples_of_run(config).valid
     assert datasets.train is not None
 
-    def loader(dataset: SampleDataset, describe: Callable[[int], str]) -> BatchLoader:
+    def loader(dataset: SampleDataset, micro_batch_size: int, describe: Callable[[int], str]) -> BatchLoader:
         return BatchLoader(
             dataset,
             vocab_size=tokenizer.vocab_size,
             seq_length=config.model.seq_length,
-            micro_batch_size=training.micro_batch_size,
+            micro_batch_size=micro_batch_size,
             dp_rank=groups.dp.rank(),
             dp_size=groups.dp.size(),
             view=StageView(
@@ -157,11 +158,12 @@ def build_loaders(
             HeldOutPart(source.name, names[number] if names and number < len(names) else str(number), positions)
             for number, (source, positions) in enumerate(zip(dataset.sources, grouped.ranges, strict=True))
         ]
-        return HeldOut(loader(grouped, grouped.describe), tuple(part for part in parts if part.positions))
+        held_out_loader = loader(grouped, evaluation_batch(config)[1], grouped.describe)
+        return HeldOut(held_out_loader, tuple(part for part in parts if part.positions))
 
     train = datasets.train
     return Loaders(
-        train=loader(train, lambda index: describe_sample(train, index)),
+        train=loader(train, training.micro_batch_size, lambda index: describe_sample(train, index)),
         samples=train,
         valid=held_out(datasets.valid),
         test=held_out(datasets.test),

@@ -6,7 +6,7 @@ import sys
 import torch
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.batch import global_batch_size, samples_at_iteration, training_steps
+from megatron_ext.config.batch import evaluation_batch, global_batch_size, samples_at_iteration, training_steps
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.manifest import Judged, judge, made_with
@@ -28,7 +28,7 @@ def samples_of_run(config: Config) -> Splits[int]:
     if train is None:
         train = samples_at_iteration(config, training.train_iters or 0)
     evaluates = training.eval_interval > 0 and (training.eval_iters > 0 or training.full_validation)
-    held_out = max(training.eval_iters, 1) * training.global_batch_size if evaluates else 0
+    held_out = max(training.eval_iters, 1) * evaluation_batch(config)[0] if evaluates else 0
     return Splits(train, held_out, held_out)
 
 

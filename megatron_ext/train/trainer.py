@@ -21,14 +21,17 @@ class Trainer:
         self.run = run
         self.callbacks = callbacks
         self.learning_rate_curve = LearningRateCurve.from_config(run.config)
+        self.decoupled_curve = LearningRateCurve.decoupled(run.config)
         self.weight_decay_curve = WeightDecayCurve.from_config(run.config)
         self.stop_reason: str | None = None
         self.stopped_by_signal = False
 
     @property
     def finished(self) -> bool:
-        """Whether the planned number of steps or samples is reached."""
+        """Whether the planned number of steps or samples is reached; with --skip-train, always."""
         training, state = self.run.config.training, self.run.state
+        if training.skip_train:
+            return True
         if training.train_samples is not None:
             # A last step that would need more samples than are left is not taken.
             return state.consumed_samples + self.next_batch_size > training.train_samples
@@ -79,6 +82,7 @@ class Trainer:
             run.optimizer,
             learning_rate(state.scheduled_samples, self.learning_rate_curve),
             weight_decay(state.scheduled_samples, self.weight_decay_curve),
+            None if self.decoupled_curve is None else learning_rate(state.scheduled_samples, self.decoupled_curve),
         )
         result = train_step(run, batch, lambda: self._tell("before_update"))
         state.iteration += 1

@@ -28,6 +28,16 @@ class CheckpointConfig:
     save_retain_interval: int | None = free(
         None, "Keep the checkpoints of every multiple of this many steps; of the others, the newest alone.", at_least=1
     )
+    ckpt_fully_parallel_save: bool = free(
+        False,
+        "Let data-parallel ranks write the weights together, each some of them, and not the first rank alone; sharded "
+        "optimizer state they always write together.",
+    )
+    ckpt_fully_parallel_load: bool = free(
+        False,
+        "Read each part of a checkpoint on one of the data-parallel ranks, which sends it to the others; default each "
+        "reads all that it needs.",
+    )
     ckpt_format: str = free("torch_dist", "Format of checkpoints.", choices=("torch_dist",))
     no_fallback: bool = free(
         False, "Fail when the checkpoint to load is damaged; default warn and use the newest that is whole."

@@ -15,6 +15,7 @@ from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from megatron_ext.telemetry.wandb import WandbWriter
 from megatron_ext.train.callbacks.communication import Communication
 from megatron_ext.train.callbacks.evaluation import Evaluation
+from megatron_ext.train.callbacks.garbage import GarbageCollection
 from megatron_ext.train.callbacks.memory_history import MemoryHistory, is_recorded
 from megatron_ext.train.callbacks.profiling import Profiling
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
@@ -56,6 +57,10 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     training = config.training
     intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
     callbacks.append(ReplicaCheck(*intervals))
+    if training.manual_gc:
+        callbacks.append(
+            GarbageCollection(training.manual_gc_interval, 0 if training.no_manual_gc_eval else training.eval_interval)
+        )
     callbacks.append(
         Evaluation(
             run.loaders.valid,
@@ -63,6 +68,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
             training.eval_interval,
             config.logging.metrics_file,
             at_start=training.eval_at_start,
+            first=training.start_eval_at_iter or 0,
         )
     )
     if config.logging.log_sample_ids is not None:
