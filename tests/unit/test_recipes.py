@@ -142,7 +142,14 @@ def _size(name: str) -> str:
 
 def test_continued_takes_its_model_from_the_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    flags = ["--config", str(find("continued").path), "--load-hf", str(tmp_path), *recipes.SYNTHETIC]
+    flags = [
+        "--config",
+        str(find("continued").path),
+        "--load-hf",
+        str(tmp_path),
+        *recipes.SYNTHETIC,
+        "--vocab-size=1000",
+    ]
     config = configure([*flags, "--dry-run", "--world-size", "8"]).config
     assert (config.model.num_layers, config.data.vocab_size) == (2, 1000)
     assert config.layout.use_torch_fsdp2
@@ -195,7 +202,9 @@ def test_run_sh_without_data_takes_synthetic_tokens_and_weights_from_a_folder(
     stand_ins: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    [command] = start(stand_ins | {"HF": str(tmp_path)}, "continued", "--dry-run", "--world-size", "8")
+    [command] = start(
+        stand_ins | {"HF": str(tmp_path)}, "continued", "--dry-run", "--world-size=8", "--vocab-size=1000"
+    )
     assert command[:2] == ["python", "pretrain_gpt.py"]
     config = configure(command[2:]).config
     assert config.data.mock_data
