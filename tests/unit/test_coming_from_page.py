@@ -1,5 +1,6 @@
 """The commands of docs/coming_from.md are taken as they stand, and are what its configuration files mean."""
 
+import itertools
 import json
 import re
 import shlex
@@ -47,7 +48,7 @@ def hf_config(name: str) -> dict[str, Any]:
 
 def dry_run(launcher: list[str], flags: list[str]) -> Config:
     """The configuration of a command on its own number of ranks, with synthetic tokens in the place of the data."""
-    sizes = dict(zip(launcher, launcher[1:], strict=False))
+    sizes = dict(itertools.pairwise(launcher))
     ranks = int(sizes["--nproc-per-node"]) * int(sizes.get("--nnodes", "1"))
     kept, skip = [], False
     absent = ("--data-path", "--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--split")
