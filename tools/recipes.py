@@ -247,7 +247,7 @@ def _row(recipe: Recipe, devices: Devices) -> list[str]:
         f"{parameters(config):,}" if first else "",
         recipe.notes["published parameters"].partition(" ")[0] if first else "",
         str(devices),
-        _layout(best["layout"], config),
+        _layout(best["layout"], recipe, config),
         f"{best['bytes']['total'] / 1e9:.1f} of {answer['usable_bytes'] / 1e9:.1f}",
         f"{seconds:.3g}",
         f"{batch_tokens / seconds / devices.number:,.0f}",
@@ -309,18 +309,17 @@ def _alone(config: Config) -> list[str]:
     return ["--use-distributed-optimizer=false", "--overlap-param-gather=false"]
 
 
-def _layout(name: str, config: Config) -> str:
+def _layout(name: str, recipe: Recipe, config: Config) -> str:
     """Return the planner's name of a layout without sizes of 1, and what lies in host memory."""
     if _alone(config):
         name = name.replace(", DDP", "")
     name = re.sub(r"\b(TP|CP|PP|EP|DP)1 ", "", name)
     name = name.replace(", recompute as given", f", recompute {config.training.recompute_granularity}")
-    copies = config.layout.num_distributed_optimizer_instances
-    if copies > 1:
+    if (copies := recipe.values.get("num_distributed_optimizer_instances", 1)) > 1:
         name += f", {copies} copies"
-    if config.layout.torch_fsdp2_cpu_offload:
+    if recipe.values.get("torch_fsdp2_cpu_offload"):
         name += ", weights and optimizer in host memory"
-    elif config.optimizer.optimizer_cpu_offload:
+    elif recipe.values.get("optimizer_cpu_offload"):
         name += ", optimizer in host memory"
     return name
 

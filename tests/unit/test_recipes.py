@@ -166,7 +166,7 @@ if [ "$2" = reduce ]; then echo 4; fi
 def stand_ins(tmp_path: Path) -> dict[str, str]:
     """An environment in which python and torchrun write down how they are called."""
     (tmp_path / "bin").mkdir()
-    for name in ("python", "torchrun"):
+    for name in sorted({"python", "torchrun"}):
         (tmp_path / "bin" / name).write_text(_NOTES)
         (tmp_path / "bin" / name).chmod(0o755)
     return {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "NOTES": str(tmp_path / "notes")}
