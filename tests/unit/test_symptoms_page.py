@@ -9,8 +9,11 @@ from megatron_ext.config.options import options_by_flag
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/symptoms.md").read_text()
-# torchrun's and docker's
-OF_OTHERS = {"--nproc-per-node", "--master-port", "--max-restarts", "--shutdown-timeout", "--shm-size"}
+# torchrun's and docker's, and those of other programs that the page compares with
+OF_OTHERS = {
+    *("--nproc-per-node", "--nnodes", "--node-rank", "--master-port", "--max-restarts", "--shutdown-timeout"),
+    *("--shm-size", "--num", "--zero-stage", "--pid"),
+}
 OF_THE_PROGRAM = {"--config", "--dry-run"}
 
 
