@@ -12,7 +12,7 @@ from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import MemoryEstimate, worst_stage
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.rules.validate import problems
+from megatron_ext.rules.validate import is_legal, problems
 
 
 @dataclass(frozen=True)
@@ -195,14 +195,17 @@ def _with_least_recomputation(question: Question, choice: Choice, sharding: str)
     found = _legal(question, choice)
     if found is None:
         return None
-    candidate = None
+    candidate, last = None, list(recomputations(question.values))[-1]
     for name, recomputation in recomputations(question.values).items():
         training = replace(found[0].training, **recomputation)
         config = replace(found[0], training=training)
-        if recomputation and problems(config, question.facts):
+        tried = _candidate(question, {**choice, **recomputation}, (config, found[1]), sharding, name)
+        fits = tried.memory.total <= question.usable_bytes
+        # Rules are asked where it matters: they take longer than the sums.
+        if recomputation and (fits or name == last) and not is_legal(config, question.facts):
             continue
-        candidate = _candidate(question, {**choice, **recomputation}, (config, found[1]), sharding, name)
-        if candidate.memory.total <= question.usable_bytes:
+        candidate = tried
+        if fits:
             break
     return candidate
 
@@ -210,7 +213,7 @@ def _with_least_recomputation(question: Question, choice: Choice, sharding: str)
 def _legal(question: Question, choice: Choice) -> tuple[Config, Shapes] | None:
     """Return what the choice resolves to, where the program's rules have nothing against it."""
     config = resolved(question, choice)
-    return None if problems(config, question.facts) else (config, Shapes(config))
+    return (config, Shapes(config)) if is_legal(config, question.facts) else None
 
 
 def resolved(question: Question, choice: Choice) -> Config:

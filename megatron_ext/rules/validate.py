@@ -29,3 +29,9 @@ RULES: tuple[Rule, ...] = (
 def problems(config: Config, facts: Facts) -> list[str]:
     """Return all problems of the configuration, in the order of the rules; empty where the run may start."""
     return [problem for rule in RULES for problem in rule(config, facts)]
+
+
+def is_legal(config: Config, facts: Facts) -> bool:
+    """Return whether there is no problem; of an illegal configuration the rules after the first broken one are not
+    asked."""
+    return not any(problem for rule in RULES for problem in rule(config, facts))
