@@ -112,19 +112,19 @@ TABLE = {
     hardware.name: hardware
     for hardware in (
         Hardware(
-            "a100", 312.0, 156.0, 19.5, 85.0, 2039.0, 300.0, 25.0, 400.0, 0.866, 0.60, True,
+            "a100", 312.0, 156.0, 19.5, 85.0, 2039.0, 300.0, 25.0, 400.0, 0.863, 0.60, True,
             f"NVIDIA A100 80GB SXM {_SHEETS}DGX, 200 Gb/s a GPU. Shares: fit; FlashAttention-2 (arXiv:2307.08691)",
         ),
         Hardware(
-            "a100-40", 312.0, 156.0, 19.5, 42.3, 1555.0, 300.0, 25.0, 400.0, 0.866, 0.60, True,
+            "a100-40", 312.0, 156.0, 19.5, 42.3, 1555.0, 300.0, 25.0, 400.0, 0.863, 0.60, True,
             f"NVIDIA A100 40GB SXM {_SHEETS}DGX, 200 Gb/s a GPU. Shares as A100 80GB",
         ),
         Hardware(
-            "h100", 989.5, 494.5, 67.0, 85.0, 3350.0, 450.0, 50.0, 700.0, 0.741, 0.60, True,
+            "h100", 989.5, 494.5, 67.0, 85.0, 3350.0, 450.0, 50.0, 700.0, 0.743, 0.60, True,
             f"NVIDIA H100 SXM {_SHEETS}DGX, 400 Gb/s a GPU. Shares: fit; FlashAttention-3 (arXiv:2407.08608)",
         ),
         Hardware(
-            "h100-96-500w", 989.5, 494.5, 67.0, 102.0, 2400.0, 450.0, 50.0, 500.0, 0.677, 0.55, True,
+            "h100-96-500w", 989.5, 494.5, 67.0, 102.0, 2400.0, 450.0, 50.0, 500.0, 0.7015, 0.565, True,
             "H100 of 96 GB HBM2e at 500 W, Meta's Grand Teton (pytorch/torchtitan, benchmarks). Shares: fit",
         ),
         Hardware(
@@ -132,7 +132,7 @@ TABLE = {
             f"NVIDIA H100 PCIe {_SHEETS}PCIe 5.0 x16 between devices. Shares assumed: 350 W",
         ),
         Hardware(
-            "h200", 989.5, 494.5, 67.0, 149.8, 4800.0, 450.0, 50.0, 700.0, 0.741, 0.60, False,
+            "h200", 989.5, 494.5, 67.0, 149.8, 4800.0, 450.0, 50.0, 700.0, 0.743, 0.60, False,
             f"NVIDIA H200 SXM {_SHEETS}DGX, 400 Gb/s a GPU. Shares as H100, the same chip",
         ),
         Hardware(
