@@ -23,15 +23,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.schema import Config
-from megatron_ext.plan.constants import Constants
-from megatron_ext.plan.estimate import step_time
-from megatron_ext.plan.evaluation import evaluate_config
-from megatron_ext.plan.hardware import TABLE, Machine, hardware
-from megatron_ext.plan.question import placeholders
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.config.arguments import parse  # noqa: E402
+from megatron_ext.config.resolve import Facts, resolve  # noqa: E402
+from megatron_ext.config.schema import Config  # noqa: E402
+from megatron_ext.plan.constants import Constants  # noqa: E402
+from megatron_ext.plan.estimate import step_time  # noqa: E402
+from megatron_ext.plan.evaluation import evaluate_config  # noqa: E402
+from megatron_ext.plan.hardware import TABLE, Machine, hardware  # noqa: E402
+from megatron_ext.plan.question import placeholders  # noqa: E402
+from megatron_ext.plan.shapes import Shapes  # noqa: E402
 
 RUNS = ROOT / "tests/golden/published_runs.jsonl"
 PAGE = ROOT / "docs/planner.md"
@@ -102,7 +102,7 @@ def summary(found: Iterable[float]) -> tuple[float, float, float]:
 def calibrated(runs: list[Run], found: Mapping[str, float]) -> dict[str, float]:
     """Return, for each of some runs, the mean error of the others once it corrects them."""
     return {
-        one.name: statistics.fmean(abs(found[other.name] / found[one.name] - 1) for other in runs if other is not one)
+        one.name: statistics.fmean(abs(found[each.name] / found[one.name] - 1) for each in runs if each is not one)
         for one in runs
     }
 

@@ -12,6 +12,7 @@ estimates, whose error docs/planner.md shows; --calibrate corrects them by a run
 """
 
 import argparse
+import gc
 import json
 import shlex
 import sys
@@ -42,6 +43,7 @@ _MOST_RANKS = 16  # times as many, in search of what would fit
 
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
+    gc.disable()  # a search makes some million small objects, and no circles of them
     own, training = split_at_dashes(argv)
     parser = _parser()
     options = parser.parse_args(own)

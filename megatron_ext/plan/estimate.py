@@ -209,9 +209,7 @@ class _Estimate:
 
     def _parts(self, stage: int, part: str) -> float:
         index = ("attention", "core", "mlp").index(part)
-        return sum(
-            held.total(lambda kind: sum(self.kernels.layer(kind)[index])) for held in self.shapes.stacks[stage]
-        )
+        return sum(held.total(lambda kind: sum(self.kernels.layer(kind)[index])) for held in self.shapes.stacks[stage])
 
     def _hidden_share_of_tensor(self, stage: int) -> float:
         """Return the share of tensor parallelism's traffic that megatron-core overlaps: of a block's five gathers and

@@ -59,8 +59,8 @@ class Evaluation:
         """Return the TFLOP/s of a device, recomputation not counted.
 
         Args:
-            full_attention: count all keys of a sequence for every query (Megatron-LM's convention), not those alone that
-                causality leaves (ours).
+            full_attention: count all keys of a sequence for every query (Megatron-LM's convention), not only those
+                that causality leaves (ours).
         """
         each = flops_per_token(self.config)
         if full_attention:
@@ -172,14 +172,16 @@ def _memory(found: Evaluation) -> list[str]:
         lines.append(f"{numbers:<23}" + "".join(f"{size / _GIGA:13.2f}" for size in parts))
     worst = found.stages[found.worst_stage]
     if found.fits:
-        lines.append(f"fits: {found.memory_bytes / _GIGA:.1f} of {found.usable_bytes / _GIGA:.1f} GB that may be filled")
+        lines.append(
+            f"fits: {found.memory_bytes / _GIGA:.1f} of {found.usable_bytes / _GIGA:.1f} GB that may be filled"
+        )
         return lines
     over = (found.memory_bytes - found.usable_bytes) / _GIGA
     largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
     too_much = [str(stage) for stage, each in enumerate(found.stages) if each.total > found.usable_bytes]
     lines.append(
-        f"does not fit: stage {found.worst_stage} needs {over:.1f} GB more than the {found.usable_bytes / _GIGA:.1f} that "
-        f"may be filled; most is {', '.join(f'{name} {size / _GIGA:.1f}' for name, size in largest)}; stages over it: "
+        f"does not fit: stage {found.worst_stage} needs {over:.1f} GB more than the {found.usable_bytes / _GIGA:.1f} "
+        f"that may be filled; most is {', '.join(f'{name} {size / _GIGA:.1f}' for name, size in largest)}; stages over it: "
         f"{', '.join(too_much)}"
     )
     return lines

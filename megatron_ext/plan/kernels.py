@@ -9,7 +9,6 @@ that causality leaves) over its own share of the peak. Everything else is bytes 
 
 from megatron_ext.config.layers import Attention, Layer
 from megatron_ext.config.schema import Config
-from megatron_ext.plan.constants import Constants
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.products import Product, Products
 from megatron_ext.plan.shapes import Shapes
@@ -51,7 +50,7 @@ class Kernels:
         """Return the seconds of products of one size: by operations, but no faster than the weights are read."""
         constants = self.constants
         edge, start = constants.edge, constants.inner
-        rows, columns, inner, number = product
+        rows, columns, inner, _ = product
         waits = (1 + edge / rows) * (1 + edge / columns) * (1 + start / inner)
         return product.flops / self.rate * waits
 

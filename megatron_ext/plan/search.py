@@ -7,12 +7,22 @@ from typing import Any
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
-from megatron_ext.plan.choices import BETTER, SHARDINGS, Choice, hybrid, layouts, micro_batches, recomputations, shardings
+from megatron_ext.plan.choices import (
+    BETTER,
+    SHARDINGS,
+    Choice,
+    hybrid,
+    layouts,
+    micro_batches,
+    recomputations,
+    shardings,
+)
 from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import MemoryEstimate, worst_stage
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.rules.validate import is_legal, problems
+from megatron_ext.rules.sharding import RULES_OF_KINDS
+from megatron_ext.rules.validate import Rule, broken_rule, is_legal, problems
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ def simpler_layouts(question: Question) -> Iterator[Candidate]:
             micro = question.values.get("micro_batch_size") or 1
             choice = {**plain, **sharding, **ways[recomputation], "micro_batch_size": micro}
             found = _legal(question, choice)
-            if found is not None:
+            if isinstance(found, tuple):
                 yield _candidate(question, choice, found, name, recomputation)
 
 
@@ -152,12 +162,18 @@ def with_offloads(question: Question, candidate: Candidate) -> dict[str, Candida
     for name in ("optimizer_cpu_offload", "torch_fsdp2_cpu_offload"):
         choice = {**candidate.choice, name: True}
         found = _legal(question, choice)
-        if found is not None:
+        if isinstance(found, tuple):
             other = _candidate(question, choice, found, candidate.sharding, candidate.recomputation)
             others[flag_of(name)] = other
     return others
 
 
+_AXES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
 _PLAIN = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline_model_parallel_size": 1}
 
 
@@ -165,6 +181,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
     """Yield every legal layout, sharding and micro batch, with the least recomputation that fits (or else the most)."""
     values = question.values
     batch = values["global_batch_size"]
+    refused: set[tuple[str, tuple[bool, ...]]] = set()
     for layout in layouts(values, question.world_size, question.machine.gpus_per_node):
         model_ranks = layout["tensor_model_parallel_size"] * layout["context_parallel_size"]
         data_ranks = question.world_size // (model_ranks * layout["pipeline_model_parallel_size"])
@@ -172,15 +189,25 @@ def _candidates(question: Question) -> Iterator[Candidate]:
             continue
         alone = data_ranks * layout["context_parallel_size"] == 1
         seen = set()
+        kinds = tuple(layout.get(axis, 1) > 1 for axis in _AXES)
         ways = dict(reversed(shardings(values).items()))
         if "FSDP2" in ways and (flags := hybrid(values, layout, question.world_size, question.machine.gpus_per_node)):
             ways["HSDP"] = flags
         for name, sharding in ways.items():
             if (alone and name in (*SHARDINGS, "HSDP") and name != "DDP") or BETTER.get(name) in seen:
                 continue
+            if (name, kinds) in refused:
+                continue
             for micro in micro_batches(values, batch // data_ranks):
                 choice = {**layout, **({} if alone else sharding), "micro_batch_size": micro}
-                candidate = _with_least_recomputation(question, choice, name)
+                found = _legal(question, choice)
+                if found in RULES_OF_KINDS:
+                    # With other sizes of the same axes it would be refused as well.
+                    refused.add((name, kinds))
+                    break
+                if not isinstance(found, tuple):
+                    continue
+                candidate = _with_least_recomputation(question, choice, found, name)
                 if candidate is None:
                     continue
                 seen.add(name)
@@ -189,12 +216,11 @@ def _candidates(question: Question) -> Iterator[Candidate]:
                     break  # larger ones need more
 
 
-def _with_least_recomputation(question: Question, choice: Choice, sharding: str) -> Candidate | None:
+def _with_least_recomputation(
+    question: Question, choice: Choice, found: tuple[Config, Shapes], sharding: str
+) -> Candidate | None:
     """Return the candidate with the least recomputation that fits; None where the choice is illegal whatever is
     recomputed."""
-    found = _legal(question, choice)
-    if found is None:
-        return None
     candidate, last = None, list(recomputations(question.values))[-1]
     for name, recomputation in recomputations(question.values).items():
         training = replace(found[0].training, **recomputation)
@@ -210,10 +236,10 @@ def _with_least_recomputation(question: Question, choice: Choice, sharding: str)
     return candidate
 
 
-def _legal(question: Question, choice: Choice) -> tuple[Config, Shapes] | None:
-    """Return what the choice resolves to, where the program's rules have nothing against it."""
+def _legal(question: Question, choice: Choice) -> tuple[Config, Shapes] | Rule:
+    """Return what the choice resolves to, or a rule of the program that it breaks."""
     config = resolved(question, choice)
-    return (config, Shapes(config)) if is_legal(config, question.facts) else None
+    return broken_rule(config, question.facts) or (config, Shapes(config))
 
 
 def resolved(question: Question, choice: Choice) -> Config:

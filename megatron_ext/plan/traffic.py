@@ -91,9 +91,21 @@ class _Stage:
             yield Term(axis, "all-reduce", 2 * share * gradients, f"2 (n-1)/n {gradient}{name}", units)
             return
         reduced = 1 if self.kind == "optim" else self.microbatches
-        yield Term(axis, "reduce-scatter", reduced * share * gradients, f"{_times(reduced)}(n-1)/n {gradient}{name}", reduced * units)
+        yield Term(
+            axis,
+            "reduce-scatter",
+            reduced * share * gradients,
+            f"{_times(reduced)}(n-1)/n {gradient}{name}",
+            reduced * units,
+        )
         gathered = {"optim": 1, "optim_grads": 1}.get(self.kind, self.microbatches * self._gathers())
-        yield Term(axis, "all-gather", gathered * share * weights, f"{_times(gathered)}(n-1)/n {self.weight}{name}", gathered * units)
+        yield Term(
+            axis,
+            "all-gather",
+            gathered * share * weights,
+            f"{_times(gathered)}(n-1)/n {self.weight}{name}",
+            gathered * units,
+        )
         if r > 1 and self.config.layout.outer_dp_sharding_strategy == "optim":
             share = (r - 1) / r
             yield Term("between", "reduce-scatter", share * gradients / n, f"(r-1)/r {gradient}{name}/n")
@@ -156,7 +168,13 @@ class _Stage:
         keys_forward = keys + sum(number * self._keys(kind) for kind, number in self.again["core"].items())
         match kinds[0]:
             case "all_gather":
-                yield Term("cp", "all-gather", m * (c - 1) * keys_forward, f"m {_layers(forward, layers)} (c-1) KV", m * forward)
+                yield Term(
+                    "cp",
+                    "all-gather",
+                    m * (c - 1) * keys_forward,
+                    f"m {_layers(forward, layers)} (c-1) KV",
+                    m * forward,
+                )
                 yield Term("cp", "reduce-scatter", m * (c - 1) * keys, "m L (c-1) KV", m * layers)
             case "p2p":
                 # Forward the keys, backward the keys and, all the way home, their gradients in fp32.
@@ -169,7 +187,13 @@ class _Stage:
                 each = sum(
                     number * (c - 1) / c * (self._queries(kind) + self._keys(kind)) for kind, number in passes.items()
                 )
-                yield Term("cp", "all-to-all", m * each, f"m {_layers(forward + layers, layers)} (c-1)/c (2Q + KV)", 2 * m * (forward + layers))
+                yield Term(
+                    "cp",
+                    "all-to-all",
+                    m * each,
+                    f"m {_layers(forward + layers, layers)} (c-1)/c (2Q + KV)",
+                    2 * m * (forward + layers),
+                )
 
     def _keys(self, layer: Layer) -> int:
         """Return the bytes of a rank's keys and values of a layer."""

@@ -251,7 +251,9 @@ def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
 @functools.cache
 def _of(*marks: str) -> tuple[Option, ...]:
     """Return the options that have one of these, looked for once: a planner asks some thousand times."""
-    return tuple(option for option in options() if any(getattr(option, mark) not in (None, False, ()) for mark in marks))
+    return tuple(
+        option for option in options() if any(getattr(option, mark) not in (None, False, ()) for mark in marks)
+    )
 
 
 def _value(config: Config, option: Option) -> Any:

@@ -31,7 +31,12 @@ def problems(config: Config, facts: Facts) -> list[str]:
     return [problem for rule in RULES for problem in rule(config, facts)]
 
 
+def broken_rule(config: Config, facts: Facts) -> Rule | None:
+    """Return a rule that the configuration breaks, or None; once one is found no other is asked. Those about layouts,
+    which a search breaks most, come first."""
+    return next((rule for rule in reversed(RULES) if any(rule(config, facts))), None)
+
+
 def is_legal(config: Config, facts: Facts) -> bool:
-    """Return whether there is no problem; of an illegal configuration the rules after the first broken one are not
-    asked."""
-    return not any(problem for rule in RULES for problem in rule(config, facts))
+    """Return whether no rule is broken."""
+    return broken_rule(config, facts) is None

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ SEVEN_BILLION = (
 
 def evaluated(
     capsys: pytest.CaptureFixture[str], *more: str, own: tuple[str, ...] = ("--world-size", "8")
-) -> dict[str, float]:
+) -> dict[str, Any]:
     assert main(["--evaluate", "--device", "h100", "--json", "-", *own, "--", *SEVEN_BILLION.split(), *more]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -148,6 +149,6 @@ def test_a_measured_run_corrects_every_time(tmp_path: Path, capsys: pytest.Captu
 def test_a_reader_that_has_enough_ends_it_quietly() -> None:
     closed = "import sys; sys.stdout = open(sys.stdout.fileno(), 'w', buffering=1); "
     closed += "from megatron_ext.commandline import run_tool; run_tool(lambda argv: print('x\\n' * 200000) or 0)"
-    command = f"{sys.executable} -c \"{closed}\" | head -1; exit ${{PIPESTATUS[0]}}"
+    command = f'{sys.executable} -c "{closed}" | head -1; exit ${{PIPESTATUS[0]}}'
     result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, "x\n", "")
