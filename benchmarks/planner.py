@@ -185,7 +185,8 @@ def table(runs: list[Run], found: Mapping[str, float], left_out: Mapping[str, fl
         needed = evaluate_config(run.config, run.machine, math.inf).memory_bytes / 1e9
         lines.append(
             f"| {run.source} | {run.name} | {run.config.layout.world_size:,} {run.machine.devices.name} | "
-            f"{run.seconds:.4g} | {found[run.name] * run.seconds:.4g} | {found[run.name]:.3f} | {other} | {needed:.1f} |"
+            f"{run.seconds:.4g} | {found[run.name] * run.seconds:.4g} | {found[run.name]:.3f} | {other} | "
+            f"{needed:.1f} |"
         )
     return lines
 

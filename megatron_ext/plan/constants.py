@@ -1,9 +1,9 @@
 """The constants of the time model, each with its source or its fit.
 
-Seven numbers are fitted to the published runs of tests/golden/published_runs.jsonl
-(`python benchmarks/planner.py --fit` computes them again): `edge`, `activations`, `unfused`, `straggling`, and in the table of devices the shares of the peak
-that large matrix products reach on A100, H100 and H100 limited to 500 W. The others are taken from publications and
-were not fitted.
+Seven numbers are fitted to the published runs of tests/golden/published_runs.jsonl (`python benchmarks/planner.py
+--fit` computes them again): `edge`, `activations`, `unfused`, `straggling`, and in the table of devices the shares of
+the peak that large matrix products reach on A100, H100 and H100 limited to 500 W. The others are taken from
+publications, or assumed where they say so.
 """
 
 from dataclasses import dataclass

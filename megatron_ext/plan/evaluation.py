@@ -181,8 +181,8 @@ def _memory(found: Evaluation) -> list[str]:
     too_much = [str(stage) for stage, each in enumerate(found.stages) if each.total > found.usable_bytes]
     lines.append(
         f"does not fit: stage {found.worst_stage} needs {over:.1f} GB more than the {found.usable_bytes / _GIGA:.1f} "
-        f"that may be filled; most is {', '.join(f'{name} {size / _GIGA:.1f}' for name, size in largest)}; stages over it: "
-        f"{', '.join(too_much)}"
+        f"that may be filled; most is {', '.join(f'{name} {size / _GIGA:.1f}' for name, size in largest)}; stages over "
+        f"it: {', '.join(too_much)}"
     )
     return lines
 
