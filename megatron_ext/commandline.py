@@ -1,6 +1,7 @@
 """Holds what the programs in tools/ share: errors of the command line, and how a failure ends the process."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -36,9 +37,14 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     """
     try:
         code = main(sys.argv[1:])
+        sys.stdout.flush()
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
+    except BrokenPipeError:
+        # Whoever reads has enough, as `| head` does. What is still buffered must not fail again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     except OSError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 74

@@ -1,5 +1,6 @@
 """Rules about data, checkpoints, logs, and single values."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_ext.config.schema import Config
 
 def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
     """Require the values that no run can do without."""
-    missing = [option for option in options() if option.required and _value(config, option) is None]
+    missing = [option for option in _of("required") if _value(config, option) is None]
     missing = [option for option in missing if option.name not in facts.unread]
     if missing:
         flags = ", ".join(option.flag for option in missing)
@@ -23,7 +24,7 @@ def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
 
 def values_are_in_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require that each value is within its field's bounds."""
-    for option in options():
+    for option in _of("at_least", "positive", "share"):
         value = _value(config, option)
         if value is not None:
             yield from _out_of_range(option, value)
@@ -42,7 +43,7 @@ def _out_of_range(option: Option, value: Any) -> Iterator[str]:
 
 def values_have_what_they_need(config: Config, facts: Facts) -> Iterator[str]:
     """Require what a value needs of other fields, which stands at its field (`config.schema.option.Need`)."""
-    for option in options():
+    for option in _of("needs"):
         value = _value(config, option)
         for need in [need for with_needs, need in option.needs if value == with_needs]:
             other = options_by_name()[need.field]
@@ -255,6 +256,14 @@ def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
             f"(--hidden-dropout {model.hidden_dropout:g}, --attention-dropout {model.attention_dropout:g}); "
             "use --hidden-dropout 0 --attention-dropout 0, or leave the switch out"
         )
+
+
+@functools.cache
+def _of(*marks: str) -> tuple[Option, ...]:
+    """Return the options that have one of these, looked for once: a planner asks some thousand times."""
+    return tuple(
+        option for option in options() if any(getattr(option, mark) not in (None, False, ()) for mark in marks)
+    )
 
 
 def _value(config: Config, option: Option) -> Any:

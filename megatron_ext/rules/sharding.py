@@ -191,3 +191,6 @@ RULES = (
     copies_are_divided_by_megatron_fsdp,
     optimizer_instances_divide_the_ranks,
 )
+
+# Those that ask which kinds of parallelism there are, but not how many ranks each has.
+RULES_OF_KINDS = frozenset(RULES) - {optimizer_instances_divide_the_ranks}

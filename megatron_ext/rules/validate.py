@@ -36,3 +36,14 @@ def problems(config: Config, facts: Facts) -> list[str]:
     found = [problem for rule in RULES for problem in rule(config, facts)]
     unread = [re.compile(rf"{flag_of(name)}(?![\w-])") for name in facts.unread]
     return [problem for problem in found if not any(flag.search(problem) for flag in unread)]
+
+
+def broken_rule(config: Config, facts: Facts) -> Rule | None:
+    """Return a rule that the configuration breaks, or None; once one is found no other is asked. Those about layouts,
+    which a search breaks most, come first."""
+    return next((rule for rule in reversed(RULES) if any(rule(config, facts))), None)
+
+
+def is_legal(config: Config, facts: Facts) -> bool:
+    """Return whether no rule is broken."""
+    return broken_rule(config, facts) is None
