@@ -1,11 +1,13 @@
-"""Holds what the programs share: errors of the command line, how a failure ends them, and readers that leave."""
+"""Holds what the programs in tools/ share: errors of the command line, and how a failure ends the process."""
 
 import argparse
 import os
 import re
+import select
+import signal
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron_ext.errors import ConfigurationError, TrainingError
 
@@ -23,6 +25,11 @@ class ToolParser(argparse.ArgumentParser):
         super().__init__(description=description, allow_abbrev=False, formatter_class=_Formatter)
         self.epilog = _examples(documentation, self.prog)
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End the process, once all is written: a reader that has left must be noticed before."""
+        sys.stdout.flush()
+        super().exit(status, message)
+
     def error(self, message: str) -> NoReturn:
         """Raise `message` as a ConfigurationError."""
         raise ConfigurationError(f"{message} (see {self.prog} --help)")
@@ -39,7 +46,8 @@ def _examples(documentation: str | None, program: str) -> str | None:
         return None
     text = shown[0].replace("%", "%%")
     if program.startswith("megatron-ext"):
-        text = re.sub(r"(python )?tools/\w+\.py", program, text)
+        text = re.sub(r"python tools/\w+\.py", program, text)
+        text = re.sub(r"tools/\w+\.py", program.replace("megatron-ext", "-m megatron_ext"), text)
     return "\n".join(["examples:", *(line[2:] for line in text.splitlines())])
 
 
@@ -54,59 +62,27 @@ def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     """Call `main` with the command line and exit with what it returns, or with its error's exit code.
 
-    A TrainingError's text is the last line on the standard error output, without a traceback.
+    A TrainingError's text is the last line on the standard error output, without a traceback. Where the reader of the
+    standard output has seen enough (`| head`), the program ends as one that SIGPIPE ends, and says nothing.
     """
-    survive_closed_pipes()
     try:
         code = main(sys.argv[1:])
+        sys.stdout.flush()
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone(sys.stdout.fileno()):
+            # What is left in the buffer would fail once more when the interpreter ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 74
     sys.exit(code)
 
 
-def survive_closed_pipes() -> None:
-    """Let the process go on in silence when whoever reads its output leaves, as `head` does.
-
-    What is printed after that goes nowhere, and the exit code stays the program's own.
-    """
-    sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
-
-
-class _Lasting:
-    """A text stream that turns to /dev/null once its pipe is closed at the other end."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write the text, or drop it."""
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            self._leave()
-            return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        """Write every line."""
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        """Write out what is buffered, or drop it."""
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            self._leave()
-
-    def _leave(self) -> None:
-        # What the stream still holds goes there too, when the interpreter ends.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+def _reader_is_gone(descriptor: int) -> bool:
+    """Return whether nobody reads from the other end of this pipe any more; another pipe may be the broken one."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,7 +1,7 @@
 """Look into a .bin/.idx pair, or prove that it is whole; or show what a training step read.
 
     python tools/inspect_dataset.py show data/corpus_text_document
-    python tools/inspect_dataset.py document data/corpus_text_document 17 \
+    python tools/inspect_dataset.py document data/corpus_text_document 17 \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
     python tools/inspect_dataset.py verify data/corpus_text_document --vocab-size 32000
     python tools/inspect_dataset.py sample --step 1000 --config checkpoints/iter_0001000/config.yaml

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron_ext.commandline import run_tool, survive_closed_pipes
+from megatron_ext.commandline import run_tool
 from megatron_ext.config.help_text import version
 from megatron_ext.errors import ConfigurationError
 
@@ -34,6 +34,7 @@ COMMANDS = {
     "plan": ("plan", "say which layout to use for a model on some devices"),
     "doctor": ("doctor", "look for what breaks a launch, before it starts"),
     "import-config": ("import_config", "print another program's configuration as flags of ours"),
+    "api": ("api", "print the library's reference, a page for each room"),
     "completion": ("completion", "print the completion of a shell: eval it in its startup file"),
 }
 """Module and one-line description of each command, in the order of `--help`."""
@@ -69,8 +70,6 @@ def start() -> NoReturn:
 
         pretrain.start(argv)
     if name in ("--help", "-h", "--version"):
-        survive_closed_pipes()
-        print(version() if name == "--version" else help_text())
-        sys.exit(0)
+        run_tool(lambda _: print(version() if name == "--version" else help_text()) or 0)
     sys.argv = [f"megatron-ext {name}", *argv]  # what argparse calls the program
     run_tool(lambda words: command(name)(words))

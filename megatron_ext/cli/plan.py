@@ -1,6 +1,6 @@
 """Says which layout to use for this model on these devices, and why.
 
-    python tools/plan.py --world-size 64 --device h100 --gpus-per-node 8 -- \
+    python tools/plan.py --world-size 64 --device h100 --gpus-per-node 8 -- \\
         --num-layers 32 --hidden-size 4096 ... --bf16 --seq-length 4096 --global-batch-size 512
 
 Tries every layout that pretrain_gpt.py accepts: TP inside a node with SP, CP, PP and its chunks, EP, DDP, ZeRO-1,
