@@ -4,22 +4,33 @@ megatron-ext pretrain --config run.yaml --dry-run --world-size 8
 torchrun --nproc-per-node 8 -m megatron_ext pretrain --config run.yaml --save checkpoints --load checkpoints
 """
 
+import itertools
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from megatron_ext.commandline import survive_closed_pipes
+from megatron_ext.checkpoint.native import lock
 from megatron_ext.config.lr_scale import scaling_text
-from megatron_ext.resilience import launch
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.lasting_output import survive_closed_pipes
+from megatron_ext.resilience import exit_record, launch
 from megatron_ext.resilience.launcher_watch import watch_launcher
 from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
 from megatron_ext.train.configure import configure
 
 
-def main(argv: Sequence[str], status: RunStatus) -> int:
-    """Configure, then train. Nothing heavy is imported before the flags are known to be right."""
-    configured = configure(argv)
+def main(argv: Sequence[str], status: RunStatus, **own: Any) -> int:
+    """Configure, then train. Nothing heavy is imported before the flags are known to be right.
+
+    Args:
+        own: arguments of `train.pretrain.pretrain` that bring in a user's code.
+    """
+    try:
+        configured = configure(argv)
+    except ConfigurationError:
+        status.save = _save_folder(argv)  # of the record
+        raise
     config = configured.config
     status.save = config.checkpoint.save
     for warning in configured.typed.warnings if status.rank == 0 else ():
@@ -36,13 +47,31 @@ def main(argv: Sequence[str], status: RunStatus) -> int:
         print(scaled, flush=True)
     from megatron_ext.train.pretrain import pretrain
 
-    pretrain(configured, status)
+    pretrain(configured, status, **own)
     return 0
 
 
-def start(argv: Sequence[str]) -> NoReturn:
-    """Run the program as this process, on the rank that the launcher says, and end the process."""
+def _save_folder(argv: Sequence[str]) -> str | None:
+    """Return the folder that --save names on the command line, emptied of the record of an earlier run; None where it
+    names none, for a dry run, and where another job is at work in it."""
+    values = [value for flag, value in itertools.pairwise([*argv, ""]) if flag == "--save"]
+    values += [word.partition("=")[2] for word in argv if word.startswith("--save=")]
+    if not values or not values[-1] or values[-1].startswith("-") or "--dry-run" in argv:
+        return None
+    if os.environ.get("RANK", "0") == "0":
+        if lock.is_held(values[-1]):
+            return None
+        exit_record.clear(values[-1])
+    return values[-1]
+
+
+def start(argv: Sequence[str], **own: Any) -> NoReturn:
+    """Run the program as this process, on the rank that the launcher says, and end the process.
+
+    Args:
+        own: arguments of `train.pretrain.pretrain` that bring in a user's code: `start(flags, loss=my_loss)`.
+    """
     survive_closed_pipes()
     status = RunStatus(rank=int(os.environ.get("RANK", "0")))
     watch_launcher(status)
-    end_process(run_guarded(lambda: main(argv, status), status))
+    end_process(run_guarded(lambda: main(argv, status, **own), status))
