@@ -52,19 +52,22 @@ class TokenLogits:
     def log_normalizer(self) -> torch.Tensor:
         """Return the log of the sum of exp(logit) over the whole vocabulary, fp32 [B, S]. Collective over
         `tp_group`."""
-        own = torch.logsumexp(self.logits_SBV.float(), dim=-1).t()
+        own_SB = torch.logsumexp(self.logits_SBV.float(), dim=-1)
         if self.tp_group.size() == 1:
-            return own
-        highest = own.detach().clone()
-        torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, group=self.tp_group)
-        total = reduce_from_tensor_model_parallel_region((own - highest).exp(), self.tp_group)
-        return total.log() + highest
+            return own_SB.t()
+        highest_SB = own_SB.detach().clone()
+        torch.distributed.all_reduce(highest_SB, torch.distributed.ReduceOp.MAX, group=self.tp_group)
+        # The reduction writes into what it is given, which the backward pass of exp still needs.
+        share_SB = (own_SB - highest_SB).exp().clone()
+        return (reduce_from_tensor_model_parallel_region(share_SB, self.tp_group).log() + highest_SB).t()
 
     def of_labels(self) -> torch.Tensor:
         """Return the logit of each token's label, fp32 [B, S]. Collective over `tp_group`."""
         size = self.logits_SBV.size(-1)
-        local = self.labels_BS - size * self.tp_group.rank()
-        here = (local >= 0) & (local < size)
-        picked = self.logits_SBV.gather(-1, local.clamp(0, size - 1).t().unsqueeze(-1)).squeeze(-1).t().float()
-        picked = torch.where(here, picked, 0.0)
-        return picked if self.tp_group.size() == 1 else reduce_from_tensor_model_parallel_region(picked, self.tp_group)
+        local_SB = self.labels_BS.t() - size * self.tp_group.rank()
+        here_SB = (local_SB >= 0) & (local_SB < size)
+        picked_SB = self.logits_SBV.gather(-1, local_SB.clamp(0, size - 1).unsqueeze(-1)).squeeze(-1).float()
+        picked_SB = torch.where(here_SB, picked_SB, 0.0).contiguous()
+        if self.tp_group.size() > 1:
+            picked_SB = reduce_from_tensor_model_parallel_region(picked_SB, self.tp_group)
+        return picked_SB.t()
