@@ -1,6 +1,6 @@
 """apex and Transformer Engine, which megatron-core takes kernels from wherever it finds them: here only where asked.
 
-Importing megatron-core beside an installed apex or Transformer Engine swaps Adam, SGD, the gradient norm and clipping
+Importing megatron-core next to an installed apex or Transformer Engine swaps Adam, SGD, the gradient norm and clipping
 for theirs, without a word and with other rounding. `leave_out` makes what was not asked for as if it were not
 installed, in this process, before the engine is imported; `kernels_text` says what became of it.
 """
