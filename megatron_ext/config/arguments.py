@@ -154,7 +154,8 @@ def _flags(argv: Sequence[str], problems: list[str]) -> list[tuple[str, str | No
 def _read_flag(reading: _Reading, flag: str, inline: str | None, words: list[str]) -> None:
     texts = words if inline is None else [inline, *words]
     if flag in ("--help", "-h", "--version"):
-        print(help_text.version() if flag == "--version" else help_text.text())
+        about = help_text.about(texts[0]) if texts else help_text.text()
+        print(help_text.version() if flag == "--version" else about)
         sys.exit(0)
     elif flag == "--dry-run":
         reading.dry_run = True

@@ -230,14 +230,21 @@ def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterat
         )
 
 
-def wandb_is_installed(config: Config, facts: Facts) -> Iterator[str]:
-    """Require the package wandb where it is asked for."""
-    logging = config.logging
-    if logging.wandb_project is not None and "wandb" not in facts.packages:
-        yield (
-            f"--wandb-project {logging.wandb_project}: the package wandb is not installed; "
-            f"pip install wandb, or leave the flag out"
-        )
+def metrics_services_are_installed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the package of each metrics service that is asked for."""
+    services = {
+        "wandb_project": "wandb",
+        "mlflow_experiment": "mlflow",
+        "comet_project": "comet_ml",
+        "trackio_project": "trackio",
+    }
+    for name, package in services.items():
+        value = getattr(config.logging, name)
+        if value is not None and package not in facts.packages:
+            yield (
+                f"{flag_of(name)} {value}: the package {package} is not installed; pip install {package}, or leave the "
+                "flag out"
+            )
 
 
 def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
@@ -286,6 +293,6 @@ RULES = (
     load_names_checkpoints,
     model_is_that_of_the_checkpoint,
     checkpoint_options_have_a_checkpoint,
-    wandb_is_installed,
+    metrics_services_are_installed,
     compiling_is_possible,
 )

@@ -27,6 +27,8 @@ from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.train.believed import believed
 
+_OPTIONAL_PACKAGES = ("apex", "comet_ml", "mlflow", "trackio", "transformer_engine", "wandb")
+
 
 @dataclass(frozen=True)
 class Configured:
@@ -182,7 +184,7 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
     return Facts(
         world_size=None if dry_run_decides else int(os.environ.get("WORLD_SIZE", "1")),
         cuda_available=shows_gpu(),
-        packages=frozenset(name for name in ("transformer_engine", "wandb") if importlib.util.find_spec(name)),
+        packages=frozenset(name for name in _OPTIONAL_PACKAGES if importlib.util.find_spec(name)),
         missing_compiler=_missing_compiler(),
         vocab_size=vocab_size,
         tokenizer_error=tokenizer_error,

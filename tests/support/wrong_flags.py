@@ -18,6 +18,7 @@ BASE = (
 _EXPERTS = "--disable-bias-linear"
 
 EXAMPLES = {
+    "Kernels of a package that is not installed": Example("--external-kernels apex", "--external-kernels none"),
     "Heads not divisible by the tensor-parallel size": Example(
         "--world-size 8 --num-attention-heads 6 --hidden-size 96 --tensor-model-parallel-size 4",
         "--tensor-model-parallel-size 2",

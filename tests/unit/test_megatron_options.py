@@ -7,6 +7,17 @@ from megatron_ext.config.other_defaults import OTHER_DEFAULTS, OTHER_MEANINGS
 from tests.support.megatron_wheel import UNREADABLE, wheel_options
 
 OUR_OWN = {
+    "--log-format",
+    "--mlflow-experiment",
+    "--mlflow-run-name",
+    "--mlflow-tracking-uri",
+    "--comet-project",
+    "--comet-experiment-name",
+    "--comet-workspace",
+    "--trackio-project",
+    "--trackio-run-name",
+    "--trackio-space-id",
+    "--external-kernels",
     "--world-size",
     "--tiktoken-special-tokens",  # Megatron's spelling before --tokenizer-special-tokens
     "--load-hf",

@@ -23,7 +23,9 @@ def rows() -> list[list[str]]:
 
 
 def flags_of_tools() -> set[str]:
-    text = "".join(path.read_text() for path in (ROOT / "tools").glob("*.py"))
+    text = "".join(
+        path.read_text() for folder in ("tools", "megatron_ext/cli") for path in (ROOT / folder).glob("*.py")
+    )
     return set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', text))
 
 

@@ -61,7 +61,8 @@ def test_facts_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hardware_queues, "_DRIVER_FILES", (ROOT,))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
     facts = gather_facts(typed)
-    assert (facts.cuda_available, sorted(facts.packages)) == (True, ["transformer_engine", "wandb"])
+    packages = ["apex", "comet_ml", "mlflow", "trackio", "transformer_engine", "wandb"]
+    assert (facts.cuda_available, sorted(facts.packages)) == (True, packages)
     monkeypatch.setattr(hardware_queues, "_DRIVER_FILES", ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     facts = gather_facts(typed)

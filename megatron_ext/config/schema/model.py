@@ -168,6 +168,13 @@ class ModelConfig:
         resume="free",
         choices=("local", "transformer_engine"),
     )
+    external_kernels: str = option(
+        "none",
+        "Package that megatron-core takes Adam, SGD, gradient norm and clipping from; none: torch's, whatever is "
+        "installed. --transformer-impl transformer_engine takes Transformer Engine's.",
+        resume="free",
+        choices=("none", "apex", "transformer_engine"),
+    )
     padded_vocab_size: int = option(
         None,
         "Rows of the embedding after padding. Derived; give it only to pin it across layouts.",
