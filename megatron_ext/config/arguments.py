@@ -275,8 +275,10 @@ def _closest(name: str, candidates: Sequence[str]) -> str | None:
 
 
 def _similarity(name: str, other: str) -> float:
-    sorted_words = ["-".join(sorted(re.split("[-_]", text))) for text in (name, other)]
-    return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in ((name, other), sorted_words))
+    def ratio(one: str, two: str) -> float:
+        return difflib.SequenceMatcher(None, one, two).ratio()
+
+    return max(ratio(name, other), ratio(*("-".join(sorted(re.split("[-_]", text))) for text in (name, other))))
 
 
 def _read_file(reading: _Reading, path: str) -> None:

@@ -76,7 +76,7 @@ def run_guarded(main: Callable[[], int], status: RunStatus) -> int:
         return _report(error, status)
 
 
-def end_process(code: int) -> None:
+def end_process(code: int) -> NoReturn:
     """End this process with `code`; after a failure at once, whatever threads and collectives still hang.
 
     The helpers of megatron-core's checkpoint writer outlive os._exit and would keep the launcher's pipes

@@ -10,7 +10,8 @@ from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
 def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
     """Require at most one load-balancing loss, and coefficients of the right sign."""
     model = config.model
-    kinds, weights = model.moe_router_load_balancing_type or (), model.moe_aux_loss_coeff or ()
+    kinds = model.moe_router_load_balancing_type or ()
+    weights: tuple[float, ...] = model.moe_aux_loss_coeff or ()
     if len(kinds) > 1 or len(weights) > 1:
         yield (
             f"--moe-router-load-balancing-type {' '.join(kinds) or 'aux_loss'} with --moe-aux-loss-coeff "

@@ -143,6 +143,7 @@ def _gradients(run: Any) -> tuple[list[str], float, float]:
     from megatron_ext.train.trainer import Trainer
 
     result = Trainer(run, []).step()
+    assert result.grad_norm is not None
     buffers = [buffer for chunk in run.chunks for buffer in chunk.buffers]
     return sorted({str(buffer.grad_data.dtype) for buffer in buffers}), result.grad_norm, result.loss
 

@@ -78,7 +78,9 @@ def _own_cross_entropy() -> tuple[list[float], list[float]]:
     losses = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.t().flatten(), reduction="none")
     losses.square().sum().backward()
     own = whole[..., 4 * rank : 4 * rank + 4].clone().requires_grad_()
-    result = TokenLogits(own, labels, parallel_state.get_tensor_model_parallel_group()).cross_entropy()
+    group = parallel_state.get_tensor_model_parallel_group()
+    assert isinstance(group, torch.distributed.ProcessGroup)
+    result = TokenLogits(own, labels, group).cross_entropy()
     result.square().sum().backward()
     assert own.grad is not None
     assert expected.grad is not None
