@@ -47,7 +47,8 @@ class CausalSelfAttention(SelfAttention):
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors_SBHD)
         if rotary_pos_emb is not None:
             interleaved = self.config.rotary_interleaved
-            query, key = (rotate(heads, rotary_pos_emb, interleaved=interleaved) for heads in (query, key))
+            query = rotate(query, rotary_pos_emb, interleaved=interleaved)
+            key = rotate(key, rotary_pos_emb, interleaved=interleaved)
         heads_BHSD = query.contiguous(), key.contiguous(), value.contiguous()
         attend: Any = self.core_attention
         if packed_seq_params is not None:
