@@ -23,7 +23,7 @@ def train(flags: Sequence[str]) -> list[float]:
     from megatron_ext.train.configure import configure
 
     configured = configure(flags)
-    installed = device.install("cpu", fuses=True)
+    installed = device.install("cpu")
     from megatron_ext.train.build import build_run
     from megatron_ext.train.trainer import Trainer
 
