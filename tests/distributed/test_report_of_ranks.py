@@ -62,3 +62,4 @@ def test_under_torchrun_rank_0_alone_tells_configuration_errors(tmp_path: Path):
     assert ours(run.output) == [
         "rank 0: 1 problem in the configuration, named above; nothing was started. Change the flags and start again."
     ], run.output
+    assert "rank 0: --a 1: too small" in run.output, "torchrun's summary has the problem itself"
