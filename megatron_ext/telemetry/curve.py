@@ -1,15 +1,13 @@
 """Reads a run's history from its metrics file, and draws its loss curve as text for a terminal."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.charts import Point, finite
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.telemetry.jsonl import read_rows
-
-Point = tuple[int, float]
 
 
 @dataclass(frozen=True)
@@ -134,11 +132,6 @@ def summary(history: RunHistory) -> list[str]:
             f"slow rank        {rank}, in {len(iterations)} rows from iteration {iterations[0]} to {iterations[-1]}"
         )
     return lines
-
-
-def finite(points: Iterable[Point]) -> list[Point]:
-    """Return the points whose value is finite."""
-    return [(iteration, value) for iteration, value in points if math.isfinite(value)]
 
 
 def _from_to(points: list[Point]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.batch import evaluation_batch, num_microbatches
 from megatron_ext.resilience.progress import EVALUATION
 from megatron_ext.train.run import HeldOut, HeldOutPart, Run
 from megatron_ext.train.step import held_out_loss
@@ -43,11 +43,12 @@ def evaluate_sources(run: Run, data: HeldOut) -> HeldOutLoss:
 
 def _sum(run: Run, data: HeldOut, part: HeldOutPart) -> tuple[float, int]:
     """Return the sum of the losses of one source, and the number of its tokens that count."""
-    batch = run.config.training.global_batch_size
+    batch, micro_batch = evaluation_batch(run.config)
     loss_sum, total_tokens = 0.0, 0
     for start in range(part.positions.start, part.positions.stop, batch):
+        count = num_microbatches(run.config, batch, micro_batch)
         with run.progress.loading():
-            microbatches = data.loader.global_batch(start, num_microbatches(run.config, batch), end=part.positions.stop)
+            microbatches = data.loader.global_batch(start, count, end=part.positions.stop)
         run.progress.begin_batch(EVALUATION)
         loss, tokens = held_out_loss(run, microbatches)
         if tokens:

@@ -3,7 +3,6 @@
 import json
 import shlex
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.launched import end_all, start
+from tests.support.launched import Launched, end_all, start
 from tests.support.program import run_program
 
 FLAGS = shlex.split(
@@ -28,7 +27,7 @@ def iterations(save: Path) -> list[int]:
     return [row["iteration"] for row in read_rows(save / "metrics.jsonl")]
 
 
-def wait_for_iteration(process: subprocess.Popen[bytes], save: Path, iteration: int) -> None:
+def wait_for_iteration(process: Launched, save: Path, iteration: int) -> None:
     deadline = time.monotonic() + 120
     while not (save / "metrics.jsonl").exists() or iteration not in iterations(save):
         assert process.poll() is None, "the run ended early"
@@ -71,7 +70,8 @@ def test_a_stop_file_saves_and_ends_with_75_and_the_next_start_goes_on(tmp_path:
     [again] = run_ranks(1, run_program, [*FLAGS, *CURVE, *more])
     assert again.code == 0, again.errors
     assert iterations(save) == list(range(1, last + 3))
-    assert not (save / "exit.json").exists(), "the record of the earlier end is still there"
+    record = json.loads((save / "exit.json").read_text())
+    assert (record["code"], record["message"]) == (0, f"rank 0: done at iteration {last + 2}")
 
 
 def test_exit_interval_duration_and_samples(tmp_path: Path) -> None:
