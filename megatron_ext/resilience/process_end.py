@@ -153,6 +153,8 @@ def _report(error: BaseException, status: RunStatus) -> int:
             cause = status.watch.cause_of_loss()
             if cause is not None and not status.watch.speaks_for_all():
                 return code
+            if exit_record.wait_for_another(status.save, 0.0):  # meanwhile; and the store may have ended with it
+                return code
     elif (
         isinstance(error, ConfigurationError | StoppedBySignal)
         # The record is there already, and the launcher ends rank 0 as soon as another rank has ended: each must say it.
