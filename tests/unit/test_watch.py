@@ -146,7 +146,12 @@ def test_a_rank_of_another_machine_may_say_nothing_for_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert watch_module._SILENCE_FROM_AFAR >= 15.0
-    for name, seconds in (("_AFTER_NOTICE", 0.3), ("_SILENCE", 0.3), ("_SILENCE_FROM_AFAR", 2.5)):
+    for name, seconds in (
+        ("_AFTER_NOTICE", 0.3),
+        ("_SILENCE", 0.3),
+        ("_SILENCE_FROM_AFAR", 2.5),
+        ("_FOR_ANSWERS", 0.2),
+    ):
         monkeypatch.setattr(watch_module, name, seconds)
     elsewhere = dataclasses.replace(name_of(rank_0), machine="another one")
     start(watch_of(status, store, elsewhere))
