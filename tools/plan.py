@@ -23,6 +23,7 @@ from megatron_ext.config.options import flag_of
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import presentation as report
 from megatron_ext.plan.choices import flags
+from megatron_ext.plan.economics import add_flags, economics
 from megatron_ext.plan.hardware import TABLE, Machine, hardware
 from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import fewest_ranks, search, simpler_layouts, with_offloads
@@ -61,8 +62,10 @@ def main(argv: list[str]) -> int:
         raise ConfigurationError(
             answer.refusals or ["no layout of these flags is legal; see pretrain_gpt.py --dry-run"]
         )
+    beyond = economics(asked, answer.best, options) if answer.best else None
     if options.json is not None:
-        options.json.write_text(json.dumps(report.as_json(asked, answer), indent=1) + "\n")
+        found = report.as_json(asked, answer) | (beyond.json if beyond else {})
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     lines = report.head(asked, answer.nearest)
     if not answer.best:
         ranks = fewest_ranks(asked, _MOST_RANKS * world_size)
@@ -72,6 +75,7 @@ def main(argv: list[str]) -> int:
     lines += ["", f"{answer.fitting:,} of {answer.legal:,} layouts fit; the best ways to share the model:", ""]
     lines += [*report.table(answer.best), "", report.why(answer.best, asked)]
     lines += report.simpler(simpler_layouts(asked), asked)
+    lines += beyond.lines if beyond else []
     added = flags(placeholders(values))
     if added:
         lines.append(f"assumed, since the rules ask for it: {' '.join(added)}")
@@ -104,13 +108,14 @@ def _parser() -> ToolParser:
         "--inter-node-gb-s", type=float, metavar="X", help="a device to other nodes; default the table's"
     )
     parser.add_argument("--number", type=int, default=8, metavar="N", help="layouts to show")
+    add_flags(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
     return parser
 
 
 def _above_zero(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
-        if isinstance(value, int | float) and not value > 0:
+        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
             raise ConfigurationError(f"{flag_of(name)} {value} is not above 0")
     for name in ("efficiency", "link_efficiency", "memory_share"):
         if getattr(options, name) > 1:
