@@ -1,6 +1,9 @@
 """Holds what the programs in tools/ share: errors of the command line, and how a failure ends the process."""
 
 import argparse
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -32,14 +35,27 @@ def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     """Call `main` with the command line and exit with what it returns, or with its error's exit code.
 
-    A TrainingError's text is the last line on the standard error output, without a traceback.
+    A TrainingError's text is the last line on the standard error output, without a traceback. Where the reader of the
+    standard output has seen enough (`| head`), the program ends as one that SIGPIPE ends, and says nothing.
     """
     try:
         code = main(sys.argv[1:])
+        sys.stdout.flush()
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone(sys.stdout.fileno()):
+            # What is left in the buffer would fail once more when the interpreter ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 74
     sys.exit(code)
+
+
+def _reader_is_gone(descriptor: int) -> bool:
+    """Return whether nobody reads from the other end of this pipe any more; another pipe may be the broken one."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
