@@ -1,5 +1,6 @@
 """The picture of a pipeline: as text, as SVG, and the memory that it shows."""
 
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -170,7 +171,12 @@ def test_what_cannot_be_drawn_is_said(words: str, message: str) -> None:
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     """`draw_pipeline.py | head -1`: the pipe is closed before all is written."""
-    command = f"{sys.executable} {TOOL} --stages 32 --chunks 8 --microbatches 64 --width 9000 | head -1"
-    run = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
-    assert run.stdout.startswith("32 stages x 8 chunks")
-    assert run.stderr == ""
+    drawn = _shell(f"{sys.executable} {TOOL} --stages 32 --chunks 8 --microbatches 64 --width 9000 | head -1")
+    assert drawn.stdout.startswith("32 stages x 8 chunks")
+    short = _shell(f"{sys.executable} {TOOL} --stages 2 | true")
+    for run in (drawn, short):
+        assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def _shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
