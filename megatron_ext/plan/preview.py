@@ -14,6 +14,7 @@ from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import OverTime, over_time
 from megatron_ext.plan.passes import ends
 from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.simulate import simulate
 from megatron_ext.plan.timeline import COMMUNICATION, Block, Lane, Pass, Timeline
 
 Table = Sequence[Sequence[float]]
@@ -48,8 +49,12 @@ def preview(config: Config, machine: Machine, microbatches: int | None = None) -
     number = _shown(stages, len(times.forward[0]), there_are, group, microbatches)
     lanes = _lanes(drawn, number, group, times.send)
     end = max(lane.passes[-1].end for lane in lanes)
-    after = [("gradients", end, end + whole.dp), ("update", end + whole.dp, end + whole.dp + whole.optimizer)]
-    blocks = tuple(Block(*each) for each in after if each[2] > each[1])
+    pipeline = simulate(times.forward, times.backward, there_are, group, times.send).total
+    # What the estimate has beyond the passes: gradients that are summed between ranks, and the update.
+    total = end + max(whole.total - pipeline, 0.0)
+    updates = max(total - whole.optimizer, end)
+    after = [("gradients", end, updates), ("update", updates, total)]
+    blocks = tuple(Block(*each) for each in after if each[2] - each[1] > 1e-9 * total)
     few = f", {number} of {there_are:,} microbatches" if number < there_are else f", {there_are:,} microbatches"
     chunks = f" x {len(times.forward[0])} chunks" if len(times.forward[0]) > 1 else ""
     return Timeline(
@@ -59,7 +64,7 @@ def preview(config: Config, machine: Machine, microbatches: int | None = None) -
             for stage, lane in enumerate(lanes)
         ),
         chunks=len(times.forward[0]),
-        total=end + whole.dp + whole.optimizer,
+        total=total,
         notes=(
             f"The whole step of {there_are:,} microbatches takes {whole.total:.3g} s by the estimate; stages wait "
             f"{whole.bubble_share:.1%} of the time in the pipeline.",

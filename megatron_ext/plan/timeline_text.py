@@ -93,7 +93,7 @@ def _legend(timeline: Timeline) -> list[str]:
     blocks = {block.name for lane in timeline.lanes for block in lane.blocks}
     words = {
         COMMUNICATION: "- exposed communication",
-        "gradients": "= gradients between data-parallel ranks",
+        "gradients": "= gradients between ranks",
         "update": "+ update of the weights",
     }
     marks = "0-9 forward pass of that microbatch, a-j its backward pass, blank: the stage waits"

@@ -144,7 +144,7 @@ def test_scaling_is_the_search_at_each_number() -> None:
 
 
 def test_what_does_not_fit_is_said_in_the_table() -> None:
-    points = scaling.over_devices(asked(memory_gb=1.0), [8], scaling.Wanted())
+    points = scaling.over_devices(asked(memory_gb=0.2), [8], scaling.Wanted())
     assert scaling.table(points, "devices")[1].endswith("nothing fits")
 
 
