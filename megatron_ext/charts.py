@@ -50,6 +50,9 @@ class Series:
     dotted: bool = False
     """Whether it is drawn with its points, in the second colour."""
 
+    style: str = ""
+    """A class of its own for the line and the key, for one of many."""
+
 
 @dataclass(frozen=True)
 class _Axes:
@@ -106,7 +109,7 @@ def chart(name: str, unit: str, series: Sequence[Series], *, along: str, doublin
     heading = f"{name} <span>{unit}{' by ' + along if doublings else ''}</span>"
     if len(series) > 1:
         keys = [
-            f'<span class="key{" second" if each.dotted else ""}">{"&#9679;" if each.dotted else "&#9472;"} '
+            f'<span class="{_classes("key", each)}">{"&#9679;" if each.dotted else "&#9472;"} '
             f"{html.escape(each.name)}</span>"
             for each in series
         ]
@@ -116,12 +119,16 @@ def chart(name: str, unit: str, series: Sequence[Series], *, along: str, doublin
     if shown:
         axes = _Axes.around(shown, doublings=doublings)
         marks = _grid(axes, along, sorted({x for x, _ in shown}))
-        marks += "".join(_line(axes, each.points, "line second" if each.dotted else "line") for each in series)
+        marks += "".join(_line(axes, each.points, _classes("line", each)) for each in series)
         for each in series:
             shown = finite(each.points)
             marks += _dots(axes, shown, along, each.name) if each.dotted else _hits(axes, shown, along)
         body = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name} by {along}">\n{marks}</svg>'
     return f"<section>\n<h2>{heading}</h2>\n{body}\n</section>\n"
+
+
+def _classes(kind: str, series: Series) -> str:
+    return " ".join(filter(None, (kind, "second" if series.dotted else "", series.style)))
 
 
 def finite(points: Iterable[Point]) -> list[Point]:

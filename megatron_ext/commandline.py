@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import select
 import signal
 import sys
@@ -12,16 +13,42 @@ from megatron_ext.errors import ConfigurationError, TrainingError
 
 
 class ToolParser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigurationError (exit code 64) and never guesses an abbreviated flag."""
+    """An argparse parser that raises ConfigurationError (exit code 64) and never guesses an abbreviated flag.
 
-    def __init__(self, description: str):
-        super().__init__(
-            description=description, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+    Args:
+        description: what the program does, in a sentence.
+        documentation: a docstring whose indented lines, up to the first paragraph after them, are the examples that
+            --help ends with.
+    """
+
+    def __init__(self, description: str, documentation: str | None = None):
+        super().__init__(description=description, allow_abbrev=False, formatter_class=_Formatter)
+        self.epilog = _examples(documentation, self.prog)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End the process, once all is written: a reader that has left must be noticed before."""
+        sys.stdout.flush()
+        super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
         """Raise `message` as a ConfigurationError."""
         raise ConfigurationError(f"{message} (see {self.prog} --help)")
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and examples as they are written."""
+
+
+def _examples(documentation: str | None, program: str) -> str | None:
+    """Return the first indented paragraph, with the script's name as the program was started."""
+    shown = [text for text in (documentation or "").split("\n\n") if text.startswith("    ")]
+    if not shown:
+        return None
+    text = shown[0].replace("%", "%%")
+    if program.startswith("megatron-ext"):
+        text = re.sub(r"python tools/\w+\.py", program, text)
+        text = re.sub(r"tools/\w+\.py", program.replace("megatron-ext", "-m megatron_ext"), text)
+    return "\n".join(["examples:", *(line[2:] for line in text.splitlines())])
 
 
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -9,10 +9,6 @@ from dataclasses import dataclass
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.goodput import Failures, Goodput, goodput
 
-WATTS = {"a100": 400.0, "h100": 700.0, "h200": 700.0}
-"""Power of one device alone, the most that its data sheet (SXM) allows; a machine takes more, and so does its
-cooling."""
-
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import costs, limits, scaling
-from megatron_ext.plan.costs import WATTS, Prices, cost, count_of_tokens
+from megatron_ext.plan.costs import Prices, cost, count_of_tokens
 from megatron_ext.plan.goodput import LLAMA_3_HOURS, Failures
 from megatron_ext.plan.presentation import name
 from megatron_ext.plan.scaling import DEVICES, LENGTHS, Point, Wanted, over_devices, over_lengths, scaling_page
@@ -81,7 +81,7 @@ def _wanted(question: Question, best: Candidate, options: argparse.Namespace) ->
     stall = options.stall
     if stall is None:
         stall = (best.memory.weights + best.memory.optimizer) / (_SAVED_GB_S * 1e9)
-    watts = options.watts if options.watts is not None else WATTS.get(question.machine.devices.name)
+    watts = options.watts if options.watts is not None else question.machine.devices.power_watts or None
     return Wanted(
         tokens=None if options.tokens is None else count_of_tokens(options.tokens),
         failures=Failures(options.mtbf_hours, stall, 60.0 * options.restart_minutes),
