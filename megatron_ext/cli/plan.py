@@ -189,7 +189,7 @@ def _parser() -> ToolParser:
     )
     parser.add_argument("--hf-config", metavar="FOLDER", help="take the model from the config.json in this folder")
     parser.add_argument(
-        _BF16_GRADIENTS, action="store_true", help="plan with 2-byte gradients, which pretrain_gpt.py does not have"
+        _BF16_GRADIENTS, action="store_true", help="plan with 2-byte gradients, also where given after --"
     )
     parser.add_argument(
         "--calibrate", type=Path, metavar="METRICS", help="metrics.jsonl of a run of yours, which corrects all times"

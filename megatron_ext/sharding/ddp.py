@@ -62,7 +62,8 @@ class DataParallel(Sharding):
         if settings.overlap_param_gather:
             core.param_sync_func = for_chunks([chunk.start_param_sync for chunk in wrapped])
             for chunk in wrapped:
-                chunk.module.before_output = partial(_finish_gather, chunk)
+                model: Any = chunk.module
+                model.before_output = partial(_finish_gather, chunk)
         return wrapped
 
     def optimizer(
