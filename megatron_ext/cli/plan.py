@@ -35,6 +35,7 @@ from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
 from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import Question, fewest_ranks, search, simpler_layouts, with_offloads
 from megatron_ext.plan.sensitivity import alternatives, hinges
+from megatron_ext.plan.verdict import USABLE
 from megatron_ext.train.configure import gather_facts
 
 _MOST_RANKS = 16  # times as many, in search of what would fit
@@ -163,7 +164,7 @@ def _parser() -> ToolParser:
     parser.add_argument("--evaluate", action="store_true", help="time and memory of the layout given, as it is")
     parser.add_argument("--device", choices=sorted(TABLE), default="h100", help="row of the table of data sheets")
     parser.add_argument("--device-memory-gb", type=float, metavar="GB", help="of one device; default the table's")
-    parser.add_argument("--memory-share", type=float, default=0.92, help="of a device's memory that may be filled")
+    parser.add_argument("--memory-share", type=float, default=USABLE, help="of a device's memory that may be filled")
     parser.add_argument(
         "--gpus-per-node", type=int, default=8, metavar="N", help="devices with fast links to each other"
     )
