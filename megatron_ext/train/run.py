@@ -18,6 +18,7 @@ from megatron_ext.data.samples import Samples
 from megatron_ext.device.protocol import Device
 from megatron_ext.resilience.progress import Progress
 from megatron_ext.sharding.protocol import Sharding
+from megatron_ext.telemetry.schedule_recorder import ScheduleRecorder
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.state import TrainState
@@ -83,6 +84,8 @@ class Run:
     a node."""
     progress: Progress = field(default_factory=Progress)
     """Where this rank is; the watch reads it."""
+    recorder: ScheduleRecorder | None = None
+    """Recorder of the passes of this step; None in all steps but those of --record-schedule."""
 
     @property
     def rank(self) -> int:

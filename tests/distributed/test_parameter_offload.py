@@ -8,7 +8,6 @@ import pytest
 
 from megatron_ext.verify.memory import Bytes
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
 
 BASE = shlex.split("""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --seq-length 16
@@ -47,6 +46,7 @@ def _trace(words: str) -> tuple[Trace, Trace]:
 
 
 def _train(words: str) -> Trace:
+    from megatron.core import parallel_state
     from torch.distributed.fsdp import FSDPModule
 
     from megatron_ext import device
@@ -56,7 +56,8 @@ def _train(words: str) -> Trace:
     from megatron_ext.train.trainer import Trainer
     from megatron_ext.verify.memory import bytes_per_rank
 
-    end_layout()
+    # Not the groups themselves, as elsewhere: DTensor remembers those of the same mesh by name.
+    parallel_state.destroy_model_parallel()
     run = build_run(configure([*BASE, *words.split()]).config, device.current())
     trainer = Trainer(run, [])
     results: list[Any] = [trainer.step() for _ in range(4)]

@@ -24,6 +24,7 @@ from megatron_ext.train.callbacks.profiling import Profiling
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, Sink
 from megatron_ext.train.callbacks.sample_ids import SampleIds
+from megatron_ext.train.callbacks.schedule import Schedule
 from megatron_ext.train.callbacks.status import Status
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.callbacks.stragglers import Stragglers
@@ -49,6 +50,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     stragglers = Stragglers(clock, run) if clock is not None and logging.log_straggler else None
     callbacks: list[Callback] = [
         *([Communication(clock)] if clock is not None else []),
+        *([Schedule(run)] if config.profiling.record_schedule else []),
         Status(status),
         *([stragglers] if stragglers is not None else []),
         Profiling(StepProfiler.from_config(config, run.rank, run.device), open_range(config)),
