@@ -53,18 +53,21 @@ class WrappedMethods:
     """Replaces methods of classes, and puts them back."""
 
     def __init__(self) -> None:
-        self._originals: list[tuple[type, str, Callable[..., Any]]] = []
+        self._originals: list[tuple[type, str, Any]] = []
 
     def wrap(self, owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put `wrapper` of the method in its place; does nothing where the class does not have it (names come and go
         with torch's versions)."""
         if hasattr(owner, name):
-            original = getattr(owner, name)
-            self._originals.append((owner, name, original))
-            setattr(owner, name, wrapper(original))
+            # What the class holds, not what getattr makes of it: put back, that would no longer be bound to an object.
+            self._originals.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, wrapper(getattr(owner, name)))
 
     def put_back(self) -> None:
         """Undo every `wrap`, the last one first."""
         while self._originals:
             owner, name, original = self._originals.pop()
-            setattr(owner, name, original)
+            if original is None:
+                delattr(owner, name)  # it is inherited
+            else:
+                setattr(owner, name, original)
