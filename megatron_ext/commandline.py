@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_ext.errors import ConfigurationError, TrainingError
+from megatron_ext.terminal import printable
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -37,9 +38,9 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     try:
         code = main(sys.argv[1:])
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         code = error.exit_code
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         code = 74
     sys.exit(code)

@@ -18,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.config.schema.data import DataConfig
+from megatron_ext.data.checksums import first_damage, known_blocks
 from megatron_ext.data.inspect import document_tokens, summarize
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids
 from megatron_ext.data.manifest import judge, made_with
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.tokenizer.record import describe_tokenizer
@@ -59,9 +60,14 @@ def show(prefix: str) -> None:
 def verify(prefix: str, vocab_size: int | None) -> None:
     """Check a pair and print the outcome."""
     check_indexed_files(prefix)
+    blocks = known_blocks(prefix)
+    problem = first_damage(blocks)
+    if problem is not None:
+        raise DataError(f"{problem}. Copy the file again, or run tools/preprocess_data.py again")
     if vocab_size is not None:
         check_token_ids(prefix, vocab_size)
     checked = "" if vocab_size is None else f", every token is below {vocab_size}"
+    checked += ", as the checksums of its manifest say" if blocks else ""
     print(f"{prefix}: whole{checked}")
 
 

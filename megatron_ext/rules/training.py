@@ -9,6 +9,8 @@ from megatron_ext.config.schema import Config
 from megatron_ext.rules.pipeline import split_is_right
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
 
+_MOST_PHASES = 10_000  # of a batch ramp-up: each is counted by itself
+
 RECOMPUTED_PARTS = ("core_attn", "mlp", "layernorm")
 
 
@@ -41,6 +43,12 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
         yield f"{given} must be three positive integers: start batch, increment, samples; for example 8 8 1000"
         return
     start, increment, _ = rampup
+    if positive(full) and (full - start) // increment > _MOST_PHASES:
+        yield (
+            f"{given} grows in {(full - start) // increment} phases to --global-batch-size {full}; use an increment of "
+            f"{-(-(full - start) // _MOST_PHASES)} or more, for at most {_MOST_PHASES}"
+        )
+        return
     # Interleaving needs whole rounds of microbatches at every batch size on the way.
     rounds = _microbatches_per_round(config)
     at_once = (_samples_at_once(config) or 1) * rounds

@@ -1,6 +1,7 @@
 """Runs the main job: build the run, load a checkpoint if there is one, train."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext import device
@@ -11,7 +12,8 @@ from megatron_ext.device import hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record, launch
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
+from megatron_ext.terminal import say
 from megatron_ext.train.configure import Configured, configure_for
 
 if TYPE_CHECKING:
@@ -86,18 +88,27 @@ def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
     if flags.load is not None and run.rank == 0:
         verb = "finetuning from" if flags.finetune else "resuming at"
         found = f"{verb} iteration {resume.iteration} of" if resume is not None else "starting afresh: none in"
-        print(f"checkpoint: {found} {flags.load}", flush=True)
+        say(f"checkpoint: {found} {flags.load}")
     if flags.load_hf is not None and resume is None:
         from megatron_ext.checkpoint.huggingface.load import load_huggingface
 
         load_huggingface(run, flags.load_hf)
         if run.rank == 0:
-            print(f"checkpoint: beginning with the weights of {flags.load_hf}", flush=True)
+            say(f"checkpoint: beginning with the weights of {flags.load_hf}")
+
+
+def _check_stop_file(save: str) -> None:
+    path = Path(save) / STOP_FILE
+    if path.is_dir():
+        raise ConfigurationError(
+            f"--save {save} holds a folder named {path.name}, but a file of that name is what stops a run; rename it"
+        )
 
 
 def _claim(save: str, status: RunStatus) -> None:
     """Make the save folder this job's own."""
     try:
+        _check_stop_file(save)
         hold_until_exit(save)
     except TrainingError:
         status.save = None  # it is another's: leave no record there
