@@ -10,7 +10,7 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device.protocol import Device
-from megatron_ext.parallel import meeting
+from megatron_ext.parallel import meeting, sockets
 
 
 def start(layout: LayoutConfig, device: Device, *, from_host: bool = False) -> None:
@@ -21,6 +21,7 @@ def start(layout: LayoutConfig, device: Device, *, from_host: bool = False) -> N
     """
     if not torch.distributed.is_initialized():
         timeout = timedelta(minutes=layout.distributed_timeout_minutes)
+        sockets.keep_to_this_machine()
         store, rank, world_size = meeting.meet(timeout) if "RANK" in os.environ else _alone()
         backend = layout.distributed_backend or device.backend
         # No device_id: it makes every group's communicator at once, and unbatched sends and receives, with which

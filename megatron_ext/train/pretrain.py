@@ -17,6 +17,7 @@ from megatron_ext.terminal import say
 from megatron_ext.train.configure import Configured, configure_for
 
 if TYPE_CHECKING:
+    from megatron_ext.device.protocol import Device
     from megatron_ext.train.run import Run
 
 
@@ -38,10 +39,8 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
     # Only now may megatron-core be imported.
     from megatron_ext.parallel import groups
     from megatron_ext.sharding.choose import sharding_of
-    from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks import memory_history
-    from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
-    from megatron_ext.train.trainer import Trainer
+    from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
 
     memory_history.begin(config, status.rank, here)
     if configured.search is not None:
@@ -57,6 +56,18 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
             f"--load {config.checkpoint.load} holds no checkpoint; name a folder that does, "
             "or leave out --exit-on-missing-checkpoint to start afresh"
         )
+    check_it_fits(config, here)
+    with telling_of_memory(config, here):
+        _build_and_train(configured, here, status)
+
+
+def _build_and_train(configured: Configured, here: "Device", status: RunStatus) -> None:
+    from megatron_ext.parallel import groups
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
+    from megatron_ext.train.trainer import Trainer
+
+    config, resume = configured.config, configured.resume
     run = build_run(config, here, resume)
     for flag in run.sharding.host_memory_flags:
         if here.kind == "cpu" and run.rank == 0:
