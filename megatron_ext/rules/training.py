@@ -43,15 +43,17 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
         yield f"{given} must be three positive integers: start batch, increment, samples; for example 8 8 1000"
         return
     start, increment, _ = rampup
-    if positive(full) and (full - start) // increment > _MOST_PHASES:
-        yield (
-            f"{given} grows in {(full - start) // increment} phases to --global-batch-size {full}; use an increment of "
-            f"{-(-(full - start) // _MOST_PHASES)} or more, for at most {_MOST_PHASES}"
-        )
-        return
     # Interleaving needs whole rounds of microbatches at every batch size on the way.
     rounds = _microbatches_per_round(config)
     at_once = (_samples_at_once(config) or 1) * rounds
+    if positive(full) and (full - start) // increment > _MOST_PHASES:
+        least = -(-(full - start) // _MOST_PHASES)
+        working = [n for n in divisors(full - start) if n >= least and n % at_once == 0] or [full - start]
+        yield (
+            f"{given} grows to --global-batch-size {full} in {(full - start) // increment} phases, more than "
+            f"{_MOST_PHASES}; use an increment of {working[0]}"
+        )
+        return
     if positive(full) and start >= full:
         yield f"{given} starts at {start}, not below --global-batch-size {full}; use a smaller start, or leave it out"
     elif positive(full) and (full - start) % increment:

@@ -30,7 +30,7 @@ _BASE = (
         ("--num-experts 10000000", "--num-experts: 10000000 is above 65536"),
         (
             "--rampup-batch-size 1 1 1000000000 --global-batch-size 1000000000",
-            "grows in 999999999 phases to --global-batch-size 1000000000; use an increment of 100000 or more",
+            "grows to --global-batch-size 1000000000 in 999999999 phases, more than 10000; use an increment of 333667",
         ),
         ("--hidden-size 999999999999989 --num-attention-heads 2", "is not divisible by"),
     ],
