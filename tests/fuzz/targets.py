@@ -187,7 +187,7 @@ _HF = {
     "attention_bias": False,
     "torch_dtype": "float32",
 }
-_JSON_VALUES = (None, True, -1, 0, 10**30, 1e308, "x", "1", [], [1], {}, {"factor": "x"}, "gelu", float("nan"))
+_JSON_VALUES = (None, True, -1, 0, 10**30, 10**400, 1e308, "x", "1", [], [1], {}, {"factor": "x"}, "gelu", float("nan"))
 
 
 def hf_config(folder: Path) -> Read:

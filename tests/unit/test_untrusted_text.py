@@ -232,3 +232,40 @@ def test_a_record_without_end_is_refused(ending: str, tmp_path: Path, monkeypatc
     with pytest.raises(DataError, match=rf"bomb\.{ending}:1: a (line|text) of more than 8,388,608 bytes"):
         list(documents.read_documents(find_files([str(path)])))
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 48 << 20
+
+
+# What the fuzzer has found (tests/fuzz).
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"num_hidden_layers": 10**30}, "--num-layers: this number is above 10000"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ({"hidden_size": 10**4000}, "--hidden-size: this number is above"),
+    ],
+    ids=["layers", "a float beyond floats", "a long number"],
+)
+def test_sizes_in_a_model_folder_are_bounded(values: dict[str, int], problem: str, tmp_path: Path) -> None:
+    content = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+        "max_position_embeddings": 64,
+        "hidden_act": "silu",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert read_hf_config(tmp_path)[1]["num_layers"] == 2
+    (tmp_path / "config.json").write_text(json.dumps({**content, **values}))
+    with pytest.raises(ConfigurationError, match=problem):
+        read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["gz", "xz", "bz2", "zst"])
+def test_an_empty_compressed_file_is_damaged(ending: str, tmp_path: Path) -> None:
+    (tmp_path / f"x.jsonl.{ending}").touch()
+    with pytest.raises(DataError, match="damaged or ends too soon, at or before byte 0: it is empty"):
+        list(documents.read_documents(find_files([str(tmp_path)])))
