@@ -33,8 +33,12 @@ def described(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {gigabytes(size)}" for name, size in largest if size >= 0.005 * sum(parts.values()))
 
 
-def helpful_flags(config: Config, needed: MemoryEstimate) -> list[str]:
-    """Return the flags that take most, best first: never empty, and each is legal by itself for most models."""
+def helpful_flags(config: Config, needed: MemoryEstimate, *, fused: bool) -> list[str]:
+    """Return the flags that take most, best first: never empty, and each is legal by itself for most models.
+
+    Args:
+        fused: whether this is a GPU.
+    """
     layout, training = config.layout, config.training
     state = sum(getattr(needed, part) for part in _STATE)
     found: list[str] = []
@@ -45,12 +49,14 @@ def helpful_flags(config: Config, needed: MemoryEstimate) -> list[str]:
             found.append(f"--micro-batch-size {training.micro_batch_size // 2}")
         if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
             found.append("--sequence-parallel")
+        if not training.mixed_precision:
+            found.append("--bf16")
     elif layout.data_parallel_size > 1 and sharding(config) == "ddp":
         found.append("--use-distributed-optimizer")
     elif layout.data_parallel_size > 1 and sharding(config) == "optim":
         found.append("--use-torch-fsdp2 in place of --use-distributed-optimizer")
-    if state >= needed.activations and not (training.mixed_precision or config.optimizer.optimizer_cpu_offload):
-        found.append("--bf16")
+    elif fused and sharding(config) in ("ddp", "optim") and not config.optimizer.optimizer_cpu_offload:
+        found.append("--optimizer-cpu-offload")
     return [*found, "more ranks with a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"]
 
 

@@ -50,7 +50,7 @@ def _compare(
 ) -> None:
     total, free = capacity
     state = {part: size for part, size in needed.parts.items() if part in _STATE}
-    advice = "; or ".join(helpful_flags(config, needed))
+    advice = "; or ".join(helpful_flags(config, needed, fused=what.startswith("GPU")))
     if ranks * sum(state.values()) > total:
         raise ConfigurationError(
             f"{who} needs {gigabytes(sum(state.values()))} between steps ({described(state)}), but {what} has "
@@ -69,7 +69,7 @@ def as_exhausted(error: BaseException, config: Config, device: Device) -> Memory
         return None
     stage, needed = estimate(config, fused=device.kind == "cuda")
     held = device.memory()
-    helps = "; or ".join(helpful_flags(config, needed))
+    helps = "; or ".join(helpful_flags(config, needed, fused=device.kind == "cuda"))
     first = " ".join(str(error).split()).split(". ")[0][:300]
     return MemoryExhaustedError(
         f"memory has run out ({first}). This rank held {gigabytes(held.allocated)}, at most "

@@ -33,9 +33,9 @@ def _with_little_memory(more: int, argv: list[str]) -> Ended:
 
 
 def test_memory_that_runs_out_is_explained() -> None:
-    """4 GB of logits, in an address space with 1 GB to spare: torch's own refusal, from the kernel's."""
-    argv = [*_FLAGS, *["--seq-length", "4096", "--micro-batch-size", "4096", "--global-batch-size", "4096"]]
-    [ended] = run_ranks(1, _with_little_memory, 1 << 30, argv)
+    """Activations of 0.5 GB each, in an address space with as much to spare: torch's own refusal, from the kernel's."""
+    argv = [*_FLAGS, *["--seq-length", "1024", "--micro-batch-size", "4096", "--global-batch-size", "4096"]]
+    [ended] = run_ranks(1, _with_little_memory, 512 << 20, argv)
     assert ended.code == 71, ended.errors[-3000:]
     last = ended.errors.strip().splitlines()[-1]
     assert "rank 0: memory has run out" in last
@@ -92,13 +92,16 @@ def test_the_state_alone_decides_whether_a_run_is_refused(share: float, capsys: 
     [
         ("--seq-length 512 --micro-batch-size 8", "--recompute-granularity full --recompute-method uniform"),
         ("--seq-length 8 --micro-batch-size 1 --world-size 4 --global-batch-size 4", "--use-distributed-optimizer"),
-        ("--seq-length 8 --micro-batch-size 1 --hidden-size 256", "--bf16"),
+        ("--seq-length 8 --micro-batch-size 1 --hidden-size 256", "--optimizer-cpu-offload"),
+        ("--seq-length 512 --micro-batch-size 8", "--micro-batch-size 4"),
+        ("--seq-length 512 --micro-batch-size 8", "--bf16"),
     ],
 )
 def test_the_flag_that_is_named_helps(flags: str, named: str) -> None:
     before = _config(flags)
-    [flag, *_] = [one for one in helpful_flags(before, estimate(before, fused=False)[1]) if one.startswith(named)]
-    assert estimate(_config(f"{flags} {flag}"), fused=False)[1].total < estimate(before, fused=False)[1].total
+    needed = estimate(before, fused=True)[1]
+    flag = next(one for one in helpful_flags(before, needed, fused=True) if one.startswith(named))
+    assert estimate(_config(f"{flags} {flag}"), fused=True)[1].total < needed.total
 
 
 def test_offloaded_state_counts_in_host_memory() -> None:
