@@ -23,6 +23,7 @@ from megatron_ext.data.inspect import document_tokens, summarize
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids
 from megatron_ext.data.manifest import judge, made_with
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.terminal import say, warn
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.tokenizer.record import describe_tokenizer
@@ -43,10 +44,10 @@ def make_parser() -> ToolParser:
 def show(prefix: str) -> None:
     """Print what is in a pair."""
     summary = summarize(prefix)
-    print(f"{prefix}: {summary.tokens} tokens of type {summary.dtype}")
+    say(f"{prefix}: {summary.tokens} tokens of type {summary.dtype}")
     made = made_with(prefix)
     if made is not None:
-        print(f"tokenizer {describe_tokenizer(made.tokenizer)}")
+        say(f"tokenizer {describe_tokenizer(made.tokenizer)}")
     print(f"documents {summary.documents}, {summary.empty_documents} of them empty; sequences {summary.sequences}")
     print(
         f"tokens in a sequence: {summary.shortest} to {summary.longest}, mean {summary.tokens / summary.sequences:.1f}"
@@ -68,7 +69,7 @@ def verify(prefix: str, vocab_size: int | None) -> None:
         check_token_ids(prefix, vocab_size)
     checked = "" if vocab_size is None else f", every token is below {vocab_size}"
     checked += ", as the checksums of its manifest say" if blocks else ""
-    print(f"{prefix}: whole{checked}")
+    say(f"{prefix}: whole{checked}")
 
 
 def sample(argv: list[str]) -> None:
@@ -94,7 +95,7 @@ def sample(argv: list[str]) -> None:
         if not 0 <= position < len(samples):
             raise ConfigurationError(f"sample {position}: the training has samples 0 to {len(samples) - 1}")
         place = samples.place(position)
-        print(f"--- sample {position}: window {place.number} of {samples.sources[place.source].name}")
+        say(f"--- sample {position}: window {place.number} of {samples.sources[place.source].name}")
         print(tokenizer.decode([int(token) for token in samples[position]["tokens"]]))
 
 
@@ -119,7 +120,7 @@ def main(argv: list[str]) -> int:
             made = made_with(options.prefix)
             judged = judge(options.prefix, made, tokenizer) if made is not None else None
             if judged is not None:
-                print(f"warning: {judged.text}", file=sys.stderr)
+                warn(judged.text)
             print(tokenizer.decode(ids))
     return 0
 

@@ -58,6 +58,19 @@ def test_a_tool_writes_a_name_out(tmp_path: Path) -> None:
     assert b"Traceback" not in done.stderr
 
 
+def test_a_key_of_another_programs_file_is_written_out(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 4, "x\\u001b[2Jy": 1}')
+    done = subprocess.run(
+        [sys.executable, "tools/import_config.py", "--from", "deepspeed", str(tmp_path / "ds.json")],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert b"x\\x1b[2Jy" in said
+    assert b"\x1b" not in said
+
+
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
