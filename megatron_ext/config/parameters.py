@@ -92,9 +92,9 @@ def kinds_of_parameters(config: Config) -> Iterator[tuple[Parameter, int]]:
     for parameter in _of_no_layer(config):
         yield parameter, 1
     for kind, number in stack(config).kinds:
+        experts = 1 if kind.experts is None else kind.experts.count
         for parameter in layer_parameters(config, kind, experts=(0,)):
-            routed = kind.experts is not None and parameter.expert is not None
-            yield parameter, number * kind.experts.count if routed else number
+            yield parameter, number if parameter.expert is None else number * experts
 
 
 def _of_no_layer(config: Config) -> list[Parameter]:
