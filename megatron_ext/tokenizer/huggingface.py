@@ -39,6 +39,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         try:
             tokenizer = Tokenizer.from_buffer(model)
             settings = load_json(config)
+            _add_missing_tokens(tokenizer, settings)
         except Exception as error:  # tokenizers raises a bare Exception
             raise ConfigurationError(
                 f"--tokenizer-model {folder} does not hold a readable tokenizer.json and tokenizer_config.json: {error}"
@@ -46,7 +47,6 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         # Saved truncation and padding are for inference: AutoTokenizer's plain call ignores them too.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        _add_missing_tokens(tokenizer, settings)
         # Special tokens in a text are then no more than their characters, as in SentencePiece.
         tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
         super().__init__(tokenizer, self._end_of_document(tokenizer, settings), special_tokens)
@@ -94,4 +94,5 @@ def _add_missing_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
 
 def _content(token: Any) -> str | None:
     """Return the text of a token, which the files give as a string or as an object."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from backports import zstd
@@ -269,3 +270,16 @@ def test_an_empty_compressed_file_is_damaged(ending: str, tmp_path: Path) -> Non
     (tmp_path / f"x.jsonl.{ending}").touch()
     with pytest.raises(DataError, match="damaged or ends too soon, at or before byte 0: it is empty"):
         list(documents.read_documents(find_files([str(tmp_path)])))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"added_tokens_decoder": {"0../../x": {"content": "a"}}}, {"added_tokens_decoder": 3}, [], {"eos_token": 7}],
+    ids=["no number", "no table", "a list", "a number"],
+)
+def test_settings_of_a_tokenizer_that_make_no_sense_are_refused(settings: Any, tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {"<eod>": 0, "a": 1}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigurationError, match=r"does not hold a readable|names no token that ends a document"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
