@@ -28,6 +28,7 @@ from megatron_ext.data.record import read_record
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.foreign.translate import read
 from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.untrusted.folder import file_inside
 from megatron_ext.untrusted.text import MOST_YAML, ExcessiveError, TextError, load_json, load_yaml, read_file
 
 _LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 30))
@@ -283,3 +284,10 @@ def test_settings_of_a_tokenizer_that_make_no_sense_are_refused(settings: Any, t
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigurationError, match=r"does not hold a readable|names no token that ends a document"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
+def test_a_name_that_no_file_can_have_is_a_missing_file(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("a" * 600, "loop"):
+        with pytest.raises(DataError, match="is missing"):
+            file_inside(tmp_path, name)
