@@ -1,6 +1,10 @@
 """Holds what the programs in tools/ share: errors of the command line, and how a failure ends the process."""
 
 import argparse
+import os
+import re
+import select
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -10,16 +14,42 @@ from megatron_ext.terminal import printable
 
 
 class ToolParser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigurationError (exit code 64) and never guesses an abbreviated flag."""
+    """An argparse parser that raises ConfigurationError (exit code 64) and never guesses an abbreviated flag.
 
-    def __init__(self, description: str):
-        super().__init__(
-            description=description, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+    Args:
+        description: what the program does, in a sentence.
+        documentation: a docstring whose indented lines, up to the first paragraph after them, are the examples that
+            --help ends with.
+    """
+
+    def __init__(self, description: str, documentation: str | None = None):
+        super().__init__(description=description, allow_abbrev=False, formatter_class=_Formatter)
+        self.epilog = _examples(documentation, self.prog)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End the process, once all is written: a reader that has left must be noticed before."""
+        sys.stdout.flush()
+        super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
         """Raise `message` as a ConfigurationError."""
         raise ConfigurationError(f"{message} (see {self.prog} --help)")
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and examples as they are written."""
+
+
+def _examples(documentation: str | None, program: str) -> str | None:
+    """Return the first indented paragraph, with the script's name as the program was started."""
+    shown = [text for text in (documentation or "").split("\n\n") if text.startswith("    ")]
+    if not shown:
+        return None
+    text = shown[0].replace("%", "%%")
+    if program.startswith("megatron-ext"):
+        text = re.sub(r"python tools/\w+\.py", program, text)
+        text = re.sub(r"tools/\w+\.py", program.replace("megatron-ext", "-m megatron_ext"), text)
+    return "\n".join(["examples:", *(line[2:] for line in text.splitlines())])
 
 
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -33,14 +63,27 @@ def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     """Call `main` with the command line and exit with what it returns, or with its error's exit code.
 
-    A TrainingError's text is the last line on the standard error output, without a traceback.
+    A TrainingError's text is the last line on the standard error output, without a traceback. Where the reader of the
+    standard output has seen enough (`| head`), the program ends as one that SIGPIPE ends, and says nothing.
     """
     try:
         code = main(sys.argv[1:])
+        sys.stdout.flush()
     except TrainingError as error:
         print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         code = error.exit_code
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone(sys.stdout.fileno()):
+            # What is left in the buffer would fail once more when the interpreter ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
         print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         code = 74
     sys.exit(code)
+
+
+def _reader_is_gone(descriptor: int) -> bool:
+    """Return whether nobody reads from the other end of this pipe any more; another pipe may be the broken one."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,62 +1,15 @@
 """Compare the metrics files of two runs, float for float.
 
-    python tools/compare_runs.py before.jsonl after.jsonl
-
-Prints `identical: N rows` and exits with 0, or names the first row and field that differ and exits with 1. Times,
-rates and memory are left out: no run repeats them.
+It is `megatron-ext` as a script: megatron_ext/cli/compare_runs.py does the work, and --help says how to use it.
 """
 
-import math
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.errors import ConfigurationError
-from megatron_ext.telemetry.jsonl import read_rows
-from megatron_ext.telemetry.metrics import MEASURED_FIELDS
-
-
-def main(argv: list[str]) -> int:
-    """Run the tool with the command line `argv` and return its exit code."""
-    parser = ToolParser("Compare the metrics files of two runs, float for float.")
-    parser.add_argument("first", help="metrics.jsonl of the one run")
-    parser.add_argument("second", help="metrics.jsonl of the other")
-    options = parser.parse_args(argv)
-    first, second = _rows(options.first), _rows(options.second)
-    difference = first_difference(first, second)
-    if difference is None:
-        print(f"identical: {len(first)} rows")
-        return 0
-    print(difference)
-    return 1
-
-
-def first_difference(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> str | None:
-    """Return where the runs differ first, in words; None if they do not."""
-    for number, (one, other) in enumerate(zip(first, second, strict=False), start=1):
-        for name in sorted((one.keys() | other.keys()) - MEASURED_FIELDS):
-            if not _same(one.get(name), other.get(name)):
-                return f"row {number} (iteration {one['iteration']}): {name} is {one.get(name)} and {other.get(name)}"
-    if len(first) != len(second):
-        return f"{len(first)} and {len(second)} rows; equal up to row {min(len(first), len(second))}"
-    return None
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
-        return math.isnan(other)
-    return one == other
-
-
-def _rows(path: str) -> list[dict[str, Any]]:
-    try:
-        return list(read_rows(path))
-    except FileNotFoundError:
-        raise ConfigurationError(f"{path} does not exist; give the metrics.jsonl of a run") from None
-
+from megatron_ext.cli.compare_runs import main
+from megatron_ext.commandline import run_tool
 
 if __name__ == "__main__":
     run_tool(main)

@@ -1,93 +1,15 @@
 """Looks for what breaks a launch, before it starts, in a few seconds.
 
-    python tools/doctor.py --nproc-per-node 8 -- <the flags of your launch>
-    torchrun --nproc-per-node 8 tools/doctor.py --collectives
-
-The first looks at this machine, alone: Python and packages, GPUs, where ranks meet, environment variables, limits, room
-for checkpoints and, where they are given, the flags. The second makes all ranks talk, says which of them do not
-answer, and how fast the others are. Each finding says what is wrong, why it matters, and what puts it right.
-
-Exit codes: 0 nothing that stops the launch (there may be warnings), 64 the launch cannot work as it is set up,
-74 checkpoints cannot be written, 76 ranks do not answer. torchrun itself returns 1 in place of the last three.
+It is `megatron-ext` as a script: megatron_ext/cli/doctor.py does the work, and --help says how to use it.
 """
 
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes
-from megatron_ext.config.schema import Config
-from megatron_ext.doctor.examine import examine, exit_code
-from megatron_ext.doctor.finding import Finding, Launch, error
-from megatron_ext.errors import ConfigurationError, PeerLostError
-from megatron_ext.resilience.process_end import end_process
-
-
-def main(argv: list[str]) -> int:
-    """Run the tool with the command line `argv` and return its exit code."""
-    own, training = split_at_dashes(argv)
-    parser = ToolParser("Look for what breaks a launch.")
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks on this machine; default one per GPU")
-    parser.add_argument("--nnodes", type=int, metavar="N", default=_number("SLURM_NNODES", 1), help="machines")
-    parser.add_argument("--collectives", action="store_true", help="make the ranks that torchrun started talk")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", default=20.0, help="of each stage of that")
-    parser.add_argument("--megabytes", type=float, metavar="MB", default=64.0, help="of the messages that are timed")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="whose memory is sent")
-    parser.usage = "doctor.py [options] [-- <training flags>]"
-    options = parser.parse_args(own)
-    if options.collectives:
-        return _collectives(options.device, options.timeout, options.megabytes)
-    findings: list[Finding] = []
-    ranks = options.nproc_per_node or _number("LOCAL_WORLD_SIZE", 0) or _gpus() or 1
-    config = _configured(training, ranks * options.nnodes, findings) if training else None
-    findings += examine(Launch(os.environ, ranks, options.nnodes, config))
-    print("\n".join(finding.text() for finding in findings))
-    code = exit_code(findings)
-    levels = [finding.level for finding in findings]
-    print(f"{levels.count('error')} errors, {levels.count('warning')} warnings")
-    return code
-
-
-def _collectives(kind: str, seconds: float, megabytes: float) -> int:
-    from megatron_ext.doctor.collectives import NotTheReporter, check_collectives
-
-    try:
-        for finding in check_collectives(kind, seconds, megabytes):
-            print(finding.text(), flush=True)
-    except PeerLostError as lost:
-        if not isinstance(lost, NotTheReporter):
-            print(f"error: {lost}", file=sys.stderr, flush=True)
-        end_process(lost.exit_code)  # a collective may hang on
-    return 0
-
-
-def _configured(flags: list[str], world_size: int, findings: list[Finding]) -> Config | None:
-    """Return the configuration that the flags make; what is wrong with them goes to the findings."""
-    from megatron_ext.train.configure import configure
-
-    given = [] if "--world-size" in flags else ["--world-size", str(world_size)]
-    try:
-        return configure([*flags, *given, "--dry-run"]).config
-    except ConfigurationError as wrong:
-        findings += [
-            error(problem, "pretrain_gpt.py would end with exit code 64", "as it says") for problem in wrong.problems
-        ]
-        return None
-
-
-def _gpus() -> int:
-    from megatron_ext.device.survey import survey
-
-    found = survey()
-    return len(found.gpus) if found else 0
-
-
-def _number(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else default
-
+from megatron_ext.cli.doctor import main
+from megatron_ext.commandline import run_tool
 
 if __name__ == "__main__":
     run_tool(main)

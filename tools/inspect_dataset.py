@@ -1,14 +1,6 @@
 """Look into a .bin/.idx pair, or prove that it is whole; or show what a training step read.
 
-    python tools/inspect_dataset.py show data/corpus_text_document
-    python tools/inspect_dataset.py document data/corpus_text_document 17 \
-        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
-    python tools/inspect_dataset.py verify data/corpus_text_document --vocab-size 32000
-    python tools/inspect_dataset.py sample --step 1000 --config checkpoints/iter_0001000/config.yaml
-
-`show` reads the index, `verify` checks it against the data and, with --vocab-size, reads every token. `sample` takes
-the flags of the training, and shows the text of the samples that a step uses, or of one sample by its position.
-Exit codes: 0 done, 64 the flags cannot work, 65 the pair is damaged or holds a token outside the vocabulary.
+It is `megatron-ext` as a script: megatron_ext/cli/inspect_dataset.py does the work, and --help says how to use it.
 """
 
 import sys
@@ -16,114 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.config.schema.data import DataConfig
-from megatron_ext.data.checksums import first_damage, known_blocks
-from megatron_ext.data.inspect import document_tokens, summarize
-from megatron_ext.data.integrity import check_indexed_files, check_token_ids
-from megatron_ext.data.manifest import judge, made_with
-from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.terminal import say, warn
-from megatron_ext.tokenizer.build import tokenizer_from_flags
-from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
-from megatron_ext.tokenizer.record import describe_tokenizer
-from megatron_ext.train.configure import configure
-
-
-def make_parser() -> ToolParser:
-    """Return the parser of the tool's command line."""
-    parser = ToolParser("Look into a .bin/.idx pair, or prove that it is whole.")
-    add = parser.add_argument
-    add("command", choices=("show", "document", "verify"), help="what to do (or: sample --help)")
-    add("prefix", help="path of the pair, without .bin or .idx")
-    add("document", nargs="?", type=int, help="number of the document, from 0, for the command document")
-    add_tokenizer_flags(parser, required=False)
-    return parser
-
-
-def show(prefix: str) -> None:
-    """Print what is in a pair."""
-    summary = summarize(prefix)
-    say(f"{prefix}: {summary.tokens} tokens of type {summary.dtype}")
-    made = made_with(prefix)
-    if made is not None:
-        say(f"tokenizer {describe_tokenizer(made.tokenizer)}")
-    print(f"documents {summary.documents}, {summary.empty_documents} of them empty; sequences {summary.sequences}")
-    print(
-        f"tokens in a sequence: {summary.shortest} to {summary.longest}, mean {summary.tokens / summary.sequences:.1f}"
-    )
-    most = max(summary.histogram)
-    for exponent, count in enumerate(summary.histogram):
-        bar = "#" * round(50 * count / most)
-        print(f"{2**exponent:>12} to {2 ** (exponent + 1) - 1:<12} {count:>12} {bar}".rstrip())
-
-
-def verify(prefix: str, vocab_size: int | None) -> None:
-    """Check a pair and print the outcome."""
-    check_indexed_files(prefix)
-    blocks = known_blocks(prefix)
-    problem = first_damage(blocks)
-    if problem is not None:
-        raise DataError(f"{problem}. Copy the file again, or run tools/preprocess_data.py again")
-    if vocab_size is not None:
-        check_token_ids(prefix, vocab_size)
-    checked = "" if vocab_size is None else f", every token is below {vocab_size}"
-    checked += ", as the checksums of its manifest say" if blocks else ""
-    say(f"{prefix}: whole{checked}")
-
-
-def sample(argv: list[str]) -> None:
-    """Print the text of one sample, or of those of one step, of a training with the flags `argv`."""
-    parser = ToolParser("Show the text that a training step saw. All other flags are those of the training.")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--step", type=int, help="the step, from 1")
-    which.add_argument("--sample", type=int, help="the position of one sample in the training, from 0")
-    options, flags = parser.parse_known_args(argv)
-    # As a dry run, for which --world-size, or that of --config, counts and not the ranks of this process.
-    configured = configure([*flags, "--dry-run"])
-    config = configured.config
-    from megatron_ext import device
-
-    device.install("cpu")  # before megatron-core is imported
-    from megatron_ext.train.datasets import datasets_of_run, samples_of_step, tokenizer_of_run
-
-    positions = samples_of_step(config, options.step) if options.sample is None else [options.sample]
-    tokenizer = tokenizer_of_run(config)
-    samples = datasets_of_run(config, tokenizer, configured.resume).train
-    assert samples is not None
-    for position in positions:
-        if not 0 <= position < len(samples):
-            raise ConfigurationError(f"sample {position}: the training has samples 0 to {len(samples) - 1}")
-        place = samples.place(position)
-        say(f"--- sample {position}: window {place.number} of {samples.sources[place.source].name}")
-        print(tokenizer.decode([int(token) for token in samples[position]["tokens"]]))
-
-
-def main(argv: list[str]) -> int:
-    """Run the tool with the command line `argv` and return its exit code."""
-    if argv[:1] == ["sample"]:
-        sample(argv[1:])
-        return 0
-    options = make_parser().parse_args(argv)
-    if options.command == "show":
-        show(options.prefix)
-    elif options.command == "verify":
-        verify(options.prefix, options.vocab_size)
-    elif options.document is None:
-        raise ConfigurationError("give the number of the document behind the prefix; they count from 0")
-    else:
-        ids = document_tokens(options.prefix, options.document)
-        if options.tokenizer_type is None:
-            print(*ids)
-        else:
-            tokenizer = tokenizer_from_flags(DataConfig(**tokenizer_values(options)))
-            made = made_with(options.prefix)
-            judged = judge(options.prefix, made, tokenizer) if made is not None else None
-            if judged is not None:
-                warn(judged.text)
-            print(tokenizer.decode(ids))
-    return 0
-
+from megatron_ext.cli.inspect_dataset import main
+from megatron_ext.commandline import run_tool
 
 if __name__ == "__main__":
     run_tool(main)

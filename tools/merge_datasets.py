@@ -1,9 +1,6 @@
 """Merges all .bin/.idx pairs of a folder into one pair.
 
-    python tools/merge_datasets.py --input data/parts --output-prefix data/corpus_text_document
-
-The documents come in the order of the files' names. Exit codes: 0 done, 64 the flags cannot work, 65 a pair is damaged,
-or the manifests next to two pairs name different tokenizers.
+It is `megatron-ext` as a script: megatron_ext/cli/merge_datasets.py does the work, and --help says how to use it.
 """
 
 import sys
@@ -11,27 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.data.prepare.merge import find_prefixes, merge_indexed_files
-
-
-def main(argv: list[str]) -> int:
-    """Run the tool with the command line `argv` and return its exit code."""
-    parser = ToolParser("Merge the .bin/.idx pairs of a folder into one.")
-    parser.add_argument("--input", required=True, metavar="FOLDER", help="folder of the pairs")
-    parser.add_argument("--output-prefix", required=True, help="path of the merged pair, without .bin or .idx")
-    parser.add_argument(
-        "--accept-other-tokenizer", action="store_true", help="merge although the manifests name different tokenizers"
-    )
-    options = parser.parse_args(argv)
-    prefixes = find_prefixes(options.input)
-    merged = merge_indexed_files(prefixes, options.output_prefix, accept_other_tokenizer=options.accept_other_tokenizer)
-    print(
-        f"wrote {options.output_prefix}.bin and .idx: {len(prefixes)} pairs, {merged.documents} documents, "
-        f"{merged.sequences} sequences, {merged.token_bytes / 1e6:.1f} MB"
-    )
-    return 0
-
+from megatron_ext.cli.merge_datasets import main
+from megatron_ext.commandline import run_tool
 
 if __name__ == "__main__":
     run_tool(main)

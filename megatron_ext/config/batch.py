@@ -1,8 +1,12 @@
 """Computes how large the global batch is, as a function of the samples consumed so far, and how long the run."""
 
+import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_ext.config.schema import Config
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -18,9 +22,11 @@ def global_batch_size(config: Config, consumed_samples: int) -> int:
     """Return the samples in the optimizer step that follows after `consumed_samples`.
 
     With --rampup-batch-size START INCREMENT SAMPLES the batch grows by INCREMENT in equal shares of SAMPLES
-    until it reaches --global-batch-size, as in Megatron-LM.
+    until it reaches --global-batch-size; --step-batch-size-schedule gives every size by itself. Both are Megatron-LM's.
     """
     full = config.training.global_batch_size
+    if (schedule := batch_schedule(config)) is not None:
+        return [size for first, size in schedule if first <= consumed_samples][-1]
     ramp = config.training.rampup_batch_size
     if ramp is None:
         return full
@@ -31,15 +37,64 @@ def global_batch_size(config: Config, consumed_samples: int) -> int:
     return min(start + int(consumed_samples / samples_per_increment) * increment, full)
 
 
-def num_microbatches(config: Config, global_batch: int) -> int:
-    """Return the microbatches that each data-parallel rank computes in a step of `global_batch` samples."""
-    per_microbatch = config.training.micro_batch_size * config.layout.data_parallel_size
+def read_schedule(text: str, seq_length: int) -> list[tuple[int, int]]:
+    """Return the (first sample, global batch size) pairs of --step-batch-size-schedule, in their order.
+
+    `read_schedule("0:8 8K:16", 1024)` is `[(0, 8), (8, 16)]`: thresholds are in tokens, and rounded down to samples, as
+    in Megatron-LM.
+
+    Raises:
+        ValueError: it is not such a schedule.
+    """
+    schedule = sorted(_read_step(entry, seq_length) for entry in text.replace(",", " ").split())
+    firsts = [first for first, _ in schedule]
+    if not firsts or firsts[0] != 0:
+        raise ValueError("the first threshold must be 0")
+    if any(later <= earlier for earlier, later in pairwise(firsts)):
+        raise ValueError(f"each threshold must be at least one sample of {seq_length} tokens above the one before it")
+    return schedule
+
+
+def _read_step(entry: str, seq_length: int) -> tuple[int, int]:
+    match = re.fullmatch(r"([\d.]+)([KMBT]?):(\d+)", entry.upper())
+    try:
+        if match is not None and int(match[3]) > 0:
+            return int(float(match[1]) * _SUFFIXES[match[2]]) // seq_length, int(match[3])
+    except ValueError:
+        pass  # two points in a number
+    raise ValueError(f"{entry!r} is not a threshold in tokens, a colon and a number of samples")
+
+
+def batch_schedule(config: Config) -> list[tuple[int, int]] | None:
+    """Return the validated --step-batch-size-schedule as `read_schedule` does; None without one."""
+    text = config.training.step_batch_size_schedule
+    return None if text is None else read_schedule(text, config.model.seq_length)
+
+
+def num_microbatches(config: Config, global_batch: int, micro_batch: int | None = None) -> int:
+    """Return the microbatches that each data-parallel rank computes in a step of `global_batch` samples.
+
+    Args:
+        micro_batch: samples in a microbatch; default --micro-batch-size.
+    """
+    per_microbatch = (micro_batch or config.training.micro_batch_size) * config.layout.data_parallel_size
     assert global_batch % per_microbatch == 0, (global_batch, per_microbatch)
     return global_batch // per_microbatch
 
 
+def evaluation_batch(config: Config) -> tuple[int, int]:
+    """Return the samples of a global batch and of a microbatch of an evaluation."""
+    training = config.training
+    return (
+        training.eval_global_batch_size or training.global_batch_size,
+        training.eval_micro_batch_size or training.micro_batch_size,
+    )
+
+
 def samples_at_iteration(config: Config, iteration: int) -> int:
     """Return the samples consumed by the first `iteration` optimizer steps."""
+    if (schedule := batch_schedule(config)) is not None:
+        return _samples_by_schedule(schedule, iteration)
     ramp = config.training.rampup_batch_size
     if ramp is None:
         return iteration * config.training.global_batch_size
@@ -50,8 +105,17 @@ def samples_at_iteration(config: Config, iteration: int) -> int:
     return consumed + (iteration - step) * config.training.global_batch_size
 
 
+def _samples_by_schedule(schedule: list[tuple[int, int]], iteration: int) -> int:
+    consumed = taken = 0
+    for (_, size), (end, _) in pairwise(schedule):
+        steps = min(iteration - taken, -(-(end - consumed) // size)) if consumed < end else 0
+        consumed, taken = consumed + steps * size, taken + steps
+    return consumed + (iteration - taken) * schedule[-1][1]
+
+
 def batch_phases(config: Config) -> list[BatchPhase]:
-    """Return the whole run as phases of equal global batch size: one, or several with `--rampup-batch-size`.
+    """Return the whole run as phases of equal global batch size: one, or several with `--rampup-batch-size` or
+    `--step-batch-size-schedule`.
 
     As in `global_batch_size`, the batch is start + increment x floor(consumed / (samples / increments)) until `samples`
     are consumed. The last phase ends with the run, and a last step that would need more than `--train-samples` is not
@@ -66,6 +130,9 @@ def batch_phases(config: Config) -> list[BatchPhase]:
         increments = (full - start) // increment
         sizes = [start + increment * i for i in range(increments + 1)]
         borders = [samples / increments * (i + 1) for i in range(increments)]
+    elif (schedule := batch_schedule(config)) is not None:
+        sizes = [size for _, size in schedule]
+        borders = [first for first, _ in schedule[1:]]
     phases = []
     consumed = steps_taken = 0
     for size, border in zip(sizes, [*borders, None], strict=True):

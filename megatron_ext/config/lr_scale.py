@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 
-SCALED = ("lr", "min_lr")
+SCALED = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
 FLAGS = ("lr_scale_rule", "lr_scale_base_batch_size")
 
 

@@ -1,9 +1,12 @@
-"""Lists every option of Megatron's own command line that is accepted although it changes nothing here, by reason.
+"""Lists every option of Megatron's own command line that has no bearing here, with what happens instead, by reason.
+
+These options are about the speed, the memory or the bookkeeping of Megatron's own implementation, or ask for what is
+done here anyway: no weight that is trained and no file that is kept depends on them.
 
 Flags are separated by commas: `--flag` is a switch, `--flag N` takes a value, `--flag N...` takes several. Each gets
-one warning line. The list was read from Megatron-LM as the megatron-core 0.19.2 wheel holds it;
-tests/unit/test_megatron_options.py reads that wheel and fails when an option is missing here, is listed twice, or takes
-another number of values.
+one warning line; `=value` asks for nothing, and passes silently. The list was read from Megatron-LM as the
+megatron-core 0.19.2 wheel holds it; tests/unit/test_megatron_options.py reads that wheel and fails when an option is
+missing here, is listed twice, or takes another number of values.
 """
 
 ACCEPTED: tuple[tuple[str, str], ...] = (
@@ -35,7 +38,8 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "the loss is always averaged over the tokens of the whole global batch",
+        "the loss is always averaged over the tokens of the whole global batch (without this flag, Megatron averages "
+        "the means of the microbatches, which is the same where each has as many tokens that count)",
         """
         --calculate-per-token-loss
         """,
@@ -44,25 +48,26 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         "communication overlap inside the linear layers is not used",
         """
         --no-tp-comm-bulk-wgrad, --no-tp-comm-bulk-dgrad, --no-tp-comm-overlap-ag, --no-tp-comm-overlap-rs,
-        --no-tp-comm-split-ag, --no-tp-comm-split-rs, --disable-tp-comm-bulk-wgrad, --disable-tp-comm-bulk-dgrad,
-        --disable-tp-comm-overlap-ag, --disable-tp-comm-overlap-rs, --disable-tp-comm-split-ag,
-        --disable-tp-comm-split-rs
+        --no-tp-comm-split-ag, --no-tp-comm-split-rs, --disable-tp-comm-bulk-wgrad,
+        --disable-tp-comm-bulk-dgrad, --disable-tp-comm-overlap-ag, --disable-tp-comm-overlap-rs,
+        --disable-tp-comm-split-ag, --disable-tp-comm-split-rs, --tp-comm-overlap, --tp-comm-overlap-rs-dgrad,
+        --tp-comm-bootstrap-backend N =nccl, --tp-comm-overlap-cfg N
         """,
     ),
     (
         "communication is scheduled by megatron-core's defaults",
         """
         --no-align-grad-reduce, --disable-align-grad-reduce, --no-align-param-gather,
-        --ddp-pad-buckets-for-high-nccl-busbw, --no-gradient-reduce-div-fusion, --no-use-layer-wise-param-layout,
-        --disable-gloo-process-groups, --create-all-gather-group, --high-priority-stream-groups N...,
-        --disable-symmetric-registration, --no-clone-scatter-output-in-embedding,
-        --disable-clone-scatter-output-in-embedding, --distributed-timeout-seconds-after-init N
+        --ddp-pad-buckets-for-high-nccl-busbw, --no-gradient-reduce-div-fusion,
+        --no-use-layer-wise-param-layout, --disable-gloo-process-groups, --create-all-gather-group,
+        --high-priority-stream-groups N..., --disable-symmetric-registration,
+        --no-clone-scatter-output-in-embedding, --disable-clone-scatter-output-in-embedding,
+        --distributed-timeout-seconds-after-init N, --overlap-param-gather-with-optimizer-step
         """,
     ),
     (
-        "memory and garbage collection are left to torch and Python",
+        "freed memory is left to torch, which keeps it for the next step",
         """
-        --manual-gc, --manual-gc-interval N, --no-manual-gc-eval, --disable-manual-gc-eval,
         --empty-unused-memory-level N, --train-sync-interval N
         """,
     ),
@@ -78,20 +83,20 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     (
         "SIGTERM always saves and stops (exit code 75)",
         """
-        --exit-signal-handler-for-dataloader, --exit-signal-handler-for-training
+        --exit-signal-handler-for-dataloader, --exit-signal-handler-for-training, --adlr-autoresume
         """,
     ),
     (
-        "checkpoints are always torch_dist, saved in parallel and reshardable",
+        "checkpoints are torch_dist and reshardable; --ckpt-fully-parallel-save and -load say who writes and who reads",
         """
-        --use-dist-ckpt, --auto-detect-ckpt-format, --ckpt-fully-parallel-save, --no-ckpt-fully-parallel-save,
-        --ckpt-fully-parallel-load, --ckpt-fully-parallel-load-exchange-algo N,
-        --ckpt-fully-parallel-save-process-group N, --ckpt-fully-parallel-load-process-group N,
+        --use-dist-ckpt, --auto-detect-ckpt-format, --no-ckpt-fully-parallel-save,
+        --ckpt-fully-parallel-load-exchange-algo N, --ckpt-fully-parallel-save-process-group N,
+        --ckpt-fully-parallel-load-process-group N,
         --ckpt-assume-constant-structure, --dist-ckpt-optim-fully-reshardable,
         --distrib-optim-fully-reshardable-mem-efficient, --dist-ckpt-workers N,
         --no-use-tokenizer-model-from-checkpoint-args, --disable-use-tokenizer-model-from-checkpoint-args,
         --no-strict-fsdp-dtensor-load, --disable-strict-fsdp-dtensor-load, --no-stream-ckpt-dequant,
-        --disable-stream-ckpt-dequant
+        --disable-stream-ckpt-dequant, --dist-ckpt-format N =torch_dist, --dist-ckpt-save-pre-mcore-014
         """,
     ),
     (
@@ -106,11 +111,175 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """
         --rerun-mode N, --no-one-logger, --one-logger-project N, --one-logger-run-name N, --one-logger-async,
         --app-tag-run-name N, --app-tag-run-version N, --disable-msc, --adlr-autoresume-interval N,
-        --ft-num-warmup-iters N, --straggler-ctrlr-port N, --straggler-minmax-count N, --disable-straggler-on-startup,
-        --flight-recorder-dump-path N, --flight-recorder-trace-buffer-size N, --no-flight-recorder-dump-on-timeout,
-        --disable-flight-recorder-dump-on-timeout, --flight-recorder-include-stack-trace,
-        --no-flight-recorder-include-only-active, --disable-flight-recorder-include-only-active,
-        --no-flight-recorder-extra-dump-on-exec, --disable-flight-recorder-extra-dump-on-exec
+        --ft-num-warmup-iters N, --straggler-ctrlr-port N, --straggler-minmax-count N,
+        --disable-straggler-on-startup, --flight-recorder-dump-path N, --flight-recorder-trace-buffer-size N,
+        --no-flight-recorder-dump-on-timeout, --disable-flight-recorder-dump-on-timeout,
+        --flight-recorder-include-stack-trace, --no-flight-recorder-include-only-active,
+        --disable-flight-recorder-include-only-active, --no-flight-recorder-extra-dump-on-exec,
+        --disable-flight-recorder-extra-dump-on-exec, --gpu-sniff-test-interval N, --check-for-large-grads,
+        --check-for-spiky-loss, --result-rejected-tracker-filename N
+        """,
+    ),
+    (
+        "what is computed is the same without this fusion, overlap or kernel, which belongs to Megatron's own layers",
+        """
+        --moe-permute-fusion, --moe-router-fusion, --moe-shared-expert-overlap,
+        --overlap-moe-expert-parallel-comm, --overlap-dispatch-backward-with-experts-wgrad,
+        --ep-overlap-early-attn-memory-release, --high-priority-a2a-comm-stream,
+        --use-grouped-gemm-for-shared-expert, --use-grouped-gemm-for-dense-mlp,
+        --use-fused-weighted-squared-relu, --use-te-activation-func, --use-transformer-engine-op-fuser,
+        --te-rng-tracker, --enable-experimental
+        """,
+    ),
+    (
+        "tokens are sent to their experts by torch.distributed, and by no other library",
+        """
+        --moe-enable-deepep, --moe-flex-dispatcher-backend N =deepep, --moe-permute-fusion-into-hybridep,
+        --moe-hybridep-pad-uneven-dispatch-inputs, --moe-flex-dispatcher-num-sms N, --moe-deepep-num-sms N,
+        --moe-hybridep-num-sms N, --moe-hybridep-num-blocks-permute N, --moe-hybridep-num-blocks-unpermute N,
+        --moe-hybridep-num-sms-preprocessing N =108, --moe-ncclep-static-shape, --moe-ncclep-zero-copy
+        """,
+    ),
+    (
+        "experts are computed in the precision of --bf16 or --fp16, which needs no padding of their tokens",
+        """
+        --moe-router-padding-for-quantization, --moe-router-padding-for-fp8
+        """,
+    ),
+    (
+        "what the experts keep for the backward pass stays on the device; --recompute-granularity saves memory",
+        """
+        --moe-layer-recompute, --moe-paged-stash, --moe-paged-stash-page-size N =64,
+        --moe-paged-stash-buffer-size-factor-cuda N =1.1, --moe-paged-stash-buffer-size-factor-cpu N =0.0
+        """,
+    ),
+    (
+        "activations stay on the device; --recompute-granularity saves memory",
+        """
+        --cpu-offloading-num-layers N =0, --cpu-offloading-retain-pinned-cpu-buffers,
+        --fine-grained-activation-offloading, --fine-grained-offloading-max-inflight-offloads N,
+        --offload-modules N..., --min-offloaded-tensor-size N =1048576, --delay-offload-until-cuda-graph,
+        --delta-offload-bytes-across-pp-ranks N =0, --activation-offload-fraction N =1.0,
+        --distribute-saved-activations, --mlp-chunks-for-training N =1
+        """,
+    ),
+    (
+        "steps run without CUDA graphs, which compute the same",
+        """
+        --enable-cuda-graph, --cuda-graph-warmup-steps N =3, --external-cuda-graph, --cuda-graph-impl N =none,
+        --optimizer-cuda-graph, --cuda-graph-scope N..., --cuda-graph-modules N...
+        """,
+    ),
+    (
+        "the pipeline runs megatron-core's own schedule",
+        """
+        --overlap-p2p-communication-warmup-flush, --use-ring-exchange-p2p, --defer-embedding-wgrad-compute,
+        --wgrad-deferral-limit N =0, --delay-wgrad-compute, --pipeline-model-parallel-comm-backend N
+        """,
+    ),
+    (
+        "Megatron-FSDP gathers and reduces with its plain buffers",
+        """
+        --fsdp-manual-registration, --fsdp-double-buffer, --fsdp-db-use-persist-buf-on-alloc-fail,
+        --megatron-fsdp-enable-fine-grained-param-gather, --megatron-fsdp-max-pool-double-buffer,
+        --suggested-communication-unit-size N, --keep-fp8-transpose-cache
+        """,
+    ),
+    (
+        "gradients are scaled and then summed, which is the average, in buckets of --ddp-bucket-size",
+        """
+        --ddp-average-in-collective, --ddp-num-buckets N
+        """,
+    ),
+    (
+        "NCCL is tuned by its own environment variables alone",
+        """
+        --use-nccl-ub, --use-sharp, --sharp-enabled-group N, --nccl-communicator-config-path N,
+        --symmetric-ar-type N, --nccl-all-reduce-for-prefill
+        """,
+    ),
+    (
+        "attention computes its softmax in fp32, where scaling by the layer's number before it and back in it cancels",
+        """
+        --apply-query-key-layer-scaling
+        """,
+    ),
+    (
+        "the loss is computed in fp32, whatever the logits are in",
+        """
+        --fp16-lm-cross-entropy
+        """,
+    ),
+    (
+        "--main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype say by themselves what is kept in bf16",
+        """
+        --use-precision-aware-optimizer
+        """,
+    ),
+    (
+        "code from a tokenizer's folder is never run; a tokenizer that needs it is refused",
+        """
+        --trust-remote-code
+        """,
+    ),
+    (
+        "it is not measured, and not in the log",
+        """
+        --log-max-attention-logit, --log-energy, --run-workload-inspector-server, --moe-per-layer-logging,
+        --config-logger-dir N
+        """,
+    ),
+    (
+        "slow ranks are not searched for; --log-communication-share shows how long a rank waits for others",
+        """
+        --log-straggler
+        """,
+    ),
+    (
+        "a run that lost a rank ends (exit code 76); torchrun --max-restarts with --save and --load goes on "
+        "from its checkpoint",
+        """
+        --enable-ft-package, --calc-ft-timeouts, --inprocess-restart, --inprocess-max-iterations N,
+        --inprocess-monitor-thread-interval N =1.0, --inprocess-monitor-process-interval N =1.0,
+        --inprocess-progress-watchdog-interval N =1.0, --inprocess-heartbeat-interval N =30,
+        --inprocess-soft-timeout N =60, --inprocess-hard-timeout N =90, --inprocess-heartbeat-timeout N =60,
+        --inprocess-barrier-timeout N =120, --inprocess-completion-timeout N =120,
+        --inprocess-last-call-wait N =1, --inprocess-termination-grace-time N =1,
+        --inprocess-granularity N =node, --inprocess-active-world-size N =1, --inprocess-empty-cuda-cache
+        """,
+    ),
+    (
+        "checkpoints are written by a background thread of each rank with --async-save, else by the rank itself",
+        """
+        --use-persistent-ckpt-worker, --async-strategy N =nvrx, --async-ckpt-cpu-priority N =10,
+        --async-ckpt-io-priority N =3, --async-ckpt-use-cpu-shm
+        """,
+    ),
+    (
+        "a checkpoint's files are always checked, and one without a tensor of the model, or with another shape, is "
+        "refused",
+        """
+        --dist-ckpt-strictness N =assume_ok_unexpected, --verify-integrity,
+        --no-ckpt-load-validate-sharding-integrity, --disable-ckpt-load-validate-sharding-integrity
+        """,
+    ),
+    (
+        "a norm's weights are kept as they multiply, and not less one; they train alike, since norms have no weight "
+        "decay",
+        """
+        --apply-layernorm-1p
+        """,
+    ),
+    (
+        "the checks of a run are those of its flags",
+        """
+        --test-mode
+        """,
+    ),
+    (
+        "context-parallel ranks exchange keys in one group, as --cp-comm-type says",
+        """
+        --hierarchical-context-parallel-sizes N...
         """,
     ),
 )

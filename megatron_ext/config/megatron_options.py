@@ -1,10 +1,13 @@
 """Finds Megatron's own options that are not fields of our schema: each is accepted with a warning, or refused by name.
 
-Launch scripts written for Megatron-LM name many of its roughly 850 options. None may be misread or silently dropped,
-so each is listed in `megatron_accepted.py` or `refused/` with the number of values that it takes.
+Launch scripts written for Megatron-LM name many of its roughly 850 options. None may be misread or silently dropped, so
+each is in one of four classes: supported (a field of the schema), an old spelling (`old_spellings.py`, or an alias in
+the schema), of no bearing here (`megatron_accepted.py`: one warning line says what happens instead), or refused
+(`refused/`: it would change what is trained or kept). The last two are listed with the number of values that they take.
 """
 
 import functools
+import re
 from dataclasses import dataclass
 
 from megatron_ext.config.megatron_accepted import ACCEPTED
@@ -22,17 +25,34 @@ class MegatronOption:
     accepted: bool
     most_values: int
     neutral: str | None
+    """Values that ask for nothing, separated by `;`."""
 
     def is_neutral(self, values: list[str]) -> bool:
         """Return whether these values ask for nothing (`--context-parallel-size 1`), so that the flag may pass
         silently."""
         given = " ".join(values)
-        if self.neutral is None or given == self.neutral:
-            return given == self.neutral
-        try:
-            return float(given) == float(self.neutral)
-        except ValueError:
-            return False
+        if self.flag in _NEUTRAL_FORMS:
+            return _NEUTRAL_FORMS[self.flag](given)
+        return self.neutral is not None and any(_same(given, one) for one in self.neutral.split(";"))
+
+
+def _experts_in_every_layer(text: str) -> bool:
+    """Return whether a value of --moe-layer-freq says so: `1`, or a list of ones, such as `([1]*48)`."""
+    term = r"\[\s*1\s*(,\s*1\s*)*,?\s*\]\s*(\*\s*\d+\s*)?"
+    return re.fullmatch(rf"1|\(?\s*{term}(\+\s*{term})*\)?", text.strip()) is not None
+
+
+_NEUTRAL_FORMS = {"--moe-layer-freq": _experts_in_every_layer}
+"""Flags whose values ask for nothing in more than one form."""
+
+
+def _same(given: str, neutral: str) -> bool:
+    if given == neutral:
+        return True
+    try:
+        return float(given) == float(neutral)
+    except ValueError:
+        return False
 
 
 def find(flag: str) -> MegatronOption | None:

@@ -10,13 +10,14 @@ files follow from the entry.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Scheme = Literal["use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"]
 """A field of the layout by which data-parallel ranks divide optimizer state. DDP without one runs every optimizer."""
 
-_BYTES = {"float32": 4}
+_BYTES = {"float32": 4, "bfloat16": 2}
+_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ class State:
     name: str
     """The key in torch's `optimizer.state`, and `optimizer.state.<name>.<weight>` in checkpoints."""
 
-    dtype: Literal["float32"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    dtype_field: str | None = None
+    """A field of the optimizer's configuration that names the type, fp32 or bf16; None: it is `dtype`."""
 
     unless_zero: str | None = None
     """A field of the optimizer's configuration without which, at 0, the state is not kept. None: always kept."""
@@ -73,6 +77,9 @@ class OptimizerTraits:
     """What megatron-core is asked to build. Where that is another, `torch_class` takes its place before the first
     update; else the engine may take a fused kernel of Transformer Engine or apex."""
 
+    is_of_ours: bool = False
+    """Whether a class of ours takes the place of what the engine builds, although the engine has the optimizer."""
+
     counts_updates: bool = False
     """Whether the update depends on the number of those before it, which checkpoints then hold."""
 
@@ -94,7 +101,7 @@ class OptimizerTraits:
     @property
     def is_the_engines(self) -> bool:
         """Whether megatron-core has it, so that no class of ours takes the place of what it builds."""
-        return self.built_as == self.name
+        return self.built_as == self.name and not self.is_of_ours
 
     def values(self, settings: Any) -> dict[str, Any]:
         """Return the arguments of `torch_class`, from the optimizer's configuration."""
@@ -105,7 +112,11 @@ class OptimizerTraits:
 
     def kept(self, settings: Any) -> tuple[State, ...]:
         """Return the states that are kept with these settings."""
-        return tuple(one for one in self.states if one.unless_zero is None or getattr(settings, one.unless_zero))
+        kept = (one for one in self.states if one.unless_zero is None or getattr(settings, one.unless_zero))
+        return tuple(
+            one if one.dtype_field is None else replace(one, dtype=_DTYPES[getattr(settings, one.dtype_field)])
+            for one in kept
+        )
 
     def state_names(self, settings: Any) -> tuple[str, ...]:
         """Names of the states that are kept with these settings."""
@@ -134,6 +145,17 @@ _ADAM = OptimizerTraits(
         "axolotl": Elsewhere(("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused")),
     },
 )
+_SHORT_ADAM = replace(
+    _ADAM,
+    title="Adam with averages in bf16",
+    torch_class="megatron_ext.optim.short_adam:ShortAdam",
+    arguments={**_ADAM.arguments, "dtypes": ("exp_avg_dtype", "exp_avg_sq_dtype")},
+    states=(State("exp_avg", dtype_field="exp_avg_dtype"), State("exp_avg_sq", dtype_field="exp_avg_sq_dtype")),
+    is_of_ours=True,
+    torch_options={},
+)
+"""Adam where --exp-avg-dtype or --exp-avg-sq-dtype is bf16."""
+
 _SGD = OptimizerTraits(
     name="sgd",
     title="SGD",
@@ -168,7 +190,8 @@ FLAGS_OF_OTHERS = """
 
 def traits_of(settings: Any) -> OptimizerTraits:
     """Return the traits of the optimizer that an `OptimizerConfig` chooses."""
-    return OPTIMIZERS[settings.optimizer]
+    short = "bf16" in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
+    return _SHORT_ADAM if settings.optimizer == "adam" and short else OPTIMIZERS[settings.optimizer]
 
 
 def run_by(scheme: Scheme) -> list[OptimizerTraits]:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from megatron_ext.config.layers import Attention, Experts, Layer, Mlp, Norm, final_norm, layers, residual_std, stack
 from megatron_ext.config.ranks import chunk_layers
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, ModelConfig
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
@@ -36,9 +36,9 @@ class Parameter:
     stage: int | Literal["embedding", "output"]
     """Index of the layer that it belongs to, or the first or last pipeline stage."""
 
-    init: Literal["normal", "ones", "zeros"]
+    init: Literal["normal", "uniform", "ones", "zeros"]
     std: float = 0.0
-    """Standard deviation of a normal initialization."""
+    """Standard deviation of a normal or uniform initialization."""
 
     tp_dim: int | None = None
     """Dimension that tensor parallelism divides; None when every rank holds the whole."""
@@ -176,18 +176,18 @@ def tensor_size(config: Config, parameter: Parameter) -> int:
 def embedding_parameters(config: Config) -> Iterator[Parameter]:
     """Yield the parameters before the first layer."""
     model = config.model
+    shape = (model.padded_vocab_size, model.hidden_size)
     yield Parameter(
         WORD_EMBEDDINGS,
-        (model.padded_vocab_size, model.hidden_size),
+        shape,
         "embedding",
-        "normal",
-        model.init_method_std,
+        *_embedding_init(model, shape),
         tp_dim=0,
         true_rows=_true_rows(config),
     )
     if model.position_embedding_type == "learned_absolute":
         shape = (model.max_position_embeddings, model.hidden_size)
-        yield Parameter(POSITION_EMBEDDINGS, shape, "embedding", "normal", model.init_method_std)
+        yield Parameter(POSITION_EMBEDDINGS, shape, "embedding", *_embedding_init(model, shape))
 
 
 def layer_parameters(config: Config, layer: Layer, experts: Iterable[int] | None = None) -> Iterator[Parameter]:
@@ -215,13 +215,13 @@ def layer_parameters(config: Config, layer: Layer, experts: Iterable[int] | None
 
 def _attention(config: Config, layer: Layer, attention: Attention, name: str) -> Iterator[Parameter]:
     model, index = config.model, layer.number
-    hidden, std = model.hidden_size, model.init_method_std
+    hidden = model.hidden_size
     qkv = attention.query_size + attention.key_size + attention.value_size
     if attention.output_bias:
         yield Parameter(f"{name}.linear_proj.bias", (hidden,), index, "zeros", sequence_parallel=True)
     shape = (hidden, attention.context_size)
-    yield Parameter(f"{name}.linear_proj.weight", shape, index, "normal", residual_std(config), tp_dim=1)
-    yield Parameter(f"{name}.linear_qkv.weight", (qkv, hidden), index, "normal", std, tp_dim=0)
+    yield Parameter(f"{name}.linear_proj.weight", shape, index, *_init(model, shape, residual_std(config)), tp_dim=1)
+    yield Parameter(f"{name}.linear_qkv.weight", (qkv, hidden), index, *_init(model, (qkv, hidden)), tp_dim=0)
     if attention.qkv_bias:
         yield Parameter(f"{name}.linear_qkv.bias", (qkv,), index, "zeros", tp_dim=0)
     for part, size in zip(("q_layernorm", "k_layernorm"), attention.qk_norm_sizes or (), strict=False):
@@ -233,7 +233,7 @@ def _mixture(
 ) -> Iterator[Parameter]:
     model = config.model
     shape = (experts.count, model.hidden_size)
-    yield Parameter(f"{mlp}.router.weight", shape, index, "normal", model.init_method_std, sequence_parallel=True)
+    yield Parameter(f"{mlp}.router.weight", shape, index, *_init(model, shape), sequence_parallel=True)
     for expert in range(experts.count) if named is None else named:
         yield from _mlp(config, experts.mlp, f"{mlp}.experts.{expert}", index, expert)
     if experts.shared is not None:
@@ -241,15 +241,16 @@ def _mixture(
 
 
 def _mlp(config: Config, mlp: Mlp, name: str, index: int, expert: int | None = None) -> Iterator[Parameter]:
-    hidden, std = config.model.hidden_size, config.model.init_method_std
+    model, hidden = config.model, config.model.hidden_size
     fc1, stride = (2 * mlp.width, 2) if mlp.gated else (mlp.width, 1)
-    yield Parameter(
-        f"{name}.linear_fc1.weight", (fc1, hidden), index, "normal", std, tp_dim=0, tp_stride=stride, expert=expert
-    )
+    shape = (fc1, hidden)
+    init = _init(model, shape)
+    yield Parameter(f"{name}.linear_fc1.weight", shape, index, *init, tp_dim=0, tp_stride=stride, expert=expert)
     if mlp.bias:
         yield Parameter(f"{name}.linear_fc1.bias", (fc1,), index, "zeros", tp_dim=0, tp_stride=stride)
     shape = (hidden, mlp.width)
-    yield Parameter(f"{name}.linear_fc2.weight", shape, index, "normal", residual_std(config), tp_dim=1, expert=expert)
+    init = _init(model, shape, residual_std(config))
+    yield Parameter(f"{name}.linear_fc2.weight", shape, index, *init, tp_dim=1, expert=expert)
     if mlp.bias:
         yield Parameter(f"{name}.linear_fc2.bias", (hidden,), index, "zeros", sequence_parallel=True)
 
@@ -259,15 +260,35 @@ def output_parameters(config: Config) -> Iterator[Parameter]:
     model = config.model
     yield from _norm(final_norm(model), "decoder.final_layernorm", "output", model.hidden_size)
     if model.untie_embeddings_and_output_weights:
+        shape = (model.padded_vocab_size, model.hidden_size)
         yield Parameter(
             OUTPUT_LAYER,
-            (model.padded_vocab_size, model.hidden_size),
+            shape,
             "output",
-            "normal",
-            model.init_method_std,
+            *_init(model, shape),
             tp_dim=0,
             true_rows=_true_rows(config),
         )
+
+
+def _init(
+    model: ModelConfig, shape: tuple[int, int], std: float | None = None
+) -> tuple[Literal["normal", "uniform"], float]:
+    """Return how a matrix begins: normal, or uniform up to sqrt(6 / (rows + columns)) (Glorot and Bengio 2010,
+    equation 16), whose standard deviation is 1 / sqrt(3) of that.
+
+    Args:
+        std: standard deviation of a normal initialization; default --init-method-std.
+    """
+    if model.init_method_xavier_uniform:
+        return "uniform", math.sqrt(2.0 / sum(shape))
+    return "normal", model.init_method_std if std is None else std
+
+
+def _embedding_init(model: ModelConfig, shape: tuple[int, int]) -> tuple[Literal["normal", "uniform"], float]:
+    """Return how an embedding begins: as a matrix, unless --embedding-init-method-std says otherwise."""
+    std = model.embedding_init_method_std
+    return _init(model, shape) if std in (None, model.init_method_std) else ("normal", std)
 
 
 def _norm(norm: Norm, name: str, stage: int | Literal["output"], width: int) -> Iterator[Parameter]:

@@ -4,9 +4,9 @@ World size = tensor (TP) x context (CP) x data (DP) x pipeline (PP) parallel siz
 neighbours, so that the heaviest traffic stays inside a machine; pipeline stages are farthest apart:
 
     rank = tp + TP x (cp + CP x (dp + DP x pp))
+    rank = tp + TP x (cp + CP x (pp + PP x dp))        with --use-tp-pp-dp-mapping
 """
 
-from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from megatron_ext.config.pipeline import first_layers, layer_counts
@@ -39,22 +39,28 @@ def axis_sizes(layout: LayoutConfig) -> Coordinates:
 def coordinates(layout: LayoutConfig, rank: int) -> Coordinates:
     """Return the place of a rank, 0 <= rank < world size."""
     assert 0 <= rank < layout.world_size, f"rank {rank} of {layout.world_size}"
-    return Coordinates(*_place(rank, axis_sizes(layout)))
+    first, second, *last = axis_sizes(layout)
+    return Coordinates(*_place(rank, (first, second), (last[0], last[1]), layout))
 
 
-def _place(rank: int, sizes: Iterable[int]) -> Iterator[int]:
-    """Yield the rank's index on each axis, the axis of neighbouring ranks first."""
-    for size in sizes:
-        rank, along = divmod(rank, size)
-        yield along
+def _place(
+    rank: int, inner: tuple[int, int], outer: tuple[int, int], layout: LayoutConfig
+) -> tuple[int, int, int, int]:
+    """Return the rank's index on each axis: two of neighbouring ranks, the data-parallel ranks, the stages."""
+    rank, first = divmod(rank, inner[0])
+    rank, second = divmod(rank, inner[1])
+    if layout.use_tp_pp_dp_mapping:
+        replica, stage = divmod(rank, outer[1])
+    else:
+        stage, replica = divmod(rank, outer[0])
+    return first, second, replica, stage
 
 
 def rank_of(layout: LayoutConfig, place: Coordinates) -> int:
     """Return the rank at a place: the inverse of `coordinates`."""
-    rank = 0
-    for size, along in zip(reversed(axis_sizes(layout)), reversed(place), strict=True):
-        rank = rank * size + along
-    return rank
+    sizes = axis_sizes(layout)
+    outer = place.dp * sizes.pp + place.pp if layout.use_tp_pp_dp_mapping else place.pp * sizes.dp + place.dp
+    return place.tp + sizes.tp * (place.cp + sizes.cp * outer)
 
 
 def groups(layout: LayoutConfig, axis: Axis) -> list[list[int]]:
@@ -87,8 +93,10 @@ def expert_axis_sizes(layout: LayoutConfig) -> ExpertCoordinates:
 
 
 def expert_coordinates(layout: LayoutConfig, rank: int) -> ExpertCoordinates:
-    """Return the place of a rank: rank = etp + ETP x (ep + EP x (edp + EDP x pp))."""
-    return ExpertCoordinates(*_place(rank, expert_axis_sizes(layout)))
+    """Return the place of a rank: rank = etp + ETP x (ep + EP x (edp + EDP x pp)), or with --use-tp-pp-dp-mapping
+    etp + ETP x (ep + EP x (pp + PP x edp))."""
+    first, second, *last = expert_axis_sizes(layout)
+    return ExpertCoordinates(*_place(rank, (first, second), (last[0], last[1]), layout))
 
 
 def context_chunks(rank: int, size: int) -> tuple[int, int]:

@@ -3,14 +3,18 @@ show."""
 
 from megatron_ext.config.help_text import default_text
 from megatron_ext.config.megatron_options import megatron_options
-from megatron_ext.config.options import Option, options
+from megatron_ext.config.old_spellings import FLAGS, VALUES
+from megatron_ext.config.options import Option, flag_of, options
+from megatron_ext.config.other_defaults import other_default
 
 
 def pinned_command_line() -> str:
     """Return one line per flag: name, type, default, choices. It changes only when a flag does."""
     lines = [f"{option.flag} | {_type_text(option)} | {option.default!r} | {_choices(option)}" for option in options()]
     aliases = [f"{alias} = {option.flag}" for option in options() for alias in option.aliases]
-    program = ["--config | str", "--dry-run | switch", "--help, -h | switch", "--version | switch"]
+    switches = ("--dry-run", "--allow-unknown-flags", "--help, -h", "--version")
+    values = ("--config | str", "--device-memory-gb | float", "--device-name | str")
+    program = [*values, *(f"{switch} | switch" for switch in switches)]
     return "\n".join([*program, *lines, *aliases]) + "\n"
 
 
@@ -28,32 +32,64 @@ def flags_page() -> str:
         "| program | |",
         "|---|---|",
         "| `--config FILE` | YAML file with any of the names below. |",
-        "| `--dry-run` | Check everything, print the layout, and exit. |",
+        "| `--dry-run` | Check everything, print the layout and its memory, and exit. GPUs, packages and data that are "
+        "not on this machine are believed, with a warning. |",
+        "| `--device-memory-gb X` | With `--dry-run`: whether a rank fits in this memory; exit code 1 if not. |",
+        "| `--device-name TEXT` | With `--dry-run`: the same for a device by name, `h200`, `h100` or `a100`. |",
+        "| `--allow-unknown-flags` | Leave out flags that nobody here knows, with a warning for each. |",
         "| `--help`, `--version` | Show it and exit. |",
     ]
     group = ""
     for option in options():
         if option.group != group:
             group = option.group
-            lines += ["", f"## {group.capitalize()}", "", "| flag | default | meaning |", "|---|---|---|"]
+            lines += [
+                "",
+                f"## {group.capitalize()}",
+                "",
+                "| flag | default | meaning | Megatron's default, where it is another |",
+                "|---|---|---|---|",
+            ]
         names = ", ".join(f"`{flag}`" for flag in (option.flag, *option.aliases))
         value = f" {_type_text(option)}" if not option.is_switch else ""
-        lines.append(f"| {names}{value} | {default_text(option) or '-'} | {option.help}{_choice_sentence(option)} |")
+        meaning = f"{option.help}{_choice_sentence(option)}"
+        lines.append(f"| {names}{value} | {default_text(option) or '-'} | {meaning} | {_others(option)} |")
     lines += [
         "",
         "## Megatron's other options",
         "",
-        f"{len(accepted)} are accepted with one warning line, because they change nothing here; {len(refused)} are",
-        "refused by name. A refused option passes silently at a value that asks for nothing, such as",
-        "`--fim-rate 0.5`.",
+        "Every option of Megatron's is in one of four classes: supported (the tables above), an old spelling (taken as",
+        f"the new one), of no bearing here ({len(accepted)}: taken, with one warning line that says what happens",
+        f"instead), or refused by name ({len(refused)}: it would change what is trained or kept, and is not built). An",
+        "option passes silently at a value that asks for nothing, such as `--fim-rate 0.5`. Underscores in a flag",
+        "stand for hyphens.",
+        "",
+        *_old_spellings(),
     ]
-    for title, known_options in (("Accepted with a warning", accepted), ("Refused", refused)):
+    for title, known_options in (("Of no bearing here", accepted), ("Refused", refused)):
         lines += ["", f"### {title}", ""]
         reasons: dict[str, list[str]] = {}
         for known in known_options:
             reasons.setdefault(known.reason, []).append(f"`{known.flag}`")
         lines += [f"- {reason}: {', '.join(flags)}" for reason, flags in reasons.items()]
     return "\n".join(lines) + "\n"
+
+
+def _old_spellings() -> list[str]:
+    lines = ["### Old spellings", "", "| old | taken as |", "|---|---|"]
+    for flag, (name, value) in FLAGS.items():
+        lines.append(f"| `{flag}` | `{' '.join(filter(None, (flag_of(name), value)))}` |")
+    for (name, old), (new, instead) in VALUES.items():
+        warned = f", with a warning: {instead}" if instead else ""
+        lines.append(f"| `{flag_of(name)} {old}` | `{flag_of(name)} {new}`{warned} |")
+    return lines
+
+
+def _others(option: Option) -> str:
+    other = other_default(option.flag)
+    if other is None:
+        return ""
+    return f"{'none' if other.theirs is None else f'`{other.theirs}`'}: {other.why}"
 
 
 def _type_text(option: Option) -> str:

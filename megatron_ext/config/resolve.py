@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.config.batch import read_schedule
 from megatron_ext.config.lr_scale import scale
 from megatron_ext.config.pipeline import read_pipeline_layout
 from megatron_ext.config.schema import Config
@@ -31,6 +32,7 @@ class Facts:
         tokenizer_error: why that tokenizer could not be read, or None.
         huggingface: values of the model that --load-hf names, by field name; empty without it.
         huggingface_problems: why its config.json cannot be used.
+        unread: fields that the user gave, but whose value could not be read.
         saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
         missing_paths: files that the flags name and that do not exist (`config.blend.missing_paths`).
         missing_checkpoint: what --exit-on-missing-checkpoint finds amiss in the --load folder.
@@ -48,6 +50,7 @@ class Facts:
     load_problem: str | None = None
     huggingface: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     huggingface_problems: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()
     saved: Mapping[str, Any] | None = None
 
 
@@ -60,8 +63,11 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
     """
     values = {**facts.huggingface, **typed}
     _resolve_layout(values, facts)
+    _resolve_implementation(values)
     _resolve_model(values, facts)
     _resolve_training(values)
+    if "split" in values:
+        values["split"] = values["split"].strip(" '\"")  # quotes that a script has twice, as Megatron takes them
     if values.get("save"):
         _fill(values, "metrics_file", default_metrics_file(values["save"]))
     return _build(values)
@@ -130,6 +136,13 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
         values["num_layers_per_virtual_pipeline_stage"] = layers // (stages * chunks)
 
 
+def _resolve_implementation(values: dict[str, Any]) -> None:
+    """Have the layers computed by ours where Transformer Engine's cannot be: experts, and weights that FSDP divides.
+    What is computed is the same."""
+    if any(values.get(name) for name in ("num_experts", "use_megatron_fsdp", "use_torch_fsdp2")):
+        values["transformer_impl"] = "local"
+
+
 def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
     hidden, heads = values.get("hidden_size", 0), values.get("num_attention_heads", 0)
     if positive(hidden):
@@ -151,13 +164,29 @@ def _resolve_training(values: dict[str, Any]) -> None:
     axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     model_parallel_size = math.prod(values.get(axis, 1) for axis in axes)
     micro, world = values.get("micro_batch_size"), values["world_size"]
+    _resolve_schedule(values)
     if positive(micro, world, model_parallel_size) and world % model_parallel_size == 0:
         _fill(values, "global_batch_size", micro * (world // model_parallel_size))
     scale(values)
     if values.get("recompute_activations"):
         _fill(values, "recompute_granularity", "selective")
-    if values.get("bf16"):
+    if values.get("bf16") and values.get("main_grads_dtype") == "bf16":
+        values["grad_reduce_in_bf16"] = True
+    if values.get("bf16") and not values.get("grad_reduce_in_bf16"):
         values["accumulate_allreduce_grads_in_fp32"] = True
+    if values.get("skip_train"):
+        values["no_load_optim"] = True
+
+
+def _resolve_schedule(values: dict[str, Any]) -> None:
+    """Take the last size of --step-batch-size-schedule for the global batch."""
+    text, length = values.get("step_batch_size_schedule"), values.get("seq_length")
+    if text is None or not positive(length):
+        return
+    try:
+        _fill(values, "global_batch_size", read_schedule(text, length or 0)[-1][1])
+    except ValueError:
+        return  # a rule names it
 
 
 def _fill(values: dict[str, Any], name: str, derived: Any) -> None:

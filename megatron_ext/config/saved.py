@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_ext.config import lr_scale
 from megatron_ext.config.files import ExcessiveFile, read_yaml
-from megatron_ext.config.options import names_by_resume, options_by_name, read_yaml_value
+from megatron_ext.config.options import Option, names_by_resume, options_by_name, read_yaml_value
 from megatron_ext.errors import ConfigurationError
 
 
@@ -33,11 +33,17 @@ def read_saved(path: Path) -> dict[str, Any] | None:
     try:
         content = read_yaml(str(path), "the checkpoint's")
         known = {name: options_by_name()[name] for name in content if name in options_by_name()}
-        return {name: read_yaml_value(option, content[name]) for name, option in known.items()}
+        return {name: _read(option, content[name]) for name, option in known.items()}
     except ExcessiveFile:
         raise
     except (ConfigurationError, ValueError):
         return None
+
+
+def _read(option: Option, value: Any) -> Any:
+    # A user's own optimizer has a name that no flag takes.
+    own = option.name == "optimizer" and isinstance(value, str)
+    return value if own else read_yaml_value(option, value)
 
 
 def adopt(values: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

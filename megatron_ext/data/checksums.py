@@ -56,8 +56,11 @@ def checksums(prefixes: Sequence[str], block: int = BLOCK) -> dict[str, Any]:
 
 
 def known_blocks(prefix: str) -> list[Block]:
-    """Return the blocks of a pair of which its manifest has checksums; none where it has none."""
-    sizes = {suffix: os.path.getsize(prefix + suffix) for suffix in _SUFFIXES}
+    """Return the blocks of a pair of which its manifest has checksums; none where it has none, or there is no pair."""
+    try:
+        sizes = {suffix: os.path.getsize(prefix + suffix) for suffix in _SUFFIXES}
+    except OSError:
+        return []  # who opens the pair says what is wrong with it
     for manifest in manifests_of(prefix):
         entry = _entry(manifest, prefix, sizes[".bin"])
         if entry is None:

@@ -97,6 +97,7 @@ def build_shuffled(
             reset_attention_mask=False,
             eod_mask_loss=config.data.eod_mask_loss,
             create_attention_mask=False,
+            mmap_bin_files=not config.data.no_mmap_bin_files,
         )
         # One split at a time: a pass over the validation data has other sources and no weights.
         core_config.split_matrix = cast(Any, [files.bounds if name == files.split else None for name in SPLITS])

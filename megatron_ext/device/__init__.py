@@ -11,8 +11,10 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from megatron_ext.device.external_kernels import leave_out
 from megatron_ext.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -21,12 +23,13 @@ if TYPE_CHECKING:
 _current: Device | None = None
 
 
-def install(kind: str, *, fuses: bool = True) -> Device:
+def install(kind: str, *, fuses: bool = True, kernels: Collection[str] = ()) -> Device:
     """Choose the device of this process and prepare megatron-core for it. Calling it again is harmless.
 
     Args:
         kind: "cuda", "cpu", or "auto" (CUDA where torch sees a GPU).
         fuses: whether megatron-core compiles its fused functions, which a GPU without Triton or a C compiler cannot.
+        kernels: packages that megatron-core may take kernels from (`device.external_kernels`).
     Raises:
         ConfigurationError: CUDA was asked for and torch sees none, or has fewer GPUs than local ranks.
         RuntimeError: another device is installed already, or megatron-core was imported first.
@@ -43,6 +46,7 @@ def install(kind: str, *, fuses: bool = True) -> Device:
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise RuntimeError("megatron.core was imported before megatron_ext.device.install()")
     _quiet_engine()
+    leave_out(kernels)
     if kind == "cpu":
         from megatron_ext.device.adaptation import adapt
         from megatron_ext.device.cpu import CpuDevice

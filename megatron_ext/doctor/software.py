@@ -37,7 +37,7 @@ def packages_are_the_tested_ones(launch: Launch) -> Iterator[Finding]:
 
     tested = {
         requirement.name.lower(): requirement
-        for line in (_ROOT / "requirements.txt").read_text().splitlines()
+        for line in _tested_versions().splitlines()
         if line.strip() and not line.startswith("#")
         for requirement in [Requirement(line)]
     }
@@ -103,7 +103,17 @@ def installed_version(name: str) -> str | None:
 
 
 def _project() -> dict:
-    return tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    """Return what pyproject.toml says, or outside of a checkout what was installed with it."""
+    file = _ROOT / "pyproject.toml"
+    if file.is_file() and (_ROOT / "megatron_ext").is_dir():
+        return tomllib.loads(file.read_text())["project"]
+    needed = [text for text in metadata.requires("megatron-ext") or () if "extra ==" not in text]
+    return {"requires-python": metadata.metadata("megatron-ext")["Requires-Python"], "dependencies": needed}
+
+
+def _tested_versions() -> str:
+    file = _ROOT / "requirements.txt"
+    return file.read_text() if file.is_file() else ""
 
 
 CHECKS = (python_is_new_enough, packages_are_the_tested_ones, apex_is_nvidias, one_megatron)

@@ -46,7 +46,9 @@ class CausalSelfAttention(SelfAttention):
         # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors_SBHD)
         if rotary_pos_emb is not None:
-            query, key = rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb)
+            interleaved = self.config.rotary_interleaved
+            query = rotate(query, rotary_pos_emb, interleaved=interleaved)
+            key = rotate(key, rotary_pos_emb, interleaved=interleaved)
         heads_BHSD = query.contiguous(), key.contiguous(), value.contiguous()
         attend: Any = self.core_attention
         if packed_seq_params is not None:

@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.layers import Activation, layers
 from megatron_ext.config.pipeline import core_layout, is_uneven, layer_counts
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, ModelConfig
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -52,6 +52,7 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         add_qkv_bias=model.add_qkv_bias,
         gated_linear_unit=model.swiglu,
         activation_func=_ACTIVATIONS[first.inner.activation],
+        rotary_interleaved=model.rotary_interleaved,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_method_std,
@@ -113,7 +114,7 @@ def _mixture(config: Config) -> dict[str, Any]:
         "moe_router_score_function": model.moe_router_score_function,
         "moe_router_pre_softmax": model.moe_router_pre_softmax,
         "moe_router_dtype": model.moe_router_dtype,
-        "moe_router_load_balancing_type": "aux_loss" if model.load_balancing_coefficient else "none",
+        "moe_router_load_balancing_type": _load_balancing(model),
         "moe_aux_loss_coeff": model.load_balancing_coefficient,
         "moe_z_loss_coeff": model.moe_z_loss_coeff,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
@@ -122,3 +123,9 @@ def _mixture(config: Config) -> dict[str, Any]:
         "expert_model_parallel_size": layout.expert_model_parallel_size,
         "expert_tensor_parallel_size": layout.expert_tensor_size,
     }
+
+
+def _load_balancing(model: ModelConfig) -> str:
+    """Return what the router is to do; a loss without a coefficient is none."""
+    has_no_loss = model.load_balancing.endswith("aux_loss") and not model.load_balancing_coefficient
+    return "none" if has_no_loss else model.load_balancing

@@ -1,6 +1,7 @@
 """Builds the model: megatron-core's GPTModel, one for each virtual pipeline stage of this rank."""
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,8 +17,9 @@ from megatron_ext.config.ranks import chunk_layers
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import Documents
 from megatron_ext.device.kernels import linear
+from megatron_ext.model.loss import TokenLogits
 from megatron_ext.model.rope import RotaryTable, ScaledRotaryEmbedding
-from megatron_ext.model.spec import block_spec
+from megatron_ext.model.spec import OwnSpec, block_spec
 
 # It warns on every rank and for every chunk that another model class will one day replace this one.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
@@ -29,6 +31,8 @@ class GPT(GPTModel):
     true_vocab_size: int
     restarts_positions: bool
     """Whether positions are those of `position_ids`, which begin anew with each document."""
+    own_loss: Callable[[TokenLogits], torch.Tensor] | None = None
+    """A user's loss, in place of the cross-entropy."""
     reads_output_weight = True
     """Whether the output layer's weight is there outside of its own forward pass, or is only gathered for that."""
 
@@ -80,6 +84,9 @@ class GPT(GPTModel):
         labels: torch.Tensor,
         **_: object,
     ) -> torch.Tensor:
+        if self.own_loss is not None:
+            logits, _ = output_layer(hidden_states, weight=output_weight)
+            return self.own_loss(TokenLogits(logits, labels, self.pg_collection.tp))
         if self.pg_collection.tp.size() > 1 or not self.reads_output_weight:
             logits, _ = output_layer(hidden_states, weight=output_weight)
             return self.compute_language_model_loss(labels, logits)
@@ -97,6 +104,7 @@ def build_model(
     pg_collection: ProcessGroupCollection,
     *,
     on_meta: bool = False,
+    layer_spec: OwnSpec | None = None,
 ) -> list[GPT]:
     """Build this rank's chunks of the model, with uninitialized weights (see `model.initialize`).
 
@@ -105,13 +113,14 @@ def build_model(
         transformer_config: from `model.config.transformer_config`; all chunks share it.
         pg_collection: this rank's process groups.
         on_meta: whether the weights get no memory yet, since no rank shall hold all of them.
+        layer_spec: returns what to build in place of a layer's spec, which it is given with the layer's description.
     Returns:
         One model per virtual pipeline stage, in that order; a single one without interleaving. Its forward pass
         takes tokens [batch, sequence] and returns the loss per token, [batch, sequence], on the last stage.
     """
     chunks = config.layout.virtual_pipeline_model_parallel_size
     return [
-        _build_chunk(config, transformer_config, pg_collection, chunk, chunks, on_meta=on_meta)
+        _build_chunk(config, transformer_config, pg_collection, chunk, chunks, on_meta=on_meta, layer_spec=layer_spec)
         for chunk in range(chunks)
     ]
 
@@ -124,13 +133,15 @@ def _build_chunk(
     chunks: int,
     *,
     on_meta: bool,
+    layer_spec: OwnSpec | None,
 ) -> GPT:
     model = config.model
     held = chunk_layers(config)[pg_collection.pp.rank()][chunk]
+    spec = block_spec(config, stack(config)[held.start : held.stop], pg_collection.tp, layer_spec)
     with torch.device("meta") if on_meta else nullcontext():
         gpt = GPT(
             config=transformer_config,
-            transformer_layer_spec=block_spec(config, stack(config)[held.start : held.stop], pg_collection.tp),  # pyright: ignore[reportArgumentType]
+            transformer_layer_spec=spec,  # pyright: ignore[reportArgumentType]
             vocab_size=model.padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=pg_collection.pp.rank() == 0 and chunk == 0,

@@ -1,15 +1,17 @@
 """Draws initial weights as a function of (seed, global parameter name), whatever the layout.
 
 An initial tensor is cut into blocks of whole rows, BLOCK_ELEMENTS elements or one row each. Block i holds standard
-normal fp32 numbers of numpy's SFC64 generator, seeded with the SHA-256 of "seed:name:i", times the parameter's standard
-deviation. A rank draws the blocks that its shard touches one after another and keeps its part, so that it never holds
-more than its own weights and one block. Rows of vocabulary padding are zero. 16-bit weights are the fp32 ones, rounded.
+normal fp32 numbers (or uniform ones of the same variance) of numpy's SFC64 generator, seeded with the SHA-256 of
+"seed:name:i", times the parameter's standard deviation. A rank draws the blocks that its shard touches one after
+another and keeps its part, so that it never holds more than its own weights and one block. Rows of vocabulary padding
+are zero. 16-bit weights are the fp32 ones, rounded.
 
 (torch's CPU generator draws faster but keeps only 32 bits of a seed: among the 70,000 blocks of a model with 70
 billion parameters two would be equal more likely than not.)
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -67,7 +69,7 @@ def fill(
         shard.fill_(1.0)
         return
     shard.zero_()
-    if parameter.init == "normal":
+    if parameter.init in ("normal", "uniform"):
         for first, rows in _blocks(parameter):
             _place(shard, parameter, first, rows, seed, tp_rank, tp_size, first_row)
 
@@ -106,7 +108,11 @@ def _draw(parameter: Parameter, first_row: int, rows: int, seed: int) -> torch.T
     index = first_row // _rows_per_block(parameter)
     digest = hashlib.sha256(f"{seed}:{parameter.name}:{index}".encode()).digest()
     generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))
-    block = generator.standard_normal((rows, parameter.shape[1]), dtype=np.float32)
+    shape = (rows, parameter.shape[1])
+    if parameter.init == "uniform":
+        block = torch.from_numpy(generator.random(shape, dtype=np.float32))
+        return block.mul_(2.0).sub_(1.0).mul_(math.sqrt(3.0) * parameter.std)
+    block = generator.standard_normal(shape, dtype=np.float32)
     return torch.from_numpy(block).mul_(parameter.std)
 
 

@@ -1,6 +1,10 @@
 """Computes the loss, in the form that lets megatron-core average it over the tokens of the whole global batch."""
 
+from dataclasses import dataclass
+
 import torch
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from torch.distributed import ProcessGroup
 
 
 def token_loss(
@@ -22,3 +26,48 @@ def token_loss(
     num_tokens = loss_mask.sum()
     report = torch.stack((loss_sum.detach(), num_tokens.float()))
     return loss_sum, num_tokens.to(torch.int), {"lm loss": report}
+
+
+@dataclass(frozen=True)
+class TokenLogits:
+    """The logits of one microbatch, for a loss of one's own. What its methods return may be differentiated.
+
+    Shape legend: S = tokens of a sample on this context-parallel rank, B = samples, V = vocabulary of this rank.
+    """
+
+    logits_SBV: torch.Tensor
+    """Logits of the part of the vocabulary that this tensor-parallel rank has; padding has the lowest number there
+    is."""
+
+    labels_BS: torch.Tensor
+    """The token to predict at each position."""
+
+    tp_group: ProcessGroup
+    """Ranks that share the vocabulary, each an equal part, in the order of the ranks."""
+
+    def cross_entropy(self) -> torch.Tensor:
+        """Return -log p(label) of each token in nats, fp32 [B, S]. Collective over `tp_group`."""
+        return self.log_normalizer() - self.of_labels()
+
+    def log_normalizer(self) -> torch.Tensor:
+        """Return the log of the sum of exp(logit) over the whole vocabulary, fp32 [B, S]. Collective over
+        `tp_group`."""
+        own_SB = torch.logsumexp(self.logits_SBV.float(), dim=-1)
+        if self.tp_group.size() == 1:
+            return own_SB.t()
+        highest_SB = own_SB.detach().clone()
+        torch.distributed.all_reduce(highest_SB, torch.distributed.ReduceOp.MAX, group=self.tp_group)
+        # The reduction writes into what it is given, which the backward pass of exp still needs.
+        share_SB = (own_SB - highest_SB).exp().clone()
+        return (reduce_from_tensor_model_parallel_region(share_SB, self.tp_group).log() + highest_SB).t()
+
+    def of_labels(self) -> torch.Tensor:
+        """Return the logit of each token's label, fp32 [B, S]. Collective over `tp_group`."""
+        size = self.logits_SBV.size(-1)
+        local_SB = self.labels_BS.t() - size * self.tp_group.rank()
+        here_SB = (local_SB >= 0) & (local_SB < size)
+        picked_SB = self.logits_SBV.gather(-1, local_SB.clamp(0, size - 1).unsqueeze(-1)).squeeze(-1).float()
+        picked_SB = torch.where(here_SB, picked_SB, 0.0).contiguous()
+        if self.tp_group.size() > 1:
+            picked_SB = reduce_from_tensor_model_parallel_region(picked_SB, self.tp_group)
+        return picked_SB.t()

@@ -22,7 +22,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from megatron.core.transformer.moe.moe_utils import router_gating_linear, sinkhorn
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
@@ -36,6 +36,9 @@ _GROUPED_ALIGNMENT = 8
 
 LOAD_BALANCING, Z_LOSS = "load_balancing_loss", "z_loss"
 """megatron-core's names of the two auxiliary losses, and Megatron-LM's tags."""
+
+_OF_SAMPLES = "seq_load_balancing_loss"
+"""megatron-core's name of the first, where it is that of each sample."""
 
 
 def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
@@ -199,6 +202,30 @@ class Router(TopKRouter):
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
         return router_gating_linear(input, self.weight, self.bias, dtype)
 
+    def sinkhorn_load_balancing(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts' weights and which experts are chosen, both [tokens, experts]. logits: of this rank's
+        tokens.
+
+        Experts are chosen by Sinkhorn's balanced assignment (Clark et al. 2022, arXiv:2202.01169, section 3.1), in an
+        evaluation by the weights alone. megatron-core balances the tokens of each rank; here it is those of the whole
+        microbatch, so that the choice is the same in every layout.
+        """
+        weights = logits.sigmoid() if self.topk == 1 else logits.softmax(dim=-1, dtype=torch.float32).type_as(logits)
+        with torch.no_grad():
+            scores = self._balanced(logits) if self.training else weights
+            experts = scores.topk(self.topk, dim=1).indices
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+        return weights * chosen, chosen
+
+    def _balanced(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of the assignment of all tokens of the microbatch, fp32."""
+        group, own = self.tp_cp_group, logits.float().contiguous()
+        if group.size() == 1:
+            return sinkhorn(own)
+        everyones = own.new_empty(group.size() * len(own), own.size(1))
+        torch.distributed.all_gather_into_tensor(everyones, own, group=group)
+        return sinkhorn(everyones).chunk(group.size())[group.rank()]
+
 
 def mixture_of_experts() -> Any:
     """Return what builds the mixture that takes the place of a layer's MLP."""
@@ -220,5 +247,6 @@ def take_auxiliary_losses(groups: ProcessGroupCollection) -> tuple[float, float]
     metrics = get_moe_metrics_tracker().metrics
     sums = {name: float(entry.values.sum()) for name, entry in metrics.items()}
     get_moe_metrics_tracker().clear()
+    balance = sums.get(LOAD_BALANCING, 0.0) + sums.get(_OF_SAMPLES, 0.0)
     # The first is a part of the sum over a microbatch's tokens, the second a mean over this rank's tokens.
-    return sums.get(LOAD_BALANCING, 0.0) / groups.dp.size(), sums.get(Z_LOSS, 0.0) / groups.tp_dp_cp.size()
+    return balance / groups.dp.size(), sums.get(Z_LOSS, 0.0) / groups.tp_dp_cp.size()

@@ -30,14 +30,15 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
             use_cpu_initialization=config.use_cpu_initialization,
             cp_group=pg_collection.cp,
         )
+        self.interleaved = config.rotary_interleaved
         if rotary.scaling is not None:
             self.inv_freq = scaled_inverse_frequencies(self.inv_freq, rotary.scaling)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """Return angles in radians, [positions, 1, 1, rotated channels]; the second half of the channels repeats the
-        first."""
+        """Return angles in radians, [positions, 1, 1, rotated channels]; the two channels of a pair have the same."""
         angles = self.get_freqs_non_repeated(max_seq_len, offset)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        twice = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
+        return twice[:, None, None, :]
 
 
 class RotaryTable(ScaledRotaryEmbedding):
@@ -66,26 +67,37 @@ class RotaryTable(ScaledRotaryEmbedding):
         return torch.stack((angles.cos(), angles.sin())).to(self.dtype)
 
 
-def rotate(x_BHSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (channel i, channel i + half) of the first channels by their position's angles.
+def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Rotate pairs of the first channels by their position's angles.
 
     Args:
         x_BHSD: queries or keys; channels beyond twice the table's are left alone.
         table: from `RotaryTable`.
+        interleaved: whether pair i is (channel 2i, channel 2i + 1), and not (channel i, channel i + half).
     Returns:
         A contiguous tensor of the same shape.
     """
     if torch.compiler.is_compiling():
-        return rotate_reference(x_BHSD, table)
-    return _Rotation.apply(x_BHSD, table)  # pyright: ignore[reportReturnType]
+        return rotate_reference(x_BHSD, table, interleaved=interleaved)
+    return _Rotation.apply(x_BHSD, table, interleaved)  # pyright: ignore[reportReturnType]
 
 
-def rotate_reference(x_BHSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def rotate_reference(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
     """Compute `rotate` in the usual operations, for the compiler, which fuses them and their gradients."""
     cosines, sines = table[0], table[1]
-    half = cosines.size(-1)
-    first, second, rest = x_BHSD[..., :half], x_BHSD[..., half : 2 * half], x_BHSD[..., 2 * half :]
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines, rest), dim=-1)
+    first, second, rest = _pairs(x_BHSD, cosines.size(-1), interleaved)
+    turned = first * cosines - second * sines, second * cosines + first * sines
+    if interleaved:
+        return torch.cat((torch.stack(turned, dim=-1).flatten(-2), rest), dim=-1)
+    return torch.cat((*turned, rest), dim=-1)
+
+
+def _pairs(x: torch.Tensor, half: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return views of x: the first channel of every pair, the second one, and the channels that are not rotated."""
+    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        return rotated[..., ::2], rotated[..., 1::2], rest
+    return rotated[..., :half], rotated[..., half:], rest
 
 
 class _Rotation(torch.autograd.Function):
@@ -93,24 +105,26 @@ class _Rotation(torch.autograd.Function):
     twenty."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
         ctx.save_for_backward(table)
-        return _turn(x, table, 1)
+        ctx.interleaved = interleaved
+        return _turn(x, table, 1, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (table,) = ctx.saved_tensors
-        return _turn(grad, table, -1), None
+        return _turn(grad, table, -1, ctx.interleaved), None, None
 
 
-def _turn(x: torch.Tensor, table: torch.Tensor, direction: int) -> torch.Tensor:
+def _turn(x: torch.Tensor, table: torch.Tensor, direction: int, interleaved: bool) -> torch.Tensor:
     cosines, sines = table[0], table[1]
     half = cosines.size(-1)
-    first, second = x[..., :half], x[..., half : 2 * half]
+    first, second, rest = _pairs(x, half, interleaved)
     turned = x.new_empty(x.shape)
-    torch.mul(first, cosines, out=turned[..., :half]).addcmul_(second, sines, value=-direction)
-    torch.mul(second, cosines, out=turned[..., half : 2 * half]).addcmul_(first, sines, value=direction)
-    turned[..., 2 * half :] = x[..., 2 * half :]
+    turned_first, turned_second, turned_rest = _pairs(turned, half, interleaved)
+    torch.mul(first, cosines, out=turned_first).addcmul_(second, sines, value=-direction)
+    torch.mul(second, cosines, out=turned_second).addcmul_(first, sines, value=direction)
+    turned_rest.copy_(rest)
     return turned
 
 

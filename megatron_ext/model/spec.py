@@ -1,5 +1,6 @@
 """Builds the spec of what a transformer layer is made of: ours on plain torch, or Transformer Engine's."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,20 @@ from megatron_ext.model.linear import ColumnLinear, RowLinear
 from megatron_ext.model.moe import mixture_of_experts
 from megatron_ext.model.norm import norm_class, query_key_norms
 
+OwnSpec = Callable[[ModuleSpec, Layer], ModuleSpec]
+"""From the spec of a layer and its description, the spec to build in its place. It may not add parameters."""
 
-def block_spec(config: Config, held: Stack, tp_group: ProcessGroup) -> TransformerBlockSubmodules:
+
+def block_spec(
+    config: Config, held: Stack, tp_group: ProcessGroup, own: OwnSpec | None = None
+) -> TransformerBlockSubmodules:
     """Return the layers of one model chunk, each by its own description, and the final norm that the last chunk has.
 
     Args:
         config: the resolved configuration.
         held: the chunk's layers.
         tp_group: the ranks that share each layer.
+        own: changes the spec of each layer.
     """
     if config.model.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
@@ -38,7 +45,8 @@ def block_spec(config: Config, held: Stack, tp_group: ProcessGroup) -> Transform
     else:
         specs = {kind: layer_spec(kind, tp_group) for kind, _ in held.kinds}
         final = norm_class(final_norm(config.model).kind)
-    return TransformerBlockSubmodules(layer_specs=[specs[layer] for layer in held], layer_norm=final)
+    chosen = [specs[layer] if own is None else own(specs[layer], layer) for layer in held]
+    return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=final)
 
 
 def layer_spec(layer: Layer, tp_group: ProcessGroup) -> ModuleSpec:

@@ -11,7 +11,7 @@ Each value equals that of megatron-core's OptimizerParamScheduler to the last bi
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.schema import Config
 
@@ -59,6 +59,15 @@ class LearningRateCurve:
             wsd_decay=wsd_decay,
             wsd_style=optimizer.lr_wsd_decay_style,
         )
+
+    @classmethod
+    def decoupled(cls, config: Config) -> "LearningRateCurve | None":
+        """Return the same curve between --decoupled-lr and --decoupled-min-lr; None without the former."""
+        peak, lowest = config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr
+        if peak is None:
+            return None
+        curve = cls.from_config(config)
+        return replace(curve, peak=peak, lowest=curve.lowest if lowest is None else lowest)
 
 
 @dataclass(frozen=True)

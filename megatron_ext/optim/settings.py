@@ -22,6 +22,8 @@ def optimizer_config(
         optimizer=traits.built_as,
         lr=optimizer.lr,
         min_lr=optimizer.min_lr,
+        decoupled_lr=optimizer.decoupled_lr,
+        decoupled_min_lr=optimizer.decoupled_min_lr,
         weight_decay=optimizer.weight_decay,
         fp16=training.fp16,
         bf16=training.bf16,
@@ -39,8 +41,15 @@ def optimizer_config(
     )
 
 
-def set_rates(optimizer: ChainedOptimizer, learning_rate: float, weight_decay: float) -> None:
-    """Give every parameter group this step's learning rate and weight decay (times the group's own factor)."""
+def set_rates(
+    optimizer: ChainedOptimizer, learning_rate: float, weight_decay: float, decoupled: float | None = None
+) -> None:
+    """Give every parameter group this step's learning rate and weight decay (times the group's own factor).
+
+    Args:
+        decoupled: rate of the word embeddings and the output layer, where --decoupled-lr gives them one of their own.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        own = decoupled is not None and not group["default_config"]
+        group["lr"] = decoupled if own else learning_rate
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)

@@ -55,6 +55,7 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
         expert_tensor_parallel_size=layout.expert_tensor_size,
         context_parallel_size=layout.context_parallel_size,
         num_distributed_optimizer_instances=layout.num_distributed_optimizer_instances,
+        order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         distributed_timeout_minutes=layout.distributed_timeout_minutes,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )

@@ -43,19 +43,22 @@ def layouts(values: Mapping[str, Any], world_size: int, gpus_per_node: int) -> I
     tensor_sizes = [size for size in divisors(heads) if size <= gpus_per_node and gpus_per_node % size == 0]
     for tensor in _given(values, "tensor_model_parallel_size", tensor_sizes):
         for context in _given(values, "context_parallel_size", _context_sizes(length, world_size // tensor)):
-            for stages in _given(values, "pipeline_model_parallel_size", divisors(layers)):
+            stage_sizes = [size for size in divisors(world_size // (tensor * context) or 1) if size <= layers]
+            for stages in _given(values, "pipeline_model_parallel_size", stage_sizes):
                 if world_size % (tensor * context * stages):
                     continue
-                for chunks in _chunks(values, layers, stages):
-                    for experts in _experts(values, world_size // stages):
-                        yield {
-                            **_sequence_parallel(values, tensor),
-                            "tensor_model_parallel_size": tensor,
-                            "context_parallel_size": context,
-                            "pipeline_model_parallel_size": stages,
-                            **chunks,
-                            **experts,
-                        }
+                for split, units in _splits(values, layers, stages):
+                    for chunks in _chunks({**values, **split}, units, stages):
+                        for experts in _experts(values, world_size // stages):
+                            yield {
+                                **_sequence_parallel(values, tensor),
+                                "tensor_model_parallel_size": tensor,
+                                "context_parallel_size": context,
+                                "pipeline_model_parallel_size": stages,
+                                **split,
+                                **chunks,
+                                **experts,
+                            }
 
 
 def shardings(values: Mapping[str, Any]) -> dict[str, Choice]:
@@ -113,9 +116,38 @@ def _context_sizes(length: int, ranks: int) -> list[int]:
     return [size for size in divisors(ranks) if size == 1 or length // size >= 1024]
 
 
+_SPLITS = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def _splits(values: Mapping[str, Any], layers: int, stages: int) -> list[tuple[Choice, int]]:
+    """Return how stages may divide the layers, and what of them is divided evenly: the layers alone; with embedding and
+    loss, or the loss alone, counted as a layer each; or all stages but the last, which has fewer layers and the
+    loss."""
+    if stages == 1 or any(values.get(name) for name in _SPLITS):
+        return [({}, layers)]
+    both = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    loss = {"account_for_loss_in_pipeline_split": True}
+    counted: list[tuple[Choice, int]] = [({}, layers), (both, layers + 2), (loss, layers + 1)]
+    found = [(split, units) for split, units in counted if units % stages == 0 and units // stages > 1]
+    if not found and layers % stages == 0:
+        return [({}, layers)]
+    most = -(-layers // stages)
+    last = layers - most * (stages - 1)
+    if not found and last > 0:
+        return [({"decoder_last_pipeline_num_layers": last}, layers)]
+    return found
+
+
 def _chunks(values: Mapping[str, Any], layers: int, stages: int) -> list[Choice]:
     said = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
-    if any(values.get(name) is not None for name in (*said, "pipeline_model_parallel_layout")):
+    uneven = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    if any(values.get(name) is not None for name in (*said, *uneven)):
         return [{}]
     if stages == 1:
         return [{"num_virtual_stages_per_pipeline_rank": None}]
@@ -130,8 +162,27 @@ def _experts(values: Mapping[str, Any], ranks: int) -> list[Choice]:
     if experts is None:
         return [{}]
     sizes = [size for size in divisors(experts) if ranks % size == 0]
-    rest: Choice = {"expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall"}
-    rest = _without(rest, values)
+    rest: Choice = {"expert_tensor_parallel_size": 1}
+    # Gathering all tokens sends (E - 1) parts where exchanging those of k experts sends twice k (E - 1)/E.
+    few = 2 * (values.get("moe_router_topk") or 1)
     return [
-        {"expert_model_parallel_size": size, **rest} for size in _given(values, "expert_model_parallel_size", sizes)
+        _without(
+            {
+                "expert_model_parallel_size": size,
+                **rest,
+                "moe_token_dispatcher_type": "allgather" if 1 < size < few else "alltoall",
+            },
+            {name: value for name, value in values.items() if name != "expert_model_parallel_size"},
+        )
+        for size in _given(values, "expert_model_parallel_size", sizes)
     ]
+
+
+def hybrid(values: Mapping[str, Any], layout: Choice, world_size: int, gpus_per_node: int) -> Choice | None:
+    """Return the flags of HSDP: FSDP2 inside of each node, and a copy of it in each; None where a node holds all ranks
+    that share, or one, or the flags that were given say otherwise."""
+    sharing = gpus_per_node // layout["tensor_model_parallel_size"]
+    ranks = world_size // (layout["tensor_model_parallel_size"] * layout["pipeline_model_parallel_size"])
+    if "num_distributed_optimizer_instances" in values or sharing <= 1 or ranks <= sharing or ranks % sharing:
+        return None
+    return {**SHARDINGS["FSDP2"], "num_distributed_optimizer_instances": ranks // sharing}

@@ -125,7 +125,7 @@ def _run(config: Config) -> list[str]:
     samples = sum(phase.steps * phase.global_batch_size for phase in phases)
     tokens = samples * config.model.seq_length
     lines = [f"run                  {training_steps(config):,} steps, {samples:,} samples, {tokens:,} tokens"]
-    if config.training.rampup_batch_size is not None:
+    if len(phases) > 1:
         lines.append(f"batch ramp-up        from {phases[0].global_batch_size} in {len(phases)} phases")
     return lines
 

@@ -1,27 +1,33 @@
-"""How long a step takes, from first principles: an estimate, never a measurement.
+"""How long a step takes, from first principles and a few constants fitted to published runs: an estimate, never a
+measurement.
 
-    compute     operations / (peak x efficiency), at least the time to read the weights from memory
+    compute     matrix products and attention, each by its sizes (plan/kernels.py)
     memory      what is no matrix product: activations are written once and read twice, gradients of weights added up
-    tp, cp, ep  bytes sent / bandwidth of the link that their group has; nothing of it is hidden
+    tp, cp, ep  traffic inside of layers that the program does not overlap with computation: of tensor parallelism's the
+                backward pass hides the gathering for, and the summing next to, weight gradients (megatron-core's
+                column-parallel layers); a ring of context parallelism hides behind attention; routing does not hide
     pp          sends between stages
     bubble      what the busiest stage waits, from the simulated schedule
     dp          what of the data-parallel traffic is not hidden: with --overlap-grad-reduce the reduction has the
                 backward pass of one microbatch to hide behind, with --overlap-param-gather the gathering one forward
                 pass; FSDP2's has all of them
     optimizer   reading and writing its state
+    wait        waiting for the slowest rank, more with every doubling of the nodes
 
-The efficiencies (the shares of the peak that large matrix products reach, and collectives of the links' bandwidth) are
-inputs. Latencies, kernel launches, input
-data, logging and the unevenness of experts are not in it: layouts are to be compared, and the best few to be measured.
+Traffic that runs next to computation slows it down: a share of it counts. Every constant and its source stands in
+plan/constants.py; docs/planner.md compares the sum with published runs. Input data, logging and the unevenness of
+experts are not in it.
 """
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, field, fields
 
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.activations import Activations
-from megatron_ext.plan.flops import forward_flops
+from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.kernels import Kernels
 from megatron_ext.plan.links import seconds
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import by_formula, simulate
@@ -30,7 +36,7 @@ from megatron_ext.plan.traffic import Term, sent
 
 _IN_A_MICROBATCH = ("tp", "cp", "ep")
 _DATA = ("dp", "edp", "between")
-_BESIDE = ("hidden", "sent_bytes", "bubble_share")
+_BESIDE = ("hidden", "sent_bytes", "bubble_share", "hidden_by_axis")
 
 
 @dataclass(frozen=True)
@@ -46,14 +52,18 @@ class StepTime:
     bubble: float
     dp: float
     optimizer: float
+    wait: float
     hidden: float
-    """Seconds of data-parallel traffic that runs next to computation; in no sum."""
+    """Seconds of traffic that runs next to computation; in no sum but for the share that slows computation down."""
 
     sent_bytes: float
     """Bytes that a rank of that stage sends."""
 
     bubble_share: float
     """Bubble as a share of the time of the pipeline alone."""
+
+    hidden_by_axis: dict[str, float] = field(default_factory=dict)
+    """Seconds of hidden traffic of tp, cp and dp."""
 
     @property
     def total(self) -> float:
@@ -76,9 +86,13 @@ class _Stage:
 
     memory: list[tuple[float, float]]
     links: dict[str, float]
-    """Seconds of both passes of all chunks, by axis."""
+    """Seconds of both passes of all chunks that are not hidden, by axis."""
 
+    hidden: dict[str, float]
     data: list[tuple[Term, float]]
+    embedding: float
+    """Seconds of summing the gradient of tied embeddings over the first and the last stage."""
+
     optimizer: float
     sent_bytes: float
 
@@ -100,104 +114,159 @@ def step_time(config: Config, shapes: Shapes, machine: Machine, *, quick: bool =
         quick: take the bubble from its formula, (p-1)/(v m), instead of a simulation: for stages that are alike.
     """
     layout = config.layout
+    estimate = _Estimate(config, shapes, machine)
     alike = shapes.representatives()
-    formulas = Activations(config, fused=machine.devices.is_gpu)
-    distinct = {stage: _stage(config, shapes, formulas, stage, machine) for stage in sorted(set(alike))}
+    distinct = {stage: estimate.stage(stage) for stage in sorted(set(alike))}
     stages = [distinct[stage] for stage in alike]
-    microbatches = num_microbatches(config, config.training.global_batch_size)
+    microbatches = estimate.microbatches
     passes = [stage.passes() for stage in stages]
     forward, backward = [each[0] for each in passes], [each[1] for each in passes]
-    group, send = layout.microbatch_group_size, _send(config, machine)
+    group, send = layout.microbatch_group_size, estimate.send()
     simulated = by_formula if quick else simulate
     times = simulated(forward, backward, microbatches, group, send)
     at_once = simulated(forward, backward, microbatches, group, 0.0) if send else times
     busiest = max(range(len(stages)), key=lambda stage: sum(map(sum, passes[stage])))
     stage = stages[busiest]
-    dp, hidden = _data_parallel(config, stage, sum(forward[busiest]), sum(backward[busiest]), microbatches)
-    return StepTime(
-        compute=microbatches * sum(map(sum, stage.compute)),
-        memory=microbatches * sum(map(sum, stage.memory)),
+    dp, hidden_dp = estimate.data_parallel(stage, sum(forward[busiest]), sum(backward[busiest]))
+    hidden = {axis: microbatches * each for axis, each in stage.hidden.items()} | {"dp": hidden_dp}
+    parts = {
+        "compute": microbatches * sum(map(sum, stage.compute)),
+        "memory": microbatches * sum(map(sum, stage.memory)),
         **{axis: microbatches * stage.links[axis] for axis in _IN_A_MICROBATCH},
-        pp=times.total - at_once.total,
-        bubble=at_once.total - at_once.busiest,
-        dp=dp,
-        optimizer=stage.optimizer,
-        hidden=hidden,
+        "pp": times.total - at_once.total + max(each.embedding for each in stages),
+        "bubble": at_once.total - at_once.busiest,
+        "dp": dp,
+        "optimizer": stage.optimizer,
+    }
+    nodes = max(layout.world_size / machine.gpus_per_node, 1.0)
+    correction = machine.correction or 1.0
+    parts["wait"] = sum(parts.values()) * machine.constants.straggling * math.log2(nodes)
+    return StepTime(
+        **{part: seconds * correction for part, seconds in parts.items()},
+        hidden=sum(hidden.values()),
         sent_bytes=stage.sent_bytes,
         bubble_share=times.bubble_share,
+        hidden_by_axis=hidden,
     )
 
 
-def _stage(config: Config, shapes: Shapes, formulas: Activations, stage: int, machine: Machine) -> _Stage:
-    microbatches = num_microbatches(config, config.training.global_batch_size)
-    chunks = range(len(shapes.counts[stage]))
-    terms = sent(config, stage, shapes)
-    timed = [(term, seconds(term, config.layout, machine)) for term in terms]
-    links = {axis: sum(time for term, time in timed if term.axis == axis) / microbatches for axis in _IN_A_MICROBATCH}
-    dense, experts = shapes.parameters_of_stage(stage)
-    # Moments and master copy are read and written, gradients read, weights written.
-    state = [(dense, state_bytes(config)), (experts, state_bytes(config, expert=True))]
-    updated = sum(
-        parameters * (2 * each.sizes[2] + (each.gradients + each.weights) / each.shares[2])
-        for parameters, each in state
-    )
-    return _Stage(
-        compute=[_compute(config, shapes, stage, chunk, machine) for chunk in chunks],
-        memory=[_memory(shapes, formulas, stage, chunk, machine) for chunk in chunks],
-        links=links,
-        data=[(term, time) for term, time in timed if term.axis in _DATA],
-        optimizer=updated / (machine.devices.memory_bandwidth_gb_s * 1e9),
-        sent_bytes=sum(term.bytes for term in terms),
-    )
+class _Estimate:
+    """What all stages of one configuration share."""
 
+    def __init__(self, config: Config, shapes: Shapes, machine: Machine):
+        self.config, self.shapes, self.machine = config, shapes, machine
+        self.constants = machine.constants
+        self.formulas = Activations(config, fused=machine.devices.is_gpu)
+        self.kernels = Kernels(config, shapes, machine)
+        self.microbatches = num_microbatches(config, config.training.global_batch_size)
+        self.fsdp = sharding(config) not in ("ddp", "optim")
 
-def _compute(config: Config, shapes: Shapes, stage: int, chunk: int, machine: Machine) -> tuple[float, float]:
-    """Return the seconds of matrix products, forward and backward: by operations, but no faster than the weights are
-    read."""
-    rate = machine.devices.peak_flops(config.training) * machine.efficiency
-    weights = config.training.params_bytes * sum(shapes.parameters_of_chunk(stage, chunk))
-    read = weights / (machine.devices.memory_bandwidth_gb_s * 1e9)
-    forward = forward_flops(config, shapes, stage, chunk)
-    again = forward_flops(config, shapes, stage, chunk, again=True)
-    return max(forward / rate, read), max((2 * forward + again) / rate, 2 * read)
+    def stage(self, stage: int) -> _Stage:
+        """Return the seconds of a stage."""
+        chunks = range(len(self.shapes.counts[stage]))
+        terms = sent(self.config, stage, self.shapes)
+        timed = [(term, seconds(term, self.config.layout, self.machine)) for term in terms]
+        compute = [self._compute(stage, chunk) for chunk in chunks]
+        links, hidden = {}, {}
+        for axis in _IN_A_MICROBATCH:
+            all_of_it = sum(time for term, time in timed if term.axis == axis) / self.microbatches
+            hidden[axis] = self._hidden(axis, all_of_it, stage)
+            links[axis] = all_of_it - (1 - self.constants.contention) * hidden[axis]
+        return _Stage(
+            compute=compute,
+            memory=[self._memory(stage, chunk) for chunk in chunks],
+            links=links,
+            hidden=hidden,
+            data=[(term, time) for term, time in timed if term.axis in _DATA],
+            embedding=sum(time for term, time in timed if term.axis == "pp" and term.collective == "all-reduce"),
+            optimizer=self._optimizer(stage),
+            sent_bytes=sum(term.bytes for term in terms),
+        )
 
+    def _optimizer(self, stage: int) -> float:
+        """Return the seconds of an update: moments and master copy are read and written, gradients read, weights
+        written."""
+        config = self.config
+        dense, experts = self.shapes.parameters_of_stage(stage)
+        state = [(dense, state_bytes(config)), (experts, state_bytes(config, expert=True))]
+        updated = sum(
+            parameters * (2 * each.sizes[2] + (2 * each.gradients + each.weights) / each.shares[2])
+            for parameters, each in state
+        )
+        moved = sum(
+            2 * parameters * each.optimizer / each.shares[2] * (1.0 - each.on_device[2]) for parameters, each in state
+        )
+        return updated / self.kernels.stream + moved / (self.constants.host_gb_s * 1e9)
 
-def _memory(shapes: Shapes, formulas: Activations, stage: int, chunk: int, machine: Machine) -> tuple[float, float]:
-    """Return the seconds of everything that is bound by the memory: norms, activations, additions, adding up of
-    gradients."""
-    layers, last = shapes.stacks[stage][chunk], shapes.is_last(stage, chunk)
-    kept = formulas.total(layers)
-    held = formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=last)
-    written = kept + held.loss + held.logits
-    # What is computed anew is written and read once more.
-    again = 2 * max(kept - held.layers, 0.0)
-    width = formulas.width
-    # A matrix' gradient is written, and read to be added to the sum, which is read and written.
-    added = sum(shapes.parameters_of_chunk(stage, chunk)) * (2 * width + 8)
-    bandwidth = machine.devices.memory_bandwidth_gb_s * 1e9
-    return 2 * written / bandwidth, (written + again + added) / bandwidth
-
-
-def _send(config: Config, machine: Machine) -> float:
-    """Return the seconds of one message between two stages."""
-    layout = config.layout
-    if layout.pipeline_model_parallel_size == 1:
+    def _hidden(self, axis: str, all_of_it: float, stage: int) -> float:
+        """Return the seconds of a microbatch's traffic that run next to computation."""
+        if axis == "tp":
+            return all_of_it * self._hidden_share_of_tensor(stage)
+        if axis == "cp" and set(self.config.layout.cp_comm_type) == {"p2p"}:
+            core = self._parts(stage, "core")
+            return min(all_of_it, core)
         return 0.0
-    size = Activations(config, fused=True).stream
-    return seconds(Term("pp", "send", size, ""), layout, machine)
 
+    def _parts(self, stage: int, part: str) -> float:
+        index = ("attention", "core", "mlp").index(part)
+        return sum(held.total(lambda kind: sum(self.kernels.layer(kind)[index])) for held in self.shapes.stacks[stage])
 
-def _data_parallel(
-    config: Config, stage: _Stage, forward: float, backward: float, microbatches: int
-) -> tuple[float, float]:
-    """Return the seconds of data-parallel traffic that no computation hides, and of that which it hides."""
-    layout = config.layout
-    gathers = sum(time for term, time in stage.data if term.collective == "all-gather")
-    sums = sum(time for _, time in stage.data) - gathers
-    if sharding(config) not in ("ddp", "optim"):
-        # Layer by layer, next to the layers before and after.
-        hidden = min(gathers + sums, microbatches * (forward + backward))
-    else:
-        hidden = min(sums, backward) if layout.overlap_grad_reduce else 0.0
-        hidden += min(gathers, forward) if layout.overlap_param_gather else 0.0
-    return gathers + sums - hidden, hidden
+    def _hidden_share_of_tensor(self, stage: int) -> float:
+        """Return the share of tensor parallelism's traffic that megatron-core overlaps: of a block's five gathers and
+        scatters (two forward, three backward) the backward pass' gathering of the input and scattering of its gradient;
+        of its two sums, without sequence parallelism, the backward one. What recomputation repeats is not."""
+        stacks = self.shapes.stacks[stage]
+        blocks = 2 * sum(len(held) for held in stacks)
+        if not blocks:
+            return 0.0
+        again = [repeated(self.config, held) for held in stacks]
+        repeats = sum(len(parts["attention"]) + len(parts["mlp"]) for parts in again) / blocks
+        if self.config.layout.sequence_parallel:
+            return 2 / (5 + 2 * repeats)
+        return 1 / (2 + repeats)
+
+    def _compute(self, stage: int, chunk: int) -> tuple[float, float]:
+        """Return the seconds of matrix products and attention, forward and backward."""
+        held, kernels = self.shapes.stacks[stage][chunk], self.kernels
+        forward = held.total(lambda kind: sum(ahead for ahead, _ in kernels.layer(kind)))
+        backward = held.total(lambda kind: sum(back for _, back in kernels.layer(kind)))
+        again = repeated(self.config, held)
+        for index, part in enumerate(("attention", "core", "mlp")):
+            backward += again[part].total(lambda kind, index=index: kernels.layer(kind)[index][0])
+        if self.shapes.is_last(stage, chunk):
+            ahead, back = kernels.output()
+            forward, backward = forward + ahead, backward + back
+        return forward, backward
+
+    def _memory(self, stage: int, chunk: int) -> tuple[float, float]:
+        """Return the seconds of everything that is bound by the memory: norms, activations, additions."""
+        shapes, formulas = self.shapes, self.formulas
+        layers, last = shapes.stacks[stage][chunk], shapes.is_last(stage, chunk)
+        kept = formulas.total(layers)
+        held = formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=last)
+        written = kept + held.loss + held.logits
+        # What is computed anew is written and read once more.
+        again = 2 * max(kept - held.layers, 0.0)
+        bandwidth = self.kernels.bandwidth / self.constants.activations / (self.constants.unfused if self.fsdp else 1)
+        return 2 * written / bandwidth, (written + again) / bandwidth
+
+    def send(self) -> float:
+        """Return the seconds of one message between two stages."""
+        if self.config.layout.pipeline_model_parallel_size == 1:
+            return 0.0
+        return seconds(Term("pp", "send", self.formulas.stream, ""), self.config.layout, self.machine)
+
+    def data_parallel(self, stage: _Stage, forward: float, backward: float) -> tuple[float, float]:
+        """Return the seconds of data-parallel traffic that no computation hides, and of that which it hides."""
+        layout = self.config.layout
+        gathers = sum(time for term, time in stage.data if term.collective == "all-gather")
+        sums = sum(time for _, time in stage.data) - gathers
+        if self.fsdp:
+            # Layer by layer, next to the layers before and after.
+            hidden = min(gathers + sums, self.microbatches * (forward + backward))
+        else:
+            # Interleaved, a chunk is done with its gradients while the last group of microbatches passes the others.
+            group = min(layout.microbatch_group_size, self.microbatches) if len(stage.compute) > 1 else 1
+            hidden = min(sums, group * backward) if layout.overlap_grad_reduce else 0.0
+            hidden += min(gathers, group * forward) if layout.overlap_param_gather else 0.0
+        return gathers + sums - (1 - self.constants.contention) * hidden, hidden

@@ -2,13 +2,15 @@
 tools/plan.py instead.
 
 Peaks are those of dense matrices: data sheets print twice as much for 16-bit types "with sparsity". Link bandwidths are
-of one direction and one device: half of what data sheets add up over both.
+of one direction and one device: half of what data sheets add up over both. Memory is what a driver reports to a program
+(torch.cuda.get_device_properties), which is neither the data sheet's figure in powers of ten nor in powers of two.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ext.config.schema import TrainingConfig
+from megatron_ext.plan.constants import ASSUMED_RANGE, CALIBRATED_RANGE, CPU, RANGE, Constants
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,26 @@ class Hardware:
     peak_tf32_tflops: float
     peak_fp32_tflops: float
     memory_gb: float
+    """Memory that a program finds, in 10^9 bytes."""
+
     memory_bandwidth_gb_s: float
     intra_node_gb_s: float
     """Bandwidth from one device to the others of its node, one direction, GB/s."""
 
     inter_node_gb_s: float
     """Bandwidth from one device to other nodes, one direction, GB/s."""
+
+    power_watts: float
+    """Power that the device may draw, without its share of the node."""
+
+    matmul_share: float
+    """Share of the peak that large matrix products reach, before what their sizes cost."""
+
+    attention_share: float
+    """Share of the peak that fused attention reaches on long sequences."""
+
+    fitted: bool
+    """Whether the shares come from published runs on this device, or are assumed."""
 
     source: str
 
@@ -46,65 +62,122 @@ class Machine:
     """The devices of a run, and how far from their peak they are taken to be."""
 
     devices: Hardware
-    gpus_per_node: int
-    efficiency: float
-    """Share of the peak that matrix products reach."""
+    gpus_per_node: int = 8
+    efficiency: float | None = None
+    """Share of the peak that large matrix products reach; None: the table's."""
 
-    link_efficiency: float
-    """Share of the links' bandwidth that collectives reach."""
+    link_efficiency: float | None = None
+    """Share of the links' bandwidth that collectives reach; None: that of plan/constants.py."""
+
+    constants: Constants = field(default_factory=Constants)
+    correction: float | None = None
+    """Measured over estimated time of a run on this machine; None: none was given."""
+
+    @property
+    def matmul_share(self) -> float:
+        """Share of the peak that large matrix products reach."""
+        return self.devices.matmul_share if self.efficiency is None else self.efficiency
+
+    @property
+    def attention_share(self) -> float:
+        """Share of the peak that fused attention reaches."""
+        return self.devices.attention_share * self.matmul_share / self.devices.matmul_share
+
+    @property
+    def intra_share(self) -> float:
+        """Share of the links inside of a node that collectives reach."""
+        return self.constants.intra_share if self.link_efficiency is None else self.link_efficiency
+
+    @property
+    def inter_share(self) -> float:
+        """Share of the links between nodes that collectives reach."""
+        return self.constants.inter_share if self.link_efficiency is None else self.link_efficiency
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The time over the estimate between which nine of ten runs are expected."""
+        if self.correction is not None:
+            return CALIBRATED_RANGE
+        return RANGE if self.devices.fitted else ASSUMED_RANGE
+
+    def processes_share(self, world_size: int) -> float:
+        """Return the share of a device that a process has: less than one where CPU ranks outnumber the cores."""
+        if self.constants.cores is None:
+            return 1.0
+        return min(1.0, self.constants.cores / min(world_size, self.gpus_per_node))
 
 
+_SHEETS = "data sheet; NVLink or fabric both ways halved; adapters: "
 TABLE = {
     hardware.name: hardware
     for hardware in (
         Hardware(
-            "h200",
-            989.5,
-            494.5,
-            67.0,
-            141.0,
-            4800.0,
-            450.0,
-            50.0,
-            "NVIDIA H200 SXM data sheet (1,979 TFLOP/s with sparsity, NVLink 900 GB/s both ways); DGX: 400 Gb/s a GPU",
+            "a100", 312.0, 156.0, 19.5, 85.0, 2039.0, 300.0, 25.0, 400.0, 0.863, 0.60, True,
+            f"NVIDIA A100 80GB SXM {_SHEETS}DGX, 200 Gb/s a GPU. Shares: fit; FlashAttention-2 (arXiv:2307.08691)",
         ),
         Hardware(
-            "h100",
-            989.5,
-            494.5,
-            67.0,
-            80.0,
-            3350.0,
-            450.0,
-            50.0,
-            "NVIDIA H100 SXM data sheet (1,979 TFLOP/s with sparsity, NVLink 900 GB/s both ways); DGX: 400 Gb/s a GPU",
+            "a100-40", 312.0, 156.0, 19.5, 42.3, 1555.0, 300.0, 25.0, 400.0, 0.863, 0.60, True,
+            f"NVIDIA A100 40GB SXM {_SHEETS}DGX, 200 Gb/s a GPU. Shares as A100 80GB",
         ),
         Hardware(
-            "a100",
-            312.0,
-            156.0,
-            19.5,
-            80.0,
-            2039.0,
-            300.0,
-            25.0,
-            "NVIDIA A100 80GB SXM data sheet (NVLink 600 GB/s both ways); DGX: 200 Gb/s a GPU",
+            "h100", 989.5, 494.5, 67.0, 85.0, 3350.0, 450.0, 50.0, 700.0, 0.743, 0.60, True,
+            f"NVIDIA H100 SXM {_SHEETS}DGX, 400 Gb/s a GPU. Shares: fit; FlashAttention-3 (arXiv:2407.08608)",
         ),
         Hardware(
-            "cpu",
-            0.1,
-            0.1,
-            0.1,
-            8.0,
-            10.0,
-            2.0,
-            1.0,
+            "h100-96-500w", 989.5, 494.5, 67.0, 102.0, 2400.0, 450.0, 50.0, 500.0, 0.7015, 0.565, True,
+            "H100 of 96 GB HBM2e at 500 W, Meta's Grand Teton (pytorch/torchtitan, benchmarks). Shares: fit",
+        ),
+        Hardware(
+            "h100-pcie", 756.0, 378.0, 51.2, 85.0, 2039.0, 64.0, 25.0, 350.0, 0.60, 0.50, False,
+            f"NVIDIA H100 PCIe {_SHEETS}PCIe 5.0 x16 between devices. Shares assumed: 350 W",
+        ),
+        Hardware(
+            "h200", 989.5, 494.5, 67.0, 149.8, 4800.0, 450.0, 50.0, 700.0, 0.743, 0.60, False,
+            f"NVIDIA H200 SXM {_SHEETS}DGX, 400 Gb/s a GPU. Shares as H100, the same chip",
+        ),
+        Hardware(
+            "b200", 2250.0, 1125.0, 75.0, 191.5, 8000.0, 900.0, 50.0, 1000.0, 0.70, 0.50, False,
+            f"NVIDIA HGX B200 {_SHEETS}DGX, 400 Gb/s a GPU. Shares assumed",
+        ),
+        Hardware(
+            "gb200", 2500.0, 1250.0, 80.0, 198.0, 8000.0, 900.0, 50.0, 1200.0, 0.70, 0.50, False,
+            f"NVIDIA GB200 NVL72 {_SHEETS}400 Gb/s a GPU; --gpus-per-node 72 for a rack of one NVLink. Shares assumed",
+        ),
+        Hardware(
+            "mi300x", 1307.4, 653.7, 163.4, 206.1, 5300.0, 448.0, 50.0, 750.0, 0.55, 0.40, False,
+            f"AMD Instinct MI300X {_SHEETS}400 Gb/s a GPU, 7 links of 64 GB/s inside. Shares assumed",
+        ),
+        Hardware(
+            "l40s", 362.0, 183.0, 91.6, 47.7, 864.0, 32.0, 25.0, 350.0, 0.60, 0.45, False,
+            f"NVIDIA L40S {_SHEETS}PCIe 4.0 x16 between devices, 200 Gb/s a GPU. Shares assumed",
+        ),
+        Hardware(
+            "cpu", 0.1, 0.1, 0.1, 8.0, 10.0, 2.0, 1.0, 65.0, 0.5, 0.3, False,
             "no data sheet: round figures for one process of a laptop",
         ),
     )
-}
+}  # fmt: skip
+"""Rows by name."""
+
+_ALIKE = 0.03
 
 
 def hardware(name: str, **given: float | None) -> Hardware:
-    """Return a row of the table, with the values that were given in place of its own."""
-    return dataclasses.replace(TABLE[name], **{key: value for key, value in given.items() if value is not None})
+    """Return a row of the table, with the values that were given in place of its own.
+
+    A chip is sold with several memories and at several powers: where the bandwidth that was given is that of another
+    row of the same chip, the other figures come from that row, such as those of the A100 with 40 GB (1,555 GB/s).
+    """
+    row = TABLE[name]
+    bandwidth = given.get("memory_bandwidth_gb_s")
+    if bandwidth is not None:
+        same = [other for other in TABLE.values() if other.peak_16bit_tflops == row.peak_16bit_tflops]
+        row = min(same, key=lambda other: abs(other.memory_bandwidth_gb_s - bandwidth))
+        if abs(row.memory_bandwidth_gb_s / bandwidth - 1) > _ALIKE:
+            row = TABLE[name]
+    return dataclasses.replace(row, **{key: value for key, value in given.items() if value is not None})
+
+
+def constants_of(device: Hardware) -> Constants:
+    """Return the constants of a kind of device."""
+    return Constants() if device.is_gpu else CPU

@@ -2,9 +2,15 @@
 
 Neighbouring ranks are in one node (the rank order of config/ranks.py). A group of `size` ranks, `stride` apart, spans
 size x stride ranks. Beyond a node, its ranks there use their node's network adapters together, one adapter a device:
-a ring's traffic crosses each border of nodes once, so that k ranks in a node give it k adapters. An all-to-all and a
-pipeline's sends have their own adapter each.
+collectives run in several rings, each of which crosses the border of nodes at another rank, so that k ranks in a node
+give them k adapters. Context parallelism's ring of sends is a single one: at each border one rank sends, through one
+adapter, and the others wait for it. An all-to-all and a pipeline's sends have their own adapter each.
+
+To the bytes over the bandwidth each collective adds the latency of its hops: a ring's (n-1), a sum's over a tree in
+both directions, a send's and an all-to-all's one.
 """
+
+import math
 
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.plan.hardware import Machine
@@ -14,11 +20,17 @@ _GIGA = 1e9
 
 
 def seconds(term: Term, layout: LayoutConfig, machine: Machine) -> float:
-    """Return the time that a rank's part of a collective takes at the bandwidth alone, without latency."""
-    rate = _GIGA * machine.link_efficiency
-    inside, outside = machine.devices.intra_node_gb_s * rate, machine.devices.inter_node_gb_s * rate
+    """Return the time that a rank's part of a purpose takes: bytes over bandwidth, and the latency of its calls."""
+    return transfer(term, layout, machine) + term.calls * latency(term, layout, machine)
+
+
+def transfer(term: Term, layout: LayoutConfig, machine: Machine) -> float:
+    """Return the seconds at the bandwidth alone."""
+    inside = machine.devices.intra_node_gb_s * _GIGA * machine.intra_share
+    outside = machine.devices.inter_node_gb_s * _GIGA * machine.inter_share
     if term.axis == "pp":
-        return term.bytes / (inside if layout.world_size <= machine.gpus_per_node else outside)
+        spanned = layout.model_parallel_size if layout.use_tp_pp_dp_mapping else layout.world_size
+        return term.bytes / (inside if spanned <= machine.gpus_per_node else outside)
     stride, size = span(term.axis, layout)
     if stride * size <= machine.gpus_per_node:
         return term.bytes / inside
@@ -26,7 +38,24 @@ def seconds(term: Term, layout: LayoutConfig, machine: Machine) -> float:
     if term.collective == "all-to-all":
         leaving = (size - in_a_node) / (size - 1)
         return term.bytes * leaving / outside
+    if term.collective == "send":
+        return term.bytes / min(inside, outside)
     return term.bytes / min(inside, in_a_node * outside)
+
+
+def latency(term: Term, layout: LayoutConfig, machine: Machine) -> float:
+    """Return the seconds that one call waits for its hops."""
+    constants = machine.constants
+    if term.axis == "pp":
+        return constants.hop if layout.world_size > machine.gpus_per_node else constants.hop_inside
+    stride, size = span(term.axis, layout)
+    nodes = math.ceil(stride * size / machine.gpus_per_node)
+    in_a_node = math.ceil(size / nodes)
+    if term.collective in ("send", "all-to-all"):
+        return constants.hop if nodes > 1 else constants.hop_inside
+    if term.collective == "all-reduce":
+        return 2 * ((in_a_node - 1) * constants.hop_inside + math.ceil(math.log2(nodes)) * constants.hop)
+    return (size - nodes) * constants.hop_inside / max(nodes, 1) + (nodes - 1) * constants.hop
 
 
 def span(axis: str, layout: LayoutConfig) -> tuple[int, int]:
@@ -35,6 +64,9 @@ def span(axis: str, layout: LayoutConfig) -> tuple[int, int]:
     experts = layout.expert_tensor_size * layout.expert_model_parallel_size
     copies = layout.num_distributed_optimizer_instances
     sharers = context * layout.data_parallel_size
+    if layout.use_tp_pp_dp_mapping and axis in ("dp", "between", "edp"):
+        # The stages lie between data-parallel ranks.
+        tensor, experts = (size * layout.pipeline_model_parallel_size for size in (tensor, experts))
     return {
         "tp": (1, tensor),
         "cp": (tensor, context),

@@ -51,18 +51,21 @@ class MemoryEstimate:
         return max(parts, key=lambda name: parts[name])
 
 
-def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> MemoryEstimate:
+def memory(
+    config: Config, stage: int, shapes: Shapes, *, fused: bool, formulas: Activations | None = None
+) -> MemoryEstimate:
     """Return what a rank of this stage needs.
 
     Args:
         fused: whether this is a GPU, as for `activations.Activations`.
+        formulas: those of the configuration; by default made from it.
     """
     dense, experts = shapes.parameters_of_stage(stage)
     of_dense, of_experts = state_bytes(config).sizes, state_bytes(config, expert=True).sizes
     weights, gradients, optimizer = (
         dense * each + experts * other for each, other in zip(of_dense, of_experts, strict=True)
     )
-    formulas, layout = Activations(config, fused=fused), config.layout
+    formulas, layout = formulas or Activations(config, fused=fused), config.layout
     stacks = shapes.stacks[stage]
     chunks = [
         formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=shapes.is_last(stage, chunk))
@@ -93,7 +96,9 @@ def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory
 def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, MemoryEstimate]:
     """Return the stage that needs most, and what it needs."""
     # Of stages that are alike the first has most microbatches in flight.
-    found = {stage: memory(config, stage, shapes, fused=fused) for stage in set(shapes.representatives())}
+    formulas = Activations(config, fused=fused)
+    stages = set(shapes.representatives())
+    found = {stage: memory(config, stage, shapes, fused=fused, formulas=formulas) for stage in stages}
     stage = max(sorted(found), key=lambda stage: found[stage].total)
     return stage, found[stage]
 

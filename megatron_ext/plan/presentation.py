@@ -7,6 +7,7 @@ from typing import Any
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.parameters import count
 from megatron_ext.plan.choices import Choice, flags
+from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.search import Answer, Candidate, Question
 
 _GIGA = 1e9
@@ -29,15 +30,20 @@ def head(question: Question, config_of: Candidate) -> list[str]:
         f"{devices.memory_gb:g} GB each, of which {_gb(question.usable_bytes)} may be filled",
         f"model of {count(replace(config, model=true_size)):,} parameters; "
         f"{config.training.global_batch_size:,} samples of {config.model.seq_length:,} tokens a step",
-        "Memory is formula (the rest of a device is for CUDA, NCCL and fragmentation). Times are estimates from data "
-        f"sheets, taking matrix products to reach {question.machine.efficiency:.0%} and collectives "
-        f"{question.machine.link_efficiency:.0%} of them: not measurements. Try the best few.",
+        "Memory is formula (the rest of a device is for CUDA, NCCL and fragmentation). Times are estimates"
+        f"{_correction(question)}, not measurements; of ten runs nine take {question.machine.range[0]:.2f} to "
+        f"{question.machine.range[1]:.2f} times as long. Try the best few.",
     ]
 
 
-def table(best: Sequence[Candidate]) -> list[str]:
+def _correction(question: Question) -> str:
+    correction = question.machine.correction
+    return "" if correction is None else f", times {correction:.3f} as the run of --calibrate took"
+
+
+def table(best: Sequence[Candidate], machine: Machine) -> list[str]:
     """Return one row for each layout: memory of the worst stage by part in GB, and the estimated step."""
-    rows = [["", "layout", "GB", *_PARTS.values(), "m", "bubble", "sent GB", "s/step", "where the time goes"]]
+    rows = [["", "layout", "GB", *_PARTS.values(), "m", "bubble", "sent GB", "s/step", "range", "where the time goes"]]
     for number, candidate in enumerate(best, start=1):
         memory, time = candidate.memory, candidate.time
         assert time is not None
@@ -52,6 +58,7 @@ def table(best: Sequence[Candidate]) -> list[str]:
                 f"{time.bubble_share:.1%}",
                 _gb(time.sent_bytes),
                 f"{time.total:.3g}",
+                "-".join(f"{share * time.total:.3g}" for share in machine.range),
                 ", ".join(f"{part} {share / time.total:.0%}" for part, share in shares if share >= 0.005 * time.total)
                 + (f"; hidden {time.hidden / time.total:.0%}" if time.hidden >= 0.005 * time.total else ""),
             ]
@@ -159,8 +166,10 @@ def as_json(question: Question, answer: Answer) -> dict[str, Any]:
         "world_size": question.world_size,
         "device": vars(question.machine.devices),
         "gpus_per_node": question.machine.gpus_per_node,
-        "efficiency": question.machine.efficiency,
-        "link_efficiency": question.machine.link_efficiency,
+        "efficiency": question.machine.matmul_share,
+        "link_efficiency": {"inside": question.machine.intra_share, "between": question.machine.inter_share},
+        "correction": question.machine.correction,
+        "range": question.machine.range,
         "usable_bytes": question.usable_bytes,
         "times": "estimates",
         "memory": "formula",

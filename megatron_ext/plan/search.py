@@ -1,18 +1,28 @@
 """Searches every combination that the program's own rules allow: what it needs, and which fit and are fastest."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
-from megatron_ext.plan.choices import BETTER, SHARDINGS, Choice, layouts, micro_batches, recomputations, shardings
+from megatron_ext.plan.choices import (
+    BETTER,
+    SHARDINGS,
+    Choice,
+    hybrid,
+    layouts,
+    micro_batches,
+    recomputations,
+    shardings,
+)
 from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import MemoryEstimate, worst_stage
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.rules.validate import problems
+from megatron_ext.rules.sharding import RULES_OF_KINDS
+from megatron_ext.rules.validate import Rule, broken_rule, is_legal, problems
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,9 @@ class Question:
     machine: Machine
     usable_bytes: float
     """Bytes of memory of one device that a layout may fill."""
+
+    gradients_in_16_bits: bool = False
+    """Whether gradients are kept and summed in 16 bits, which pretrain_gpt.py itself does in fp16 alone."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +89,24 @@ class Answer:
     refusals: list[str]
     """What the rules said to the simplest layout, where none is legal."""
 
+    contenders: list[Candidate] = field(default_factory=list)
+    """The layouts that were simulated: the best and those next to them."""
+
 
 def search(question: Question, number: int) -> Answer:
     """Return the `number` best layouts, each another way to share the model."""
+    found = _search(question, number)
+    if found.best or found.nearest is None or "optimizer_cpu_offload" in question.values:
+        return found
+    # Host memory is slow: only where nothing else fits.
+    moved = _search(replace(question, values={**question.values, "optimizer_cpu_offload": True}), number)
+    if not moved.best:
+        return found
+    best = [replace(each, choice={**each.choice, "optimizer_cpu_offload": True}) for each in moved.best]
+    return replace(moved, best=best)
+
+
+def _search(question: Question, number: int) -> Answer:
     fitting: list[Candidate] = []
     nearest: Candidate | None = None
     legal = 0
@@ -93,7 +121,7 @@ def search(question: Question, number: int) -> Answer:
     shortlist = sorted(different, key=_rank)[: 3 * number]
     best = sorted((_timed(candidate, question) for candidate in shortlist), key=_rank)
     refusals = [] if legal else _refusals(question)
-    return Answer(best[:number], len(fitting), legal, nearest, refusals)
+    return Answer(best[:number], len(fitting), legal, nearest, refusals, best)
 
 
 def simpler_layouts(question: Question) -> Iterator[Candidate]:
@@ -107,7 +135,7 @@ def simpler_layouts(question: Question) -> Iterator[Candidate]:
             micro = question.values.get("micro_batch_size") or 1
             choice = {**plain, **sharding, **ways[recomputation], "micro_batch_size": micro}
             found = _legal(question, choice)
-            if found is not None:
+            if isinstance(found, tuple):
                 yield _candidate(question, choice, found, name, recomputation)
 
 
@@ -134,12 +162,18 @@ def with_offloads(question: Question, candidate: Candidate) -> dict[str, Candida
     for name in ("optimizer_cpu_offload", "torch_fsdp2_cpu_offload"):
         choice = {**candidate.choice, name: True}
         found = _legal(question, choice)
-        if found is not None:
+        if isinstance(found, tuple):
             other = _candidate(question, choice, found, candidate.sharding, candidate.recomputation)
             others[flag_of(name)] = other
     return others
 
 
+_AXES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
 _PLAIN = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline_model_parallel_size": 1}
 
 
@@ -147,6 +181,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
     """Yield every legal layout, sharding and micro batch, with the least recomputation that fits (or else the most)."""
     values = question.values
     batch = values["global_batch_size"]
+    refused: set[tuple[str, tuple[bool, ...]]] = set()
     for layout in layouts(values, question.world_size, question.machine.gpus_per_node):
         model_ranks = layout["tensor_model_parallel_size"] * layout["context_parallel_size"]
         data_ranks = question.world_size // (model_ranks * layout["pipeline_model_parallel_size"])
@@ -154,12 +189,25 @@ def _candidates(question: Question) -> Iterator[Candidate]:
             continue
         alone = data_ranks * layout["context_parallel_size"] == 1
         seen = set()
-        for name, sharding in reversed(shardings(values).items()):
-            if (alone and name in SHARDINGS and name != "DDP") or BETTER.get(name) in seen:
+        kinds = tuple(layout.get(axis, 1) > 1 for axis in _AXES)
+        ways = dict(reversed(shardings(values).items()))
+        if "FSDP2" in ways and (flags := hybrid(values, layout, question.world_size, question.machine.gpus_per_node)):
+            ways["HSDP"] = flags
+        for name, sharding in ways.items():
+            if (alone and name in (*SHARDINGS, "HSDP") and name != "DDP") or BETTER.get(name) in seen:
+                continue
+            if (name, kinds) in refused:
                 continue
             for micro in micro_batches(values, batch // data_ranks):
                 choice = {**layout, **({} if alone else sharding), "micro_batch_size": micro}
-                candidate = _with_least_recomputation(question, choice, name)
+                found = _legal(question, choice)
+                if found in RULES_OF_KINDS:
+                    # With other sizes of the same axes it would be refused as well.
+                    refused.add((name, kinds))
+                    break
+                if not isinstance(found, tuple):
+                    continue
+                candidate = _with_least_recomputation(question, choice, found, name)
                 if candidate is None:
                     continue
                 seen.add(name)
@@ -168,33 +216,39 @@ def _candidates(question: Question) -> Iterator[Candidate]:
                     break  # larger ones need more
 
 
-def _with_least_recomputation(question: Question, choice: Choice, sharding: str) -> Candidate | None:
+def _with_least_recomputation(
+    question: Question, choice: Choice, found: tuple[Config, Shapes], sharding: str
+) -> Candidate | None:
     """Return the candidate with the least recomputation that fits; None where the choice is illegal whatever is
     recomputed."""
-    found = _legal(question, choice)
-    if found is None:
-        return None
-    candidate = None
+    candidate, last = None, list(recomputations(question.values))[-1]
     for name, recomputation in recomputations(question.values).items():
         training = replace(found[0].training, **recomputation)
         config = replace(found[0], training=training)
-        if recomputation and problems(config, question.facts):
+        tried = _candidate(question, {**choice, **recomputation}, (config, found[1]), sharding, name)
+        fits = tried.memory.total <= question.usable_bytes
+        # Rules are asked where it matters: they take longer than the sums.
+        if recomputation and (fits or name == last) and not is_legal(config, question.facts):
             continue
-        candidate = _candidate(question, {**choice, **recomputation}, (config, found[1]), sharding, name)
-        if candidate.memory.total <= question.usable_bytes:
+        candidate = tried
+        if fits:
             break
     return candidate
 
 
-def _legal(question: Question, choice: Choice) -> tuple[Config, Shapes] | None:
-    """Return what the choice resolves to, where the program's rules have nothing against it."""
-    config = _resolved(question, choice)
-    return None if problems(config, question.facts) else (config, Shapes(config))
+def _legal(question: Question, choice: Choice) -> tuple[Config, Shapes] | Rule:
+    """Return what the choice resolves to, or a rule of the program that it breaks."""
+    config = resolved(question, choice)
+    return broken_rule(config, question.facts) or (config, Shapes(config))
 
 
-def _resolved(question: Question, choice: Choice) -> Config:
+def resolved(question: Question, choice: Choice) -> Config:
+    """Return what the question's values and a choice resolve to."""
     chosen = {name: value for name, value in choice.items() if value is not None}
-    return resolve({**question.values, **chosen, "world_size": question.world_size}, question.facts)
+    config = resolve({**question.values, **chosen, "world_size": question.world_size}, question.facts)
+    if not question.gradients_in_16_bits:
+        return config
+    return replace(config, training=replace(config.training, accumulate_allreduce_grads_in_fp32=False))
 
 
 def _candidate(
@@ -224,4 +278,4 @@ def _rank(candidate: Candidate) -> tuple[float, tuple[int, ...]]:
 def _refusals(question: Question) -> list[str]:
     choice = next(layouts(question.values, question.world_size, question.machine.gpus_per_node), {})
     micro = question.values.get("micro_batch_size") or 1
-    return problems(_resolved(question, {**choice, "micro_batch_size": micro}), question.facts)
+    return problems(resolved(question, {**choice, "micro_batch_size": micro}), question.facts)

@@ -4,6 +4,7 @@ A pass begins when its stage is free and what it needs has arrived: the activati
 of the stage after. Sends take `delay` and do not keep a stage from working.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,27 +83,50 @@ def finish(
 ) -> float:
     """Return when the last stage to finish has finished."""
     stages, chunks = len(forward), len(forward[0])
-    plans = [order(stage, stages, chunks, microbatches, group) for stage in range(stages)]
-    done: dict[tuple[int, Work], float] = {}
+    plans = [_plan(stage, stages, chunks, microbatches, group) for stage in range(stages)]
+    seconds = [[*backward[stage], *forward[stage]] for stage in range(stages)]
+    done = [-1.0] * (2 * chunks * microbatches * stages)
     clock, place = [0.0] * stages, [0] * stages
-    waiting = set(range(stages))
-    while waiting:
-        moved = False
-        for stage in sorted(waiting):
-            while place[stage] < len(plans[stage]):
-                work = plans[stage][place[stage]]
-                need = _needed(stage, work, stages, chunks)
-                if need is not None and need not in done:
+    waiting: dict[int, int] = {}
+    ready = list(range(stages))
+    while ready:
+        stage = ready.pop()
+        plan, times, now = plans[stage], seconds[stage], clock[stage]
+        at = place[stage]
+        while at < len(plan):
+            work, need, other, kind = plan[at]
+            if need >= 0:
+                arrived = done[need]
+                if arrived < 0.0:
+                    waiting[need] = stage
                     break
-                ready = 0.0 if need is None else done[need] + (delay if need[0] != stage else 0.0)
-                seconds = (forward if work.forward else backward)[stage][work.chunk]
-                clock[stage] = done[stage, work] = max(clock[stage], ready) + seconds
-                place[stage] += 1
-                moved = True
-            if place[stage] == len(plans[stage]):
-                waiting.discard(stage)
-        assert moved, "a schedule that waits for itself"
+                now = max(now, arrived + delay if other else arrived)
+            now += times[kind]
+            done[work] = now
+            if work in waiting:
+                ready.append(waiting.pop(work))
+            at += 1
+        clock[stage], place[stage] = now, at
+    assert not waiting, "a schedule that waits for itself"
     return max(clock)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    stage: int, stages: int, chunks: int, microbatches: int, group: int
+) -> tuple[tuple[int, int, bool, int], ...]:
+    """Return what a stage does, in this order: a number of the pass, the number of the one that it needs (-1: none),
+    whether that is another stage's, and which of the stage's times it takes."""
+
+    def number(where: int, work: Work) -> int:
+        return ((work.forward * chunks + work.chunk) * microbatches + work.microbatch) * stages + where
+
+    rows = []
+    for work in order(stage, stages, chunks, microbatches, group):
+        need = _needed(stage, work, stages, chunks)
+        needed, other = (-1, False) if need is None else (number(*need), need[0] != stage)
+        rows.append((number(stage, work), needed, other, work.forward * chunks + work.chunk))
+    return tuple(rows)
 
 
 def _needed(stage: int, work: Work, stages: int, chunks: int) -> tuple[int, Work] | None:

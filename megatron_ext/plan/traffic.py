@@ -10,6 +10,7 @@ Sources: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, sections 5 and 7), Sho
 section 3), Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2), Narayanan et al. 2021 (arXiv:2104.04473, 2.2).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from megatron_ext.config.schema import Config
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.state_bytes import sharding, sharing_ranks, state_bytes
+
+# Parameters of a bucket of megatron-core's DDP, at least, and times the ranks (DistributedDataParallelConfig 0.19).
+_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Term:
     collective: str
     bytes: float
     formula: str
+    calls: float = 1.0
+    """Number of collectives, or rounds of sends, in the step: each waits for its links' latency."""
 
 
 def sent(config: Config, stage: int, shapes: Shapes | None = None) -> list[Term]:
@@ -79,14 +85,27 @@ class _Stage:
         if n * r == 1 or parameters == 0:
             return
         gradient = state_bytes(self.config).gradients
+        units = self._units(parameters)
         gradients, weights, share = gradient * parameters, self.weight * parameters, (n - 1) / n
         if self.kind == "ddp":
-            yield Term(axis, "all-reduce", 2 * share * gradients, f"2 (n-1)/n {gradient}{name}")
+            yield Term(axis, "all-reduce", 2 * share * gradients, f"2 (n-1)/n {gradient}{name}", units)
             return
         reduced = 1 if self.kind == "optim" else self.microbatches
-        yield Term(axis, "reduce-scatter", reduced * share * gradients, f"{_times(reduced)}(n-1)/n {gradient}{name}")
+        yield Term(
+            axis,
+            "reduce-scatter",
+            reduced * share * gradients,
+            f"{_times(reduced)}(n-1)/n {gradient}{name}",
+            reduced * units,
+        )
         gathered = {"optim": 1, "optim_grads": 1}.get(self.kind, self.microbatches * self._gathers())
-        yield Term(axis, "all-gather", gathered * share * weights, f"{_times(gathered)}(n-1)/n {self.weight}{name}")
+        yield Term(
+            axis,
+            "all-gather",
+            gathered * share * weights,
+            f"{_times(gathered)}(n-1)/n {self.weight}{name}",
+            gathered * units,
+        )
         if r > 1 and self.config.layout.outer_dp_sharding_strategy == "optim":
             share = (r - 1) / r
             yield Term("between", "reduce-scatter", share * gradients / n, f"(r-1)/r {gradient}{name}/n")
@@ -100,6 +119,13 @@ class _Stage:
             yield Term(
                 "between", "all-reduce", between, f"{_times(times)}(r-1)/r {gradient}{name}{'' if whole else '/n'}"
             )
+
+    def _units(self, parameters: int) -> float:
+        """Return into how many pieces the parameters are divided that are exchanged one at a time: layers under FSDP,
+        buckets otherwise."""
+        ranks = self.config.layout.data_parallel_size * self.context
+        whole = max(_BUCKET, _BUCKET_OF_A_RANK * ranks)
+        return float(self.layers + 1) if self.kind not in ("ddp", "optim") else max(math.ceil(parameters / whole), 1)
 
     def _gathers(self) -> int:
         return 1 if self.config.layout.torch_fsdp2_no_reshard_after_forward else 2
@@ -115,21 +141,21 @@ class _Stage:
         again = _number(self.again["attention"]) + _number(self.again["mlp"], lambda kind: kind.every_token)
         if self.config.layout.sequence_parallel:
             gathers, scatters = 3 * blocks + again + first + 2 * last, 2 * blocks + again + first + last
-            yield Term("tp", "all-gather", gathers * one, f"{gathers} m (t-1)/t A")
-            yield Term("tp", "reduce-scatter", scatters * one, f"{scatters} m (t-1)/t A")
+            yield Term("tp", "all-gather", gathers * one, f"{gathers} m (t-1)/t A", gathers * m)
+            yield Term("tp", "reduce-scatter", scatters * one, f"{scatters} m (t-1)/t A", scatters * m)
             norms = self.shapes.norms_of_stage(self.stage)
             yield Term("tp", "all-reduce", 2 * (t - 1) / t * 4 * norms, "2 (t-1)/t 4 norms")
         else:
             sums = 2 * blocks + again + first + last
-            yield Term("tp", "all-reduce", 2 * sums * one, f"{2 * sums} m (t-1)/t A")
+            yield Term("tp", "all-reduce", 2 * sums * one, f"{2 * sums} m (t-1)/t A", sums * m)
         # The mean squares of a token's whole queries, and of its keys, in fp32, and their gradients.
         means = 2 * _number(self.held + self.held + self.again["attention"], _normalizes_projections)
         if means:
             each = m * 2 * (t - 1) / t * 4 * self.tokens
-            yield Term("tp", "all-reduce", means * each, f"{2 * means} m (t-1)/t 4 S/c B")
+            yield Term("tp", "all-reduce", means * each, f"{2 * means} m (t-1)/t 4 S/c B", means * m)
         if last:
             # The loss over a divided vocabulary: largest logit, logit of the label, sum of exponentials, in fp32.
-            yield Term("tp", "all-reduce", 3 * m * 2 * (t - 1) / t * 4 * self.tokens, "6 m (t-1)/t 4 S/c B")
+            yield Term("tp", "all-reduce", 3 * m * 2 * (t - 1) / t * 4 * self.tokens, "6 m (t-1)/t 4 S/c B", 3 * m)
 
     def _context(self) -> Iterator[Term]:
         kinds = self.config.layout.cp_comm_type
@@ -142,20 +168,32 @@ class _Stage:
         keys_forward = keys + sum(number * self._keys(kind) for kind, number in self.again["core"].items())
         match kinds[0]:
             case "all_gather":
-                yield Term("cp", "all-gather", m * (c - 1) * keys_forward, f"m {_layers(forward, layers)} (c-1) KV")
-                yield Term("cp", "reduce-scatter", m * (c - 1) * keys, "m L (c-1) KV")
+                yield Term(
+                    "cp",
+                    "all-gather",
+                    m * (c - 1) * keys_forward,
+                    f"m {_layers(forward, layers)} (c-1) KV",
+                    m * forward,
+                )
+                yield Term("cp", "reduce-scatter", m * (c - 1) * keys, "m L (c-1) KV", m * layers)
             case "p2p":
                 # Forward the keys, backward the keys and, all the way home, their gradients in fp32.
                 each = (c - 1) * (keys_forward + keys) + c * keys * 4 // self.weight
                 formula = f"m L ({_layers(forward + layers, layers).removesuffix('L')}(c-1) + {4 // self.weight} c) KV"
-                yield Term("cp", "send", m * each, formula)
+                yield Term("cp", "send", m * each, formula, m * (c - 1) * (forward + layers))
             case "a2a":
                 # Queries, keys and values one way, what they attended to the other; backward the same.
                 passes = self.held + self.held + self.again["core"]
                 each = sum(
                     number * (c - 1) / c * (self._queries(kind) + self._keys(kind)) for kind, number in passes.items()
                 )
-                yield Term("cp", "all-to-all", m * each, f"m {_layers(forward + layers, layers)} (c-1)/c (2Q + KV)")
+                yield Term(
+                    "cp",
+                    "all-to-all",
+                    m * each,
+                    f"m {_layers(forward + layers, layers)} (c-1)/c (2Q + KV)",
+                    2 * m * (forward + layers),
+                )
 
     def _keys(self, layer: Layer) -> int:
         """Return the bytes of a rank's keys and values of a layer."""
@@ -180,22 +218,22 @@ class _Stage:
         own = self.microbatches * self.activation / self.tensor
         # Of each mixture of experts how many layers, and how many passes through them, forward and backward.
         layers, passes = _mixtures(self.held), _mixtures(self.held + self.held + self.again["mlp"])
-        times = _layers(passes.total(), layers.total())
+        times, calls = _layers(passes.total(), layers.total()), float(self.microbatches * passes.total())
         if layout.moe_token_dispatcher_type == "allgather":
             others = ep * etp - 1
             # Besides the tokens: which experts each has, forward in bytes, and with which weights, in fp32.
             one = 4 * self.microbatches * self.tokens / self.tensor
             weights = sum(number * one * experts.count for experts, number in layers.items())
             tokens = passes.total() * own
-            yield Term("ep", "all-gather", others * (tokens + 1.25 * weights), f"m {times} (E e - 1) T")
-            yield Term("ep", "reduce-scatter", others * (tokens + weights), f"m {times} (E e - 1) T")
+            yield Term("ep", "all-gather", others * (tokens + 1.25 * weights), f"m {times} (E e - 1) T", calls)
+            yield Term("ep", "reduce-scatter", others * (tokens + weights), f"m {times} (E e - 1) T", calls)
             return
         pairs = sum(number * experts.top_k for experts, number in passes.items())
-        yield Term("ep", "all-to-all", 2 * pairs * (ep - 1) / ep * own, f"2 m {times} k (E-1)/E T")
+        yield Term("ep", "all-to-all", 2 * pairs * (ep - 1) / ep * own, f"2 m {times} k (E-1)/E T", 2 * calls)
         if etp > 1:
             each = pairs * (etp - 1) * own
-            yield Term("ep", "all-gather", each, f"m {times} k (e-1) T")
-            yield Term("ep", "reduce-scatter", each, f"m {times} k (e-1) T")
+            yield Term("ep", "all-gather", each, f"m {times} k (e-1) T", calls)
+            yield Term("ep", "reduce-scatter", each, f"m {times} k (e-1) T", calls)
 
     def _pipeline(self) -> Iterator[Term]:
         if self.pipeline == 1:
@@ -206,7 +244,7 @@ class _Stage:
         # A chunk sends its output on, but the model's last; and its input's gradient back, but the model's first.
         messages = 2 * chunks - last - (self.stage == 0)
         suffix = "/t" if message < self.activation else ""
-        yield Term("pp", "send", messages * m * message, f"{messages} m A{suffix}")
+        yield Term("pp", "send", messages * m * message, f"{messages} m A{suffix}", messages * m)
         if not self.config.model.untie_embeddings_and_output_weights and (last or self.stage == 0):
             table = self.config.model.padded_vocab_size * self.config.model.hidden_size // self.tensor
             yield Term("pp", "all-reduce", 4.0 * table, "2 (2-1)/2 4 V/t H")

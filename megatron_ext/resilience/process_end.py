@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import psutil
 
@@ -77,7 +78,7 @@ def run_guarded(main: Callable[[], int], status: RunStatus) -> int:
         return _report(error, status)
 
 
-def end_process(code: int) -> None:
+def end_process(code: int) -> NoReturn:
     """End this process with `code`; after a failure at once, whatever threads and collectives still hang.
 
     The helpers of megatron-core's checkpoint writer outlive os._exit and would keep the launcher's pipes
@@ -140,10 +141,18 @@ def _report(error: BaseException, status: RunStatus) -> int:
     elif code == 1:
         _say("".join(traceback.format_exception(error)).rstrip())
     _say(message)
-    exit_record.write(status.save, code=code, rank=status.rank, message=message, iteration=status.iteration)
+    recorded = _without_what_is_above(error, status, message)
+    exit_record.write(status.save, code=code, rank=status.rank, message=recorded, iteration=status.iteration)
     if code != PeerLostError.exit_code:  # torchrun would take it for the first cause
-        exit_record.tell_launcher(message)
+        exit_record.tell_launcher(recorded)
     return code
+
+
+def _without_what_is_above(error: BaseException, status: RunStatus, message: str) -> str:
+    """Return the message for the record and torchrun's summary, which stand alone: the problems, not where they are."""
+    if not isinstance(error, ConfigurationError):
+        return message
+    return f"rank {status.rank}: {'; '.join(' '.join(problem.split()) for problem in error.problems)}"
 
 
 def _exit_code(error: BaseException) -> int:

@@ -151,6 +151,16 @@ def transformer_engine_is_installed(config: Config, facts: Facts) -> Iterator[st
         )
 
 
+def external_kernels_are_installed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the package of --external-kernels."""
+    package = config.model.external_kernels
+    if package != "none" and package not in facts.packages:
+        yield (
+            f"--external-kernels {package}: the package {package} is not installed; leave the flag out, the kernels of "
+            "torch need no build"
+        )
+
+
 RULES = (
     heads_divide_by_tensor_size,
     query_groups_fit_tensor_size,
@@ -164,4 +174,5 @@ RULES = (
     no_position_embedding_has_rope,
     vocabulary_fits_its_padding,
     transformer_engine_is_installed,
+    external_kernels_are_installed,
 )

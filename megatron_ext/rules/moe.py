@@ -10,7 +10,8 @@ from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
 def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
     """Require at most one load-balancing loss, and coefficients of the right sign."""
     model = config.model
-    kinds, weights = model.moe_router_load_balancing_type or (), model.moe_aux_loss_coeff or ()
+    kinds = model.moe_router_load_balancing_type or ()
+    weights: tuple[float, ...] = model.moe_aux_loss_coeff or ()
     if len(kinds) > 1 or len(weights) > 1:
         yield (
             f"--moe-router-load-balancing-type {' '.join(kinds) or 'aux_loss'} with --moe-aux-loss-coeff "
@@ -19,6 +20,11 @@ def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
         )
     elif model.load_balancing_coefficient < 0:
         yield f"--moe-aux-loss-coeff {model.load_balancing_coefficient:g} is below 0; use --moe-aux-loss-coeff 0.01"
+    elif model.load_balancing == "sinkhorn" and any(weights):
+        yield (
+            f"--moe-router-load-balancing-type sinkhorn with --moe-aux-loss-coeff {weights[0]:g}: its assignment is "
+            "balanced without a loss; leave --moe-aux-loss-coeff out"
+        )
     if model.moe_z_loss_coeff is not None and model.moe_z_loss_coeff <= 0:
         yield f"--moe-z-loss-coeff {model.moe_z_loss_coeff:g} is not above 0; use --moe-z-loss-coeff 1e-3"
 
@@ -30,10 +36,8 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
         return
     given = [
         ("--expert-model-parallel-size", layout.expert_model_parallel_size > 1),
-        ("--expert-tensor-parallel-size", layout.expert_tensor_size != layout.tensor_model_parallel_size),
         ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size is not None),
         ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size is not None),
-        ("--moe-grouped-gemm", model.moe_grouped_gemm),
         ("--moe-aux-loss-coeff", model.load_balancing_coefficient != 0.0),
         ("--moe-z-loss-coeff", model.moe_z_loss_coeff is not None),
     ]
@@ -62,7 +66,8 @@ def a_token_has_enough_experts(config: Config, facts: Facts) -> Iterator[str]:
             f"--moe-router-topk {model.moe_router_topk} is above --num-experts {model.num_experts}; "
             f"use --moe-router-topk {model.num_experts}"
         )
-    if model.moe_router_topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+    only_one_weight = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    if model.moe_router_topk == 1 and only_one_weight and model.load_balancing != "sinkhorn":
         yield (
             "--moe-router-topk 1 without --moe-router-pre-softmax gives every expert the weight 1, so that the router "
             "learns nothing; add --moe-router-pre-softmax"
@@ -112,6 +117,22 @@ def expert_width_divides_by_tensor_size(config: Config, facts: Facts) -> Iterato
         )
 
 
+def stages_between_data_parallel_ranks_have_their_experts(config: Config, facts: Facts) -> Iterator[str]:
+    """Require of --use-tp-pp-dp-mapping with experts on several stages what megatron-core requires: that experts have
+    as many data-parallel ranks as everything else."""
+    model, layout = config.model, config.layout
+    stages, experts = layout.pipeline_model_parallel_size, layout.expert_model_parallel_size * layout.expert_tensor_size
+    if model.num_experts is None or not layout.use_tp_pp_dp_mapping or stages == 1:
+        return
+    if not positive(stages, experts, layout.model_parallel_size, layout.world_size):
+        return
+    if layout.expert_data_parallel_size != layout.data_parallel_size:
+        yield (
+            f"--use-tp-pp-dp-mapping with --pipeline-model-parallel-size {stages} and experts divided over {experts} "
+            f"ranks, not over tensor- and context-parallel ranks alone: leave --use-tp-pp-dp-mapping out"
+        )
+
+
 def experts_are_computed_by_us(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse what a mixture of experts does not go with."""
     model, layout = config.model, config.layout
@@ -123,16 +144,6 @@ def experts_are_computed_by_us(config: Config, facts: Facts) -> Iterator[str]:
         yield (
             f"--num-experts with --tensor-model-parallel-size {layout.tensor_model_parallel_size} would route every "
             "token on every tensor-parallel rank; add --sequence-parallel"
-        )
-    if layout.moe_token_dispatcher_type == "flex":
-        yield (
-            "--moe-token-dispatcher-type flex sends tokens with DeepEP or HybridEP, which have to be built; "
-            "use --moe-token-dispatcher-type alltoall"
-        )
-    if model.transformer_impl != "local":
-        yield (
-            f"--num-experts with --transformer-impl {model.transformer_impl}: the experts are ours, on plain torch; "
-            "use --transformer-impl local"
         )
     if config.training.torch_compile:
         yield (
@@ -148,5 +159,6 @@ RULES = (
     a_token_has_enough_experts,
     expert_ranks_fit_the_stage,
     expert_width_divides_by_tensor_size,
+    stages_between_data_parallel_ranks_have_their_experts,
     experts_are_computed_by_us,
 )

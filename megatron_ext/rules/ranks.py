@@ -36,20 +36,11 @@ def world_is_a_multiple_of_the_model(config: Config, facts: Facts) -> Iterator[s
     )
 
 
-def sequence_parallel_needs_tensor_parallel(config: Config, facts: Facts) -> Iterator[str]:
-    """Require tensor parallelism, and a sequence that divides, for --sequence-parallel."""
+def sequence_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a sequence that divides over the tensor-parallel ranks for --sequence-parallel."""
     layout, length = config.layout, config.model.seq_length
     size = layout.tensor_model_parallel_size
-    if not layout.sequence_parallel or size < 1:
-        return
-    if size == 1:
-        working = [s for s in tensor_sizes(config) if s > 1]
-        fix = f"{use('--tensor-model-parallel-size', working)}, or " if working else ""
-        yield (
-            f"--sequence-parallel splits the sequence between tensor-parallel ranks, but --tensor-model-parallel-size "
-            f"is 1; {fix}leave --sequence-parallel out"
-        )
-    elif positive(length) and length % size:
+    if layout.sequence_parallel and positive(size, length) and length % size:
         yield (
             f"--sequence-parallel: --seq-length {length} is not divisible by --tensor-model-parallel-size {size}; "
             f"use --seq-length {listed(nearest_multiples(length, size))}"
@@ -113,7 +104,7 @@ def timeout_is_a_time(config: Config, facts: Facts) -> Iterator[str]:
 RULES = (
     ranks_are_those_of_the_launch,
     world_is_a_multiple_of_the_model,
-    sequence_parallel_needs_tensor_parallel,
+    sequence_divides_by_tensor_size,
     parameter_gathering_needs_the_distributed_optimizer,
     distributed_optimizer_shards_the_state,
     device_is_there,

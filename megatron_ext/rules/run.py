@@ -1,6 +1,7 @@
 """Rules about data, checkpoints, logs, and single values."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ext.config.blend import DATA_PATH_NAMES, read_blend
@@ -13,7 +14,8 @@ from megatron_ext.config.schema import Config
 
 def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
     """Require the values that no run can do without."""
-    missing = [option for option in options() if option.required and _value(config, option) is None]
+    missing = [option for option in _of("required") if _value(config, option) is None]
+    missing = [option for option in missing if option.name not in facts.unread]
     if missing:
         flags = ", ".join(option.flag for option in missing)
         example = " ".join(f"{option.flag} {option.required}" for option in missing)
@@ -22,7 +24,7 @@ def nothing_needed_is_missing(config: Config, facts: Facts) -> Iterator[str]:
 
 def values_are_in_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require that each value is within its field's bounds."""
-    for option in options():
+    for option in _of("at_least", "positive", "share"):
         value = _value(config, option)
         if value is not None:
             yield from _out_of_range(option, value)
@@ -41,7 +43,7 @@ def _out_of_range(option: Option, value: Any) -> Iterator[str]:
 
 def values_have_what_they_need(config: Config, facts: Facts) -> Iterator[str]:
     """Require what a value needs of other fields, which stands at its field (`config.schema.option.Need`)."""
-    for option in options():
+    for option in _of("needs"):
         value = _value(config, option)
         for need in [need for with_needs, need in option.needs if value == with_needs]:
             other = options_by_name()[need.field]
@@ -159,11 +161,8 @@ def model_is_the_one_to_load(config: Config, facts: Facts) -> Iterator[str]:
 def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
     """Require --save for the flags that save."""
     checkpoint = config.checkpoint
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        yield f"--save-interval {checkpoint.save_interval} needs a folder; add --save checkpoints"
-    for name in ("keep_last_checkpoints", "save_retain_interval"):
-        if getattr(checkpoint, name) is not None and checkpoint.save is None:
-            yield f"{flag_of(name)} {getattr(checkpoint, name)} needs a folder; add --save checkpoints"
+    if checkpoint.keep_last_checkpoints is not None and checkpoint.save is None:
+        yield f"--keep-last-checkpoints {checkpoint.keep_last_checkpoints} needs a folder; add --save checkpoints"
     retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if retain and interval and retain > 0 and interval > 0 and retain % interval:
         yield (
@@ -204,6 +203,18 @@ def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[st
             yield f"{flag} {model[name]}, but the checkpoint in --load was saved with {was}; use {flag} {was}"
         elif name in names_by_resume("function"):  # a shape that was left out is derived, and the weights tell it
             yield f"{flag} {model[name]}, but the checkpoint in --load was saved without it; leave {flag} out"
+    yield from _assignment_is_that_of_the_checkpoint(config, facts.saved)
+
+
+def _assignment_is_that_of_the_checkpoint(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Require Sinkhorn's assignment where the checkpoint has it, and not elsewhere: it weighs experts otherwise. The
+    auxiliary losses may change."""
+    was = (saved.get("moe_router_load_balancing_type") or ("aux_loss",))[0]
+    now = config.model.load_balancing
+    if config.checkpoint.finetune or (was == "sinkhorn") == (now == "sinkhorn"):
+        return
+    flag = "--moe-router-load-balancing-type"
+    yield f"{flag} {now}, but the checkpoint in --load was saved with {was}; use {flag} {was}"
 
 
 def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
@@ -219,14 +230,21 @@ def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterat
         )
 
 
-def wandb_is_installed(config: Config, facts: Facts) -> Iterator[str]:
-    """Require the package wandb where it is asked for."""
-    logging = config.logging
-    if logging.wandb_project is not None and "wandb" not in facts.packages:
-        yield (
-            f"--wandb-project {logging.wandb_project}: the package wandb is not installed; "
-            f"pip install wandb, or leave the flag out"
-        )
+def metrics_services_are_installed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require the package of each metrics service that is asked for."""
+    services = {
+        "wandb_project": "wandb",
+        "mlflow_experiment": "mlflow",
+        "comet_project": "comet_ml",
+        "trackio_project": "trackio",
+    }
+    for name, package in services.items():
+        value = getattr(config.logging, name)
+        if value is not None and package not in facts.packages:
+            yield (
+                f"{flag_of(name)} {value}: the package {package} is not installed; pip install {package}, or leave the "
+                "flag out"
+            )
 
 
 def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
@@ -245,6 +263,14 @@ def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
             f"(--hidden-dropout {model.hidden_dropout:g}, --attention-dropout {model.attention_dropout:g}); "
             "use --hidden-dropout 0 --attention-dropout 0, or leave the switch out"
         )
+
+
+@functools.cache
+def _of(*marks: str) -> tuple[Option, ...]:
+    """Return the options that have one of these, looked for once: a planner asks some thousand times."""
+    return tuple(
+        option for option in options() if any(getattr(option, mark) not in (None, False, ()) for mark in marks)
+    )
 
 
 def _value(config: Config, option: Option) -> Any:
@@ -267,6 +293,6 @@ RULES = (
     load_names_checkpoints,
     model_is_that_of_the_checkpoint,
     checkpoint_options_have_a_checkpoint,
-    wandb_is_installed,
+    metrics_services_are_installed,
     compiling_is_possible,
 )

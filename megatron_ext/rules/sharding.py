@@ -61,11 +61,6 @@ def fsdp2_runs_whole_models_in_bf16_or_fp32(config: Config, facts: Facts) -> Ite
             "--use-torch-fsdp2 has no loss scaling, which --fp16 needs; use --bf16 instead of --fp16, or "
             "--use-megatron-fsdp instead of --use-torch-fsdp2"
         )
-    if config.model.transformer_impl != "local":
-        yield (
-            f"--use-torch-fsdp2 builds the model without memory, and --transformer-impl "
-            f"{config.model.transformer_impl} allocates at once; use --transformer-impl local"
-        )
 
 
 def sharded_weights_have_no_replicas(config: Config, facts: Facts) -> Iterator[str]:
@@ -94,22 +89,11 @@ def megatron_fsdp_is_the_only_sharding(config: Config, facts: Facts) -> Iterator
                 "--use-megatron-fsdp; add that, or leave it out"
             )
         return
-    for flag, given in (
-        ("--use-torch-fsdp2", layout.use_torch_fsdp2),
-        ("--use-distributed-optimizer", layout.use_distributed_optimizer),
-    ):
-        if given:
-            yield (
-                "--use-megatron-fsdp divides what --data-parallel-sharding-strategy says, and "
-                f"{flag} would divide it again; keep one of them"
-            )
-    for flag, given in (
-        ("--overlap-grad-reduce", layout.overlap_grad_reduce),
-        ("--overlap-param-gather", layout.overlap_param_gather),
-        ("--ddp-bucket-size", layout.ddp_bucket_size is not None),
-    ):
-        if given:
-            yield f"--use-megatron-fsdp overlaps and divides its traffic by itself, layer by layer; leave {flag} out"
+    if layout.use_torch_fsdp2:
+        yield (
+            "--use-megatron-fsdp divides what --data-parallel-sharding-strategy says, and --use-torch-fsdp2 would "
+            "divide it again; keep one of them"
+        )
 
 
 def megatron_fsdp_runs_one_stage_on_the_device(config: Config, facts: Facts) -> Iterator[str]:
@@ -135,11 +119,6 @@ def megatron_fsdp_runs_one_stage_on_the_device(config: Config, facts: Facts) -> 
         yield (
             "--use-megatron-fsdp with --optimizer-cpu-offload: the fp32 masters lie in one buffer, of which no part "
             "can leave the device by itself; use --use-torch-fsdp2 instead of --use-megatron-fsdp"
-        )
-    if config.model.transformer_impl != "local":
-        yield (
-            f"--use-megatron-fsdp with --transformer-impl {config.model.transformer_impl} has not been proved; use "
-            "--transformer-impl local"
         )
     if config.model.num_experts is not None and layout.data_parallel_sharding_strategy == "no_shard":
         yield (
@@ -212,3 +191,6 @@ RULES = (
     copies_are_divided_by_megatron_fsdp,
     optimizer_instances_divide_the_ranks,
 )
+
+# Those that ask which kinds of parallelism there are, but not how many ranks each has.
+RULES_OF_KINDS = frozenset(RULES) - {optimizer_instances_divide_the_ranks}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_ext.config.batch import evaluation_batch, read_schedule
 from megatron_ext.config.layers import stack
 from megatron_ext.config.pipeline import layer_counts
 from megatron_ext.config.resolve import Facts, positive
@@ -68,6 +69,81 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
             f"{given}: start {start} and increment {increment} must be multiples of {_at_once_text(config, rounds)}; "
             f"use multiples of {at_once}, for example {at_once} {at_once} {rampup[2]}"
         )
+
+
+def schedule_of_batches_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a --step-batch-size-schedule that can be carried out, and that is the only thing that sets the batch."""
+    training, text, length = config.training, config.training.step_batch_size_schedule, config.model.seq_length
+    if text is None or not positive(length):
+        return
+    given = f"--step-batch-size-schedule {text!r}"
+    try:
+        sizes = [size for _, size in read_schedule(text, length)]
+    except ValueError as error:
+        yield f"{given}: {error}; use tokens and samples as in '0:768 250B:1536', which are rising"
+        return
+    if training.rampup_batch_size is not None:
+        yield f"{given} and --rampup-batch-size both say how the batch grows; keep one"
+    if training.global_batch_size != sizes[-1]:
+        yield (
+            f"{given} ends with {sizes[-1]}, but --global-batch-size is {training.global_batch_size}; "
+            "leave --global-batch-size out"
+        )
+    rounds = _microbatches_per_round(config)
+    at_once = (_samples_at_once(config) or 1) * rounds
+    wrong = [size for size in sizes if size % at_once]
+    if wrong:
+        at_once_text = _at_once_text(config, rounds)
+        yield f"{given}: {listed(wrong)} is not divisible by {at_once_text}; use multiples of {at_once}"
+
+
+def evaluation_batch_divides(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the global batch of an evaluation divides into its microbatches."""
+    training, layout = config.training, config.layout
+    if training.eval_global_batch_size is None and training.eval_micro_batch_size is None:
+        return
+    batch, micro = evaluation_batch(config)
+    if not positive(batch, micro, layout.world_size, layout.model_parallel_size):
+        return
+    at_once = micro * max(layout.world_size // layout.model_parallel_size, 1)
+    rounds = _microbatches_per_round(config)
+    if batch % (at_once * rounds):
+        yield (
+            f"--eval-global-batch-size {batch} is not divisible by --eval-micro-batch-size {micro} x data-parallel size"
+            f"{f' x the {rounds} microbatches of a group' if rounds > 1 else ''} = {at_once * rounds}; "
+            f"use --eval-global-batch-size {listed(nearest_multiples(batch, at_once * rounds))}"
+        )
+
+
+def evaluation_alone_evaluates(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse --skip-train where nothing is evaluated."""
+    training = config.training
+    if training.skip_train and (
+        training.eval_interval == 0 or (training.eval_iters == 0 and not training.full_validation)
+    ):
+        off = "--eval-interval 0" if training.eval_interval == 0 else "--eval-iters 0"
+        yield f"--skip-train with {off} trains nothing and evaluates nothing; use --eval-interval 1 --eval-iters 100"
+
+
+def gradients_have_one_precision(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse --grad-reduce-in-bf16 together with --accumulate-allreduce-grads-in-fp32."""
+    training = config.training
+    if training.grad_reduce_in_bf16 and training.bf16 and training.accumulate_allreduce_grads_in_fp32:
+        yield (
+            "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; "
+            "keep --accumulate-allreduce-grads-in-fp32, which is more exact, or --grad-reduce-in-bf16 alone"
+        )
+
+
+def short_moments_are_adams(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse moments in bf16 of an optimizer other than Adam."""
+    optimizer = config.optimizer
+    for flag, dtype in (
+        ("--exp-avg-dtype", optimizer.exp_avg_dtype),
+        ("--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype),
+    ):
+        if dtype == "bf16" and optimizer.optimizer != "adam":
+            yield f"{flag} bf16 belongs to --optimizer adam, but the optimizer is {optimizer.optimizer}; leave it out"
 
 
 def one_precision(config: Config, facts: Facts) -> Iterator[str]:
@@ -157,6 +233,21 @@ def learning_rates_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
             f"--lr-warmup-init {optimizer.lr_warmup_init:g} must be at least 0 and at most --lr {optimizer.lr:g}; "
             f"use --lr-warmup-init 0"
         )
+
+
+def decoupled_rates_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that the lowest and the first learning rate of the embeddings do not pass their peak."""
+    optimizer = config.optimizer
+    peak, lowest = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    if peak is None:
+        if lowest is not None:
+            yield f"--decoupled-min-lr {lowest:g} belongs to --decoupled-lr; add that, or leave it out"
+        return
+    if (optimizer.min_lr if lowest is None else lowest) > peak:
+        flag = f"--min-lr {optimizer.min_lr:g}" if lowest is None else f"--decoupled-min-lr {lowest:g}"
+        yield f"{flag} is above --decoupled-lr {peak:g}; use --decoupled-min-lr {peak / 10:g}"
+    if optimizer.lr_warmup_init > peak:
+        yield f"--lr-warmup-init {optimizer.lr_warmup_init:g} is above --decoupled-lr {peak:g}; use --lr-warmup-init 0"
 
 
 def scaling_has_its_base(config: Config, facts: Facts) -> Iterator[str]:
@@ -307,6 +398,10 @@ def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]
             "--no-pin-cpu-params belongs to --optimizer-cpu-offload or --torch-fsdp2-cpu-offload; add one of them, or "
             "leave it out"
         )
+    offloads = optimizer.optimizer_cpu_offload or config.layout.torch_fsdp2_cpu_offload
+    if offloads and "bf16" in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype):
+        flag = "--optimizer-cpu-offload" if optimizer.optimizer_cpu_offload else "--torch-fsdp2-cpu-offload"
+        yield f"{flag} updates moments in fp32 on the host; leave --exp-avg-dtype and --exp-avg-sq-dtype out"
     if optimizer.optimizer_cpu_offload:
         if not 0 < fraction <= 1:
             yield (
@@ -328,11 +423,17 @@ RULES = (
     one_length,
     global_batch_divides,
     rampup_is_well_formed,
+    schedule_of_batches_is_well_formed,
+    evaluation_batch_divides,
+    evaluation_alone_evaluates,
+    gradients_have_one_precision,
+    short_moments_are_adams,
     one_precision,
     loss_scales_are_in_order,
     recomputation_is_complete,
     recomputed_parts_are_known,
     learning_rates_are_in_order,
+    decoupled_rates_are_in_order,
     scaling_has_its_base,
     curves_use_the_unit_of_the_run,
     warmup_fits_the_decay,

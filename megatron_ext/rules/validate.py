@@ -4,8 +4,10 @@ One function per rule. A rule that needs a value which is missing or out of rang
 that value speaks. Each problem names flags, their values, and a setting that works.
 """
 
+import re
 from collections.abc import Callable, Iterable
 
+from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.rules import context, model, moe, pipeline, profiling, run, sharding, training
@@ -27,5 +29,21 @@ RULES: tuple[Rule, ...] = (
 
 
 def problems(config: Config, facts: Facts) -> list[str]:
-    """Return all problems of the configuration, in the order of the rules; empty where the run may start."""
-    return [problem for rule in RULES for problem in rule(config, facts)]
+    """Return all problems of the configuration, in the order of the rules; empty where the run may start.
+
+    A problem that names a flag whose value could not be read may follow from that alone, and is left out.
+    """
+    found = [problem for rule in RULES for problem in rule(config, facts)]
+    unread = [re.compile(rf"{flag_of(name)}(?![\w-])") for name in facts.unread]
+    return [problem for problem in found if not any(flag.search(problem) for flag in unread)]
+
+
+def broken_rule(config: Config, facts: Facts) -> Rule | None:
+    """Return a rule that the configuration breaks, or None; once one is found no other is asked. Those about layouts,
+    which a search breaks most, come first."""
+    return next((rule for rule in reversed(RULES) if any(rule(config, facts))), None)
+
+
+def is_legal(config: Config, facts: Facts) -> bool:
+    """Return whether no rule is broken."""
+    return broken_rule(config, facts) is None

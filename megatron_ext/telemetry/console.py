@@ -1,20 +1,30 @@
 """Writes the log line and the validation lines to standard output."""
 
+import sys
 from datetime import datetime
 
 from megatron_ext.telemetry.log_line import evaluation_lines, step_line
 from megatron_ext.telemetry.metrics import Metrics, StepMetrics
+from megatron_ext.telemetry.short_line import short_line
 
 
 class Console:
-    """Prints what is logged."""
+    """Prints what is logged.
 
-    def __init__(self, *, throughput: bool):
+    Args:
+        throughput: whether Megatron's line has the TFLOP/s per GPU.
+        form: `megatron`; `short`, for people; or `auto`, which is short where the output is a terminal.
+    """
+
+    def __init__(self, *, throughput: bool, form: str = "auto"):
         self._throughput = throughput
+        self._short = sys.stdout.isatty() if form == "auto" else form == "short"
 
     def write(self, metrics: Metrics) -> None:
         """Print the line of a step or of an evaluation."""
-        if isinstance(metrics, StepMetrics):
+        if self._short:
+            print(short_line(metrics), flush=True)
+        elif isinstance(metrics, StepMetrics):
             print(step_line(metrics, datetime.now(), throughput=self._throughput), flush=True)
         else:
             print(evaluation_lines(metrics), flush=True)

@@ -1,15 +1,13 @@
 """Reads a run's history from its metrics file, and draws its loss curve as text for a terminal."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.charts import Point, finite
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.telemetry.jsonl import read_rows
-
-Point = tuple[int, float]
 
 
 @dataclass(frozen=True)
@@ -112,11 +110,6 @@ def summary(history: RunHistory) -> list[str]:
     if bad:
         lines.append(f"not finite       {bad} losses, left out of the curve")
     return lines
-
-
-def finite(points: Iterable[Point]) -> list[Point]:
-    """Return the points whose value is finite."""
-    return [(iteration, value) for iteration, value in points if math.isfinite(value)]
 
 
 def _from_to(points: list[Point]) -> str:

@@ -10,11 +10,13 @@ profiler.finish()
 from pathlib import Path
 from typing import Protocol
 
-from torch.profiler import ExecutionTraceObserver, profile
+from torch.cuda import nvtx
+from torch.profiler import ExecutionTraceObserver, profile, record_function
 
 from megatron_ext.config.schema import Config
 from megatron_ext.device.protocol import Device
 from megatron_ext.errors import StorageError
+from megatron_ext.telemetry.timers import OpenRange
 
 
 class Tracer(Protocol):
@@ -77,6 +79,13 @@ class TorchTrace:
 
     def _cannot_write(self, error: OSError) -> StorageError:
         return StorageError(f"cannot write the trace {self.path}: {error.strerror}. Leave out --profile.")
+
+
+def open_range(config: Config) -> OpenRange | None:
+    """Return what opens a named range in the trace that the flags ask for; None where they ask for none."""
+    if not config.profiling.profile:
+        return None
+    return record_function if config.profiling.use_pytorch_profiler else nvtx.range
 
 
 class NsightCapture:

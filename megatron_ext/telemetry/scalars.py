@@ -46,6 +46,7 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         "z_loss": metrics.z_loss,
         "iteration-time": metrics.elapsed_ms / 1000.0,
         "throughput": metrics.tflops_per_gpu,
+        "tokens-per-second": metrics.tokens_per_second,
         "mem-allocated-bytes": metrics.allocated_bytes,
         "mem-max-allocated-bytes": metrics.peak_memory_bytes,
         "mem-reserved-bytes": metrics.reserved_bytes,

@@ -11,6 +11,13 @@ Timers have the call shape that megatron-core's schedules and optimizers expect 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+OpenRange = Callable[[str], AbstractContextManager[object]]
+"""Returns a named range of a profiler's trace, to be entered and left."""
+
+_RANGES = {"forward-compute": "forward", "backward-compute": "backward"}
+"""Names of the engine's timers that a trace calls otherwise."""
 
 
 class Timer:
@@ -45,22 +52,52 @@ class _Idle(Timer):
         pass
 
 
+class _Ranged(Timer):
+    """A timer that also shows as a range in a profiler's trace; `timer` is what it would be otherwise."""
+
+    def __init__(self, name: str, timer: Timer, open_range: OpenRange):
+        self._name = _RANGES.get(name, name)
+        self._timer = timer
+        self._open_range = open_range
+        self._range: AbstractContextManager[object] | None = None
+
+    def start(self, barrier: bool = False) -> None:
+        self._timer.start(barrier)
+        self._range = self._open_range(self._name)
+        self._range.__enter__()
+
+    def stop(self, barrier: bool = False) -> None:
+        assert self._range is not None, "the timer was not started"
+        self._range.__exit__(None, None, None)
+        self._timer.stop(barrier)
+
+
 class Timers:
     """The timers of one rank, by name.
 
     Args:
         level: --timing-log-level; timers of a higher level do nothing.
         synchronize: waits until the device has done its work; called only around timers that run.
+        open_range: makes every timer, of whatever level, a range of a profiler's trace.
     """
 
-    def __init__(self, level: int, synchronize: Callable[[], None] = lambda: None):
+    def __init__(self, level: int, synchronize: Callable[[], None] = lambda: None, open_range: OpenRange | None = None):
         self._level = level
         self._synchronize = synchronize
         self._timers: dict[str, Timer] = {}
         self._idle = _Idle(synchronize)
+        self._open_range = open_range
+        self._ranged: dict[str, _Ranged] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """Return the timer `name`; the first call, which says its level, makes it."""
+        if self._open_range is None:
+            return self._timer(name, log_level)
+        if name not in self._ranged:
+            self._ranged[name] = _Ranged(name, self._timer(name, log_level), self._open_range)
+        return self._ranged[name]
+
+    def _timer(self, name: str, log_level: int | None) -> Timer:
         if name not in self._timers:
             if log_level is None or log_level > self._level:
                 return self._idle

@@ -1,9 +1,11 @@
 """The flags that choose a tokenizer, for the programs in tools/: those of pretrain_gpt.py, from the same schema."""
 
 import argparse
+import functools
 from typing import Any
 
-from megatron_ext.config.options import options, options_by_name
+from megatron_ext.config.old_spellings import taken_value
+from megatron_ext.config.options import Option, options, options_by_name
 
 NAMES = tuple(option.name for option in options() if option.resume == "tokenizer" or option.name == "vocab_size")
 
@@ -15,7 +17,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> N
         parser.add_argument(
             option.flag,
             *option.aliases,
-            type=option.type,
+            type=functools.partial(_value, option),
             nargs="+" if option.many else None,
             choices=option.choices,
             default=option.default,
@@ -28,3 +30,7 @@ def tokenizer_values(options: argparse.Namespace) -> dict[str, Any]:
     """Return the values of these flags, by field name."""
     values = {name: getattr(options, name) for name in NAMES}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _value(option: Option, text: str) -> Any:
+    return option.type(taken_value(option.name, text)[0])

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.checkpoint.native.resume import Resume
+from megatron_ext.config.batch import evaluation_batch
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import StageView
 from megatron_ext.data.loader import BatchLoader
@@ -23,21 +24,24 @@ from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.sharding.choose import sharding_of
+from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
+from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run
 from megatron_ext.train.state import TrainState
 from megatron_ext.train.weight_decay import check_weight_decay
 
 
-def build_run(config: Config, device: Device, resume: Resume | None = None) -> Run:
+def build_run(config: Config, device: Device, resume: Resume | None = None, extensions: Extensions = NONE) -> Run:
     """Build everything that `config` describes, ready for the first step, on this rank.
 
     Args:
         config: the run's configuration.
         device: this rank's device.
         resume: the checkpoint that will be loaded, whose order of the samples the run goes on with.
+        extensions: a user's own parts of it.
     Raises:
         DataError: a data file is present but wrong.
     """
@@ -46,22 +50,25 @@ def build_run(config: Config, device: Device, resume: Resume | None = None) -> R
     set_kernels(config)
     seed_dropout(config, groups)
     core = transformer_config(config, device.kind, on_meta=sharding.builds_on_meta)
-    chunks = build_model(config, core, groups, on_meta=sharding.builds_on_meta)
+    chunks = build_model(config, core, groups, on_meta=sharding.builds_on_meta, layer_spec=extensions.layer_spec)
+    for chunk in chunks:
+        chunk.own_loss = extensions.loss
     if config.training.torch_compile:
         compile_layers(chunks)
     wrapped = sharding.shard(chunks, core, groups, device)
     optimizer = sharding.optimizer(wrapped, groups, device)
     with sharding.weights_in_place(wrapped):
         check_weight_decay(sharding.parts(optimizer), wrapped, config)
-    timers = Timers(config.logging.timing_log_level, device.synchronize)
-    if config.logging.timing_log_level > 0:
+    ranges = open_range(config)
+    timers = Timers(config.logging.timing_log_level, device.synchronize, ranges)
+    if config.logging.timing_log_level > 0 or ranges is not None:
         # The engine times its own parts; without timers it skips even the calls.
         core.timers = timers
         for part in optimizer.chained_optimizers:
             part.config.timers = timers
     core.grad_scale_func = optimizer.scale_loss
     core.finalize_model_grads_func = finalize_model_grads
-    loaders = build_loaders(config, device, groups, resume)
+    loaders = build_loaders(config, device, groups, resume, extensions)
     return Run(
         config=config,
         device=device,
@@ -116,20 +123,25 @@ def seed_dropout(config: Config, groups: ProcessGroupCollection) -> None:
 
 
 def build_loaders(
-    config: Config, device: Device, groups: ProcessGroupCollection, resume: Resume | None = None
+    config: Config,
+    device: Device,
+    groups: ProcessGroupCollection,
+    resume: Resume | None = None,
+    extensions: Extensions = NONE,
 ) -> Loaders:
     """Return the loaders of training data and, where it is evaluated, of validation and test data."""
     training, data = config.training, config.data
     tokenizer = tokenizer_of_run(config)
-    datasets, wanted = datasets_of_run(config, tokenizer, resume), samples_of_run(config).valid
+    datasets = datasets_of_run(config, tokenizer, resume, extensions)
+    wanted = samples_of_run(config).valid
     assert datasets.train is not None
 
-    def loader(dataset: SampleDataset, describe: Callable[[int], str]) -> BatchLoader:
+    def loader(dataset: SampleDataset, micro_batch_size: int, describe: Callable[[int], str]) -> BatchLoader:
         return BatchLoader(
             dataset,
             vocab_size=tokenizer.vocab_size,
             seq_length=config.model.seq_length,
-            micro_batch_size=training.micro_batch_size,
+            micro_batch_size=micro_batch_size,
             dp_rank=groups.dp.rank(),
             dp_size=groups.dp.size(),
             view=StageView(
@@ -157,11 +169,12 @@ def build_loaders(
             HeldOutPart(source.name, names[number] if names and number < len(names) else str(number), positions)
             for number, (source, positions) in enumerate(zip(dataset.sources, grouped.ranges, strict=True))
         ]
-        return HeldOut(loader(grouped, grouped.describe), tuple(part for part in parts if part.positions))
+        held_out_loader = loader(grouped, evaluation_batch(config)[1], grouped.describe)
+        return HeldOut(held_out_loader, tuple(part for part in parts if part.positions))
 
     train = datasets.train
     return Loaders(
-        train=loader(train, lambda index: describe_sample(train, index)),
+        train=loader(train, training.micro_batch_size, lambda index: describe_sample(train, index)),
         samples=train,
         valid=held_out(datasets.valid),
         test=held_out(datasets.test),

@@ -14,7 +14,7 @@ from megatron_ext import environment
 from megatron_ext.checkpoint.native.companions import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import load_problem
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
-from megatron_ext.config.arguments import Typed, parse
+from megatron_ext.config.arguments import Typed, read
 from megatron_ext.config.blend import missing_paths
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.resolve import Facts, resolve
@@ -22,10 +22,13 @@ from megatron_ext.config.saved import adopt
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.data import DataConfig
 from megatron_ext.device.hardware_queues import shows_gpu
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
 from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.build import tokenizer_from_flags
+from megatron_ext.train.believed import believed
+
+_OPTIONAL_PACKAGES = ("apex", "comet_ml", "mlflow", "trackio", "transformer_engine", "wandb")
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,31 @@ class Configured:
     """The checkpoint that `config` was made with."""
 
 
-def configure(argv: Sequence[str]) -> Configured:
+def configure(argv: Sequence[str], *, believing: bool = False) -> Configured:
     """Parse, resolve and validate.
 
+    Args:
+        argv: the command line, without the program's name.
+        believing: whether --dry-run believes what this machine does not have (`train.believed`), as where only a
+            layout is asked for.
     Raises:
         ConfigurationError: the flags cannot work; the message has every problem that was found.
         DataError: the configuration of the checkpoint is no file, or a link out of it.
     """
-    given = parse(argv)
-    search = look(given.values)
-    return _configured(given, search, search.resume if search is not None else None)
+    given = read(argv)
+    try:
+        search = look(given.values)
+        resume = search.resume if search is not None else None
+        configured = _configured(given, search, resume, believing=believing and given.dry_run)
+    except ConfigurationError as error:
+        raise ConfigurationError([*given.problems, *error.problems]) from None
+    except DataError:
+        if not given.problems:
+            raise
+        raise ConfigurationError(list(given.problems)) from None
+    if given.problems:
+        raise ConfigurationError(list(given.problems))
+    return configured
 
 
 def configure_for(configured: Configured, resume: Resume | None) -> Configured:
@@ -69,26 +87,37 @@ def configure_for(configured: Configured, resume: Resume | None) -> Configured:
     return _configured(configured.given, configured.search, resume)
 
 
-def _configured(given: Typed, search: Search | None, resume: Resume | None) -> Configured:
+def _configured(given: Typed, search: Search | None, resume: Resume | None, *, believing: bool = False) -> Configured:
     saved = _saved_values(resume)
     typed = given if saved is None else replace(given, values=adopt(given.values, saved))
     facts = replace(gather_facts(typed, search), saved=saved)
+    if believing:
+        facts, warnings = believed(facts, typed)
+        typed = replace(typed, warnings=(*typed.warnings, *warnings))
     config = resolve(typed.values, facts)
     found = problems(config, facts) or _other_curves(config, facts)
     if found:
         raise ConfigurationError(found)
-    typed = replace(typed, warnings=(*typed.warnings, *_without_effect(config), *_other_seed(config, facts)))
+    warnings = (*typed.warnings, *_without_effect(typed, config), *_other_seed(config, facts))
+    typed = replace(typed, warnings=warnings)
     return Configured(config, typed, given, search, resume)
 
 
-def _without_effect(config: Config) -> list[str]:
-    """Yield a warning for each flag that changes nothing together with the others."""
-    if not config.model.no_position_embedding:
-        return []
-    return [
-        "--no-position-embedding changes nothing with --position-embedding-type rope: the rotary positions stay, and "
-        "there is no learned table in any case"
-    ]
+def _without_effect(typed: Typed, config: Config) -> list[str]:
+    """Return a warning for each flag that changes nothing together with the others."""
+    warnings = []
+    if config.model.no_position_embedding:
+        warnings.append(
+            "--no-position-embedding changes nothing with --position-embedding-type rope: the rotary positions stay, "
+            "and there is no learned table in any case"
+        )
+    asked, taken = typed.values.get("transformer_impl", "local"), config.model.transformer_impl
+    if asked != taken:
+        warnings.append(
+            f"--transformer-impl {asked} changes nothing here: experts and FSDP's layers are computed as with "
+            f"--transformer-impl {taken}"
+        )
+    return warnings
 
 
 def _other_seed(config: Config, facts: Facts) -> list[str]:
@@ -169,7 +198,7 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
     return Facts(
         world_size=None if dry_run_decides else environment.world_size(),
         cuda_available=shows_gpu(),
-        packages=frozenset(name for name in ("transformer_engine", "wandb") if importlib.util.find_spec(name)),
+        packages=frozenset(name for name in _OPTIONAL_PACKAGES if importlib.util.find_spec(name)),
         missing_compiler=_missing_compiler(),
         vocab_size=vocab_size,
         tokenizer_error=tokenizer_error,
@@ -178,6 +207,7 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         load_problem=load_problem(load, typed.values.get("ckpt_step")) if (load := typed.values.get("load")) else None,
         huggingface=huggingface,
         huggingface_problems=huggingface_problems,
+        unread=typed.unread,
     )
 
 

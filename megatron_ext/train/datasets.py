@@ -5,7 +5,7 @@ import os
 import torch
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.batch import global_batch_size, samples_at_iteration, training_steps
+from megatron_ext.config.batch import evaluation_batch, global_batch_size, samples_at_iteration, training_steps
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.manifest import Judged, judge, made_with
@@ -18,6 +18,7 @@ from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.null import NullTokenizer
 from megatron_ext.tokenizer.protocol import Tokenizer
 from megatron_ext.train.data_check import check_before_the_first_step
+from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.run import Run
 
 
@@ -29,7 +30,7 @@ def samples_of_run(config: Config) -> Splits[int]:
     if train is None:
         train = samples_at_iteration(config, training.train_iters or 0)
     evaluates = training.eval_interval > 0 and (training.eval_iters > 0 or training.full_validation)
-    held_out = max(training.eval_iters, 1) * training.global_batch_size if evaluates else 0
+    held_out = max(training.eval_iters, 1) * evaluation_batch(config)[0] if evaluates else 0
     return Splits(train, held_out, held_out)
 
 
@@ -64,7 +65,9 @@ def tokenizer_of_run(config: Config) -> Tokenizer:
     return tokenizer_from_flags(data) if data.tokenizer_type else NullTokenizer(data.vocab_size or 0)
 
 
-def datasets_of_run(config: Config, tokenizer: Tokenizer, resume: Resume | None = None) -> Splits[Samples | None]:
+def datasets_of_run(
+    config: Config, tokenizer: Tokenizer, resume: Resume | None = None, extensions: Extensions = NONE
+) -> Splits[Samples | None]:
     """Return training data, and where it is evaluated, validation and test data. Collective.
 
     Raises:
@@ -75,7 +78,7 @@ def datasets_of_run(config: Config, tokenizer: Tokenizer, resume: Resume | None 
     check_before_the_first_step(config)
     wanted = samples_of_run(config)
     numbers = Splits(samples_of_order(config, resume), wanted.valid, wanted.test)
-    return build_datasets(config, tokenizer, numbers)
+    return extensions.own_datasets(config, tokenizer, numbers) or build_datasets(config, tokenizer, numbers)
 
 
 def _check_tokenizer_made_the_data(config: Config, tokenizer: Tokenizer) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.batch import evaluation_batch, num_microbatches
 from megatron_ext.train.run import HeldOut, HeldOutPart, Run
 from megatron_ext.train.step import held_out_loss
 
@@ -42,11 +42,11 @@ def evaluate_sources(run: Run, data: HeldOut) -> HeldOutLoss:
 
 def _sum(run: Run, data: HeldOut, part: HeldOutPart) -> tuple[float, int]:
     """Return the sum of the losses of one source, and the number of its tokens that count."""
-    batch = run.config.training.global_batch_size
+    batch, micro_batch = evaluation_batch(run.config)
     loss_sum, total_tokens = 0.0, 0
     for start in range(part.positions.start, part.positions.stop, batch):
-        microbatches = data.loader.global_batch(start, num_microbatches(run.config, batch), end=part.positions.stop)
-        loss, tokens = held_out_loss(run, microbatches)
+        count = num_microbatches(run.config, batch, micro_batch)
+        loss, tokens = held_out_loss(run, data.loader.global_batch(start, count, end=part.positions.stop))
         if tokens:
             loss_sum += loss * tokens
             total_tokens += tokens

@@ -1,41 +1,76 @@
 """Runs the main job: build the run, load a checkpoint if there is one, train."""
 
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext import device
+from megatron_ext import device, environment
 from megatron_ext.checkpoint.native.lock import hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
+from megatron_ext.config.optimizers import OptimizerTraits
 from megatron_ext.config.schema import CheckpointConfig
-from megatron_ext.device import hardware_queues
+from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record, launch
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
+from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.terminal import say
-from megatron_ext.train.configure import Configured, configure_for
+from megatron_ext.train.configure import Configured, configure, configure_for
+from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets, Schedule
 
 if TYPE_CHECKING:
     from megatron_ext.device.protocol import Device
     from megatron_ext.train.run import Run
+    from megatron_ext.train.trainer import Callback
 
 
-def pretrain(configured: Configured, status: RunStatus) -> None:
-    """Train as configured, on this rank. `status` is kept up to date for the report of a failure.
+def pretrain(
+    config: Configured | Sequence[str],
+    status: RunStatus | None = None,
+    *,
+    callbacks: Sequence["Callback | Callable[[], Callback]"] = (),
+    datasets: MakeDatasets | None = None,
+    loss: Loss | None = None,
+    layer_spec: LayerSpec | None = None,
+    optimizer: OptimizerTraits | None = None,
+    learning_rate: Schedule | None = None,
+) -> None:
+    """Train as configured, on this rank: the entry of the library. docs/extending.md has an example of every argument.
 
     Where the newest checkpoint turns out to be damaged, the flags are resolved once more, for the one that is loaded.
 
+    Args:
+        config: flags as for pretrain_gpt.py, or what `configure` made of them.
+        status: kept up to date for the report of a failure; `megatron_ext.cli.pretrain.start` makes that report.
+        callbacks: called after those that the flags ask for; or functions that make one, once the engine is there.
+        datasets: makes the datasets of the run, in place of those that the flags name.
+        loss: returns the loss of every token, in place of the cross-entropy.
+        layer_spec: changes the spec of each layer.
+        optimizer: traits of an optimizer that is not in config/optimizers.py, in place of --optimizer.
+        learning_rate: changes the rate of each step.
     Raises:
         TrainingError: something ended the run before its planned end.
     """
-    config = configured.config
+    configured = config if isinstance(config, Configured) else configure(config)
+    status = RunStatus(environment.rank(), save=configured.config.checkpoint.save) if status is None else status
+    _pretrain(configured, status, Extensions(callbacks, datasets, loss, layer_spec, optimizer, learning_rate))
+
+
+def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions) -> None:
+    config = extensions.applied(configured.config)
     if config.checkpoint.save is not None and status.rank == 0:
         _claim(config.checkpoint.save, status)
     warning = hardware_queues.prepare(config.layout)
     if warning and status.rank == 0:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
-    here = device.install(config.layout.device, fuses=not config.training.disable_jit_fuser)
+    here = device.install(
+        config.layout.device,
+        fuses=not config.training.disable_jit_fuser,
+        kernels=external_kernels.asked_for(config),
+    )
     # Only now may megatron-core be imported.
     from megatron_ext.parallel import groups
     from megatron_ext.sharding.choose import sharding_of
@@ -49,33 +84,37 @@ def pretrain(configured: Configured, status: RunStatus) -> None:
         # The group of all ranks follows from typed flags alone, which no checkpoint changes.
         groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
         configured = configure_for(configured, agree(configured.search, config.checkpoint))
-        config = configured.config
+        config = extensions.applied(configured.config)
     resume = configured.resume
     if resume is None and config.checkpoint.load is not None and config.checkpoint.exit_on_missing_checkpoint:
         raise ConfigurationError(
             f"--load {config.checkpoint.load} holds no checkpoint; name a folder that does, "
             "or leave out --exit-on-missing-checkpoint to start afresh"
         )
-    check_it_fits(config, here)
+    if extensions.layer_spec is None:  # the formulas are those of our layers
+        check_it_fits(config, here)
     with telling_of_memory(config, here):
-        _build_and_train(configured, here, status)
+        _build_and_train(replace(configured, config=config), here, status, extensions)
 
 
-def _build_and_train(configured: Configured, here: "Device", status: RunStatus) -> None:
+def _build_and_train(configured: Configured, here: "Device", status: RunStatus, extensions: Extensions) -> None:
     from megatron_ext.parallel import groups
     from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
     from megatron_ext.train.trainer import Trainer
 
     config, resume = configured.config, configured.resume
-    run = build_run(config, here, resume)
+    run = build_run(config, here, resume, extensions)
     for flag in run.sharding.host_memory_flags:
         if here.kind == "cpu" and run.rank == 0:
             print(f"warning: {flag} saves nothing with --device cpu: it is the same memory", flush=True)
     _load(run, config.checkpoint, resume)
+    if run.rank == 0:
+        print(banner(config, _begun(run, extensions)), flush=True)
     # One rank watches the stop file and tells the others at the end of a step.
     with SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before()) as signals:
-        trainer = Trainer(run, standard_callbacks(run, signals, status))
+        callbacks = [*standard_callbacks(run, signals, status), *extensions.made_callbacks()]
+        trainer = Trainer(run, callbacks, extensions.learning_rate)
         try:
             trainer.fit()
         except StoppedBySignal as stop:
@@ -85,6 +124,8 @@ def _build_and_train(configured: Configured, here: "Device", status: RunStatus) 
             launch.remember_stop(0, trainer.stop_reason)
     run.loaders.close()
     groups.destroy()
+    if status.rank == 0:
+        _record_end(status, run.state.iteration, trainer.stop_reason)
 
 
 def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
@@ -114,6 +155,25 @@ def _check_stop_file(save: str) -> None:
         raise ConfigurationError(
             f"--save {save} holds a folder named {path.name}, but a file of that name is what stops a run; rename it"
         )
+
+
+def _record_end(status: RunStatus, iteration: int, stop_reason: str | None) -> None:
+    """Leave the record of an end that is no failure."""
+    how = "done" if stop_reason is None else f"stopped: {stop_reason}"
+    message = f"rank 0: {how} at iteration {iteration}"
+    exit_record.write(status.save, code=0, rank=0, message=message, iteration=iteration)
+
+
+def _begun(run: "Run", extensions: Extensions) -> Begun:
+    """Return what the banner says besides the configuration."""
+    return Begun(
+        device=run.device.model_name,
+        backend=run.device.backend,
+        iteration=run.state.iteration,
+        consumed_samples=run.state.consumed_samples,
+        own=extensions.named(),
+        kernels=external_kernels.kernels_text(),
+    )
 
 
 def _claim(save: str, status: RunStatus) -> None:

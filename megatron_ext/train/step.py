@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.batch import evaluation_batch, num_microbatches
 from megatron_ext.config.layers import stack
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import Batch
@@ -145,7 +145,7 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
         model=list(run.chunks),
         num_microbatches=len(microbatches),
         seq_length=config.model.seq_length,
-        micro_batch_size=config.training.micro_batch_size,
+        micro_batch_size=evaluation_batch(config)[1] if forward_only else config.training.micro_batch_size,
         forward_only=forward_only,
         pg_collection=run.groups,
         p2p_communicator=run.p2p,

@@ -10,6 +10,7 @@ from megatron_ext.errors import StoppedBySignal
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learning_rate, weight_decay
 from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import TestMetrics, ValidationMetrics
+from megatron_ext.train.extensions import Schedule
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult, train_step
 
@@ -17,18 +18,22 @@ from megatron_ext.train.step import StepResult, train_step
 class Trainer:
     """Runs steps until the planned end, or until a callback asks to stop. Everything else is a callback."""
 
-    def __init__(self, run: Run, callbacks: Sequence[Callback]):
+    def __init__(self, run: Run, callbacks: Sequence[Callback], schedule: Schedule | None = None):
         self.run = run
+        self._schedule = schedule
         self.callbacks = callbacks
         self.learning_rate_curve = LearningRateCurve.from_config(run.config)
+        self.decoupled_curve = LearningRateCurve.decoupled(run.config)
         self.weight_decay_curve = WeightDecayCurve.from_config(run.config)
         self.stop_reason: str | None = None
         self.stopped_by_signal = False
 
     @property
     def finished(self) -> bool:
-        """Whether the planned number of steps or samples is reached."""
+        """Whether the planned number of steps or samples is reached; with --skip-train, always."""
         training, state = self.run.config.training, self.run.state
+        if training.skip_train:
+            return True
         if training.train_samples is not None:
             # A last step that would need more samples than are left is not taken.
             return state.consumed_samples + self.next_batch_size > training.train_samples
@@ -38,6 +43,13 @@ class Trainer:
     def next_batch_size(self) -> int:
         """Return the number of samples of the next step."""
         return global_batch_size(self.run.config, self.run.state.consumed_samples)
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next step: that of the flags, or what a user's own schedule makes of it."""
+        samples = self.run.state.scheduled_samples
+        rate = learning_rate(samples, self.learning_rate_curve)
+        return rate if self._schedule is None else self._schedule(samples, rate)
 
     def stop(self, reason: str, *, by_signal: bool = False) -> None:
         """End the loop after this step. Every rank must call it at the same step."""
@@ -77,8 +89,9 @@ class Trainer:
         batch = self.next_batch_size
         set_rates(
             run.optimizer,
-            learning_rate(state.scheduled_samples, self.learning_rate_curve),
+            self.learning_rate,
             weight_decay(state.scheduled_samples, self.weight_decay_curve),
+            None if self.decoupled_curve is None else learning_rate(state.scheduled_samples, self.decoupled_curve),
         )
         result = train_step(run, batch, lambda: self._tell("before_update"))
         state.iteration += 1

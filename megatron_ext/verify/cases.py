@@ -37,6 +37,9 @@ MODELS = {
     "packed": f"--num-layers 4 {_LLAMA} {_UNTIED} --reset-position-ids --reset-attention-mask",
     "packed, learned positions": "--num-layers 4 --reset-position-ids --reset-attention-mask",
     "query and key norm, QKV bias": f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --add-qkv-bias",
+    "OLMo-2": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --norm-position after --qk-layernorm --qk-layernorm-over projection"
+    ),
 }
 
 _TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -236,6 +239,24 @@ _EXPERT_LAYOUTS = {
 }
 _QUICK_EXPERTS = {"EP2 PP2 DP2", "TP2 SP EP2 on the same ranks"}
 
+# Norms after attention and MLP, and norms of queries and keys over the heads of all ranks. At TP4 two ranks share each
+# of the two key heads.
+_OLMO2 = {
+    "TP2": (2, "--tensor-model-parallel-size 2"),
+    "TP4": (4, "--tensor-model-parallel-size 4"),
+    "TP2 SP PP2 VPP2": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 p2p": (2, f"{_CP2} p2p"),
+    "DP2 distributed optimizer, overlap": (2, _OVERLAP),
+    "TP2 SP FSDP2": (4, f"{_TP2_SP} {_FSDP2}"),
+    "TP2 SP ZeRO-3": (4, f"{_TP2_SP} {_MEGATRON_FSDP} optim_grads_params"),
+    "one process, recompute full uniform": (1, f"{_RECOMPUTE} 1 --recompute-method uniform"),
+    "one process, recompute selective": (
+        1,
+        "--recompute-granularity selective --recompute-modules core_attn mlp",
+    ),
+}
+_QUICK_OLMO2 = {"TP4", "TP2 SP PP2 VPP2"}
+
 RECOMPUTE = {
     "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",
     "full uniform by twos": f"{_RECOMPUTE} 2 --recompute-method uniform",
@@ -288,6 +309,11 @@ def _cases() -> list[Case]:
         slow = name not in _QUICK
         case = Case(name, model, world_size, tuple(words.split()), slow, slow_in_bf16=slow or "CP4" not in name)
         cases.append(case)
+    for layout, (world_size, flags) in _OLMO2.items():
+        slow = layout not in _QUICK_OLMO2
+        cases.append(
+            Case(f"{layout}, OLMo-2", "OLMo-2", world_size, tuple(flags.split()), slow, slow or layout == "TP4")
+        )
     for mode, flags in RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
     return cases

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_ext.config.schema import Config
+from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.verify.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def record(
     *,
     outputs: bool = False,
     device: str = "cpu",
+    extensions: Extensions = NONE,
 ) -> RunRecord:
     """Train `steps` steps with `flags` on `world_size` ranks of this machine.
 
@@ -60,11 +62,12 @@ def record(
         sabotage: called on every rank before the run is built; plants a fault.
         outputs: keep what the modules put out in the first step. It takes the memory of all activations.
         device: "cpu", or "cuda", which needs a GPU for every rank.
+        extensions: a user's own parts of the run, importable by name; its callbacks are called in every step.
     """
     from megatron_ext.verify.gather import assemble
 
     words = [*flags, "--device", device]
-    results = run_ranks(world_size, _train, words, steps, sabotage, outputs, fresh=device == "cuda")
+    results = run_ranks(world_size, _train, words, steps, sabotage, outputs, extensions, fresh=device == "cuda")
     last = results[-1]
     tensors, flaws = {}, []
     for what in ("initial weights", "first gradients", "final weights"):
@@ -99,15 +102,20 @@ class _RankRecord:
     parts: list["ModuleOutput"]
 
 
-def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool) -> _RankRecord:
+def _train(
+    flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool, extensions: Extensions
+) -> _RankRecord:
     """Train on one rank of `record`."""
     from megatron_ext import device
+    from megatron_ext.device.external_kernels import asked_for
     from megatron_ext.train.configure import configure
 
     configured = configure(flags)
-    config = configured.config
+    config = extensions.applied(configured.config)
     # Before anything that imports the engine.
-    installed = device.install(config.layout.device, fuses=not config.training.disable_jit_fuser)
+    installed = device.install(
+        config.layout.device, fuses=not config.training.disable_jit_fuser, kernels=asked_for(config)
+    )
 
     from megatron_ext.train.build import build_run
     from megatron_ext.train.evaluate import evaluate
@@ -116,7 +124,7 @@ def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None, ou
 
     if sabotage is not None:
         sabotage()
-    run = build_run(config, installed, configured.resume)
+    run = build_run(config, installed, configured.resume, extensions)
     shards = {"initial weights": gather.weights(run)}
 
     class CaptureGradients(Callback):
@@ -124,7 +132,7 @@ def _train(flags: list[str], steps: int, sabotage: Callable[[], None] | None, ou
             if trainer.run.state.iteration == 0:
                 shards["first gradients"] = gather.gradients(trainer.run)
 
-    trainer = Trainer(run, [CaptureGradients()])
+    trainer = Trainer(run, [CaptureGradients(), *extensions.made_callbacks()], extensions.learning_rate)
     taps = activations.Taps(run) if outputs else None
     losses, grad_norms = [], []
     for _ in range(steps):

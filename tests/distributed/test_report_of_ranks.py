@@ -56,3 +56,4 @@ def test_under_torchrun_rank_0_alone_tells_configuration_errors():
     assert ours(run.stdout) == [
         "rank 0: 1 problem in the configuration, named above; nothing was started. Change the flags and start again."
     ], run.stdout
+    assert "rank 0: --a 1: too small" in run.stdout, "torchrun's summary has the problem itself"

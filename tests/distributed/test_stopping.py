@@ -71,7 +71,8 @@ def test_a_stop_file_saves_and_ends_with_75_and_the_next_start_goes_on(tmp_path:
     [again] = run_ranks(1, run_program, [*FLAGS, *CURVE, *more])
     assert again.code == 0, again.errors
     assert iterations(save) == list(range(1, last + 3))
-    assert not (save / "exit.json").exists(), "the record of the earlier end is still there"
+    record = json.loads((save / "exit.json").read_text())
+    assert (record["code"], record["message"]) == (0, f"rank 0: done at iteration {last + 2}")
 
 
 def test_exit_interval_duration_and_samples(tmp_path: Path) -> None:

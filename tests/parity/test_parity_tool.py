@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ext.cli import parity
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.activations import LOSS, _in_order
@@ -18,7 +19,6 @@ from megatron_ext.verify.parity import GRADIENT_TOLERANCE
 from megatron_ext.verify.proof import Proof, comparison, prove
 from megatron_ext.verify.record import RunRecord, record
 from tests.support import planted_faults as planted
-from tools import parity
 
 STEPS = 2
 TP2, TP2_SP, PP2 = (

@@ -18,6 +18,7 @@ BASE = (
 _EXPERTS = "--disable-bias-linear"
 
 EXAMPLES = {
+    "Kernels of a package that is not installed": Example("--external-kernels apex", "--external-kernels none"),
     "Heads not divisible by the tensor-parallel size": Example(
         "--world-size 8 --num-attention-heads 6 --hidden-size 96 --tensor-model-parallel-size 4",
         "--tensor-model-parallel-size 2",
@@ -99,9 +100,6 @@ EXAMPLES = {
     "A global batch that the micro batch and the data-parallel size do not divide": Example(
         "--world-size 4 --micro-batch-size 2 --global-batch-size 12", "--global-batch-size 16"
     ),
-    "Sequence parallelism without tensor parallelism": Example(
-        "--world-size 4 --sequence-parallel", "--tensor-model-parallel-size 4"
-    ),
     "Experts that do not divide over the expert-parallel ranks": Example(
         f"--world-size 4 {_EXPERTS} --num-experts 6 --expert-model-parallel-size 4", "--expert-model-parallel-size 2"
     ),
@@ -131,9 +129,6 @@ EXAMPLES = {
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "--moe-shared-expert-intermediate-size 64",
     ),
-    "A token dispatcher that needs a build": Example(
-        f"{_EXPERTS} --num-experts 8 --moe-token-dispatcher-type flex", "--moe-token-dispatcher-type alltoall"
-    ),
     "Experts compiled": Example(f"{_EXPERTS} --num-experts 8 --torch-compile", "--torch-compile=false"),
     "An auxiliary loss with a negative weight": Example(
         f"{_EXPERTS} --num-experts 8 --moe-aux-loss-coeff -0.01 --moe-z-loss-coeff 0",
@@ -148,9 +143,6 @@ EXAMPLES = {
     ),
     "Attention dropout in blocks": Example(
         "--world-size 2 --context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type a2a"
-    ),
-    "An exchange of keys that needs groups of groups": Example(
-        "--world-size 2 --context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type a2a"
     ),
     "An exchange of keys for some of the layers": Example(
         "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --cp-comm-type p2p all_gather",
@@ -194,9 +186,6 @@ EXAMPLES = {
         "--optimizer-cpu-offload --optimizer-offload-fraction 0", "--optimizer-offload-fraction 0.5"
     ),
     "FSDP2 with a loss scale": Example("--world-size 2 --use-torch-fsdp2 --fp16", "--fp16=false --bf16"),
-    "FSDP2 on modules that allocate at once": Example(
-        "--world-size 2 --use-torch-fsdp2 --transformer-impl transformer_engine", "--transformer-impl local"
-    ),
     "A setting of FSDP2 without FSDP2": Example(
         "--world-size 2 --torch-fsdp2-no-reshard-after-forward", "--use-torch-fsdp2"
     ),
@@ -211,21 +200,12 @@ EXAMPLES = {
     "Megatron-FSDP with FSDP2": Example(
         "--world-size 2 --use-megatron-fsdp --use-torch-fsdp2", "--use-torch-fsdp2=false"
     ),
-    "Megatron-FSDP with the distributed optimizer": Example(
-        "--world-size 2 --use-megatron-fsdp --use-distributed-optimizer", "--use-distributed-optimizer=false"
-    ),
-    "Megatron-FSDP with buckets": Example(
-        "--world-size 2 --use-megatron-fsdp --overlap-grad-reduce", "--overlap-grad-reduce=false"
-    ),
     "Megatron-FSDP with pipeline stages": Example(
         "--world-size 4 --use-megatron-fsdp --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"
     ),
     "Megatron-FSDP with SGD": Example("--world-size 2 --use-megatron-fsdp --optimizer sgd", "--optimizer adam"),
     "Megatron-FSDP with the optimizer on the host": Example(
         "--world-size 2 --use-megatron-fsdp --optimizer-cpu-offload", "--use-megatron-fsdp=false --use-torch-fsdp2"
-    ),
-    "Megatron-FSDP on Transformer Engine's modules": Example(
-        "--world-size 2 --use-megatron-fsdp --transformer-impl transformer_engine", "--transformer-impl local"
     ),
     "Megatron-FSDP that shards nothing, with experts": Example(
         f"--world-size 2 {_EXPERTS} --num-experts 8 --use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
@@ -269,18 +249,60 @@ EXAMPLES = {
     "A history of GPU memory on CPU processes": Example("--record-memory-history", "--record-memory-history=false"),
     "A learning rate to scale, from no batch": Example("--lr-scale-rule linear", "--lr-scale-base-batch-size 256"),
     "A batch to scale from, and no rule": Example("--lr-scale-base-batch-size 256", "--lr-scale-rule sqrt"),
-    "A data path that does not exist": Example(
-        "--mock-data=false --vocab-size 257 --tokenizer-type ByteTokenizer --data-path nowhere/corpus",
-        "--data-path EXISTING",
+    "A schedule of batches that is none": Example(
+        "--step-batch-size-schedule '8 64K:16'", "--step-batch-size-schedule '0:8 64K:16'"
+    ),
+    "A schedule of batches whose thresholds are nearer than a sample": Example(
+        "--step-batch-size-schedule '0:8 10:16'", "--step-batch-size-schedule '0:8 64:16'"
+    ),
+    "A schedule of batches that ends with another global batch": Example(
+        "--step-batch-size-schedule '0:8 64K:16' --global-batch-size 8", "--global-batch-size 16"
+    ),
+    "A schedule of batches, one of which the ranks cannot share": Example(
+        "--world-size 2 --step-batch-size-schedule '0:7 64K:16'", "--step-batch-size-schedule '0:8 64K:16'"
+    ),
+    "A batch of an evaluation that its microbatches do not divide": Example(
+        "--eval-global-batch-size 8 --eval-micro-batch-size 3", "--eval-global-batch-size 9"
+    ),
+    "Nothing to train and nothing to evaluate": Example("--skip-train --eval-iters 0", "--eval-iters 100"),
+    "Gradients in two precisions": Example(
+        "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+        "--accumulate-allreduce-grads-in-fp32=false",
+    ),
+    "Moments in bf16 of an optimizer that has others": Example(
+        "--optimizer lion --exp-avg-dtype bf16", "--optimizer adam"
+    ),
+    "Moments in bf16 in host memory": Example(
+        "--optimizer-cpu-offload --exp-avg-dtype bf16", "--optimizer-cpu-offload=false"
+    ),
+    "A lowest rate of embeddings that have no rate of their own": Example(
+        "--decoupled-min-lr 1e-5", "--decoupled-lr 1e-3"
+    ),
+    "A lowest rate of embeddings above their highest": Example(
+        "--decoupled-lr 1e-3 --decoupled-min-lr 1e-2", "--decoupled-min-lr 1e-4"
+    ),
+    "Interleaved channels without rotary positions": Example("--rotary-interleaved", "--position-embedding-type rope"),
+    "Sinkhorn's assignment with a loss": Example(
+        f"{_EXPERTS} --num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+        "--moe-aux-loss-coeff 0",
+    ),
+    "Stages between data-parallel ranks that share experts": Example(
+        f"{_EXPERTS} --num-experts 8 --world-size 8 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+        "--use-tp-pp-dp-mapping",
+        "--use-tp-pp-dp-mapping=false",
     ),
     "Two precisions": Example("--fp16 --bf16", "--fp16=false"),
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""
 
-UNREADABLE = {
+UNREADABLE: dict[str, str] = {
     "A misspelt flag": "--tensor-parallel-model-size 2",
     "A flag of Megatron that is not supported": "--multi-latent-attention",
     "A value of the wrong type": "--hidden-size wide",
+    "A data path that does not exist": (
+        "--mock-data=false --vocab-size 257 --tokenizer-type ByteTokenizer --data-path nowhere/corpus"
+    ),
+    "An unreadable value next to a wrong one": "--hiden-size 4 --multi-latent-attention --min-lr 1",
 }
 
-SEVERAL = "--world-size 3 --tensor-model-parallel-size 2 --min-lr 1 --save-interval 10 --swiglu --openai-gelu"
+SEVERAL = "--world-size 3 --tensor-model-parallel-size 2 --min-lr 1 --keep-last-checkpoints 2 --swiglu --openai-gelu"

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "megatron_ext"
 
 # Top floor first. A room may import from rooms below it, never from one above.
 FLOORS = [
+    "cli",
     "verify",
     "doctor",
     "train",

@@ -22,7 +22,7 @@ def test_each_kind_of_value_is_read_as_its_field_has_it():
     typed = parse(
         shlex.split(
             "--num-layers 4 --lr 1e-3 --bf16 --tokenizer-type ByteTokenizer --rampup-batch-size 8 8 1000 "
-            "--data-path 0.3 a 0.7 b --seed=-1 --sequence-parallel=false --persistent-save-interval 5 --dry-run"
+            "--data-path 0.3 a 0.7 b --seed=-1 --swiglu=false --save a --persistent-save-interval 5 --dry-run"
         )
     )
     assert typed == Typed(
@@ -34,7 +34,8 @@ def test_each_kind_of_value_is_read_as_its_field_has_it():
             "rampup_batch_size": (8, 8, 1000),
             "data_path": ("0.3", "a", "0.7", "b"),
             "seed": -1,
-            "sequence_parallel": False,
+            "swiglu": False,
+            "save": "a",
             "save_interval": 5,
         },
         dry_run=True,
@@ -55,7 +56,7 @@ def test_the_last_of_a_repeated_flag_counts():
     [
         ("--hiden-size 4", "unknown flag --hiden-size; did you mean --hidden-size?"),
         ("--num-layer 4", "unknown flag --num-layer; did you mean --num-layers?"),
-        ("--zzz", "unknown flag --zzz; see --help for all flags"),
+        ("--zzz", "unknown flag --zzz; see --help for all flags, or add --allow-unknown-flags to leave it out"),
         ("--num-layers", "--num-layers needs a value: --num-layers N"),
         ("--num-layers 4.5", "--num-layers: '4.5' is not an integer"),
         ("--lr fast", "--lr: 'fast' is not a number"),

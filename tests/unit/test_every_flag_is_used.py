@@ -29,6 +29,8 @@ BY_CONSTRUCTION = {
     "moe_ffn_hidden_size": "read through expert_ffn_hidden_size",
     "moe_router_load_balancing_type": "read through load_balancing_coefficient",
     "moe_aux_loss_coeff": "read through load_balancing_coefficient",
+    "grad_reduce_in_bf16": "resolve leaves accumulate_allreduce_grads_in_fp32 off",
+    "main_grads_dtype": "resolve turns it into grad_reduce_in_bf16",
     "make_vocab_size_divisible_by": "resolve turns it into padded_vocab_size",
     "lr_scale_base_batch_size": "config/lr_scale.py reads it among the typed values, and the rates are scaled",
     "recompute_activations": "resolve turns it into recompute_granularity",

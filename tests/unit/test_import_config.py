@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.cli.import_config import report
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, leaves, read, translate
 from megatron_ext.train.configure import configure
-from tools.import_config import report
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "golden/import_config"
 FILES = sorted(path for path in EXAMPLES.rglob("*") if path.is_file())

@@ -52,24 +52,29 @@ def configuration(line: str) -> Config:
     return config
 
 
-def layout(tensor: int, context: int, pipeline: int, data: int) -> Config:
+def layout(tensor: int, context: int, pipeline: int, data: int, more: str = "") -> Config:
     return configuration(
-        f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} "
-        f"--context-parallel-size {context} --attention-dropout 0 --world-size {tensor * context * pipeline * data}"
+        f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} --attention-dropout 0 "
+        f"--context-parallel-size {context} --world-size {tensor * context * pipeline * data} {more}"
     )
 
 
+ORDERS = {"": "tp-cp-ep-dp-pp", "--use-tp-pp-dp-mapping": "tp-cp-ep-pp-dp"}
+
+
+@pytest.mark.parametrize("mapping", ORDERS)
 @pytest.mark.parametrize(("tensor", "context", "pipeline", "data"), LAYOUTS)
-def test_groups_are_those_that_megatron_core_makes(tensor: int, context: int, pipeline: int, data: int):
-    ours = layout(tensor, context, pipeline, data).layout
-    core = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp")
+def test_groups_are_those_that_megatron_core_makes(tensor: int, context: int, pipeline: int, data: int, mapping: str):
+    ours = layout(tensor, context, pipeline, data, mapping).layout
+    core = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order=ORDERS[mapping])
     for axis in AXES:
         assert sorted(groups(ours, axis)) == sorted(core.get_ranks(axis))
 
 
+@pytest.mark.parametrize("mapping", ORDERS)
 @pytest.mark.parametrize(("tensor", "context", "pipeline", "data"), LAYOUTS)
-def test_every_rank_has_its_own_place(tensor: int, context: int, pipeline: int, data: int):
-    ours = layout(tensor, context, pipeline, data).layout
+def test_every_rank_has_its_own_place(tensor: int, context: int, pipeline: int, data: int, mapping: str):
+    ours = layout(tensor, context, pipeline, data, mapping).layout
     places = [coordinates(ours, rank) for rank in range(ours.world_size)]
     assert set(places) == set(itertools.product(*map(range, axis_sizes(ours))))
     assert [rank_of(ours, place) for place in places] == list(range(ours.world_size))

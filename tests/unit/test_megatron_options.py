@@ -1,12 +1,23 @@
 """No option of Megatron falls through: each is supported, accepted with a warning, or refused by name."""
 
-from typing import Any
-
 from megatron_ext.config.megatron_options import megatron_options
-from megatron_ext.config.options import options_by_flag
+from megatron_ext.config.old_spellings import FLAGS, VALUES
+from megatron_ext.config.options import options_by_flag, options_by_name
+from megatron_ext.config.other_defaults import OTHER_DEFAULTS, OTHER_MEANINGS
 from tests.support.megatron_wheel import UNREADABLE, wheel_options
 
 OUR_OWN = {
+    "--log-format",
+    "--mlflow-experiment",
+    "--mlflow-run-name",
+    "--mlflow-tracking-uri",
+    "--comet-project",
+    "--comet-experiment-name",
+    "--comet-workspace",
+    "--trackio-project",
+    "--trackio-run-name",
+    "--trackio-space-id",
+    "--external-kernels",
     "--world-size",
     "--tiktoken-special-tokens",  # Megatron's spelling before --tokenizer-special-tokens
     "--load-hf",
@@ -25,33 +36,25 @@ OUR_OWN = {
     "--lr-scale-rule",
     "--lr-scale-base-batch-size",
     "--torch-compile",
-    "--torch-fsdp2-cpu-offload",
-    "--check-replicated-weights-interval",
     "--norm-position",
     "--qk-layernorm-over",
+    "--torch-fsdp2-cpu-offload",
+    "--check-replicated-weights-interval",
     # megatron-core hard-codes these three for Llama 3.1.
     "--rope-scaling-low-freq-factor",
     "--rope-scaling-high-freq-factor",
     "--rope-scaling-original-max-position-embeddings",
 }
 
-OTHER_DEFAULTS: dict[str, tuple[Any, Any, str]] = {
-    "--num-query-groups": (None, 1, "resolved: 1 with --group-query-attention as Megatron has it, else the heads"),
-    "--transformer-impl": ("local", "transformer_engine", "runs without a build"),
-    "--data-parallel-sharding-strategy": (None, "optim_grads_params", "resolved, where --use-megatron-fsdp reads it"),
-    "--distributed-backend": (None, "nccl", "resolved: gloo on CPU processes"),
-    "--eval-interval": (1000, None, "Megatron evaluates never or by the interval; here 0 says never"),
-    "--moe-router-load-balancing-type": (None, "aux_loss", "the same, read as one of a list"),
-    "--moe-aux-loss-coeff": (None, 0.0, "the same, read as one of a list"),
-    "--split": ("969,30,1", None, "Megatron fills in the same value later"),
-}
-
 FEWER_CHOICES = {
     "--transformer-impl": "the inference variant is not for training",
     "--position-embedding-type": "yarn, mrope and relative positions are not in this version",
     "--optimizer": "muon and soap are not in this version",
+    "--exp-avg-dtype": "16 bits with the range of fp32 need no scale of their own",
+    "--exp-avg-sq-dtype": "16 bits with the range of fp32 need no scale of their own",
+    "--moe-token-dispatcher-type": "flex is taken as alltoall",
     "--moe-router-score-function": "the square root of the softplus is not in this version",
-    "--moe-router-load-balancing-type": "the loss of each microbatch, and none",
+    "--moe-router-load-balancing-type": "what is averaged over a step, or over steps, depends on the layout",
     "--ckpt-format": "torch_dist is the one that reshards",
     "--tokenizer-type": "six kinds that need no torch; ByteTokenizer is ours",
 }
@@ -65,13 +68,16 @@ def test_every_option_is_in_exactly_one_class():
     supported, others = set(options_by_flag()), megatron_options()
     accepted = {flag for flag, known in others.items() if known.accepted}
     refused = set(others) - accepted
+    old = set(FLAGS)
     assert not supported & set(others)
+    assert not old & (supported | set(others))
     counts = {
         "supported": len(supported & set(wheel_options())),
+        "old spellings": len(old),
         "accepted": len(accepted),
         "refused": len(refused),
     }
-    assert set(wheel_options()) == (supported - OUR_OWN) | accepted | refused
+    assert set(wheel_options()) == (supported - OUR_OWN) | old | accepted | refused
     assert sum(counts.values()) == len(wheel_options())
 
 
@@ -83,6 +89,7 @@ def test_an_option_takes_as_many_values_as_megatrons():
     ours = {flag: {0: "0", 1: "1"}.get(known.most_values, "many") for flag, known in megatron_options().items()} | {
         flag: "0" if option.is_switch else "many" if option.many else "1" for flag, option in options_by_flag().items()
     }
+    ours |= {flag: "0" if value else "1" for flag, (_, value) in FLAGS.items()}
     assert {flag: ours[flag] for flag in wheel_options()} == {
         flag: option.values for flag, option in wheel_options().items()
     }
@@ -95,8 +102,10 @@ def test_defaults_are_megatrons_but_for_the_ones_listed():
         default = list(ours.default) if isinstance(ours.default, tuple) else ours.default
         # A switch stands for the action that it switches on, `--no-...` included: off by default in both.
         if wheel is not None and not ours.is_switch and default != wheel.default:
-            different[flag] = (default, wheel.default)
-    assert different == {flag: (ours, theirs) for flag, (ours, theirs, _) in OTHER_DEFAULTS.items()}
+            different[flag] = wheel.default
+    assert different == {flag: known.theirs for flag, known in OTHER_DEFAULTS.items()}
+    assert not set(OTHER_MEANINGS) & set(OTHER_DEFAULTS)
+    assert set(OTHER_MEANINGS) <= set(options_by_flag()) & set(wheel_options())
 
 
 def test_choices_are_megatrons_but_for_the_ones_listed():
@@ -119,10 +128,21 @@ def test_a_value_that_passes_silently_is_megatrons_default_or_asks_for_nothing()
         "--dataloader-type": "single",
         "--dist-ckpt-format": "torch_dist",
         "--exit-signal": "SIGTERM",
+        "--megatron-fsdp-main-grads-dtype": "fp32",  # what gradients are summed and kept in
+        "--megatron-fsdp-grad-comm-dtype": "fp32",
     }
     for flag, known in megatron_options().items():
         default = wheel_options()[flag].default
         if known.neutral is None or (default == UNREADABLE and flag not in asks_for_nothing):
             continue
         plain = default[0] if isinstance(default, list) else default
-        assert known.neutral in (str(plain), asks_for_nothing.get(flag)), flag
+        silent = set(known.neutral.split(";"))
+        assert silent <= {str(plain), asks_for_nothing.get(flag)}, flag
+
+
+def test_an_old_value_is_one_of_megatrons_and_is_taken_as_one_of_ours():
+    for (name, old), (new, _) in VALUES.items():
+        option = options_by_name()[name]
+        assert option.choices is None or new in option.choices
+        theirs = wheel_options()[option.flag].choices
+        assert theirs is None or old in theirs or old == "zarr", (name, old)

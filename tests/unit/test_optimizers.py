@@ -15,12 +15,14 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.doctor.machine import checkpoint_bytes
 from megatron_ext.foreign.translate import translate
+from megatron_ext.optim.short_adam import ShortAdam
 from megatron_ext.optim.torch_optimizer import is_torchs, over, torch_optimizer
 from megatron_ext.plan.state_bytes import state_bytes
 from tests.support.wrong_flags import BASE
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ext"
-EVERY = [*OPTIMIZERS, "sgd --sgd-momentum 0"]
+SHORT = ["adam --exp-avg-dtype bf16", "adam --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"]
+EVERY = [*OPTIMIZERS, "sgd --sgd-momentum 0", *SHORT]
 """Values of --optimizer, with what changes the states that are kept."""
 
 
@@ -54,6 +56,37 @@ def test_the_states_are_those_that_torch_keeps(optimizer: str) -> None:
         assert kept[state.name].shape == weight.shape
         assert kept[state.name].dtype == getattr(torch, state.dtype)
     assert traits.bytes_each(settings) * weight.numel() == sum(value.nbytes for value in kept.values())
+
+
+def _trained(optimizer: torch.optim.Optimizer, weight: torch.Tensor, steps: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return weight
+
+
+def test_adam_with_averages_in_fp32_is_torchs() -> None:
+    settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    ours, torchs = torch.linspace(-1, 1, 64), torch.linspace(-1, 1, 64)
+    found = _trained(ShortAdam([ours], **settings, dtypes=("fp32", "fp32")), ours, 30)
+    known = _trained(torch.optim.AdamW([torchs], **settings), torchs, 30)
+    torch.testing.assert_close(found, known, rtol=1e-6, atol=1e-7)
+
+
+def test_averages_in_bf16_are_those_in_fp32_rounded() -> None:
+    """After one update each is a product, rounded once; after many the weights are where they would be but for some
+    rounding."""
+    settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    short, exact = torch.linspace(-1, 1, 64), torch.linspace(-1, 1, 64)
+    rounded = ShortAdam([short], **settings)
+    known = torch.optim.AdamW([exact], **settings)
+    _trained(rounded, short, 1)
+    _trained(known, exact, 1)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(rounded.state[short][name], known.state[exact][name].bfloat16())
+    distance = (_trained(rounded, short, 30) - _trained(known, exact, 30)).abs().max()
+    assert 0 < distance < 30 * 0.01 * 2**-7
 
 
 @pytest.mark.parametrize("optimizer", EVERY)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.checkpoint.native.lock import hold_until_exit
 from megatron_ext.errors import (
     ConfigurationError,
     DataError,
@@ -88,8 +89,15 @@ def test_the_first_cause_stays_until_the_next_start(tmp_path: Path):
     exit_record.clear(tmp_path)
 
 
-def test_configuration_errors_one_per_line_then_a_closing_line(capfd: pytest.CaptureFixture[str]):
-    guarded(ConfigurationError(["--a 1: too small", "--b 2: too large"]), RunStatus(rank=0))
+def test_configuration_errors_one_per_line_then_a_closing_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The record and torchrun's summary stand alone: nothing is named above them."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    guarded(ConfigurationError(["--a 1: too small", "--b 2: too large"]), RunStatus(rank=0, save=str(tmp_path)))
+    alone = "rank 0: --a 1: too small; --b 2: too large"
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == alone
+    assert json.loads((tmp_path / "exit.json").read_text())["message"] == alone
     assert capfd.readouterr().err == (
         "--a 1: too small\n"
         "--b 2: too large\n"
@@ -153,3 +161,27 @@ def test_a_failed_process_ends_with_its_children_and_its_output():
     command = [sys.executable, "-c", CHILDREN, "70"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
     assert (run.returncode, run.stdout) == (70, "failing\n"), run.stderr
+
+
+def wrong_flags(*words: str) -> None:
+    command = [sys.executable, "pretrain_gpt.py", "--num-layers", "none", *words]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 64
+
+
+def test_wrong_flags_are_recorded_in_the_folder_that_they_name(tmp_path: Path):
+    save = tmp_path / "new" / "save"
+    wrong_flags("--save", str(save))
+    record = json.loads((save / "exit.json").read_text())
+    assert (record["code"], record["iteration"]) == (64, None)
+    assert "--num-layers: 'none' is not an integer" in record["message"]
+    (save / "exit.json").write_text("of an earlier run")
+    wrong_flags(f"--save={save}")
+    assert json.loads((save / "exit.json").read_text())["code"] == 64
+
+
+def test_a_dry_run_and_a_folder_in_use_get_no_record(tmp_path: Path):
+    wrong_flags("--save", str(tmp_path / "a"), "--dry-run")
+    assert not (tmp_path / "a").exists()
+    hold_until_exit(tmp_path)
+    wrong_flags("--save", str(tmp_path))
+    assert not (tmp_path / "exit.json").exists()

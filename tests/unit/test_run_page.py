@@ -146,3 +146,23 @@ def test_the_tool_prints_the_curve_and_writes_the_page_without_torch(tmp_path: P
     )
     assert missing.returncode == 64
     assert missing.stderr.count("\n") == 1
+
+
+def test_several_runs_share_the_charts_of_one_page(tmp_path: Path):
+    for name, losses in {"one": {1: 9.0, 2: 7.0}, "<two>": {1: 8.0, 2: 6.0, 3: 5.0}}.items():
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, losses, {2: 6.5} if name == "one" else {})
+    command = [sys.executable, str(TOOL), "one", "<two>", "--html", "page.html"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("loss in nats per token") == 2
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;two&gt;" in page
+    assert "<two>" not in page
+    training, validation, *rest = svgs(page)
+    classes = [path.attrib["class"] for path in training.iter("path") if "line" in path.attrib["class"]]
+    assert classes == ["line run0", "line run1"]
+    assert [len(line.split("L")) for line in lines(training)] == [2, 3]
+    assert [bool(line) for line in lines(validation)] == [True, False]
+    assert len(rest) == 3
+    assert page.count(".run1 { stroke: #d55e00;") == 1

@@ -9,8 +9,11 @@ from megatron_ext.config.options import options_by_flag
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/symptoms.md").read_text()
-# torchrun's and docker's
-OF_OTHERS = {"--nproc-per-node", "--master-port", "--max-restarts", "--shutdown-timeout", "--shm-size"}
+# torchrun's and docker's, and those of other programs that the page compares with
+OF_OTHERS = {
+    *("--nproc-per-node", "--nnodes", "--node-rank", "--master-port", "--max-restarts", "--shutdown-timeout"),
+    *("--shm-size", "--num", "--zero-stage", "--pid"),
+}
 OF_THE_PROGRAM = {"--config", "--dry-run"}
 
 
@@ -20,7 +23,9 @@ def rows() -> list[list[str]]:
 
 
 def flags_of_tools() -> set[str]:
-    text = "".join(path.read_text() for path in (ROOT / "tools").glob("*.py"))
+    text = "".join(
+        path.read_text() for folder in ("tools", "megatron_ext/cli") for path in (ROOT / folder).glob("*.py")
+    )
     return set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', text))
 
 

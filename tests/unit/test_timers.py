@@ -1,6 +1,8 @@
 """Timers: what they measure, what they leave alone, how they print."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 from megatron_ext.telemetry.timers import Timers, timers_text
 
@@ -38,3 +40,20 @@ def test_the_text():
         "    embedding ......................................: (2.00, 2.00)"
     )
     assert timers_text([{}, {}], iterations=10) == ""
+
+
+def test_every_timer_is_a_range_of_a_trace_whatever_its_level():
+    ranges: list[str] = []
+
+    @contextlib.contextmanager
+    def open_range(name: str) -> Iterator[None]:
+        ranges.append(f"begin {name}")
+        yield
+        ranges.append(f"end {name}")
+
+    timers = Timers(level=1, open_range=open_range)
+    for name, level in (("optimizer", 1), ("forward-compute", 2), ("forward-compute", 2)):
+        timers(name, log_level=level).start()
+        timers(name).stop()
+    assert ranges == ["begin optimizer", "end optimizer"] + 2 * ["begin forward", "end forward"]
+    assert list(timers.take()) == ["optimizer"]

@@ -61,7 +61,8 @@ def test_facts_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hardware_queues, "_DRIVER_FILES", (ROOT,))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
     facts = gather_facts(typed)
-    assert (facts.cuda_available, sorted(facts.packages)) == (True, ["transformer_engine", "wandb"])
+    packages = ["apex", "comet_ml", "mlflow", "trackio", "transformer_engine", "wandb"]
+    assert (facts.cuda_available, sorted(facts.packages)) == (True, packages)
     monkeypatch.setattr(hardware_queues, "_DRIVER_FILES", ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     facts = gather_facts(typed)
@@ -182,7 +183,7 @@ WRONG = [
     ("--recompute-granularity selective --recompute-modules mlp moe_act", "moe_act cannot be recomputed by itself"),
     ("--recompute-granularity selective --recompute-modules layernorm --torch-compile --hidden-dropout 0 "
      "--attention-dropout 0", "leave one of the two out"),
-    ("--recompute-num-layers 1", "belong to --recompute-granularity full"),
+    ("--recompute-granularity selective --recompute-num-layers 1", "belong to --recompute-granularity full"),
     ("--min-lr 1", "--min-lr 1 must be at least 0 and at most --lr 0.001"),
     ("--lr-warmup-init 1", "use --lr-warmup-init 0"),
     ("--lr-decay-samples 100", "use --lr-decay-iters"),
@@ -203,7 +204,7 @@ WRONG = [
     ("--split 90,ten", "use --split 969,30,1"),
     ("--split 0,1", "use --split 969,30,1"),
     ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
-    ("--save-interval 5", "add --save checkpoints"),
+    ("--keep-last-checkpoints 5", "add --save checkpoints"),
     ("--exit-on-missing-checkpoint", "needs --load"),
     ("--ckpt-step 5", "needs --load"),
     ("--use-checkpoint-args", "--load is missing"),

@@ -51,6 +51,8 @@ def different_flags(common: Mapping[str, Any], config: Config) -> list[str]:
         for name in names
         if _is_given(name, was, args) and was[name] != ours[name]
     ]
+    if args.get("apply_layernorm_1p"):
+        found.append("--apply-layernorm-1p True (here a norm's weights are kept as they multiply, and not less one)")
     padded = was.get("padded_vocab_size")
     entries = config.data.vocab_size
     if padded is not None and entries is not None:

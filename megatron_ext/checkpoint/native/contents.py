@@ -4,7 +4,7 @@ Tensors are saved once for the whole model, by global name and place, so that no
 the random generators is saved for every rank, by its place in the grid of ranks, and can only be used in that grid.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,9 @@ class Contents:
     """Name of each weight by its parameter's id(). megatron-core takes the parameters out of `weights` on loading."""
     rows: dict[str, RowShard]
     """Row shards of the weights that this rank holds in part, by name."""
+    replicas: dict[str, int] = field(default_factory=dict)
+    """Data-parallel rank of this rank's replica of a weight, where another one than the first is to write the
+    weight."""
 
 
 @dataclass
@@ -71,6 +74,8 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapsh
     """
     if models is None or models.rows or not _of_the_run(models, run):
         models = models_of(run)
+        if run.config.checkpoint.ckpt_fully_parallel_save and not models.rows:  # rows are written by who has them
+            _spread(models, run)
     state_dict = {key: _copied(value, copy, (key,)) for key, value in models.state_dict.items()}
     others: dict[str, Any] = {"train_state": asdict(run.state), "iteration": run.state.iteration}
     taken = []
@@ -94,8 +99,27 @@ def to_save(taken: RunSnapshot, exchange: Exchange) -> ShardedStateDict:
     """Return what this rank writes. Collective over the data-parallel ranks where they have shards of the optimizer."""
     state_dict = {**taken.state_dict, **taken.others}
     if taken.optimizer:
-        state_dict["optimizer"] = optimizer_state.state_to_save(taken.optimizer, taken.models.weights, exchange)
+        state_dict["optimizer"] = optimizer_state.state_to_save(
+            taken.optimizer, taken.models.weights, taken.models.replicas, exchange
+        )
     return state_dict
+
+
+def _spread(models: Contents, run: Saveable) -> None:
+    """Divide who writes the weights among the data-parallel ranks that hold the same, each about as many bytes.
+
+    The ranks that hold a weight count alike, since they hold the same weights under the same names.
+    """
+    loads: dict[Any, list[int]] = {}
+    ordered: Any = sorted(models.weights.items(), key=lambda item: (-item[1].data.numel(), item[0]))  # pyright: ignore[reportAttributeAccessIssue]
+    for name, weight in ordered:
+        group = run.groups.dp_cp if getattr(weight.data, "allreduce", True) else run.groups.expt_dp
+        load = loads.setdefault(group, [0] * group.size())
+        writer = load.index(min(load))
+        load[writer] += weight.data.numel()
+        *place, replica = weight.replica_id
+        models.replicas[name] = replica
+        weight.replica_id = (*place, (replica - writer) % group.size())
 
 
 def _of_the_run(models: Contents, run: Saveable) -> bool:

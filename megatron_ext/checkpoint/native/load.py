@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
@@ -87,12 +89,22 @@ def _read(run: Saveable, found: Found) -> None:
     if megatrons:
         without = megatron_lm.rename(to_load.state_dict, SafeReader(path).read_metadata().state_dict_metadata)
     # Not every rank reads every tensor: no need for the engine to see that they all do.
-    loaded: Any = dist_checkpointing.load(to_load.state_dict, str(path), validate_access_integrity=False)
+    loaded: Any = dist_checkpointing.load(to_load.state_dict, str(path), _reading(run), validate_access_integrity=False)
     if megatrons:
         loaded |= {name: value for name, value in translated.items() if name != "optimizer"}
         for chunk, names in without.items():
             loaded[chunk] |= dict.fromkeys(names)
     contents.restore(run, to_load, parts, loaded)
+
+
+def _reading(run: Saveable) -> Any:
+    """Return the engine's way to read: every rank all that it needs, or data-parallel ranks together."""
+    own = TorchDistLoadShardedStrategy()
+    if not run.config.checkpoint.ckpt_fully_parallel_load:
+        return own
+    # The engine's broadcast makes its buffers on a GPU.
+    exchange = "broadcast" if run.device.kind == "cuda" else "gather_object"
+    return FullyParallelLoadStrategyWrapper(own, run.groups.dp_cp, exchange_algo=exchange)
 
 
 def _as_ours(run: Saveable, path: Path, common: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,6 +75,16 @@ def _opened(path: Path) -> IO[str]:
     return open(descriptor, "a+", encoding="utf-8")
 
 
+def is_held(folder: str | Path) -> bool:
+    """Return whether another job holds the lock of `folder`, as far as that can be seen."""
+    try:
+        with (Path(folder) / LOCK).open("r+", encoding="utf-8") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in _TAKEN
+    return False
+
+
 def _refusal(folder: str | Path, file: IO[str]) -> str:
     file.seek(0)
     try:

@@ -55,11 +55,14 @@ def take(
     return taken
 
 
-def state_to_save(taken: Sequence[OptimizerSnapshot], weights: Mapping[str, Any], exchange: Exchange) -> Contents:
+def state_to_save(
+    taken: Sequence[OptimizerSnapshot], weights: Mapping[str, Any], replicas: Mapping[str, int], exchange: Exchange
+) -> Contents:
     """Return the state that this rank writes, whole for each weight. Collective over the data-parallel ranks.
 
     Args:
         weights: this rank's weights as sharded tensors or factories, by name.
+        replicas: data-parallel rank of this replica of a weight, where its `replica_id` does not end with it.
         exchange: how shards move between ranks.
     """
     values, writers = {}, {}
@@ -72,7 +75,8 @@ def state_to_save(taken: Sequence[OptimizerSnapshot], weights: Mapping[str, Any]
     for tensors in contents.values():
         for name, tensor in tensors.items():
             if id(weights[name].data) in writers:
-                tensors[name] = _written_by(tensor, writers[id(weights[name].data)])
+                replica = replicas.get(name, weights[name].replica_id[-1])
+                tensors[name] = _written_by(tensor, replica, writers[id(weights[name].data)])
     return contents
 
 
@@ -177,10 +181,10 @@ def _own_state(
         yield parameter, tensors
 
 
-def _written_by(tensor: Any, rank: int) -> Any:
+def _written_by(tensor: Any, replica: int, rank: int) -> Any:
     """Return the same tensor for the engine, which takes the replica of data-parallel rank 0 for the one to be
     written."""
-    *others, replica = tensor.replica_id
+    *others, _ = tensor.replica_id
     # With several instances of the optimizer, each has all of the state; it is written by the ranks of the first.
     return replace(tensor, replica_id=(*others, replica - rank))
 

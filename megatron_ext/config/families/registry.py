@@ -53,6 +53,8 @@ def obstacles(config: Config, family: Family) -> list[str]:
         for name, value in wanted.items()
         if getattr(model, name) != value
     ]
+    if model.load_balancing == "sinkhorn" and family.experts:
+        found.append("no --moe-router-load-balancing-type sinkhorn")
     if any(family.experts != (layer.experts is not None) for layer, _ in stack(config).kinds):
         found.append("--num-experts" if family.experts else "no --num-experts")
     return found

@@ -24,6 +24,7 @@ DECODER_NAMES: dict[str, tuple[str, ...]] = {
 DECODER_FLAGS = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
+    "rotary_interleaved": False,
     "swiglu": True,
     "normalization": "RMSNorm",
 }

@@ -1,5 +1,5 @@
 """Lists every option of Megatron's own command line that is refused, with what to use instead, by reason; a file a
-subject.
+subject. What is refused would change what is trained or what is kept, and is not built.
 
 Flags are separated by commas: `--flag` is a switch, `--flag N` takes a value, `--flag N...` takes several. `=value` is
 Megatron's default, or another value that asks for nothing: that one passes. The list was read from Megatron-LM as the

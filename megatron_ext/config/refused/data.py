@@ -10,11 +10,13 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "data is read through memory maps from a local or mounted disk; leave it out",
         """
-        --no-mmap-bin-files, --object-storage-cache-path N, --enable-msc
+        --object-storage-cache-path N, --enable-msc
         """,
     ),
     (
-        "samples are read once each, in an order that is a function of the seed; leave it out",
+        "samples are shuffled once an epoch, in an order that is a function of the seed and the same in every layout, "
+        "so that a run can go on in another one; cyclic would shuffle them anew by data-parallel rank, and external "
+        "needs a loader of one's own; leave it out",
         """
         --dataloader-type N =single, --sample-rate N =1.0, --no-data-sharding
         """,
@@ -42,12 +44,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --disable-tokenizer-sentencepiece-ignore-extra-whitespaces, --tokenizer-hf-no-use-fast,
         --tokenizer-hf-no-include-special-tokens, --null-tokenizer-eod-id N, --null-tokenizer-pad-id N =-1,
         --chat-template N
-        """,
-    ),
-    (
-        "code from a tokenizer's folder is never run",
-        """
-        --trust-remote-code
         """,
     ),
 )

@@ -50,7 +50,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "other rotary variants are not in this version; use --rotary-base, --rotary-percent or --use-rope-scaling",
         """
-        --rotary-interleaved, --rotary-seq-len-interpolation-factor N, --rope-type N =rope,
+        --rotary-seq-len-interpolation-factor N, --rope-type N =rope,
         --yarn-original-max-position-embeddings N, --yarn-beta-fast N, --yarn-beta-slow N,
         --yarn-correction-range-round-to-int, --no-yarn-correction-range-round-to-int, --no-rope-freq N,
         --mrope-section N...
@@ -65,17 +65,16 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "the model's structure has no such variant in this version; leave it out",
         """
-        --fp32-residual-connection, --apply-residual-connection-post-layernorm, --apply-layernorm-1p,
-        --glu-linear-offset N =0.0, --activation-func-clamp-value N, --apply-query-key-layer-scaling,
-        --use-fused-weighted-squared-relu, --quick-geglu, --onnx-safe N, --bert-no-binary-head,
-        --heterogeneous-layers-config-path N, --heterogeneous-layers-config-encoded-json N,
-        --mlp-chunks-for-training N =1
+        --fp32-residual-connection, --apply-residual-connection-post-layernorm, --glu-linear-offset N =0.0,
+        --activation-func-clamp-value N, --quick-geglu, --onnx-safe N, --bert-no-binary-head,
+        --heterogeneous-layers-config-path N, --heterogeneous-layers-config-encoded-json N
         """,
     ),
     (
-        "weights begin normal with --init-method-std, as a function of the seed and the parameter's name; leave it out",
+        "weights begin as a function of the seed and the parameter's name; use --init-method-std, "
+        "--embedding-init-method-std or --init-method-xavier-uniform",
         """
-        --no-initialization, --embedding-init-method-std N, --init-method-xavier-uniform, --data-parallel-random-init,
+        --no-initialization, --data-parallel-random-init,
         --use-mup, --mup-width-mult N =1.0, --mup-base-hidden-size N, --mup-embedding-mult N =1.0,
         --mup-output-mult N =1.0, --mup-base-head-dim N, --mup-attn-scale-power N =1.0
         """,

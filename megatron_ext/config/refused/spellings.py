@@ -26,15 +26,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "it is an old spelling; use --position-embedding-type rope",
+        "it belongs to a model of encoder and decoder; use --num-layers and --seq-length",
         """
-        --use-rotary-position-embeddings
-        """,
-    ),
-    (
-        "a GPT is a decoder only; use --num-layers and --seq-length",
-        """
-        --encoder-num-layers N, --decoder-num-layers N, --encoder-seq-length N, --decoder-seq-length N
+        --decoder-num-layers N, --decoder-seq-length N
         """,
     ),
     (
@@ -46,8 +40,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "layer specs are not loaded from a module that the command line names; choose with --transformer-impl",
         """
-        --spec N..., --enable-experimental, --use-te-activation-func, --use-transformer-engine-op-fuser,
-        --te-rng-tracker, --te-precision-config-file N, --config-logger-dir N
+        --spec N..., --te-precision-config-file N
         """,
     ),
 )

@@ -15,47 +15,24 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "the loss is computed in fp32; use --bf16 or --fp16 for the rest",
+        "main parameters are in fp32; use --use-distributed-optimizer or --exp-avg-dtype bf16 to save memory",
         """
-        --fp16-lm-cross-entropy
-        """,
-    ),
-    (
-        "optimizer state is in fp32; use --use-distributed-optimizer or --optimizer-cpu-offload to save memory",
-        """
-        --use-precision-aware-optimizer, --main-grads-dtype N =fp32,
-        --main-params-dtype N =fp32, --exp-avg-dtype N =fp32, --exp-avg-sq-dtype N =fp32
+        --main-params-dtype N =fp32
         """,
     ),
     (f"use --optimizer {listed(OPTIMIZERS)}", FLAGS_OF_OTHERS),
     (
-        "weight decay leaves out norms and biases, and there is one learning rate; leave it out",
+        "weight decay leaves out norms and biases, and every weight is trained; leave it out",
         """
-        --apply-wd-to-qk-layernorm, --no-weight-decay-cond-type N, --decoupled-lr N, --decoupled-min-lr N,
-        --freeze-all-layers, --dump-param-to-param-group-map N
-        """,
-    ),
-    (
-        "what is kept for recomputation is kept whole on each rank; use --sequence-parallel, which divides it too",
-        """
-        --distribute-saved-activations
-        """,
-    ),
-    (
-        "activation offloading is not in this version; use --recompute-granularity to save memory",
-        """
-        --cpu-offloading-num-layers N =0, --cpu-offloading-retain-pinned-cpu-buffers,
-        --fine-grained-activation-offloading, --fine-grained-offloading-max-inflight-offloads N,
-        --offload-modules N..., --min-offloaded-tensor-size N =1048576, --delay-offload-until-cuda-graph,
-        --delta-offload-bytes-across-pp-ranks N =0, --activation-offload-fraction N =1.0
+        --apply-wd-to-qk-layernorm, --no-weight-decay-cond-type N, --freeze-all-layers,
+        --dump-param-to-param-group-map N
         """,
     ),
     (
         "CUDA graphs are not in this version; leave it out",
         """
-        --enable-cuda-graph, --cuda-graph-warmup-steps N =3, --external-cuda-graph, --cuda-graph-impl N =none,
-        --inference-cuda-graph-scope N, --optimizer-cuda-graph, --rl-persist-cuda-graphs, --no-rl-persist-cuda-graphs,
-        --rl-training-cuda-graphs, --no-rl-training-cuda-graphs, --cuda-graph-scope N..., --cuda-graph-modules N...,
+        --inference-cuda-graph-scope N, --rl-persist-cuda-graphs, --no-rl-persist-cuda-graphs,
+        --rl-training-cuda-graphs, --no-rl-training-cuda-graphs,
         --inference-dynamic-batching-num-cuda-graphs N =16, --decode-only-cuda-graphs,
         --inference-cuda-graph-all-prefills, --inference-cuda-graph-max-tokens N =512,
         --inference-dynamic-batching-cuda-graph-mixed-prefill-count N =16,
@@ -63,9 +40,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "the batch grows only by --rampup-batch-size, and must be divisible by micro batch x data-parallel size",
+        "a batch must be divisible by micro batch x data-parallel size; use --micro-batch-size",
         """
-        --step-batch-size-schedule N, --decrease-batch-size-if-needed
+        --decrease-batch-size-if-needed
         """,
     ),
     (

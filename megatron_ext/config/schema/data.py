@@ -84,4 +84,7 @@ class DataConfig:
     )
     reset_attention_mask: bool = free(False, "Let no token see another document of its sample.")
     eod_mask_loss: bool = free(False, "Do not train on predicting what follows an end of document.")
+    no_mmap_bin_files: bool = free(
+        False, "Read tokens from their place in the .bin files; default map the files into memory."
+    )
     num_workers: int = free(2, "Background threads that load batches; 0 loads in the loop.", at_least=0)

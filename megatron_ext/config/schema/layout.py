@@ -38,13 +38,16 @@ class LayoutConfig:
     moe_token_dispatcher_type: str = free(
         "allgather",
         "How tokens reach their experts: all of them gathered on every rank, or each sent to where it is needed.",
-        choices=("allgather", "alltoall", "flex"),
+        choices=("allgather", "alltoall"),
     )
     num_layers_per_virtual_pipeline_stage: int | None = free(
         None, "Interleave: layers in each virtual stage (model chunk).", at_least=1
     )
     num_virtual_stages_per_pipeline_rank: int | None = free(
         None, "Interleave: model chunks on each pipeline rank; the other way to say the same.", at_least=1
+    )
+    use_tp_pp_dp_mapping: bool = free(
+        False, "Number ranks so that pipeline stages are neighbours and data-parallel ranks farthest apart."
     )
     decoder_first_pipeline_num_layers: int | None = free(
         None,

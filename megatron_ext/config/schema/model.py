@@ -50,6 +50,12 @@ class ModelConfig:
     )
     rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).", resume="function", positive=True)
     rotary_percent: float = option(1.0, "Share of each head's channels that is rotated.", resume="function")
+    rotary_interleaved: bool = option(
+        False,
+        "Rotate neighbouring channels (2i, 2i + 1) together, as GPT-J does, instead of i and i + half.",
+        resume="function",
+        needs={True: [Need("position_embedding_type", "rope", "rotary positions")]},
+    )
     use_rope_scaling: bool = option(
         False,
         "Stretch the rotary frequencies as Llama 3.1 does.",
@@ -120,9 +126,10 @@ class ModelConfig:
     )
     moe_router_load_balancing_type: tuple[str, ...] | None = option(
         None,
-        "What spreads tokens over experts: the auxiliary loss of each microbatch (the default), or nothing.",
+        "What spreads tokens over experts: the auxiliary loss of each microbatch (the default) or of each sample, "
+        "Sinkhorn's assignment of each microbatch, or nothing.",
         resume="free",
-        choices=("aux_loss", "none"),
+        choices=("aux_loss", "seq_aux_loss", "sinkhorn", "none"),
     )
     moe_aux_loss_coeff: tuple[float, ...] | None = option(
         None, "Weight of the load-balancing loss in the total loss; default 0.", resume="free"
@@ -142,6 +149,14 @@ class ModelConfig:
         resume="free",
     )
     init_method_std: float = option(0.02, "Standard deviation of the initial weights.", resume="free", at_least=0)
+    embedding_init_method_std: float | None = option(
+        None, "Standard deviation of the initial embeddings; default --init-method-std.", resume="free", at_least=0
+    )
+    init_method_xavier_uniform: bool = option(
+        False,
+        "Draw initial matrices uniformly up to the square root of 6 / (inputs + outputs), not normally.",
+        resume="free",
+    )
     attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", resume="free", share=True)
     hidden_dropout: float = option(
         0.1, "Dropout probability of embeddings and residual branches.", resume="free", share=True
@@ -154,6 +169,13 @@ class ModelConfig:
         "Who computes the layers: ours on plain torch, or Transformer Engine where it is installed.",
         resume="free",
         choices=("local", "transformer_engine"),
+    )
+    external_kernels: str = option(
+        "none",
+        "Package that megatron-core takes Adam, SGD, gradient norm and clipping from; none: torch's, whatever is "
+        "installed. --transformer-impl transformer_engine takes Transformer Engine's.",
+        resume="free",
+        choices=("none", "apex", "transformer_engine"),
     )
     padded_vocab_size: int = option(
         None,
@@ -175,8 +197,13 @@ class ModelConfig:
     @property
     def load_balancing_coefficient(self) -> float:
         """Weight of the load-balancing loss; 0 without one."""
-        kinds, weights = self.moe_router_load_balancing_type or ("aux_loss",), self.moe_aux_loss_coeff or (0.0,)
-        return weights[0] if kinds[0] == "aux_loss" else 0.0
+        weights = self.moe_aux_loss_coeff or (0.0,)
+        return weights[0] if self.load_balancing.endswith("aux_loss") else 0.0
+
+    @property
+    def load_balancing(self) -> str:
+        """What spreads tokens over experts; where nothing is said, the auxiliary loss of each microbatch."""
+        return (self.moe_router_load_balancing_type or ("aux_loss",))[0]
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -14,6 +14,15 @@ class OptimizerConfig:
     optimizer: str = free("adam", "Update rule (adam is AdamW: decoupled weight decay).", choices=tuple(OPTIMIZERS))
     lr: float = option(None, "Peak learning rate.", resume="curve", required="6e-4", at_least=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", resume="curve")
+    decoupled_lr: float | None = option(
+        None,
+        "Peak learning rate of the word embeddings and the output layer; default --lr.",
+        resume="curve",
+        at_least=0,
+    )
+    decoupled_min_lr: float | None = option(
+        None, "Their learning rate at the end of the decay; default --min-lr.", resume="curve", at_least=0
+    )
     lr_scale_rule: str = option(
         "none",
         "Multiply --lr and --min-lr by --global-batch-size over --lr-scale-base-batch-size, or by the ratio's square "
@@ -70,6 +79,13 @@ class OptimizerConfig:
     adam_beta1: float = free(0.9, "Decay of Adam's first moment.", share=True)
     adam_beta2: float = free(0.999, "Decay of Adam's second moment.", share=True)
     adam_eps: float = free(1e-8, "Adam's epsilon.", positive=True)
+    exp_avg_dtype: str = free("fp32", "Precision in which Adam keeps its first moment.", choices=("fp32", "bf16"))
+    exp_avg_sq_dtype: str = free("fp32", "Precision in which Adam keeps its second moment.", choices=("fp32", "bf16"))
+    main_grads_dtype: str = free(
+        "fp32",
+        "Precision in which gradients are kept and reduced with --bf16; bf16 is the same as --grad-reduce-in-bf16.",
+        choices=("fp32", "bf16"),
+    )
     sgd_momentum: float = free(0.9, "Momentum of SGD.", at_least=0)
     lion_beta1: float = free(0.95, "The momentum's share of the direction in which Lion steps.", share=True)
     lion_beta2: float = free(0.98, "Decay of Lion's momentum.", share=True)

@@ -28,6 +28,16 @@ class CheckpointConfig:
     save_retain_interval: int | None = free(
         None, "Keep the checkpoints of every multiple of this many steps; of the others, the newest alone.", at_least=1
     )
+    ckpt_fully_parallel_save: bool = free(
+        False,
+        "Let data-parallel ranks write the weights together, each some of them, and not the first rank alone; sharded "
+        "optimizer state they always write together.",
+    )
+    ckpt_fully_parallel_load: bool = free(
+        False,
+        "Read each part of a checkpoint on one of the data-parallel ranks, which sends it to the others; default each "
+        "reads all that it needs.",
+    )
     ckpt_format: str = free("torch_dist", "Format of checkpoints.", choices=("torch_dist",))
     no_fallback: bool = free(
         False, "Fail when the checkpoint to load is damaged; default warn and use the newest that is whole."
@@ -68,6 +78,12 @@ class LoggingConfig:
     """Options of what is logged, and where to."""
 
     log_interval: int = free(100, "Steps between two log lines.", at_least=1)
+    log_format: str = free(
+        "auto",
+        "megatron: Megatron-LM's log line; short: step, loss, tokens per second and remaining time; auto: short where "
+        "the output is a terminal, Megatron-LM's elsewhere.",
+        choices=("auto", "megatron", "short"),
+    )
     metrics_file: str | None = free(None, "JSON lines, one object per logged step; default metrics.jsonl in --save.")
     log_sample_ids: str | None = free(
         None, "JSON lines, one a step: the samples that the step used, each as source and number in it."
@@ -78,6 +94,15 @@ class LoggingConfig:
     wandb_exp_name: str | None = free(None, "Weights & Biases run name.")
     wandb_entity: str | None = free(None, "Weights & Biases entity.")
     wandb_save_dir: str | None = free(None, "Folder for the local files of Weights & Biases.")
+    mlflow_experiment: str | None = free(None, "MLflow experiment; needs the mlflow package.")
+    mlflow_run_name: str | None = free(None, "MLflow run name.")
+    mlflow_tracking_uri: str | None = free(None, "MLflow server or folder; default as MLflow's own variables say.")
+    comet_project: str | None = free(None, "Comet project; needs the comet_ml package.")
+    comet_experiment_name: str | None = free(None, "Comet experiment name.")
+    comet_workspace: str | None = free(None, "Comet workspace.")
+    trackio_project: str | None = free(None, "Trackio project; needs the trackio package.")
+    trackio_run_name: str | None = free(None, "Trackio run name.")
+    trackio_space_id: str | None = free(None, "Hugging Face Space of Trackio's dashboard; default local files.")
     log_throughput: bool = free(False, "Put TFLOP/s per GPU into the log line.")
     log_params_norm: bool = free(False, "Log the L2 norm of all parameters.")
     log_num_zeros_in_grad: bool = free(False, "Log how many gradient entries are exactly zero.")

@@ -18,6 +18,12 @@ class TrainingConfig:
         "Start batch, increment and samples over which the global batch grows to its full size.",
         metavar="START INCREMENT SAMPLES",
     )
+    step_batch_size_schedule: str | None = free(
+        None,
+        "Global batch by tokens consumed, as '0:768 250B:1536' (K, M, B, T stand for 1e3 to 1e12 tokens); the last one "
+        "is the --global-batch-size of the curves.",
+        metavar="TOKENS:SAMPLES",
+    )
     train_iters: int | None = free(None, "Stop after this many optimizer steps.", at_least=1)
     train_samples: int | None = free(
         None, "Stop after this many samples; the other way to give the length.", at_least=1
@@ -27,6 +33,16 @@ class TrainingConfig:
         100,
         "Global batches of one evaluation, at most one pass over the validation data; 0 for no evaluation.",
         at_least=0,
+    )
+    eval_global_batch_size: int | None = free(
+        None, "Samples in one global batch of an evaluation; default --global-batch-size.", at_least=1
+    )
+    eval_micro_batch_size: int | None = free(
+        None, "Samples in one microbatch of an evaluation; default --micro-batch-size.", at_least=1
+    )
+    start_eval_at_iter: int | None = free(None, "No evaluation at --eval-interval before this step.", at_least=0)
+    skip_train: bool = free(
+        False, "Train no step: load what --load names, evaluate on validation and test data, and end without saving."
     )
     full_validation: bool = free(False, "Evaluate on one whole pass over the validation data, whatever --eval-iters.")
     multiple_validation_sets: bool = free(
@@ -52,6 +68,9 @@ class TrainingConfig:
     hysteresis: int = free(2, "Bad steps before the dynamic loss scale halves.", at_least=1)
     accumulate_allreduce_grads_in_fp32: bool = free(
         False, "Accumulate and reduce gradients in fp32 (always on with --bf16)."
+    )
+    grad_reduce_in_bf16: bool = free(
+        False, "With --bf16, accumulate and reduce gradients in bf16: half the memory and traffic, less exact."
     )
     recompute_activations: bool = free(False, "The same as --recompute-granularity selective.", saves_memory=True)
     recompute_granularity: str | None = free(
@@ -89,6 +108,15 @@ class TrainingConfig:
         "Steps between two checks that tensor-parallel ranks hold the same norms, biases, learned positions and "
         "routers, and the first and last stage the same tied embeddings, bit for bit (else 70).",
         at_least=1,
+    )
+    manual_gc: bool = free(
+        False, "Collect Python's garbage on all ranks at the same steps, not whenever one of them happens to."
+    )
+    manual_gc_interval: int = free(
+        0, "With --manual-gc, steps between two collections; 0 for none but those of evaluations.", at_least=0
+    )
+    no_manual_gc_eval: bool = free(
+        False, "With --manual-gc, do not collect before and after an evaluation.", aliases=("--disable-manual-gc-eval",)
     )
     torch_compile: bool = free(False, "Compile each layer with torch.compile.")
     disable_jit_fuser: bool = free(

@@ -17,9 +17,17 @@ class Evaluation(Callback):
     """
 
     def __init__(
-        self, valid: HeldOut | None, test: HeldOut | None, interval: int, metrics_file: str | None, *, at_start: bool
+        self,
+        valid: HeldOut | None,
+        test: HeldOut | None,
+        interval: int,
+        metrics_file: str | None,
+        *,
+        at_start: bool,
+        first: int = 0,
     ):
         self.at_start = at_start
+        self.first = first
         self.valid = valid
         self.test = test
         self.interval = interval
@@ -29,7 +37,7 @@ class Evaluation(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         iteration = trainer.run.state.iteration
-        if trainer.finished and iteration > 0:
+        if trainer.finished and iteration > 0 and not trainer.run.config.training.skip_train:
             known = self._known(trainer, iteration)
             self.evaluated_at = iteration if "validation_loss" in known else None
             self.tested_at = iteration if "test_loss" in known else None
@@ -37,7 +45,8 @@ class Evaluation(Callback):
             self._validate(trainer)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if self.interval and trainer.run.state.iteration % self.interval == 0:
+        iteration = trainer.run.state.iteration
+        if self.interval and iteration % self.interval == 0 and iteration >= self.first:
             self._validate(trainer)
 
     def on_end(self, trainer: Trainer) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megatron_ext.config.batch import training_steps
 from megatron_ext.data.accounting import use_of_sources
-from megatron_ext.optim.curves import learning_rate, weight_decay
+from megatron_ext.optim.curves import weight_decay
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.telemetry.communication import CommunicationClock
 from megatron_ext.telemetry.metrics import Metrics, StepMetrics, TestMetrics, ValidationMetrics
@@ -73,8 +73,10 @@ class Reporting(Callback):
         shares = shares_of_all_ranks(clock, trainer.run) if clock is not None else None
         if trainer.run.is_last_rank:
             metrics = dataclasses.replace(self._metrics(trainer, result, norm), time_shares=shares)
+            tokens = result.global_batch_size * config.model.seq_length
+            own = {"lm_loss": result.loss, "elapsed_ms": 1000.0 * seconds, "tokens_per_second": tokens / seconds}
             for sink in self.step_sinks if to_steps else ():
-                sink.write(dataclasses.replace(metrics, lm_loss=result.loss, elapsed_ms=1000.0 * seconds))
+                sink.write(dataclasses.replace(metrics, **own))
             for sink in self.log_sinks if to_log else ():
                 sink.write(metrics)
         if to_log:
@@ -103,7 +105,7 @@ class Reporting(Callback):
             consumed_tokens=state.consumed_tokens,
             lm_loss=state.interval_loss / state.interval_losses if state.interval_losses else result.loss,
             grad_norm=result.grad_norm,
-            learning_rate=learning_rate(state.scheduled_samples, trainer.learning_rate_curve),
+            learning_rate=trainer.learning_rate,
             weight_decay=weight_decay(state.scheduled_samples, trainer.weight_decay_curve),
             global_batch_size=result.global_batch_size,
             loss_scale=result.loss_scale,

@@ -7,15 +7,19 @@ from typing import Any
 from megatron_ext.config.schema import Config
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
+from megatron_ext.telemetry.comet import CometWriter
 from megatron_ext.telemetry.communication import CommunicationClock
 from megatron_ext.telemetry.console import Console
 from megatron_ext.telemetry.jsonl import MetricsFile
-from megatron_ext.telemetry.profiler import StepProfiler
+from megatron_ext.telemetry.mlflow import MlflowWriter
+from megatron_ext.telemetry.profiler import StepProfiler, open_range
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
+from megatron_ext.telemetry.trackio import TrackioWriter
 from megatron_ext.telemetry.wandb import WandbWriter
 from megatron_ext.train.callbacks.communication import Communication
 from megatron_ext.train.callbacks.data_check import DataCheck
 from megatron_ext.train.callbacks.evaluation import Evaluation
+from megatron_ext.train.callbacks.garbage import GarbageCollection
 from megatron_ext.train.callbacks.memory_history import MemoryHistory, is_recorded
 from megatron_ext.train.callbacks.profiling import Profiling
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
@@ -44,7 +48,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     callbacks: list[Callback] = [
         *([Communication(clock)] if clock is not None else []),
         Status(status),
-        Profiling(StepProfiler.from_config(config, run.rank, run.device)),
+        Profiling(StepProfiler.from_config(config, run.rank, run.device), open_range(config)),
         Reporting(
             _step_sinks(run),
             config.logging.tensorboard_log_interval,
@@ -58,6 +62,10 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     training = config.training
     intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
     callbacks.append(ReplicaCheck(*intervals))
+    if training.manual_gc:
+        callbacks.append(
+            GarbageCollection(training.manual_gc_interval, 0 if training.no_manual_gc_eval else training.eval_interval)
+        )
     callbacks.append(
         Evaluation(
             run.loaders.valid,
@@ -65,6 +73,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
             training.eval_interval,
             config.logging.metrics_file,
             at_start=training.eval_at_start,
+            first=training.start_eval_at_iter or 0,
         )
     )
     if config.data.verify_data == "background" and not config.data.mock_data:
@@ -101,6 +110,12 @@ def _step_sinks(run: Run) -> list[Sink]:
         sinks.append(writer)
     if logging.wandb_project is not None:
         sinks.append(WandbWriter(logging, _arguments(run.config)))
+    if logging.mlflow_experiment is not None:
+        sinks.append(MlflowWriter(logging, _arguments(run.config)))
+    if logging.comet_project is not None:
+        sinks.append(CometWriter(logging, _arguments(run.config)))
+    if logging.trackio_project is not None:
+        sinks.append(TrackioWriter(logging, _arguments(run.config)))
     return sinks
 
 
@@ -108,7 +123,7 @@ def _log_sinks(run: Run) -> list[Sink]:
     logging = run.config.logging
     if not run.is_last_rank:
         return []
-    sinks: list[Sink] = [Console(throughput=logging.log_throughput)]
+    sinks: list[Sink] = [Console(throughput=logging.log_throughput, form=logging.log_format)]
     if logging.metrics_file is not None:
         sinks.append(MetricsFile(logging.metrics_file, run.state.iteration))
     return sinks

@@ -1,0 +1,164 @@
+"""A dataset, a loss, a layer, an optimizer, a learning-rate schedule and a callback of one's own.
+
+    torchrun --nproc-per-node 4 examples/extension/extension.py --device cpu --mock-data --vocab-size 64 \
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
+        --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --position-embedding-type rope \
+        --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-2 --log-interval 5
+
+Nothing of megatron_ext is changed for it, and each part computes the same in every layout: docs/extending.md says what
+that asks of it. tests/parity/test_extension.py compares TP, PP, DP and CP with one process.
+"""
+
+import dataclasses
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ext.cli.pretrain import start
+from megatron_ext.config.optimizers import OptimizerTraits, State
+from megatron_ext.data.corpus import Splits
+from megatron_ext.train.extensions import Extensions
+
+
+class Progressions:
+    """Samples that count upwards in steps of their own, modulo the vocabulary: 5 8 11 14 ... A model can learn them.
+
+    A sample is a function of (seed, index) alone, so that every rank, and a resumed run, reads the same.
+    """
+
+    def __init__(self, count: int, seq_length: int, vocab_size: int, seed: int):
+        self.count, self.seq_length, self.vocab_size, self.seed = count, seq_length, vocab_size, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        random = np.random.default_rng((self.seed, index))
+        first, step = random.integers(self.vocab_size), random.integers(1, 8)
+        text = (first + step * np.arange(self.seq_length + 1)) % self.vocab_size
+        mask = np.ones(self.seq_length, np.float32)
+        mask[0] = 0.0  # the second number cannot be guessed from the first
+        positions = np.arange(self.seq_length)
+        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask, "position_ids": positions}
+
+
+def datasets(config: Any, tokenizer: Any, samples: Splits[int]) -> Splits[Any]:
+    """Return one dataset for each split that the run reads, with as many samples as it reads."""
+
+    def made(count: int, seed: int) -> Progressions | None:
+        return Progressions(count, config.model.seq_length, tokenizer.vocab_size, seed) if count else None
+
+    return Splits(made(samples.train, 0), made(samples.valid, 1), made(samples.test, 2))
+
+
+def loss(token: Any) -> torch.Tensor:
+    """Add 1e-4 log(Z)^2 to the cross-entropy, which keeps the logits small (the z-loss of PaLM, arXiv:2204.02311)."""
+    return token.cross_entropy() + 1e-4 * token.log_normalizer() ** 2
+
+
+@functools.cache
+def parallel_layer() -> type:
+    """Return the class of a layer, x + attention(norm(x)) + MLP(norm(x)) as in PaLM. The engine is there when it is
+    called, which it is not yet when this file is imported."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+    from megatron_ext.model.layer import PreNormLayer
+
+    class ParallelLayer(PreNormLayer):
+        """A layer whose MLP does not see what its attention adds."""
+
+        def forward(
+            self,
+            hidden_states: torch.Tensor,
+            attention_mask: torch.Tensor | None = None,
+            rotary_pos_emb: torch.Tensor | None = None,
+            packed_seq_params: Any = None,
+            **unused: object,
+        ) -> tuple[torch.Tensor, None]:
+            add: Any = get_bias_dropout_add(self.training, self.config.bias_dropout_fusion)
+            normed: Any = self.input_layernorm(hidden_states)
+            attended = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params)
+            expanded = self.mlp(self.pre_mlp_layernorm(hidden_states))
+            hidden_states = add(attended, hidden_states, self.hidden_dropout)
+            return add(expanded, hidden_states, self.hidden_dropout), None
+
+    return ParallelLayer
+
+
+def layer_spec(spec: Any, layer: Any) -> Any:
+    """Return the spec of a layer with the same parts and another class."""
+    return dataclasses.replace(spec, module=parallel_layer())
+
+
+class HeavyBall(torch.optim.Optimizer):
+    """Momentum with decoupled weight decay: m <- 0.9 m + g; x <- x - lr (m + weight_decay x) (Polyak 1964)."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weights in group["params"]:
+                if weights.grad is None:
+                    continue
+                state = self.state[weights]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(weights)
+                momentum = state["momentum"].mul_(0.9).add_(weights.grad)
+                weights.sub_(group["lr"] * (momentum + group["weight_decay"] * weights))
+
+
+HEAVY_BALL = OptimizerTraits(
+    name="heavy-ball",
+    title="heavy ball",
+    torch_class=f"{__name__}:HeavyBall",
+    arguments={},
+    states=(State("momentum"),),  # saved, resharded and counted by this name
+    schemes=frozenset({"use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"}),
+    built_as="adam",
+)
+
+
+def learning_rate(samples: int, rate: float) -> float:
+    """Halve the rate of the flags in every second span of 64 samples."""
+    return rate if samples // 64 % 2 == 0 else rate / 2
+
+
+def best_loss() -> Any:
+    """Return a callback that prints, at the end, the lowest loss of the run and its iteration."""
+    from megatron_ext.train.trainer import Callback
+
+    class BestLoss(Callback):
+        """Remembers the step with the lowest loss. A StepResult is the same on every rank; one of them prints."""
+
+        best: tuple[float, int] | None = None
+
+        def on_step_end(self, trainer: Any, result: Any) -> None:
+            here = (result.loss, trainer.run.state.iteration)
+            self.best = here if self.best is None else min(self.best, here)
+
+        def on_end(self, trainer: Any) -> None:
+            if trainer.run.is_last_rank and self.best is not None:
+                print(f"lowest loss: {self.best[0]:.4f} at iteration {self.best[1]}", flush=True)
+
+    return BestLoss()
+
+
+EXTENSIONS = Extensions(
+    datasets=datasets, loss=loss, layer_spec=layer_spec, optimizer=HEAVY_BALL, learning_rate=learning_rate
+)
+
+if __name__ == "__main__":
+    start(
+        sys.argv[1:],
+        callbacks=[best_loss],
+        datasets=datasets,
+        loss=loss,
+        layer_spec=layer_spec,
+        optimizer=HEAVY_BALL,
+        learning_rate=learning_rate,
+    )

@@ -1,0 +1,1 @@
+"""The programs that people start: `megatron-ext` and its subcommands. The scripts in tools/ call the same functions."""

@@ -1,0 +1,136 @@
+"""Prints the reference of the library, made from its docstrings: one page for each room.
+
+    megatron-ext api                    # the rooms and their modules, a line each
+    megatron-ext api train              # the page of one room, as Markdown
+    megatron-ext api --write docs/api   # every page as a file
+
+A page has every public class, function and method with its signature, its docstring and its place in the source.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import megatron_ext
+from megatron_ext.commandline import ToolParser
+from megatron_ext.errors import ConfigurationError
+
+_PACKAGE = Path(megatron_ext.__file__).parent
+_BASE = "base"
+"""The page of the modules that are in no room."""
+
+_Public = ast.ClassDef | ast.FunctionDef
+
+
+def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
+    parser = ToolParser("Print the reference of the library, made from its docstrings.", __doc__)
+    parser.add_argument("room", nargs="?", help="the room whose page is printed; without one, the list of them")
+    parser.add_argument("--write", type=Path, metavar="DIR", help="write the list and every page there, as Markdown")
+    options = parser.parse_args(argv)
+    if options.write is not None:
+        options.write.mkdir(parents=True, exist_ok=True)
+        (options.write / "README.md").write_text(index(), encoding="utf-8")
+        for room in rooms():
+            (options.write / f"{room}.md").write_text(page(room), encoding="utf-8")
+        print(f"wrote {len(rooms()) + 1} files to {options.write}")
+    else:
+        print(index() if options.room is None else page(options.room), end="")
+    return 0
+
+
+def rooms() -> dict[str, list[Path]]:
+    """Return the modules of each room, and of none under "base"."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        parts = path.relative_to(_PACKAGE).parts
+        found.setdefault(parts[0] if len(parts) > 1 else _BASE, []).append(path)
+    return dict(sorted(found.items()))
+
+
+def index() -> str:
+    """Return the list of rooms and modules, with the first sentence of each."""
+    lines = ["# Reference", ""]
+    for room, paths in rooms().items():
+        lines += [f"## [{room}]({room}.md)", ""]
+        lines += [f"- `{_module(path)}`: {_first_sentence(_parsed(path))}" for path in paths]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def page(room: str) -> str:
+    """Return the page of one room.
+
+    Raises:
+        ConfigurationError: there is no such room.
+    """
+    if room not in rooms():
+        raise ConfigurationError(f"{room} is no room; there are {', '.join(rooms())}")
+    lines = [f"# {room}", ""]
+    for path in rooms()[room]:
+        tree = _parsed(path)
+        lines += [f"## {_module(path)}", "", *_docstring(tree)]
+        for node in _public(tree):
+            lines += _entry(node, f"{path.relative_to(_PACKAGE.parent)}:{node.lineno}")
+    return "\n".join(lines)
+
+
+def _entry(node: _Public, place: str) -> Iterator[str]:
+    """Yield the lines of a class or a function, and of the methods of a class."""
+    yield from (f"### {node.name}", "", "```python", _signature(node), "```", "", *_docstring(node))
+    if isinstance(node, ast.ClassDef):
+        for field, text in _fields(node):
+            yield f"- `{field}`" + (f": {text}" if text else "")
+        yield ""
+        for method in _public(node):
+            yield from (f"#### {node.name}.{method.name}", "", "```python", _signature(method), "```", "")
+            yield from _docstring(method)
+    yield from (f"*{place}*", "")
+
+
+def _signature(node: _Public) -> str:
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        return f"class {node.name}({bases})" if bases else f"class {node.name}"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns is not None else ""
+    return f"def {node.name}({ast.unparse(node.args)}){returns}"
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a dataclass, or class attributes, each with the string that follows it."""
+    for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            name = statement.target.id
+            text = after.value.value if _is_text(after) else ""  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+            if not name.startswith("_"):
+                yield f"{name}: {ast.unparse(statement.annotation)}", " ".join(str(text).split())
+
+
+def _is_text(statement: ast.stmt | None) -> bool:
+    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+        return False
+    return isinstance(statement.value.value, str)
+
+
+def _public(node: ast.Module | ast.ClassDef) -> list[_Public]:
+    found = [child for child in node.body if isinstance(child, ast.ClassDef | ast.FunctionDef)]
+    return [child for child in found if not child.name.startswith("_")]
+
+
+def _docstring(node: ast.Module | _Public) -> list[str]:
+    text = ast.get_docstring(node)
+    return [text, ""] if text else []
+
+
+def _first_sentence(tree: ast.Module) -> str:
+    text = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
+    return text.removesuffix(":")
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(_PACKAGE.parent).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))

@@ -1,0 +1,72 @@
+"""For whoever doubts: trains a few steps in one process and in a layout, and says whether, and where, they differ.
+
+    python tools/parity.py -- --num-layers 4 ... --tensor-model-parallel-size 2 --sequence-parallel
+    python tools/parity.py --steps 10 --world-size 8 -- <the flags of your launch>
+
+It compares the initial weights (bit for bit), the output of every module and the gradient of every parameter in the
+first step, and losses and gradient norms of all steps. Where the runs differ, the first tensor that differs is named:
+in forward order for outputs, in backward order for gradients. Both start from the seed, in fp32, with dropout 0, on
+processes of this machine. Exit codes: 0 they agree, 1 they do not, 64 the flags cannot work.
+"""
+
+from megatron_ext import device
+from megatron_ext.commandline import ToolParser, split_at_dashes
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.verify.proof import Comparison, Proof, comparison, prove
+
+
+def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
+    own, training = split_at_dashes(argv)
+    parser = ToolParser("Train a few steps in one process and in a layout, and say where they part.", __doc__)
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of each run")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default the fewest that the layout needs")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, help="of outputs and gradients, relative to their norm"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda needs one GPU for every rank")
+    parser.usage = "%(prog)s [options] -- <training flags>"
+    options = parser.parse_args(own)
+    if not training:
+        parser.error("no training flags: give them after --")
+    both = comparison(training, options.world_size)
+    _start_device(options.device, both.world_size)
+    proof = prove(training, options.world_size, steps=options.steps, tolerance=options.tolerance, device=options.device)
+    print(report(both, proof))
+    return 0 if proof.first_difference() is None else 1
+
+
+def _start_device(kind: str, ranks: int) -> None:
+    """Prepare this process, which only compares: the ranks that compute are processes of their own."""
+    if kind == "cuda":
+        from megatron_ext.device.survey import survey
+
+        found = survey()
+        seen = len(found.gpus) if found is not None else 0
+        if seen < ranks:
+            raise ConfigurationError(
+                f"--device cuda needs {ranks} GPUs for {ranks} ranks, but this machine shows {seen}; use --device cpu"
+            )
+    device.install("cpu")
+
+
+def report(both: Comparison, proof: Proof) -> str:
+    """Return the comparison in words, with the verdict in the last line."""
+    lines = [f"one process against {both.world_size} ranks, fp32{''.join(f', {change}' for change in both.changed)}"]
+    lines.append(f"{'step':>4}  {'loss, one process':>18}  {'loss':>18}  {'gradient norm':>18}  {'gradient norm':>18}")
+    known, other = proof.reference, proof.other
+    curves = zip(known.losses, other.losses, known.grad_norms, other.grad_norms, strict=True)
+    for step, numbers in enumerate(curves, start=1):
+        lines.append(f"{step:4d}  " + "  ".join(f"{'none' if n is None else f'{n:.10g}':>18}" for n in numbers))
+    equal = sum(distance == 0.0 for distance in proof.weights.values())
+    lines.append(f"initial weights  {equal} of {len(proof.weights)} equal bit for bit")
+    for title, distances in (("outputs", proof.outputs), ("first gradients", proof.gradients)):
+        if distances:
+            worst = max(distances, key=lambda name: distances[name])
+            lines.append(f"{title:<15}  {len(distances)}, the farthest {distances[worst]:.1e} of its norm: {worst}")
+    difference = proof.first_difference()
+    if difference is None:
+        lines.append(f"verdict: they agree within {proof.tolerance:g}")
+    else:
+        lines.append(f"verdict: THEY PART. First, {difference.sentence} (tolerance {proof.tolerance:g})")
+    return "\n".join(lines)

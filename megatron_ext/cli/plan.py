@@ -1,0 +1,214 @@
+"""Says which layout to use for this model on these devices, and why; or how fast one layout is, and whether it fits.
+
+    python tools/plan.py --world-size 64 --device h100 --gpus-per-node 8 -- \\
+        --num-layers 32 --hidden-size 4096 ... --bf16 --seq-length 4096 --global-batch-size 512
+    python tools/plan.py --evaluate --world-size 64 --device h100 --json - -- <all flags of a run>
+
+Tries every layout that pretrain_gpt.py accepts: TP inside a node with SP, CP, PP with its chunks and uneven stages, EP,
+DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP2 and HSDP, micro batches, recomputation, and host memory where nothing else fits. A
+layout flag that is given stays as it is; with --evaluate nothing is chosen at all. Memory is formula; times are
+estimates, whose error docs/planner.md shows; --calibrate corrects them by a run of yours. Exit codes: 0 something fits,
+1 nothing does (the last lines say what would; --evaluate does not end so), 64 the flags cannot work.
+"""
+
+import argparse
+import gc
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.native.resume import look
+from megatron_ext.commandline import ToolParser, split_at_dashes
+from megatron_ext.config.arguments import Typed, parse
+from megatron_ext.config.hf_config import read_hf_config
+from megatron_ext.config.options import flag_of
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.plan import evaluation
+from megatron_ext.plan import presentation as report
+from megatron_ext.plan.calibrate import corrected, read_metrics, saved_values
+from megatron_ext.plan.choices import flags
+from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
+from megatron_ext.plan.question import placeholders, question
+from megatron_ext.plan.search import Question, fewest_ranks, search, simpler_layouts, with_offloads
+from megatron_ext.plan.sensitivity import alternatives, hinges
+from megatron_ext.train.configure import gather_facts
+
+_MOST_RANKS = 16  # times as many, in search of what would fit
+
+
+def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
+    gc.disable()  # a search makes some million small objects, and no circles of them
+    own, training = split_at_dashes(argv)
+    parser = _parser()
+    options = parser.parse_args(own)
+    if not training and options.hf_config is None:
+        parser.error("no training flags: give them after --")
+    if _BF16_GRADIENTS in training:
+        options.grad_reduce_in_bf16 = True
+        training = [word for word in training if word != _BF16_GRADIENTS]
+    typed = parse(training)
+    world_size = options.world_size or typed.values.get("world_size")
+    if world_size is None:
+        parser.error("give --world-size, the number of devices")
+    _above_zero(options)
+    asked = _question(options, typed, world_size)
+    if options.calibrate is not None:
+        asked = replace(asked, machine=_calibrated(options, asked))
+    return _evaluate(options, asked) if options.evaluate else _search(options, asked, typed.values)
+
+
+def _question(options: argparse.Namespace, typed: Typed, world_size: int) -> Question:
+    devices = hardware(
+        options.device,
+        memory_gb=options.device_memory_gb,
+        peak_16bit_tflops=options.peak_tflops,
+        peak_tf32_tflops=options.peak_tflops,
+        peak_fp32_tflops=options.peak_tflops,
+        memory_bandwidth_gb_s=options.memory_bandwidth_gb_s,
+        intra_node_gb_s=options.intra_node_gb_s,
+        inter_node_gb_s=options.inter_node_gb_s,
+    )
+    constants = replace(constants_of(devices), cores=options.processor_cores)
+    machine = Machine(devices, options.gpus_per_node, options.efficiency, options.link_efficiency, constants)
+    values = {name: value for name, value in typed.values.items() if name != "world_size"}
+    facts = gather_facts(typed, look(typed.values))
+    if options.hf_config is not None:
+        facts = replace(facts, huggingface={**read_hf_config(options.hf_config)[1], **facts.huggingface})
+    asked = question(values, facts, world_size, machine, options.memory_share)
+    return replace(asked, gradients_in_16_bits=options.grad_reduce_in_bf16)
+
+
+def _calibrated(options: argparse.Namespace, asked: Question) -> Machine:
+    """Return the machine as a measured run corrects it."""
+    if options.calibrate_flags is not None:
+        words = parse(shlex.split(options.calibrate_flags)).values
+        values = {**asked.facts.huggingface, **words, **placeholders(words)}
+    else:
+        values = saved_values(options.calibrate) or asked.values
+    return corrected(asked.machine, values, asked.facts, read_metrics(options.calibrate))
+
+
+def _evaluate(options: argparse.Namespace, asked: Question) -> int:
+    """Print what the layout given takes and needs."""
+    found = evaluation.evaluate(asked)
+    if isinstance(found, list):
+        _write_json(options, evaluation.refusal_as_json(asked.world_size, asked.machine, found))
+        raise ConfigurationError(found)
+    _write_json(options, evaluation.as_json(found))
+    if not _is_stdout(options):
+        print("\n".join(evaluation.as_text(found)))
+    return 0
+
+
+def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any]) -> int:
+    """Print the best layouts."""
+    answer = search(asked, options.number)
+    if answer.nearest is None:
+        raise ConfigurationError(
+            [
+                *(answer.refusals or ["no layout of these flags is legal; see pretrain_gpt.py --dry-run"]),
+                *alternatives(asked),
+            ]
+        )
+    _write_json(options, report.as_json(asked, answer))
+    if _is_stdout(options):
+        return 0 if answer.best else 1
+    lines = report.head(asked, answer.nearest)
+    if not answer.best:
+        ranks = fewest_ranks(asked, _MOST_RANKS * asked.world_size)
+        offloads = with_offloads(asked, answer.nearest)
+        print("\n".join([*lines, "", *report.nothing_fits(answer, asked, ranks, offloads)]))
+        return 1
+    lines += ["", f"{answer.fitting:,} of {answer.legal:,} layouts fit; the best ways to share the model:", ""]
+    lines += [*report.table(answer.best, asked.machine), "", report.why(answer.best, asked)]
+    lines += hinges(asked, answer)
+    lines += report.simpler(simpler_layouts(asked), asked)
+    lines += alternatives(asked)
+    added = flags(placeholders(typed))
+    if added:
+        lines.append(f"assumed, since the rules ask for it: {' '.join(added)}")
+    print("\n".join([*lines, "", "flags of 1, to add to yours:", f"    {report.command(answer.best[0].choice)}"]))
+    return 0
+
+
+def _write_json(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    if options.json is None:
+        return
+    text = json.dumps(found, indent=1) + "\n"
+    if _is_stdout(options):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        Path(options.json).write_text(text)
+
+
+def _is_stdout(options: argparse.Namespace) -> bool:
+    return options.json == "-"
+
+
+_BF16_GRADIENTS = "--grad-reduce-in-bf16"
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser("Find the layouts of a model that fit on some devices, and estimate which is fastest.", __doc__)
+    parser.usage = "%(prog)s [options] -- <training flags>"
+    parser.add_argument("--world-size", type=int, metavar="N", help="devices")
+    parser.add_argument("--evaluate", action="store_true", help="time and memory of the layout given, as it is")
+    parser.add_argument("--device", choices=sorted(TABLE), default="h100", help="row of the table of data sheets")
+    parser.add_argument("--device-memory-gb", type=float, metavar="GB", help="of one device; default the table's")
+    parser.add_argument("--memory-share", type=float, default=0.92, help="of a device's memory that may be filled")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="devices with fast links to each other"
+    )
+    parser.add_argument(
+        "--efficiency", type=float, help="share of the peak that large matrix products reach; default the table's"
+    )
+    parser.add_argument(
+        "--link-efficiency", type=float, help="share of a link that collectives reach; default 0.8 inside a node, 0.95"
+    )
+    parser.add_argument("--peak-tflops", type=float, metavar="X", help="of dense matrices; default the table's")
+    parser.add_argument(
+        "--memory-bandwidth-gb-s",
+        "--memory-gb-s",
+        type=float,
+        metavar="X",
+        help="memory bandwidth; default the table's. That of another row of the same chip means that row",
+    )
+    parser.add_argument(
+        "--intra-node-gb-s", type=float, metavar="X", help="a device to its node, one way; default the table's"
+    )
+    parser.add_argument(
+        "--inter-node-gb-s", type=float, metavar="X", help="a device to other nodes; default the table's"
+    )
+    parser.add_argument("--hf-config", metavar="FOLDER", help="take the model from the config.json in this folder")
+    parser.add_argument(
+        _BF16_GRADIENTS, action="store_true", help="plan with 2-byte gradients, which pretrain_gpt.py does not have"
+    )
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="METRICS", help="metrics.jsonl of a run of yours, which corrects all times"
+    )
+    parser.add_argument(
+        "--calibrate-flags",
+        metavar="'FLAGS'",
+        help="that run's flags; default the config.yaml of the checkpoint next to the file, or the flags after --",
+    )
+    parser.add_argument(
+        "--processor-cores", type=int, metavar="N", help="with --device cpu: cores that a node's processes share"
+    )
+    parser.add_argument("--number", type=int, default=8, metavar="N", help="layouts to show")
+    parser.add_argument("--json", metavar="FILE", help="write everything there as well; - is the standard output")
+    return parser
+
+
+def _above_zero(options: argparse.Namespace) -> None:
+    for name, value in vars(options).items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+            raise ConfigurationError(f"{flag_of(name)} {value} is not above 0")
+    for name in ("efficiency", "link_efficiency", "memory_share"):
+        value = getattr(options, name)
+        if value is not None and value > 1:
+            raise ConfigurationError(f"{flag_of(name)} {value} is above 1, a share of the whole")

@@ -1,0 +1,115 @@
+"""Turns text into the .bin/.idx files that training reads.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod --workers 8 \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
+
+writes data/corpus_text_document.bin and .idx, which training takes as --data-path data/corpus_text_document, and
+data/corpus_manifest.json, which says what they were made from. A run that was killed goes on when it is started again.
+Exit codes: 0 done, 64 the flags cannot work, 65 a document cannot be read (file:line), 74 reading or writing failed.
+"""
+
+import gc
+import sys
+import time
+
+from megatron_ext.commandline import ToolParser
+from megatron_ext.data.prepare.journal import Progress
+from megatron_ext.data.prepare.old_flags import add_old_flags, old_flags
+from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
+from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
+
+_INPUTS = (
+    "files, folders or patterns of .jsonl (also .json), .txt and .parquet; all but .parquet also .gz, .zst, .xz or "
+    ".bz2; - is JSON lines from the standard input"
+)
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the tool's command line."""
+    parser = ToolParser("Encode text files into .bin/.idx, one pair for each JSON key.", __doc__)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help=_INPUTS)
+    add("--output-prefix", required=True, help="the files get this name plus _{key}_document.bin and .idx")
+    add_tokenizer_flags(parser, required=True)
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text is encoded")
+    add("--append-eod", action="store_true", help="end each document that is not empty with the end-of-document id")
+    add("--split-on", metavar="TEXT", help="what stands between two documents of a .txt file")
+    add("--workers", type=int, default=1, help="processes that encode; the output does not depend on it")
+    add(
+        "--on-error",
+        choices=("fail", "skip", "log"),
+        default="fail",
+        help="what to do with a bad document: "
+        "stop and name it, leave it out and count it, or also print a line for each",
+    )
+    add("--plain-tokenizer", action="store_true", help="do not look for a faster tokenizer that gives the same ids")
+    add("--commit-interval", type=float, default=2.0, metavar="SECONDS", help="time between two notes of how far it is")
+    add("--log-interval", type=int, default=1000, metavar="N", help="documents between two progress lines")
+    add_old_flags(parser)
+    return parser
+
+
+class _ProgressLine:
+    """Prints the rate and the time left every `interval` documents, to the standard error output."""
+
+    def __init__(self, interval: int):
+        self._interval = interval
+        self._start = time.perf_counter()
+        self._begun: Progress | None = None  # what an earlier run had done, which is no merit of this one
+        self._next = 0
+
+    def __call__(self, progress: Progress) -> None:
+        if self._begun is None:
+            self._begun = progress
+        elif progress.documents >= self._next:
+            self.print("processed", progress)
+        else:
+            return
+        self._next = progress.documents - progress.documents % self._interval + self._interval
+
+    def print(self, verb: str, progress: Progress) -> None:
+        elapsed = time.perf_counter() - self._start
+        begun = self._begun or Progress()
+        documents = (progress.documents - begun.documents) / elapsed
+        megabytes = (progress.text_bytes - begun.text_bytes) / 1e6 / elapsed
+        print(
+            f"{verb} {progress.documents} documents, {progress.text_bytes / 1e6:.1f} MB, {progress.tokens} tokens"
+            f"{f', {progress.skipped} left out' if progress.skipped else ''} "
+            f"({documents:.0f} documents/s, {megabytes:.2f} MB/s{_time_left(begun, progress, elapsed)})",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _time_left(begun: Progress, progress: Progress, elapsed: float) -> str:
+    read = progress.bytes_read - begun.bytes_read
+    if progress.bytes_total is None or progress.bytes_read >= progress.bytes_total or read <= 0:
+        return ""
+    seconds = round((progress.bytes_total - progress.bytes_read) * elapsed / read)
+    return f", {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+
+
+def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
+    gc.freeze()  # what is imported by now stays: nothing to look through again and again, and workers share it
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    for warning in old_flags(options):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    if options.log_interval < 1:
+        parser.error(f"--log-interval {options.log_interval} must be 1 or more")
+    line = _ProgressLine(options.log_interval)
+    job = EncodeJob(
+        inputs=tuple(options.input),
+        output_prefix=options.output_prefix,
+        **tokenizer_values(options),
+        json_keys=tuple(options.json_keys),
+        append_eod=options.append_eod,
+        split_on=options.split_on,
+        workers=options.workers,
+        on_error=options.on_error,
+        fast_tokenizer=not options.plain_tokenizer,
+        commit_interval=options.commit_interval,
+    )
+    line.print("done:", encode_files(job, line, lambda text: print(text, file=sys.stderr, flush=True)))
+    return 0

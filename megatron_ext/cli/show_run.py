@@ -1,0 +1,40 @@
+"""Shows runs: the loss curve of each in the terminal, and all on one web page.
+
+    python tools/show_run.py checkpoints/quickstart --html run.html
+    python tools/show_run.py checkpoints/tp2 checkpoints/pp2 --html both.html
+
+reads metrics.jsonl in each folder (or the file that --metrics-file named).
+"""
+
+from pathlib import Path
+
+from megatron_ext.commandline import ToolParser
+from megatron_ext.telemetry.curve import RunHistory, loss_chart, read_history, summary
+from megatron_ext.telemetry.run_page import run_page
+from megatron_ext.telemetry.runs_page import runs_page
+
+
+def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
+    parser = ToolParser("Show runs: their loss curves in the terminal, and as a web page.", __doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's --save folder, or its metrics file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with loss, rate, norm and speed")
+    options = parser.parse_args(argv)
+    runs = {str(run): read_history(run) for run in options.runs}
+    for number, (name, history) in enumerate(runs.items()):
+        if len(runs) > 1:
+            print(f"{chr(10) * bool(number)}== {name}")
+        print(loss_chart(history))
+        print()
+        print("\n".join(summary(history)))
+    if options.html is not None:
+        options.html.write_text(_page(runs), encoding="utf-8")
+        print(f"page             {options.html}")
+    return 0
+
+
+def _page(runs: dict[str, RunHistory]) -> str:
+    if len(runs) > 1:
+        return runs_page(runs)
+    [(name, history)] = runs.items()
+    return run_page(history, name)

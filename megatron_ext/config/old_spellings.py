@@ -1,0 +1,37 @@
+"""Lists the old spellings of Megatron's flags and of their values, each taken as the new one.
+
+Other names of a flag that takes the same values, such as `--persistent-save-interval`, are aliases in the schema.
+"""
+
+FLAGS: dict[str, tuple[str, str | None]] = {
+    "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
+    "--encoder-num-layers": ("num_layers", None),
+    "--encoder-seq-length": ("seq_length", None),
+}
+"""Flag -> field, and the value that the flag stands for; None where the flag takes the field's own value."""
+
+VALUES: dict[tuple[str, str], tuple[str, str | None]] = {
+    ("tokenizer_type", "Llama2Tokenizer"): ("SentencePieceTokenizer", None),
+    ("tokenizer_type", "GPTSentencePieceTokenizer"): ("SentencePieceTokenizer", None),
+    ("cp_comm_type", "a2a+p2p"): ("p2p", "keys go around one ring of all context-parallel ranks, as with p2p"),
+    ("eval_iters", "-1"): ("0", "there is no evaluation, as with --eval-iters 0"),
+    ("moe_token_dispatcher_type", "flex"): (
+        "alltoall",
+        "tokens are sent to their experts by torch.distributed, as with --moe-token-dispatcher-type alltoall",
+    ),
+    **{
+        ("ckpt_format", other): ("torch_dist", "checkpoints are written in torch_dist, which every layout can load")
+        for other in ("torch", "torch_dcp", "fsdp_dtensor", "zarr")
+    },
+}
+"""Field and value -> the value that is taken, and, where that does something else to the same end, what it does."""
+
+
+def taken_value(field: str, text: str) -> tuple[str, str | None]:
+    """Return the value that stands for a text (itself, where it is no old spelling), and what happens instead of what
+    it says; None where that is the same.
+
+    `taken_value("tokenizer_type", "Llama2Tokenizer")` is `("SentencePieceTokenizer", None)`: Megatron 0.19 builds one
+    and the same tokenizer for both.
+    """
+    return VALUES.get((field, text), (text, None))

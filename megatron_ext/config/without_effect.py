@@ -1,0 +1,85 @@
+"""Drops flags that have no effect next to the others, and says so: Megatron drops them too, or never reads them.
+
+    values, warnings = without_effect({"sequence_parallel": True})   # one tensor-parallel rank
+
+A flag is dropped only where what is trained and what is kept are the same with and without it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_ext.config.options import flag_of
+
+_READ_BY = {
+    "vocab_file": ("GPT2BPETokenizer",),
+    "merge_file": ("GPT2BPETokenizer",),
+    "tiktoken_pattern": ("TikTokenizer",),
+}
+"""Field -> the kinds of tokenizer that read it; another kind is what its own files say."""
+
+_OF_DDP = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size")
+_OF_FSDP = (
+    "--use-megatron-fsdp divides what --data-parallel-sharding-strategy says, and overlaps its traffic layer by layer"
+)
+
+
+def without_effect(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the typed values (by field name) without those that have no effect, and a warning for each of these."""
+    left = dict(values)
+    warnings = []
+    for name, reason in _dropped(values):
+        if left.pop(name) is not False:  # --switch=false asks for nothing
+            warnings.append(f"{flag_of(name)} changes nothing here: {reason}")
+    return left, warnings
+
+
+def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    tensor_size = values.get("tensor_model_parallel_size", 1)
+    if "sequence_parallel" in values and tensor_size == 1:
+        yield "sequence_parallel", "with --tensor-model-parallel-size 1 every rank has the whole sequence"
+    if values.get("save") is None:
+        for name in ("save_interval", "save_retain_interval"):
+            if name in values:
+                yield name, "without --save no checkpoint is written"
+    if not any(name in values for name in ("recompute_granularity", "recompute_activations")):
+        for name in ("recompute_method", "recompute_num_layers"):
+            if name in values:
+                yield name, "without --recompute-granularity nothing is recomputed"
+    yield from _of_other_tokenizers(values)
+    yield from _of_experts(values)
+    if values.get("use_megatron_fsdp"):
+        for name in _OF_DDP:
+            if name in values:
+                yield name, _OF_FSDP
+    yield from _of_gradients(values)
+
+
+def _of_gradients(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    asked = [
+        name
+        for name, short in (("grad_reduce_in_bf16", True), ("main_grads_dtype", "bf16"))
+        if values.get(name) == short
+    ]
+    if not values.get("bf16"):
+        for name in asked:
+            yield name, "without --bf16 gradients have the precision of the weights"
+        return
+    for scheme in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if values.get(scheme):
+            for name in asked:
+                yield name, f"{flag_of(scheme)} sums and keeps gradients in fp32"
+
+
+def _of_experts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if any(values.get(name) for name in ("num_experts", "load_hf", "use_checkpoint_args")):
+        return  # there are experts, or another file says whether there are
+    for name in ("expert_tensor_parallel_size", "moe_grouped_gemm"):
+        if name in values:
+            yield name, "without --num-experts there are no experts"
+
+
+def _of_other_tokenizers(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    kind = values.get("tokenizer_type")
+    for name, readers in _READ_BY.items():
+        if kind is not None and name in values and kind not in readers:
+            yield name, f"--tokenizer-type {kind} does not read it, only {' and '.join(readers)}"

@@ -1,0 +1,57 @@
+"""apex and Transformer Engine, which megatron-core takes kernels from wherever it finds them: here only where asked.
+
+Importing megatron-core next to an installed apex or Transformer Engine swaps Adam, SGD, the gradient norm and clipping
+for theirs, without a word and with other rounding. `leave_out` makes what was not asked for as if it were not
+installed, in this process, before the engine is imported; `kernels_text` says what became of it.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterable
+
+from megatron_ext.config.schema import Config
+
+_MODULES = {
+    "apex": ("apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
+    "transformer_engine": ("transformer_engine", "transformer_engine_torch"),
+}
+"""What the engine imports of each package."""
+
+_TITLES = {"apex": "apex", "transformer_engine": "Transformer Engine"}
+
+_left_out: list[str] = []
+_used: list[str] = []
+
+
+def asked_for(config: Config) -> tuple[str, ...]:
+    """Return the packages whose kernels the flags ask for."""
+    packages = {config.model.external_kernels, config.model.transformer_impl} & _MODULES.keys()
+    return tuple(sorted(packages))
+
+
+def leave_out(asked: Iterable[str]) -> None:
+    """Hide the packages that are not in `asked` from every import that follows.
+
+    One that somebody has imported already stays, and the engine takes it.
+    """
+    for package, modules in _MODULES.items():
+        imported = sys.modules.get(package) is not None
+        installed = imported or (package not in sys.modules and importlib.util.find_spec(package) is not None)
+        if package in asked or imported:
+            _used.extend([package] * installed)
+            continue
+        _left_out.extend([package] * installed)
+        # None in the module cache is Python's own way to say that an import of the name must fail.
+        sys.modules.update(dict.fromkeys(modules))
+
+
+def kernels_text() -> str | None:
+    """Return what became of the installed packages, in a sentence; None where there are none."""
+    if _used:
+        return f"Adam, norm and clipping are {' and '.join(_TITLES[package] for package in _used)}'s, where it has them"
+    if not _left_out:
+        return None
+    titles = " and ".join(_TITLES[package] for package in _left_out)
+    takes = " or ".join(f"--external-kernels {package}" for package in _left_out)
+    verb = "is" if len(_left_out) == 1 else "are"
+    return f"Adam, norm and clipping are torch's; {titles} {verb} installed and not used ({takes} takes it)"

@@ -1,0 +1,95 @@
+"""Corrects the estimates by one measured run of one's own: measured over estimated seconds of a step.
+
+The correction is one number for every time. What it stands for (versions of libraries, clocks, the fabric, kernels that
+are fused or not) is much the same for other layouts of the same program on the same machine; docs/planner.md shows how
+far that carries.
+"""
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.saved import read_saved
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.plan.estimate import step_time
+from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.shapes import Shapes
+from megatron_ext.rules.validate import problems
+
+_WARM_UP = 0.2  # share of the rows, at most this many steps, that compile, fill caches and settle
+_MOST_WARM_UP = 10
+_MOST_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a metrics file says of a run's speed."""
+
+    seconds: float
+    """Median seconds of a step, without the first ones."""
+
+    global_batch_size: int | None
+    world_size: int | None
+
+
+def read_metrics(path: Path) -> Measured:
+    """Return the speed that a run's metrics file records.
+
+    Raises:
+        ConfigurationError: the file is missing, too large, or has no step of a training run.
+    """
+    if not path.is_file():
+        raise ConfigurationError(f"--calibrate {path} is no file; give the metrics.jsonl of a run")
+    if path.stat().st_size > _MOST_BYTES:
+        raise ConfigurationError(f"--calibrate {path} has more than {_MOST_BYTES:,} bytes; give the last rows of it")
+    rows = [row for line in path.read_text(errors="replace").splitlines() if (row := _row(line)) is not None]
+    if not rows:
+        raise ConfigurationError(
+            f"--calibrate {path} has no row with elapsed_ms; give the metrics.jsonl of a run that logged some steps"
+        )
+    rows = rows[min(int(len(rows) * _WARM_UP), _MOST_WARM_UP) :]
+    last = rows[-1]
+    rows = [row for row in rows if row.get("global_batch_size") == last.get("global_batch_size")]
+    return Measured(
+        statistics.median(row["elapsed_ms"] for row in rows) / 1000.0,
+        last.get("global_batch_size"),
+        last.get("world_size"),
+    )
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    elapsed = row.get("elapsed_ms") if isinstance(row, dict) else None
+    return row if isinstance(elapsed, int | float) and elapsed > 0 else None
+
+
+def saved_values(metrics: Path) -> dict[str, Any] | None:
+    """Return the resolved values of the run that wrote this metrics file: of the newest checkpoint next to it."""
+    found = sorted(metrics.parent.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    return read_saved(found[-1]) if found else None
+
+
+def corrected(machine: Machine, values: Mapping[str, Any], facts: Facts, measured: Measured) -> Machine:
+    """Return the machine whose estimate of the measured run is what was measured.
+
+    Args:
+        values: the measured run's values of flags, by field name.
+    Raises:
+        ConfigurationError: the rules refuse the measured run's flags.
+    """
+    known = dict(values)
+    if measured.global_batch_size is not None:
+        known["global_batch_size"] = measured.global_batch_size
+    world_size = known.pop("world_size", None) or measured.world_size or 1
+    config = resolve({**known, "world_size": world_size}, facts)
+    if found := problems(config, facts):
+        raise ConfigurationError([f"the run of --calibrate: {problem}" for problem in found])
+    estimated = step_time(config, Shapes(config), replace(machine, correction=None)).total
+    return replace(machine, correction=measured.seconds / estimated)

@@ -1,0 +1,88 @@
+"""The constants of the time model, each with its source or its fit.
+
+Seven numbers are fitted to the published runs of tests/golden/published_runs.jsonl (`python benchmarks/planner.py
+--fit` computes them again): `edge`, `activations`, `unfused`, `straggling`, and in the table of devices the shares of
+the peak that large matrix products reach on A100, H100 and H100 limited to 500 W. The others are taken from
+publications, or assumed where they say so.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What no data sheet says."""
+
+    edge: float = 221.0
+    """Rows and columns by which a matrix product's cost exceeds its size: tiles at the edges and the last wave of
+    tiles are not full. Fitted; tiles are 128 to 256 wide."""
+
+    inner: float = 100.0
+    """Terms of a sum by which a product's cost exceeds its length: the loop over K starts and ends. Assumed: some tens
+    of instructions of 16 to 64 terms."""
+
+    attention_keys: float = 500.0
+    """Keys by which the cost of fused attention exceeds a sequence's: Shah et al. 2024 (FlashAttention-3,
+    arXiv:2407.08608, figure 5) reach half of their final rate at about 500 keys, causal, 128 channels."""
+
+    activations: float = 3.01
+    """Times that activations go through the memory for each time that the sum of reads and writes in plan/estimate.py
+    counts them, over the bandwidth of the data sheet: casts, copies, reductions and what does not reach the
+    bandwidth. Fitted."""
+
+    unfused: float = 1.76
+    """The same once more for runs of FSDP: those published are programs of torch's operations, mostly eager, while
+    those of DDP have the fused kernels of Megatron-LM and Transformer Engine. Fitted."""
+
+    stream: float = 0.85
+    """Share of the memory's bandwidth that long reads and writes reach. The usual result of BabelStream on A100 and
+    H100 is 0.85 to 0.92."""
+
+    contention: float = 0.1
+    """Share of hidden traffic's time that computation is slower for it: NCCL's 8 to 24 channels take as many of 108 or
+    132 multiprocessors."""
+
+    hop: float = 3e-6
+    """Seconds of latency from one node to another. Assumed; nccl-tests show 3 to 6 microseconds a hop of small rings
+    over InfiniBand."""
+
+    hop_inside: float = 1.5e-6
+    """Seconds of latency between two devices of a node. Assumed; nccl-tests on NVLink show 10 to 20 microseconds for
+    a ring of 8."""
+
+    intra_share: float = 0.8
+    """Share of the links inside of a node that collectives reach: nccl-tests' bus bandwidth on 8 H100, about 360 of 450
+    GB/s, and on 8 A100, about 235 of 300."""
+
+    inter_share: float = 0.95
+    """Share of the links between nodes that collectives reach: nccl-tests over 400 Gb/s adapters, about 48 of 50
+    GB/s."""
+
+    straggling: float = 0.0071
+    """Share by which a step is longer for every doubling of the nodes: all wait for the slowest. Fitted; MPT-7B is 10%
+    slower on 512 H100 than on 8 (6 doublings), Llama 3.1 405B 2.4% on 2,304 than on 576."""
+
+    host_gb_s: float = 20.0
+    """GB/s at which a host's processor reads and writes the optimizer's state of one device. Assumed: an eighth of
+    a node's memory bandwidth, and no more than PCIe 4.0 x16."""
+
+    imbalance: float = 1.1
+    """Tokens of the expert-parallel rank that has most of them over the mean. Assumed, with the usual load balancing
+    loss."""
+
+    cores: int | None = None
+    """Processor cores that the processes of a node share, on CPU ranks: None for one each."""
+
+
+CPU = Constants(edge=16.0, inner=32.0, activations=2.0, unfused=1.0, contention=1.0, hop=1e-4, hop_inside=1e-4)
+"""For CPU ranks over gloo, nothing of it fitted: nothing is hidden where computation and traffic share the cores."""
+
+RANGE = (0.90, 1.16)
+"""Time over estimate between which 90% of the published runs lie, each left out of the fit with all of its source."""
+
+ASSUMED_RANGE = (0.70, 1.45)
+"""The same for devices of which no run was fitted: the range, and the uncertainty of their share of the peak."""
+
+CALIBRATED_RANGE = (0.93, 1.07)
+"""The same where one measured run of the same program and machine corrects the estimate: dgxc-benchmarking's runs, each
+corrected by each other one."""

@@ -1,0 +1,98 @@
+"""Estimates how long the computation of a layer takes on a rank: matrix products by their sizes, attention, and what is
+bound by the memory.
+
+A matrix product of M x K by K x N takes 2 M N K / (peak x share) x (1 + e/M) (1 + e/N) (1 + k/K): tiles at the edges
+that are not full and blocks of the chip that wait for the last tiles cost e rows and columns more, starting and ending
+each tile's sum costs k terms more. Fused attention takes its operations (forward 2 products, backward 5, of the keys
+that causality leaves) over its own share of the peak. Everything else is bytes over a share of the bandwidth.
+"""
+
+from megatron_ext.config.layers import Attention, Layer
+from megatron_ext.config.schema import Config
+from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.products import Product, Products
+from megatron_ext.plan.shapes import Shapes
+
+Passes = tuple[float, float]
+"""Seconds of a forward and of a backward pass."""
+
+
+class Kernels:
+    """The seconds of one resolved configuration on a machine, of one microbatch."""
+
+    def __init__(self, config: Config, shapes: Shapes, machine: Machine):
+        self.config, self.constants = config, machine.constants
+        self.products = Products(config, shapes)
+        share = machine.processes_share(config.layout.world_size)
+        peak = machine.devices.peak_flops(config.training) * share
+        self.rate = peak * machine.matmul_share
+        self.attention_rate = peak * machine.attention_share
+        self.bandwidth = machine.devices.memory_bandwidth_gb_s * 1e9 * share
+        """Bytes a second of the data sheet."""
+        self.stream = self.bandwidth * self.constants.stream
+        """Bytes a second that long reads and writes reach."""
+        self.width = config.training.params_bytes
+        self.fused = machine.devices.is_gpu and config.model.attention_dropout == 0.0
+        self._of_kinds: dict[Layer, tuple[Passes, Passes, Passes]] = {}
+
+    def layer(self, layer: Layer) -> tuple[Passes, Passes, Passes]:
+        """Return the seconds of the projections, of attention's core and of the MLP."""
+        if layer not in self._of_kinds:
+            attention = self._all(self.products.attention(layer.attention))
+            self._of_kinds[layer] = attention, self._core(layer.attention), self._mlp(layer)
+        return self._of_kinds[layer]
+
+    def output(self) -> Passes:
+        """Return the seconds of the output layer's product."""
+        return self._all([self.products.output()])
+
+    def product(self, product: Product) -> float:
+        """Return the seconds of products of one size: by operations, but no faster than the weights are read."""
+        constants = self.constants
+        edge, start = constants.edge, constants.inner
+        rows, columns, inner, _ = product
+        waits = (1 + edge / rows) * (1 + edge / columns) * (1 + start / inner)
+        return product.flops / self.rate * waits
+
+    def _all(self, products: list[Product]) -> Passes:
+        """Return the seconds of some products and of their gradients, each at least the time to read the weights; a
+        weight's gradient is added to its sum in fp32, which is read and written."""
+        forward = backward = 0.0
+        for product in products:
+            weights = product.number * product.columns * product.inner
+            of_input, of_weights = product.backward()
+            read, added = weights * self.width / self.stream, weights * 8 / self.stream
+            forward += max(self.product(product), read)
+            backward += max(self.product(of_input), read) + max(self.product(of_weights), added)
+        return forward, backward
+
+    def _mlp(self, layer: Layer) -> Passes:
+        forward, backward = self._all(self.products.mlp(layer))
+        if layer.experts is None:
+            return forward, backward
+        # All wait for the rank whose experts have most tokens.
+        routed = self._all(self.products.routed(layer.experts))
+        most = self.constants.imbalance if self.products.experts > 1 else 1.0
+        return forward + most * routed[0], backward + most * routed[1]
+
+    def _core(self, attention: Attention) -> Passes:
+        model, layout = self.config.model, self.config.layout
+        length, tensor = model.seq_length, layout.tensor_model_parallel_size
+        tokens = self.products.tokens
+        causal = tokens * attention.core_flops(length) / tensor
+        if self.fused:
+            # Flash attention computes the scores once more in its backward pass: 5 products to the forward pass' 2.
+            seconds = causal / self.attention_rate * (1 + self.constants.attention_keys / length)
+            return seconds, 2.5 * seconds
+        # Each step a kernel of its own, whose whole square of scores goes through the memory.
+        heads = attention.query_heads / tensor
+        scores = heads * tokens * length
+        wide = heads * (attention.head_size + attention.value_head_size)
+        square = 2 * tokens * length * wide / self.rate * (1 + self.constants.inner / attention.head_size)
+        width = self.config.training.params_bytes
+        forward, backward = (passes * width * scores / self.stream for passes in _UNFUSED)
+        return square + forward, 2 * square + backward
+
+
+# Times that the scores are read or written: product, softmax, dropout with its mask of a byte, product; and backward.
+_UNFUSED = (6.5, 9.5)

@@ -1,0 +1,96 @@
+"""What hangs on an assumption: whether another layout wins where the machine is a little faster or slower than taken
+to be; and which other batches and world sizes there are where few layouts are legal."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_ext.plan.choices import layouts
+from megatron_ext.plan.estimate import step_time
+from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.presentation import name
+from megatron_ext.plan.search import Answer, Candidate, Question
+from megatron_ext.plan.shapes import Shapes
+
+_LEAST_GAIN = 0.005
+
+
+def hinges(question: Question, answer: Answer) -> list[str]:
+    """Return a line for each assumption that decides which layout is first, and one where none does."""
+    lines = []
+    first = answer.best[0]
+    exact = {id(candidate): candidate.seconds / _quick(candidate, question.machine) for candidate in answer.contenders}
+    for text, machine in _others(question.machine):
+        times = [
+            (exact[id(candidate)] * _quick(candidate, machine), place)
+            for place, candidate in enumerate(answer.contenders)
+        ]
+        own = next(seconds for seconds, place in times if answer.contenders[place].config == first.config)
+        seconds, place = min(times)
+        if own / seconds - 1 > _LEAST_GAIN:
+            lines.append(f"    {text}, {name(answer.contenders[place])} wins by {own / seconds - 1:.1%}")
+    if not lines:
+        return ["1 stays first with matrix products 10%, links 20% or memory 20% faster or slower than assumed"]
+    return ["the winner hangs on assumptions:", *lines]
+
+
+def _others(machine: Machine) -> Iterator[tuple[str, Machine]]:
+    devices = machine.devices
+    for word, factor in (("more", 1.1), ("less", 1 / 1.1)):
+        yield f"at 10% {word} efficiency of matrix products", replace(machine, efficiency=machine.matmul_share * factor)
+    for word, factor in (("faster", 1.2), ("slower", 1 / 1.2)):
+        for title, field in (("between nodes", "inter_node_gb_s"), ("inside of nodes", "intra_node_gb_s")):
+            changed = replace(devices, **{field: getattr(devices, field) * factor})
+            yield f"with links {title} 20% {word}", replace(machine, devices=changed)
+        changed = replace(devices, memory_bandwidth_gb_s=devices.memory_bandwidth_gb_s * factor)
+        yield f"with memory 20% {word}", replace(machine, devices=changed)
+
+
+def _quick(candidate: Candidate, machine: Machine) -> float:
+    return step_time(candidate.config, Shapes(candidate.config), machine, quick=True).total
+
+
+def alternatives(question: Question) -> list[str]:
+    """Return batches and world sizes near those asked for that more layouts can divide; nothing where half of the
+    data-parallel sizes divide the batch."""
+    batch, sizes = question.values["global_batch_size"], _data_sizes(question, question.world_size)
+    if not sizes or 2 * sum(batch % size == 0 for size in sizes) >= len(sizes):
+        return []
+    lines = [
+        f"of the data-parallel sizes that {question.world_size:,} devices allow "
+        f"({', '.join(map(str, sizes[:8]))}{', ...' if len(sizes) > 8 else ''}) "
+        f"{sum(batch % size == 0 for size in sizes)} divide --global-batch-size {batch:,}; others are there with"
+    ]
+    for near in _near_batches(batch, sizes):
+        divide = [size for size in sizes if near % size == 0]
+        lines.append(f"    --global-batch-size {near:,}: data-parallel sizes {', '.join(map(str, divide[:8]))}")
+    fewer = _fewer_devices(question, batch)
+    if fewer is not None:
+        lines.append(f"    {fewer:,} devices and the same batch")
+    return lines
+
+
+def _data_sizes(question: Question, world_size: int) -> list[int]:
+    """Return the data-parallel sizes of all ways to share the model, ascending."""
+    found = set()
+    for layout in layouts(question.values, world_size, question.machine.gpus_per_node):
+        model = layout["tensor_model_parallel_size"] * layout["context_parallel_size"]
+        found.add(world_size // (model * layout["pipeline_model_parallel_size"]))
+    return sorted(found)
+
+
+def _near_batches(batch: int, sizes: list[int]) -> list[int]:
+    """Return up to three batches, none over a quarter away, that most of the sizes divide."""
+    near = [size * round(batch / size) for size in sizes] + [size * (batch // size + 1) for size in sizes]
+    close = [each for each in dict.fromkeys(near) if 0 < abs(each - batch) <= batch / 4]
+    return sorted(close, key=lambda each: (-sum(each % size == 0 for size in sizes), abs(each - batch)))[:3]
+
+
+def _fewer_devices(question: Question, batch: int) -> int | None:
+    """Return the most devices, below those asked for and in whole nodes, of which some data-parallel size divides the
+    batch."""
+    node = question.machine.gpus_per_node
+    for world_size in range((question.world_size - 1) // node * node, 0, -node):
+        sizes = _data_sizes(question, world_size)
+        if sizes and 2 * sum(batch % size == 0 for size in sizes) >= len(sizes):
+            return world_size
+    return None

@@ -1,0 +1,89 @@
+"""Writes what a run begins with: one line each for device, layout, model, data and the way to go."""
+
+from dataclasses import dataclass
+from importlib import metadata
+
+from megatron_ext import __version__
+from megatron_ext.config.batch import samples_at_iteration
+from megatron_ext.config.blend import read_blend
+from megatron_ext.config.layers import stack
+from megatron_ext.config.parameters import count
+from megatron_ext.config.ranks import axis_sizes
+from megatron_ext.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What the configuration does not say of a run that begins."""
+
+    device: str
+    """Name of the hardware."""
+
+    backend: str
+    iteration: int
+    consumed_samples: int
+    own: tuple[str, ...] = ()
+    """Parts that are a user's own."""
+
+    kernels: str | None = None
+    """What became of kernels of other packages, where such are installed."""
+
+
+def banner(config: Config, begun: Begun) -> str:
+    """Return the lines, without the last newline."""
+    lines = {
+        "": f"megatron-ext {__version__}, torch {_version('torch')}, megatron-core {_version('megatron-core')}",
+        "device": f"{_ranks(config.layout.world_size)} on {begun.device}, {begun.backend}",
+        "layout": _layout(config),
+        "model": _model(config),
+        "data": _data(config),
+        "to go": _to_go(config, begun),
+        "own": ", ".join(begun.own),
+        "kernels": begun.kernels or "",
+    }
+    return "\n".join(f"{name:<8}{text}" if name else text for name, text in lines.items() if text)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
+def _layout(config: Config) -> str:
+    sizes = axis_sizes(config.layout)
+    chunks = config.layout.virtual_pipeline_model_parallel_size
+    pipeline = f"PP {sizes.pp}" + (f" in {chunks} chunks" if chunks > 1 else "")
+    expert = config.layout.expert_model_parallel_size
+    return " x ".join(
+        [f"TP {sizes.tp}", pipeline, f"CP {sizes.cp}", f"DP {sizes.dp}", *([f"EP {expert}"] if expert > 1 else [])]
+    )
+
+
+def _model(config: Config) -> str:
+    layers = stack(config)
+    precision = "bf16" if config.training.bf16 else "fp16" if config.training.fp16 else "fp32"
+    return f"{count(config):,} parameters, {len(layers)} layers of width {config.model.hidden_size:,}, {precision}"
+
+
+def _data(config: Config) -> str:
+    data, training = config.data, config.training
+    paths = data.data_path or data.train_data_path
+    names = read_blend(paths).prefixes if paths else ()
+    source = "synthetic" if not names else names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    return f"{source}; {training.global_batch_size:,} sequences of {config.model.seq_length:,} tokens a step"
+
+
+def _to_go(config: Config, begun: Begun) -> str:
+    training = config.training
+    samples = training.train_samples
+    if samples is None:
+        samples = samples_at_iteration(config, training.train_iters or 0)
+    left = max(0, samples - begun.consumed_samples)
+    after = f" after iteration {begun.iteration:,}" if begun.iteration else ""
+    return f"{left * config.model.seq_length:,} tokens in {left:,} sequences{after}"

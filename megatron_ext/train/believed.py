@@ -1,0 +1,72 @@
+"""Believes what a dry run cannot see: the layout is judged for the machines that it is meant for, not for this one."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_ext.config.arguments import Typed
+from megatron_ext.config.resolve import Facts
+
+_TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+_GPT2_VOCABULARY = 50257
+"""Entries of GPT-2's own vocab.json."""
+
+_OF_GPUS = {
+    "--device cuda": ("device", "cuda"),
+    "--distributed-backend nccl": ("distributed_backend", "nccl"),
+    "--transformer-impl transformer_engine": ("transformer_impl", "transformer_engine"),
+    "--profile": ("profile", True),
+    "--record-memory-history": ("record_memory_history", True),
+}
+"""Flag -> field and value that ask for a GPU."""
+
+
+def believed(facts: Facts, typed: Typed) -> tuple[Facts, list[str]]:
+    """Return the facts of a machine that has what the flags of a dry run name, and one warning about what this machine
+    does not have of it; none where it has all.
+
+    What the flags say against each other is not believed: `--device cpu` has no GPU.
+    """
+    missing = dict(_missing(facts, typed))
+    if not missing:
+        return facts, []
+    changes = {name: value for change in missing.values() for name, value in change.items()}
+    packages = frozenset(("transformer_engine", "wandb"))
+    return replace(facts, **{**changes, "packages": facts.packages | packages}), [
+        f"--dry-run believes what this machine does not have: {'; '.join(missing)}"
+    ]
+
+
+def _missing(facts: Facts, typed: Typed) -> Iterator[tuple[str, dict]]:
+    """Yield what is missing, and the facts with which it would be there."""
+    values = typed.values
+    asked = [flag for flag, (name, value) in _OF_GPUS.items() if values.get(name) == value]
+    if values.get("use_pytorch_profiler"):
+        asked = [flag for flag in asked if flag != "--profile"]
+    on_cpu = values.get("device") == "cpu" or values.get("distributed_backend") == "gloo"
+    if asked and not on_cpu and not facts.cuda_available:
+        yield f"an NVIDIA GPU ({', '.join(asked)})", {"cuda_available": True}
+    for package, given in (
+        ("transformer_engine", values.get("transformer_impl") == "transformer_engine"),
+        ("wandb", values.get("wandb_project") is not None),
+    ):
+        if given and package not in facts.packages:
+            yield f"the package {package}", {}
+    if values.get("torch_compile") and facts.missing_compiler is not None:
+        yield f"the C++ compiler {facts.missing_compiler}", {"missing_compiler": None}
+    if facts.missing_paths:
+        flags = dict.fromkeys(named.partition(" ")[0] for named in facts.missing_paths)
+        yield f"the files of {', '.join(flags)}", {"missing_paths": ()}
+    if facts.missing_checkpoint is not None:
+        yield "the checkpoint in --load", {"missing_checkpoint": None}
+    yield from _missing_tokenizer(facts, typed)
+
+
+def _missing_tokenizer(facts: Facts, typed: Typed) -> Iterator[tuple[str, dict]]:
+    """Yield the tokenizer whose files are not there, where the size of its vocabulary is known without them."""
+    values = typed.values
+    absent = [path for name in _TOKENIZER_FILES if (path := values.get(name)) and not os.path.exists(path)]
+    known = _GPT2_VOCABULARY if values.get("tokenizer_type") == "GPT2BPETokenizer" else None
+    size = values.get("vocab_size", known)
+    if facts.tokenizer_error is not None and absent and size is not None:
+        yield f"the tokenizer ({size} entries)", {"tokenizer_error": None, "vocab_size": size}

@@ -1,0 +1,122 @@
+"""What a user's own code brings to a run: callbacks, datasets, a loss, layers, an optimizer, a learning-rate schedule.
+
+    pretrain(flags, callbacks=[Mine()], datasets=my_datasets, loss=my_loss, layer_spec=my_layer)
+
+docs/extending.md has an example of each. Every function is called on every rank that has a use for it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.optimizers import OPTIMIZERS, OptimizerTraits
+from megatron_ext.config.schema import Config
+from megatron_ext.data.corpus import Splits
+from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Source
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.tokenizer.protocol import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_ext.config.layers import Layer
+    from megatron_ext.model.loss import TokenLogits
+    from megatron_ext.train.trainer import Callback
+
+MakeDatasets = Callable[[Config, Tokenizer, Splits[int]], Splits[SampleDataset | None]]
+"""From the configuration, the tokenizer and the number of samples that the run reads of each split, the datasets."""
+
+Loss = Callable[["TokenLogits"], "torch.Tensor"]
+"""From the logits of a microbatch, the loss of each token, [batch, sequence]."""
+
+LayerSpec = Callable[["ModuleSpec", "Layer"], "ModuleSpec"]
+"""From the spec of a layer and its description, the spec to build."""
+
+Schedule = Callable[[int, float], float]
+"""From the samples of all updates so far and the rate that the flags give, the learning rate of the next step."""
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """The parts of a run that are not ours. None stands for ours."""
+
+    callbacks: Sequence["Callback | Callable[[], Callback]"] = ()
+    datasets: MakeDatasets | None = None
+    loss: Loss | None = None
+    layer_spec: LayerSpec | None = None
+    optimizer: OptimizerTraits | None = None
+    learning_rate: Schedule | None = None
+
+    def named(self) -> tuple[str, ...]:
+        """Return the names of the parts that are not ours."""
+        return tuple(part.name for part in fields(self) if getattr(self, part.name))
+
+    def made_callbacks(self) -> list["Callback"]:
+        """Return the own callbacks, made where a class or function stands for one. The engine must be there."""
+        from megatron_ext.train.trainer import Callback
+
+        return [one if isinstance(one, Callback) else one() for one in self.callbacks]
+
+    def applied(self, config: Config) -> Config:
+        """Return the configuration with the own optimizer, which is registered.
+
+        Raises:
+            ConfigurationError: the optimizer has the name of another one, or cannot run in the flags' sharding scheme.
+        """
+        traits = self.optimizer
+        if traits is None:
+            return config
+        if OPTIMIZERS.get(traits.name, traits) != traits:
+            raise ConfigurationError(f"there is an optimizer {traits.name!r} already; give yours another name")
+        for scheme in ("use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"):
+            if getattr(config.layout, scheme) and scheme not in traits.schemes:
+                raise ConfigurationError(
+                    f"--{scheme.replace('_', '-')} cannot run {traits.title}: its traits do not name the scheme; "
+                    "leave the flag out, or add the scheme to `schemes` if the update is element by element"
+                )
+        OPTIMIZERS[traits.name] = traits
+        return replace(config, optimizer=replace(config.optimizer, optimizer=traits.name))
+
+    def own_datasets(self, config: Config, tokenizer: Tokenizer, numbers: Splits[int]) -> Splits[Samples | None] | None:
+        """Return the own datasets, one source each; None where there are none."""
+        if self.datasets is None:
+            return None
+        made = self.datasets(config, tokenizer, numbers)
+        if made.train is None or len(made.train) < numbers.train:
+            held = 0 if made.train is None else len(made.train)
+            raise ConfigurationError(
+                f"the own training dataset has {held} samples, and the run reads {numbers.train}; repeat them (index "
+                "modulo their number), or lower --train-iters"
+            )
+        return Splits(*(None if own is None else OwnSamples(own) for own in (made.train, made.valid, made.test)))
+
+
+NONE = Extensions()
+
+
+class OwnSamples:
+    """A user's dataset, seen as the samples of one source."""
+
+    def __init__(self, dataset: SampleDataset):
+        self._dataset = dataset
+        self.sources = [Source(type(dataset).__name__, len(dataset))]
+        self.order_depends_on: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._dataset[index]
+
+    def counts(self, samples: int) -> list[int]:
+        """Return the number of samples: all of the first `samples` samples come from the only source."""
+        return [samples]
+
+    def place(self, index: int) -> SampleWindow:
+        """Return where sample `index` lies."""
+        return SampleWindow(0, index)
+
+    def part(self, source: int) -> "OwnSamples":
+        """Return the dataset itself, which has only one source."""
+        return self

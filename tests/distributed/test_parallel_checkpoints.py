@@ -1,0 +1,76 @@
+"""--ckpt-fully-parallel-save and -load: who writes and who reads, and that the checkpoint and the run are the same."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.resaving import FLAGS, assert_same_tensors, resave, saved_by
+
+EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --expert-model-parallel-size 2"
+LAYOUTS = {
+    "DP3": (3, "--micro-batch-size 1 --global-batch-size 6"),
+    "DP2, bf16, distributed optimizer, in the background": (2, "--bf16 --use-distributed-optimizer --async-save"),
+    "TP2 DP2": (4, "--tensor-model-parallel-size 2"),
+    "experts on 2 of 4": (4, EXPERTS),
+}
+
+
+def _written_by_rank(folder: str) -> Counter[int]:
+    """Bytes of the checkpoint's shards by the rank that wrote them."""
+    sizes: Counter[int] = Counter()
+    for path in Path(folder, "iter_0000002").glob("*.distcp"):
+        rank = re.match(r"__(\d+)_", path.name)
+        assert rank is not None
+        sizes[int(rank[1])] += path.stat().st_size
+    return sizes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_write_the_same_checkpoint_together(layout: str, tmp_path: Path) -> None:
+    ranks, words = LAYOUTS[layout]
+    alone = saved_by((ranks, words), FLAGS, None, tmp_path / "alone")
+    together = saved_by((ranks, f"{words} --ckpt-fully-parallel-save"), FLAGS, None, tmp_path / "together")
+    assert_same_tensors(together, alone)
+    assert together.losses == alone.losses
+    sizes, before = _written_by_rank(together.folder), _written_by_rank(alone.folder)
+    assert max(sizes.values()) < 0.75 * max(before.values()) or "distributed" in layout
+    assert max(sizes.values()) < 1.7 * min(sizes[rank] for rank in range(ranks))
+
+
+def _reads(flags: list[str], folder: str) -> tuple[int, list[float]]:
+    """Bytes of tensors that this rank read from the files, and the losses of the run that goes on."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    from megatron_ext import device
+
+    device.install("cpu")
+    read: list[int] = []
+    original = FileSystemReader.read_data
+
+    def counted(self: Any, plan: Any, planner: Any) -> Any:
+        read.extend(item.lengths.numel() for item in plan.items if isinstance(item.lengths, torch.Size))
+        return original(self, plan, planner)
+
+    FileSystemReader.read_data = counted  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        losses = resave(flags, folder, f"{folder}/again")
+    finally:
+        FileSystemReader.read_data = original
+    return sum(read), losses
+
+
+@pytest.mark.parametrize("words", ["", "--use-distributed-optimizer --bf16"])
+def test_ranks_read_together_what_they_hold_in_common(words: str, tmp_path: Path) -> None:
+    flags = [*FLAGS, *words.split()]
+    saved = saved_by((2, words), FLAGS, None, tmp_path)
+    own = run_ranks(2, _reads, flags, saved.folder)
+    together = run_ranks(2, _reads, [*flags, "--ckpt-fully-parallel-load"], saved.folder)
+    assert [losses for _, losses in own] == [losses for _, losses in together] == [saved.losses] * 2
+    everything = own[0][0]
+    assert sum(read for read, _ in together) == pytest.approx(everything, rel=0.01)
+    assert all(read < 0.6 * everything for read, _ in together)

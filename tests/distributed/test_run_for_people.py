@@ -1,0 +1,65 @@
+"""One run of the whole program: its banner, its lines, the ranges of its trace, its tags, its last record."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.program import Ended, run_program
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --position-embedding-type rope "
+    "--mock-data --vocab-size 64 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --train-iters 3 "
+    "--log-interval 1 --eval-iters 0 --pipeline-model-parallel-size 2 --log-format short "
+    "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4"
+)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
+    folder = tmp_path_factory.mktemp("run")
+    where = ["--save", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
+    ranks = run_ranks(2, run_program, [*FLAGS.split(), *where])
+    assert [end.code for end in ranks] == [0, 0], ranks
+    return folder, ranks
+
+
+def test_the_banner_is_rank_0s_and_the_lines_are_the_last_ranks(ended: tuple[Path, list[Ended]]) -> None:
+    _, (first, last) = ended
+    assert "layout  TP 1 x PP 2 x CP 1 x DP 1\n" in first.output
+    assert "to go   192 tokens in 12 sequences\n" in first.output
+    assert "layout" not in last.output
+    lines = [line.split("   ") for line in last.output.splitlines() if line.startswith("step ")]
+    assert [line[0] for line in lines] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert [line[-1].endswith("left") for line in lines] == [True, True, False]
+    assert lines[-1][-1] == "done"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_trace_has_steps_with_their_forward_and_backward_passes(rank: int, ended: tuple[Path, list[Ended]]) -> None:
+    events = json.loads((ended[0] / "profile" / f"rank{rank}.json").read_text())["traceEvents"]
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    named = {name: [event for event in ranges if event["name"] == name] for name in ("forward", "backward")}
+    steps = sorted(event["name"] for event in ranges if event["name"].startswith("step "))
+    assert steps == ["step 2", "step 3"]
+    assert {name: len(found) for name, found in named.items()} == {"forward": 4, "backward": 4}
+    [step] = [event for event in ranges if event["name"] == "step 2"]
+    inside = [one for one in named["backward"] if step["ts"] <= one["ts"] < step["ts"] + step["dur"]]
+    assert len(inside) == 2, "two microbatches a step"
+
+
+def test_the_rate_is_among_tensorboards_tags(ended: tuple[Path, list[Ended]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(ended[0] / "tensorboard"))
+    events.Reload()
+    rates = [event.value for event in events.Scalars("tokens-per-second")]
+    seconds = [event.value for event in events.Scalars("iteration-time")]
+    assert [rate * second for rate, second in zip(rates, seconds, strict=True)] == pytest.approx([64] * 3)
+
+
+def test_the_end_is_recorded(ended: tuple[Path, list[Ended]]) -> None:
+    record = json.loads((ended[0] / "exit.json").read_text())
+    assert (record["code"], record["rank"], record["iteration"]) == (0, 0, 3)
+    assert record["message"] == "rank 0: done at iteration 3"

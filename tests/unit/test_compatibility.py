@@ -1,0 +1,235 @@
+"""A launch script written for Megatron starts as it is: what it takes, what it leaves out with a warning, what it
+refuses, all in one round."""
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.config import other_programs
+from megatron_ext.config.arguments import parse, read
+from megatron_ext.config.megatron_options import find
+from megatron_ext.config.options import options_by_flag
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.rules.validate import problems
+from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
+from megatron_ext.train.configure import Configured, configure
+from tests.support.wrong_flags import BASE
+
+
+def configured(line: str) -> Configured:
+    return configure(shlex.split(f"{BASE} {line}"))
+
+
+def problems_of(line: str) -> list[str]:
+    with pytest.raises(ConfigurationError) as caught:
+        configured(line)
+    return caught.value.problems
+
+
+def test_flags_that_cannot_be_read_hide_no_rule():
+    found = problems_of(
+        "--hiden-size 4 --lr fast --multi-latent-attention --world-size 3 --tensor-model-parallel-size 2"
+    )
+    starts = [
+        "--lr: 'fast' is not a number",
+        "--multi-latent-attention is not supported",
+        "unknown flag --hiden-size; did you mean --hidden-size?",
+        "world size 3 is not a multiple of --tensor-model-parallel-size 2",
+    ]
+    assert [problem.startswith(start) for problem, start in zip(found, starts, strict=True)] == [True] * 4
+
+
+def test_what_follows_from_an_unreadable_value_is_not_reported_too():
+    line = (
+        "--num-layers x --hidden-size 64 --seq-length 8 --micro-batch-size 1 --train-iters 1 --mock-data --vocab-size 9"
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        configure(shlex.split(line))
+    unreadable, missing = caught.value.problems
+    assert unreadable == "--num-layers: 'x' is not an integer"
+    assert missing.startswith("missing: --num-attention-heads, --lr; for example")
+
+
+def test_a_file_s_mistakes_hide_no_rule(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("hiden_size: 4\nmin_lr: low\n")
+    spelling, value, rule = problems_of(f"--config {tmp_path}/run.yaml --swiglu --squared-relu")
+    assert value == f"{tmp_path}/run.yaml: min_lr: 'low' is not a number"
+    assert spelling == f"{tmp_path}/run.yaml: unknown name hiden_size; did you mean hidden_size?"
+    assert rule.startswith("--swiglu and --squared-relu name different activations")
+
+
+@pytest.mark.parametrize(
+    ("flag", "guess"),
+    [
+        ("--use-mpi", None),
+        ("--train-mode", None),
+        ("--spli", "--split"),
+        ("--tensor-parallel-model-size", "--tensor-model-parallel-size"),
+        ("--hiden_size", "--hidden-size"),
+    ],
+)
+def test_a_guess_is_made_only_where_it_is_likely(flag: str, guess: str | None):
+    (problem,) = read([flag, "1"]).problems
+    assert problem.partition("; ")[2] == (
+        f"did you mean {guess}?" if guess else "see --help for all flags, or add --allow-unknown-flags to leave it out"
+    )
+
+
+def test_unknown_flags_are_left_out_where_asked_with_a_warning_each(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("fork_switch: true\n")
+    line = f"--use-mpi --train-mode finetune --num-layers 4 --config {tmp_path}/run.yaml"
+    typed = parse(shlex.split(f"{line} --allow-unknown-flags"))
+    assert typed.values == {"num_layers": 4}
+    assert [warning.split(" is unknown")[0] for warning in typed.warnings] == [
+        "--use-mpi",
+        "--train-mode",
+        f"{tmp_path}/run.yaml: fork_switch",
+    ]
+    assert len(read(shlex.split(line)).problems) == 3
+
+
+def test_underscores_stand_for_hyphens():
+    assert parse(shlex.split("--num_layers 4 --logging_level 5")).values == {"num_layers": 4}
+    assert read(["--multi_latent_attention"]).problems[0].startswith("--multi-latent-attention is not supported")
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("--tokenizer-type Llama2Tokenizer", {"tokenizer_type": "SentencePieceTokenizer"}),
+        ("--tokenizer-type GPTSentencePieceTokenizer", {"tokenizer_type": "SentencePieceTokenizer"}),
+        ("--vocab-file v --merge-file m", {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"}),
+        ("--use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
+        (  # as in Megatron, whatever the order
+            "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
+            {"position_embedding_type": "rope"},
+        ),
+        ("--encoder-num-layers 4 --encoder-seq-length 8", {"num_layers": 4, "seq_length": 8}),
+        ("--moe-layer-freq ([1]*48)", {}),
+        ("--moe-layer-freq [1,1]+[1]*2", {}),
+        ("--sequence-parallel=false", {}),
+    ],
+)
+def test_an_old_spelling_is_taken_silently_as_the_new_one(line: str, values: dict[str, Any], tmp_path: Path):
+    typed = parse(line.split())
+    assert (typed.values, typed.warnings) == (values, ())
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--deepspeed", "tools/import_config.py --from deepspeed FILE"),
+        ("--deepspeed_config", "tools/import_config.py --from deepspeed FILE"),
+        ("--hostfile", "torchrun --nnodes"),
+        ("--zero-stage", "--data-parallel-sharding-strategy optim_grads (stage 2)"),
+        ("--config_file", "tools/import_config.py --from accelerate FILE"),
+    ],
+)
+def test_a_flag_of_another_launcher_is_named_with_what_to_do_instead(flag: str, words: str):
+    (problem,) = read([flag, "2"]).problems
+    assert problem.startswith(f"{flag} is unknown: it is ")
+    assert words in problem
+    assert parse([flag, "2", "--allow-unknown-flags"]).values == {}
+
+
+def test_the_equivalents_of_other_programs_flags_are_flags():
+    foreign = {"--nnodes", "--node-rank", "--rdzv-endpoint", "--nproc-per-node", "--from"}  # torchrun's and a tool's
+    for flag, text in other_programs.FLAGS.items():
+        assert flag not in options_by_flag()
+        assert find(flag) is None
+        assert set(re.findall(r"--[a-z][a-z0-9-]*", text)) <= foreign | set(options_by_flag()), flag
+
+
+def test_a_file_takes_old_spellings_too(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(
+        "use_rotary_position_embeddings: true\ntokenizer_type: Llama2Tokenizer\nencoder_num_layers: 4\n"
+    )
+    assert parse(["--config", str(tmp_path / "run.yaml")]).values == {
+        "position_embedding_type": "rope",
+        "tokenizer_type": "SentencePieceTokenizer",
+        "num_layers": 4,
+    }
+    (tmp_path / "run.yaml").write_text("use_rotary_position_embeddings: false\n")
+    assert parse(["--config", str(tmp_path / "run.yaml")]).values == {}
+
+
+def test_layers_without_experts_are_refused():
+    for pattern in ("([0]*1+[1]*23)", "2", "[1,0]", "([1]*2+[0])", ""):
+        known = find("--moe-layer-freq")
+        assert known is not None
+        assert not known.is_neutral([pattern])
+
+
+@pytest.mark.parametrize(
+    ("was", "now"), [("sinkhorn", None), (None, "sinkhorn"), ("sinkhorn", "sinkhorn"), (None, "none")]
+)
+def test_sinkhorns_assignment_is_that_of_the_checkpoint(was: str | None, now: str | None):
+    flags = f"{BASE} --disable-bias-linear --num-experts 4 --load x"
+    saved = resolve(parse(flags.split()).values, Facts())
+    old = {**vars(saved.model), "vocab_size": 1000, "moe_router_load_balancing_type": was and (was,)}
+    line = f"{flags} --moe-router-load-balancing-type {now}" if now else flags
+    found = problems(resolve(parse(line.split()).values, Facts()), Facts(saved=old))
+    expected = [] if was == now or now == "none" else [f"use --moe-router-load-balancing-type {was or 'aux_loss'}"]
+    assert [problem.partition("; ")[2] for problem in found] == expected
+
+
+DROPPED = [
+    ("--sequence-parallel", "--tensor-model-parallel-size 1"),
+    ("--save-interval 5", "without --save"),
+    ("--eval-iters -1", "as with --eval-iters 0"),
+    ("--grad-reduce-in-bf16", "without --bf16"),
+    ("--use-precision-aware-optimizer", "say by themselves what is kept in bf16"),
+    ("--main-grads-dtype bf16", "without --bf16"),
+    ("--world-size 2 --bf16 --use-megatron-fsdp --grad-reduce-in-bf16", "--use-megatron-fsdp sums and keeps"),
+    ("--world-size 2 --bf16 --use-torch-fsdp2 --grad-reduce-in-bf16", "--use-torch-fsdp2 sums and keeps"),
+    ("--tokenizer-type ByteTokenizer --vocab-size 257 --tiktoken-pattern v2", "does not read it, only TikTokenizer"),
+    ("--tokenizer-type ByteTokenizer --vocab-size 257 --vocab-file v", "only GPT2BPETokenizer"),
+    ("--world-size 2 --use-megatron-fsdp --use-distributed-optimizer", "--data-parallel-sharding-strategy"),
+    ("--world-size 2 --use-megatron-fsdp --overlap-grad-reduce", "layer by layer"),
+    ("--world-size 2 --use-megatron-fsdp --overlap-param-gather", "layer by layer"),
+    ("--use-persistent-ckpt-worker", "background thread"),
+    ("--dist-ckpt-strictness log_all", "is refused"),
+    ("--ckpt-format torch", "torch_dist"),
+    ("--ckpt-format fsdp_dtensor", "torch_dist"),
+    ("--expert-tensor-parallel-size 4", "no experts"),
+    ("--recompute-method uniform", "nothing is recomputed"),
+    ("--disable-bias-linear --num-experts 8 --moe-token-dispatcher-type flex", "alltoall"),
+    ("--disable-bias-linear --num-experts 8 --transformer-impl transformer_engine", "--transformer-impl local"),
+    ("--world-size 2 --use-torch-fsdp2 --transformer-impl transformer_engine", "--transformer-impl local"),
+    ("--world-size 2 --context-parallel-size 2 --attention-dropout 0 --cp-comm-type a2a+p2p", "around one ring"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), DROPPED, ids=[line for line, _ in DROPPED])
+def test_what_has_no_bearing_is_taken_with_one_warning(line: str, words: str):
+    (warning,) = configured(line).typed.warnings
+    assert " changes nothing here: " in warning
+    assert words in warning
+
+
+def test_what_was_dropped_is_not_in_the_configuration():
+    config = configured("--sequence-parallel --save-interval 5 --expert-tensor-parallel-size 4").config
+    assert not config.layout.sequence_parallel
+    assert (config.checkpoint.save_interval, config.layout.expert_tensor_parallel_size) == (None, None)
+    config = configured("--world-size 2 --use-megatron-fsdp --use-distributed-optimizer --overlap-grad-reduce").config
+    assert (config.layout.use_distributed_optimizer, config.layout.overlap_grad_reduce) == (False, False)
+    kept = configured("--save-interval 5 --save checkpoints").config.checkpoint
+    assert kept.save_interval == 5
+
+
+def test_quotes_that_a_script_has_twice_are_taken_off():
+    plain, twice = (configured(f"--split {split}") for split in ("99,1,0", "\"'99,1,0'\""))
+    assert twice.config == plain.config
+    assert twice.typed.warnings == ()
+
+
+def test_tools_take_old_names_of_tokenizers_too():
+    parser = argparse.ArgumentParser()
+    add_tokenizer_flags(parser, required=True)
+    line = ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "m"]
+    assert tokenizer_values(parser.parse_args(line))["tokenizer_type"] == "SentencePieceTokenizer"

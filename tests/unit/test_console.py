@@ -1,0 +1,149 @@
+"""What a person sees: short lines and a banner; a reader that leaves; --help with a word."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.help_text import about
+from megatron_ext.telemetry.banner import Begun, banner
+from megatron_ext.telemetry.console import Console
+from megatron_ext.telemetry.metrics import ValidationMetrics
+from megatron_ext.telemetry.short_line import remaining, short_line
+from tests.support.samples import step
+from tests.support.small_models import LLAMA, small_config
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINING = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --position-embedding-type rope "
+    "--mock-data --vocab-size 64 --micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --num-workers 0 --device cpu "
+    "--log-interval 1 --eval-iters 1 --train-iters"
+)
+
+
+def test_the_short_line() -> None:
+    assert short_line(step()) == "step  10/100   loss 9.8451       3,278 tokens/s   0:28 left"
+    last = step(iteration=100, skipped_iterations=2, nan_iterations=1)
+    assert short_line(last) == "step 100/100   loss 9.8451       3,278 tokens/s   done   2 skipped   1 NaN"
+    evaluation = ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=1.5)
+    assert short_line(evaluation) == "validation after step 10   loss 1.5000   perplexity 4.48"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0:00"),
+        (59.6, "1:00"),
+        (725, "12:05"),
+        (12000, "3:20:00"),
+        (86400, "1 day 0:00:00"),
+        (2.6e5, "3 days 0:13:20"),
+    ],
+)
+def test_remaining_time(seconds: float, text: str) -> None:
+    assert remaining(seconds) == text
+
+
+@pytest.mark.parametrize(("form", "short"), [("auto", False), ("short", True), ("megatron", False)])
+def test_lines_that_are_no_terminals_are_megatrons_unless_asked(
+    form: str, short: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Console(throughput=False, form=form).write(step())
+    assert capsys.readouterr().out.startswith("step" if short else " [")
+
+
+def test_the_banner() -> None:
+    config = small_config(
+        LLAMA,
+        {"world_size": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"train_iters": 10},
+    )
+    begun = Begun("a device", "gloo", iteration=4, consumed_samples=16, own=("loss",), kernels="torch's")
+    first, *lines = banner(config, begun).splitlines()
+    assert first.startswith("megatron-ext ")
+    assert lines == [
+        "device  8 ranks on a device, gloo",
+        "layout  TP 2 x PP 2 x CP 1 x DP 2",
+        "model   156,224 parameters, 4 layers of width 64, fp32",
+        "data    synthetic; 4 sequences of 16 tokens a step",
+        "to go   384 tokens in 24 sequences after iteration 4",
+        "own     loss",
+        "kernels torch's",
+    ]
+
+
+def program(*words: str, **options: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, text=True, **options)  # pyright: ignore[reportCallIssue, reportArgumentType, reportReturnType]
+
+
+def test_a_terminal_shows_a_banner_and_short_lines() -> None:
+    ours, its = pty.openpty()
+    training = program("pretrain_gpt.py", *TRAINING.split(), "2", stdout=its, stderr=its)
+    os.close(its)
+    shown = b""
+    try:
+        while part := os.read(ours, 4096):
+            shown += part
+    except OSError:  # how a terminal says that nobody writes to it any more
+        pass
+    lines = shown.decode().splitlines()
+    assert training.wait() == 0, lines
+    os.close(ours)
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split("   ")[0] for line in steps] == ["step 1/2", "step 2/2"]
+    assert "layout  TP 1 x PP 1 x CP 1 x DP 1" in lines
+    assert not [line for line in lines if "consumed samples" in line]
+
+
+def head(command: list[str]) -> tuple[str, str, int]:
+    """The first line, as `| head -1` reads it, what is said on the standard error output, and the exit code."""
+    running = program(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert running.stdout is not None
+    assert running.stderr is not None
+    line = running.stdout.readline()
+    running.stdout.close()
+    return line, running.stderr.read(), running.wait()
+
+
+def test_a_training_goes_on_without_its_reader(tmp_path: Path) -> None:
+    """Each of its lines is written at once, so that the second finds the pipe closed."""
+    line, errors, code = head(["pretrain_gpt.py", *TRAINING.split(), "4", "--metrics-file", str(tmp_path / "metrics")])
+    assert (line[:12], errors, code) == ("megatron-ext", "", 0)
+    assert '"iteration": 4' in (tmp_path / "metrics").read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pretrain_gpt.py", "--help"],
+        ["pretrain_gpt.py", "--version"],
+        ["-m", "megatron_ext", "--help"],
+        ["-m", "megatron_ext", "preprocess", "--help"],
+        ["tools/plan.py", "--help"],
+        ["tools/prepare_cache.py", "--help"],
+    ],
+)
+def test_no_program_ends_in_a_traceback_when_its_reader_leaves(command: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # so that the first byte finds nobody
+    running = program(*command, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert running.stderr is not None
+    assert running.stderr.read() == ""
+    assert running.wait() in (0, 141)
+
+
+def test_help_with_a_word_names_what_speaks_of_it() -> None:
+    text = about("rope")
+    assert "--rope-scaling-factor X" in text
+    assert "--position-embedding-type" in text  # by its choices
+    assert "--num-layers " not in text
+    assert about("gloabl-batch") == (
+        "no flag speaks of 'gloabl-batch'; near it: --global-batch-size. --help lists all of them."
+    )
+    ended = program("pretrain_gpt.py", "--help", "rope", stdout=subprocess.PIPE)
+    assert ended.communicate()[0] == text + "\n"

@@ -1,0 +1,127 @@
+"""--dry-run judges the layout, not the machine: what is not here is believed, and the memory gets a verdict."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.plan.memory import worst_stage
+from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.verdict import USABLE, verdict
+from megatron_ext.train import configure as configuring
+from megatron_ext.train.configure import Configured, configure
+from tests.support.wrong_flags import BASE
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = BASE.removesuffix(" --mock-data --vocab-size 1000 --device cpu --dry-run")
+MOCK = "--mock-data --vocab-size 1000"
+
+
+@pytest.fixture(autouse=True)
+def _laptop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPUs, compiler and optional packages."""
+    monkeypatch.setattr(configuring, "shows_gpu", lambda: False)
+    monkeypatch.setattr(configuring.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def dry(line: str) -> Configured:
+    return configure(shlex.split(f"{MODEL} {line} --dry-run"), believing=True)
+
+
+BELIEVED = [
+    (f"{MOCK} --device cuda", "an NVIDIA GPU (--device cuda)"),
+    (f"{MOCK} --distributed-backend nccl", "an NVIDIA GPU (--distributed-backend nccl)"),
+    (f"{MOCK} --profile", "an NVIDIA GPU (--profile)"),
+    (f"{MOCK} --record-memory-history", "an NVIDIA GPU (--record-memory-history)"),
+    (
+        f"{MOCK} --transformer-impl transformer_engine",
+        "an NVIDIA GPU (--transformer-impl transformer_engine); the package transformer_engine",
+    ),
+    (f"{MOCK} --wandb-project p", "the package wandb"),
+    (f"{MOCK} --torch-compile", "the C++ compiler no-such-compiler"),
+    ("--vocab-size 300 --tokenizer-type ByteTokenizer --data-path nowhere/corpus", "the files of --data-path"),
+    ("--mock-data --vocab-file nowhere --merge-file nowhere", "the tokenizer (50257 entries)"),
+    (
+        "--mock-data --vocab-size 32000 --tokenizer-type Llama2Tokenizer --tokenizer-model nowhere",
+        "the tokenizer (32000 entries)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "what"), BELIEVED, ids=[line for line, _ in BELIEVED])
+def test_what_the_machine_does_not_have_is_believed_with_one_warning(line: str, what: str):
+    (warning,) = dry(line).typed.warnings
+    assert warning == f"--dry-run believes what this machine does not have: {what}"
+    with pytest.raises(ConfigurationError):  # a run needs it, and so does a tool that reads the data
+        configure(shlex.split(f"{MODEL} {line}"), believing=True)
+    with pytest.raises(ConfigurationError):
+        configure(shlex.split(f"{MODEL} {line} --dry-run"))
+
+
+def test_the_vocabulary_of_a_believed_tokenizer_is_the_one_of_the_model():
+    config = dry("--mock-data --vocab-file nowhere --merge-file nowhere").config
+    assert (config.data.vocab_size, config.model.padded_vocab_size) == (50257, 50304)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (f"{MOCK} --device cpu --distributed-backend nccl", "works on GPUs alone"),
+        (f"{MOCK} --device cpu --profile", "add --use-pytorch-profiler"),
+        ("--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere", "does not exist"),
+    ],
+)
+def test_what_the_flags_say_against_each_other_is_not_believed(line: str, words: str):
+    with pytest.raises(ConfigurationError, match=words):
+        dry(line)
+
+
+def test_nothing_is_believed_where_everything_is_there():
+    assert dry(f"{MOCK} --device cpu").typed.warnings == ()
+
+
+def test_the_verdict_is_that_of_the_planner():
+    config = dry(f"{MOCK} --device cpu").config
+    _, needed = worst_stage(config, Shapes(config), fused=False)
+    limit = needed.total / 1e9 / USABLE
+    for memory, fits in ((limit * 1.001, True), (limit * 0.999, False)):
+        lines, answer = verdict(config, device_memory_gb=memory)
+        assert answer is fits
+        assert any("does not fit" in line for line in lines) is not fits
+    assert verdict(config)[1]
+    assert verdict(config, device_name="h100")[1]
+
+
+def test_an_unknown_device_is_named():
+    config = dry(f"{MOCK} --device cpu").config
+    with pytest.raises(ConfigurationError, match="--device-name b300 is not one of h200, h100, a100"):
+        verdict(config, device_name="b300")
+
+
+@pytest.mark.parametrize("flags", ["--device-memory-gb 80", "--device-name h100"])
+def test_a_device_to_judge_by_belongs_to_a_dry_run(flags: str):
+    with pytest.raises(ConfigurationError, match="is what --dry-run judges a layout by"):
+        configure(shlex.split(f"{MODEL} {MOCK} --device cpu {flags}"))
+    assert dry(f"{MOCK} --device cpu {flags}").config.model.num_layers == 8
+
+
+def test_a_model_that_does_not_fit_ends_with_1():
+    """175 billion parameters on 8 devices, without any sharding."""
+    model = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --micro-batch-size 1"
+    line = f"{model} --lr 1e-4 --train-iters 9 --bf16 {MOCK} --dry-run --world-size 8 --tensor-model-parallel-size"
+    command = [sys.executable, "pretrain_gpt.py", *shlex.split(line), "8"]
+    for memory, code in (("80", 1), ("800", 0)):
+        result = subprocess.run(
+            [*command, "--device-memory-gb", memory], capture_output=True, text=True, cwd=ROOT, check=False
+        )
+        assert result.returncode == code, result.stderr
+        assert ("does not fit, optimizer being the largest part" in result.stdout) is (code == 1)
+
+
+def test_facts_are_left_alone_where_nothing_is_asked_of_the_machine():
+    assert dry(f"{MOCK} --device cpu").config == configure(shlex.split(f"{MODEL} {MOCK} --device cpu --dry-run")).config

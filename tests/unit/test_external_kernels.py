@@ -1,0 +1,74 @@
+"""apex and Transformer Engine stand in as packages beside the real engine: it takes their kernels only where asked."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What megatron-core imports of each when it is imported itself, with the names that it looks for.
+STAND_INS = {
+    "apex/__init__.py": "",
+    "apex/optimizers.py": (
+        "from torch.optim import AdamW, SGD\nclass FusedAdam(AdamW): pass\nclass FusedSGD(SGD): pass\n"
+    ),
+    "apex/multi_tensor_apply.py": "def multi_tensor_applier(*arguments): return arguments\n",
+    "amp_C.py": "def multi_tensor_l2norm(*arguments): pass\ndef multi_tensor_scale(*arguments): pass\n",
+    "transformer_engine/__init__.py": "",
+    "transformer_engine/pytorch/__init__.py": "",
+    "transformer_engine/pytorch/optimizers.py": (
+        "from torch.optim import AdamW, SGD\nclass FusedAdam(AdamW): pass\nclass FusedSGD(SGD): pass\n"
+        "def multi_tensor_applier(*arguments): pass\ndef multi_tensor_l2norm(*arguments): pass\n"
+        "def multi_tensor_scale(*arguments): pass\ndef multi_tensor_scale_tensor(*arguments): pass\n"
+    ),
+}
+PROGRAM = """
+import sys
+from megatron_ext import device
+from megatron_ext.device.external_kernels import asked_for, kernels_text
+from megatron_ext.config.schema import Config, ModelConfig
+
+config = Config(model=ModelConfig(external_kernels=sys.argv[1]))
+device.install("cpu", kernels=asked_for(config))
+from megatron.core.optimizer import Adam, clip_grads, optimizer
+
+for found in (Adam, clip_grads.l2_norm_impl, clip_grads.multi_tensor_applier, optimizer.multi_tensor_applier):
+    print(found.__module__.partition(".")[0])
+print(kernels_text())
+"""
+
+
+def engine_takes(folder: Path, packages: tuple[str, ...], asked: str) -> list[str]:
+    """Import the engine where the packages are installed; where its kernels are from, and what a run says of it."""
+    for name, text in STAND_INS.items():
+        if name.split("/")[0] in (*packages, *(["amp_C.py"] if "apex" in packages else [])):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, asked]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("packages", "said"),
+    [
+        (
+            ("apex", "transformer_engine"),
+            "Adam, norm and clipping are torch's; apex and Transformer Engine are installed and not used "
+            "(--external-kernels apex or --external-kernels transformer_engine takes it)",
+        ),
+        ((), "None"),
+    ],
+)
+def test_what_is_installed_changes_nothing(tmp_path: Path, packages: tuple[str, ...], said: str) -> None:
+    assert engine_takes(tmp_path, packages, "none") == ["torch", "megatron", "megatron", "megatron", said]
+
+
+def test_apex_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
+    said = "Adam, norm and clipping are apex's, where it has them"
+    assert engine_takes(tmp_path, ("apex", "transformer_engine"), "apex") == ["apex", "amp_C", "apex", "apex", said]

@@ -1,0 +1,116 @@
+"""Launches as Megatron-LM's users write them: most are taken, and what is refused would train something else.
+
+The launches of Megatron-LM's own repository are recorded (tests/golden/record_megatron_launches.py) and replayed:
+docs/megatron_launches.md shows what becomes of them.
+"""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.megatron_options import megatron_options
+from tests.support.megatron_launches import Outcome, Recorded, launches_page, replay, words, world_size
+
+ROOT = Path(__file__).resolve().parents[2]
+_RUN = (
+    "--micro-batch-size 1 --global-batch-size 128 --seq-length 4096 --max-position-embeddings 4096 --train-iters 1000 "
+    "--lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 100 --weight-decay 0.1 --clip-grad 1.0 --bf16 "
+    "--data-path $DATA --split 99,1,0 --save $OUT --load $OUT --save-interval 500 --log-interval 1 --eval-iters 10 "
+    "--distributed-backend nccl --transformer-impl transformer_engine --use-mcore-models"
+)
+_LLAMA = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
+)
+
+TAKEN = {
+    "dense": (
+        f"{_RUN} {_LLAMA} --tokenizer-type Llama2Tokenizer --tokenizer-model $MODEL --tensor-model-parallel-size 1 "
+        "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        "--use-persistent-ckpt-worker --dist-ckpt-strictness log_all --manual-gc --tp-comm-overlap --no-mmap-bin-files"
+    ),
+    "mixture": (
+        f"{_RUN} {_LLAMA} --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model $MODEL --num-experts 8 "
+        "--moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type flex --moe-enable-deepep "
+        "--moe-permute-fusion --moe-layer-freq ([1]*32) --expert-model-parallel-size 8 --moe-grouped-gemm"
+    ),
+    "sharded": (
+        f"{_RUN} {_LLAMA} --tokenizer-type HuggingFaceTokenizer --tokenizer-model $MODEL --use-megatron-fsdp "
+        "--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather --ckpt-format fsdp_dtensor --tiktoken-pattern v2"
+    ),
+    "gpt-2": (
+        f"{_RUN} --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --vocab-file $VOCAB --merge-file $MERGES "
+        "--use-rotary-position-embeddings --apply-query-key-layer-scaling --attention-softmax-in-fp32"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_usual_launch_is_taken_and_says_what_it_leaves_out(name: str):
+    outcome = replay(shlex.split(TAKEN[name]))
+    assert outcome.problems == ()
+    assert outcome.warnings
+    assert all("changes nothing here: " in warning for warning in outcome.warnings)
+
+
+@pytest.mark.parametrize(
+    ("added", "feature"),
+    [
+        ("--multi-latent-attention", "--multi-latent-attention"),
+        ("--fp8-format hybrid", "--fp8-format"),
+        ("--optimizer muon", "--optimizer: 'muon'"),
+        ("--use-mup", "--use-mup"),
+        ("--moe-layer-freq ([0]*1+[1]*31)", "--moe-layer-freq"),
+    ],
+)
+def test_what_trains_something_else_is_refused_for_that_alone(added: str, feature: str):
+    assert replay(shlex.split(f"{TAKEN['dense']} {added}")).features == (feature,)
+
+
+def test_the_words_are_those_of_megatrons_runner():
+    arguments = {"--bf16": True, "--modules": "[a b]", "--freq": "([1]*4)", "--path": "'x'", "--empty": "", "--n": 3}
+    line = ["--bf16", "--modules", "a", "b", "--freq", "([1]*4)", "--path", "x", "--empty", "--n", "3"]
+    assert words(arguments) == line
+
+
+def test_a_launch_gets_the_ranks_that_it_needs():
+    assert world_size({}) == 8
+    assert world_size({"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16}) == 128
+    assert world_size({"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 8}) == 32
+    assert world_size({"global_batch_size": 2, "micro_batch_size": 2}) == 1
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    return {name: replay(line) for name, line in Recorded.read().configurations.items()}
+
+
+def test_most_configurations_of_megatron_lm_are_taken(outcomes: dict[str, Outcome]):
+    assert len(outcomes) == 220
+    assert sum(not outcome.problems for outcome in outcomes.values()) >= 170
+
+
+def test_a_configuration_is_refused_for_what_is_not_built_alone(outcomes: dict[str, Outcome]):
+    """Each refused one has a flag that would change what is trained or kept, and none has one without bearing."""
+    accepted = {known.flag for known in megatron_options().values() if known.accepted}
+    for name, outcome in outcomes.items():
+        assert bool(outcome.problems) == bool(outcome.unbuilt), name
+        assert not accepted & set(outcome.features), name
+
+
+def test_the_page_shows_the_replay():
+    assert launches_page() == (ROOT / "docs/megatron_launches.md").read_text(), "python tests/golden/regenerate.py"
+
+
+def test_example_scripts_of_megatron_lm_start_but_for_fp8():
+    found = {Path(name).stem: replay(line).features for name, line in Recorded.read().examples.items()}
+    assert found.pop("train_llama3_8b_h100_fp8") == (
+        "--fp8-amax-compute-algo",
+        "--fp8-amax-history-len",
+        "--fp8-format",
+        "--fp8-param-gather",
+    )
+    assert set(found.values()) == {()}

@@ -1,0 +1,42 @@
+"""The planner's times against 43 published runs: fails when they get worse. docs/planner.md has the table."""
+
+import statistics
+
+import pytest
+
+from benchmarks.planner import calibrated, published, ratios, sources, summary
+
+RUNS = published()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, float]:
+    return ratios(RUNS)
+
+
+def test_estimates_are_near_what_was_published(found: dict[str, float]) -> None:
+    mean, bias, worst = summary(found.values())
+    assert len(found) == 43
+    assert mean <= 0.055
+    assert 0.98 <= bias <= 1.02
+    assert abs(worst) <= 0.16
+
+
+@pytest.mark.parametrize(("device", "most"), [("a100", 0.06), ("h100", 0.07), ("h100-96-500w", 0.07)])
+def test_no_device_is_worse_than_the_others(device: str, most: float, found: dict[str, float]) -> None:
+    mean, bias, _ = summary(found[run.name] for run in RUNS if run.machine.devices.name == device)
+    assert mean <= most
+    assert 0.96 <= bias <= 1.04
+
+
+def test_one_run_corrects_the_others_of_its_program(found: dict[str, float]) -> None:
+    [dgxc] = [runs for source, runs in sources(RUNS).items() if "dgxc" in source]
+    errors = calibrated(dgxc, found).values()
+    assert len(errors) == 12
+    assert statistics.fmean(errors) <= 0.04
+    assert sorted(errors)[-2] <= 0.05
+
+
+def test_the_range_holds_nine_of_ten(found: dict[str, float]) -> None:
+    inside = [run.machine.range[0] <= 1 / found[run.name] <= run.machine.range[1] for run in RUNS]
+    assert sum(inside) >= 0.9 * len(inside)

@@ -1,0 +1,126 @@
+"""A built wheel, installed into an empty environment and used outside of the checkout, as a user's machine has it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --num-workers 0 --split 100,0,0 --device cpu"
+)
+
+
+class Installed:
+    """An environment that has the wheel, and of what it needs the packages that the tests run with."""
+
+    def __init__(self, folder: Path, wheel: Path):
+        self.wheel = wheel
+        self.home = folder / "home"
+        self.home.mkdir()
+        environment = folder / "environment"
+        run(sys.executable, "-m", "venv", "--without-pip", environment)
+        self.bin = environment / "bin"
+        run(sys.executable, "-m", "pip", "--python", self.bin / "python", "install", "--no-index", "--no-deps", wheel)
+        self.site = next((environment / "lib").glob("python*/site-packages"))
+        (self.site / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def __call__(self, *words: str | Path, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
+        """Run a program of the environment in a folder that has nothing to do with the checkout."""
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return run(self.bin / words[0], *words[1:], cwd=self.home, env={**kept, "OMP_NUM_THREADS": "1"}, codes=codes)
+
+
+def run(*words: str | Path, codes: tuple[int, ...] = (0,), **options: object) -> subprocess.CompletedProcess[str]:
+    ended = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    assert ended.returncode in codes, f"{words}: exit code {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+    return ended
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    # A copy, so that nothing is built into the checkout; without the network, by the setuptools of the tests.
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "megatron_ext", source / "megatron_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    build = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", folder, source)
+    run(sys.executable, *build)
+    return Installed(folder, next(folder.glob("*.whl")))
+
+
+def test_the_wheel_has_every_file_of_the_package_and_no_other_package(installed: Installed) -> None:
+    own = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_ext").rglob("*") if path.is_file()}
+    with zipfile.ZipFile(installed.wheel) as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == {name for name in own if "__pycache__" not in name}
+
+
+def test_preprocess_pretrain_and_convert_outside_of_the_checkout(installed: Installed) -> None:
+    texts = [{"text": f"line {number} of a small corpus"} for number in range(200)]
+    (installed.home / "text.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    tokenizer = ("--tokenizer-type", "ByteTokenizer")
+    installed(
+        "megatron-ext", "preprocess", "--input", "text.jsonl", "--output-prefix", "data", "--append-eod", *tokenizer
+    )
+
+    where = installed("python", "-c", "import megatron_ext; print(megatron_ext.__file__)").stdout
+    assert where.startswith(str(installed.site)), "the test has run the checkout's package"
+
+    data = ("--data-path", "data_text_document", *tokenizer)
+    pretrain = ("megatron-ext", "pretrain", *MODEL.split(), *data, "--train-iters", "2", "--save", "run")
+    output = installed(*pretrain, "--log-interval", "1").stdout
+    assert "iteration        2/       2" in output
+    rows = [json.loads(line) for line in (installed.home / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2]
+
+    converted = installed("megatron-ext", "convert", "to-hf", "--load", "run", "--save", "hf", "--no-verify").stdout
+    assert "LlamaForCausalLM" in converted
+    assert (installed.home / "hf" / "model.safetensors").is_file()
+
+
+def test_the_doctor_knows_the_versions_without_the_checkout(installed: Installed) -> None:
+    said = installed("megatron-ext", "doctor", "--nproc-per-node", "1", codes=(0, 64, 74)).stdout  # as the machine is
+    assert "torch" in said
+    assert said.splitlines()[-1].endswith("warnings")
+
+
+def test_the_module_and_the_command_are_one_program(installed: Installed) -> None:
+    dry = ("pretrain", *MODEL.split(), "--mock-data", "--vocab-size", "64", "--train-iters", "2", "--dry-run")
+    assert installed("megatron-ext", *dry).stdout == installed("python", "-m", "megatron_ext", *dry).stdout
+    assert installed("megatron-ext", "--version").stdout == "megatron-ext 0.1.0\n"
+
+
+def test_bash_completes_commands_flags_and_choices(installed: Installed) -> None:
+    shell = shutil.which("bash")
+    assert shell is not None
+    script = r"""
+        eval "$(megatron-ext completion bash)"
+        complete_line() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _megatron_ext; echo "${COMPREPLY[*]}"; }
+        complete_line megatron-ext pre
+        complete_line megatron-ext pretrain --num-layers
+        complete_line megatron-ext pretrain --optimizer l
+        complete_line megatron-ext convert --max-
+        complete_line megatron-ext convert --dtype b
+        complete_line megatron-ext convert some-f
+    """
+    path = {**os.environ, "PATH": f"{installed.bin}:{os.environ['PATH']}"}
+    lines = run(shell, "-c", script, cwd=installed.home, env=path).stdout.splitlines()
+    assert lines == [
+        "pretrain preprocess prepare-cache",
+        "--num-layers --num-layers-per-virtual-pipeline-stage",
+        "lion",
+        "--max-shard-size",
+        "bf16",
+        "",
+    ]
