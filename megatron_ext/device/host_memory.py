@@ -21,6 +21,11 @@ def host_memory(cgroup: Path = _CGROUP) -> tuple[int, int]:
     return limit, max(0, min(memory.available, limit - (used or 0)))
 
 
+def host_swap() -> int:
+    """Return the bytes that can be swapped out: with them more is kept, if slowly."""
+    return psutil.swap_memory().total
+
+
 def _number(folder: Path, names: tuple[str, ...]) -> int | None:
     """Return the first that can be read; None where there is none, or no limit ("max")."""
     for name in names:

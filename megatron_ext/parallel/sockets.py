@@ -21,7 +21,8 @@ def is_one_machine(environment: MutableMapping[str, str] = os.environ) -> bool:
     local, world = environment.get("LOCAL_WORLD_SIZE"), environment.get("WORLD_SIZE")
     if local is not None and world is not None:
         return local == world
-    return _is_loopback(environment.get("MASTER_ADDR", ""))
+    # A Kubernetes operator may tell the first rank localhost, and the others its name.
+    return _is_loopback(environment.get("MASTER_ADDR", "")) and "KUBERNETES_SERVICE_HOST" not in environment
 
 
 def keep_to_this_machine(environment: MutableMapping[str, str] = os.environ) -> None:

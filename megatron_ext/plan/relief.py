@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from megatron_ext.config.schema import Config
-from megatron_ext.plan.memory import MemoryEstimate, worst_stage
+from megatron_ext.plan.memory import MemoryEstimate, memory, worst_stage
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.state_bytes import StateBytes, sharding, state_bytes
 
@@ -19,12 +19,29 @@ def estimate(config: Config, *, fused: bool) -> tuple[int, MemoryEstimate]:
     return worst_stage(config, Shapes(config), fused=fused)
 
 
+def kept_at_least(config: Config, *, fused: bool, anywhere: bool) -> tuple[int, dict[str, float]]:
+    """Return a pipeline stage and, by part, the bytes that each of its ranks keeps between steps.
+
+    Without training (--skip-train) weights alone are sure to be there.
+
+    Args:
+        fused: whether this is a GPU.
+        anywhere: the stage that keeps least, which every rank keeps wherever it is; else the one that keeps most.
+    """
+    shapes = Shapes(config)
+    parts = _STATE[:1] if config.training.skip_train else _STATE
+    needed = {stage: memory(config, stage, shapes, fused=fused).parts for stage in set(shapes.representatives())}
+    kept = {stage: {part: needed[stage][part] for part in parts} for stage in sorted(needed)}
+    stage = (min if anywhere else max)(kept, key=lambda stage: sum(kept[stage].values()))
+    return stage, kept[stage]
+
+
 def host_bytes(config: Config) -> float:
-    """Return the bytes of state that a rank of the fullest stage keeps in host memory, next to its GPU."""
+    """Return the bytes of state that every rank keeps in host memory, next to its GPU: those of the emptiest stage."""
     shapes = Shapes(config)
     kinds = state_bytes(config), state_bytes(config, expert=True)
     per_stage = (shapes.parameters_of_stage(stage) for stage in set(shapes.representatives()))
-    return max(sum(size * _moved(kind) for size, kind in zip(sizes, kinds, strict=True)) for sizes in per_stage)
+    return min(sum(size * _moved(kind) for size, kind in zip(sizes, kinds, strict=True)) for sizes in per_stage)
 
 
 def described(parts: Mapping[str, float]) -> str:

@@ -12,14 +12,12 @@ import torch
 
 from megatron_ext import environment
 from megatron_ext.config.schema import Config
-from megatron_ext.device.host_memory import host_memory
+from megatron_ext.device.host_memory import host_memory, host_swap
 from megatron_ext.device.protocol import Device
 from megatron_ext.errors import ConfigurationError, MemoryExhaustedError, TrainingError
-from megatron_ext.plan.memory import MemoryEstimate
-from megatron_ext.plan.relief import described, estimate, gigabytes, helpful_flags, host_bytes
+from megatron_ext.plan.relief import described, estimate, gigabytes, helpful_flags, host_bytes, kept_at_least
 from megatron_ext.terminal import warn
 
-_STATE = ("weights", "gradients", "optimizer")
 _NEAR = 0.9  # of the memory: what is left is for libraries and buffers
 _TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
@@ -30,37 +28,58 @@ def check_it_fits(config: Config, device: Device) -> None:
     Raises:
         ConfigurationError: what a rank keeps between steps is more than all memory.
     """
-    stage, needed = estimate(config, fused=device.kind == "cuda")
     ranks = environment.local_world_size()
-    where = f"a rank of pipeline stage {stage}" if config.layout.pipeline_model_parallel_size > 1 else "a rank"
-    if device.kind == "cpu":
-        _compare(config, needed, f"{ranks} x {where}" if ranks > 1 else where, ranks, device.capacity(), "this machine")
+    if device.kind == "cpu":  # its memory is that of all its ranks, of whatever stages
+        _check_what_is_kept(config, device, ranks)
+        _warn_if_near(config, device, ranks)
         return
-    _compare(config, needed, where, 1, device.capacity(), f"GPU {device.torch_device.index}")
-    on_host, of_host = host_bytes(config) * ranks, host_memory()[0]
-    if on_host > of_host:
+    _check_what_is_kept(config, device, 1)
+    _check_the_host(config, ranks)
+    _warn_if_near(config, device, 1)
+
+
+def _check_what_is_kept(config: Config, device: Device, ranks: int) -> None:
+    on_cpu, total = device.kind == "cpu", device.capacity()[0]
+    stage, kept = kept_at_least(config, fused=not on_cpu, anywhere=on_cpu)
+    each = sum(kept.values())
+    if ranks * each > total + (host_swap() if on_cpu else 0):
         raise ConfigurationError(
-            f"{ranks} ranks keep {gigabytes(on_host)} in host memory, but this machine has {gigabytes(of_host)}; use a "
+            f"{_who(config, ranks, stage)} needs {gigabytes(each)} between steps ({described(kept)}), "
+            f"but {_what(device)} has {gigabytes(total)} of memory; use {_advice(config, on_cpu)}"
+        )
+
+
+def _warn_if_near(config: Config, device: Device, ranks: int) -> None:
+    on_cpu, free = device.kind == "cpu", device.capacity()[1]
+    stage, needed = estimate(config, fused=not on_cpu)
+    if ranks * needed.total > _NEAR * free and environment.local_rank() == 0:
+        warn(
+            f"{_who(config, ranks, stage)} needs about {gigabytes(needed.total)} ({described(needed.parts)}), and "
+            f"{_what(device)} has {gigabytes(free)} of memory free: it may run out. What helps: "
+            f"{_advice(config, on_cpu)}"
+        )
+
+
+def _what(device: Device) -> str:
+    return "this machine" if device.kind == "cpu" else f"GPU {device.torch_device.index}"
+
+
+def _check_the_host(config: Config, ranks: int) -> None:
+    kept, total = host_bytes(config) * ranks, host_memory()[0]
+    if kept > total + host_swap():
+        raise ConfigurationError(
+            f"{ranks} ranks keep {gigabytes(kept)} in host memory, but this machine has {gigabytes(total)}; use a "
             "smaller --optimizer-offload-fraction, or more machines"
         )
 
 
-def _compare(
-    config: Config, needed: MemoryEstimate, who: str, ranks: int, capacity: tuple[int, int], what: str
-) -> None:
-    total, free = capacity
-    state = {part: size for part, size in needed.parts.items() if part in _STATE}
-    advice = "; or ".join(helpful_flags(config, needed, fused=what.startswith("GPU")))
-    if ranks * sum(state.values()) > total:
-        raise ConfigurationError(
-            f"{who} needs {gigabytes(sum(state.values()))} between steps ({described(state)}), but {what} has "
-            f"{gigabytes(total)} of memory; use {advice}"
-        )
-    if ranks * needed.total > _NEAR * free and environment.local_rank() == 0:
-        warn(
-            f"{who} needs about {gigabytes(needed.total)} ({described(needed.parts)}), and {what} has "
-            f"{gigabytes(free)} of memory free: it may run out. What helps: {advice}"
-        )
+def _who(config: Config, ranks: int, stage: int) -> str:
+    one = f"a rank of pipeline stage {stage}" if config.layout.pipeline_model_parallel_size > 1 else "a rank"
+    return f"{ranks} x {one}" if ranks > 1 else one
+
+
+def _advice(config: Config, on_cpu: bool) -> str:
+    return "; or ".join(helpful_flags(config, estimate(config, fused=not on_cpu)[1], fused=not on_cpu))
 
 
 def as_exhausted(error: BaseException, config: Config, device: Device) -> MemoryExhaustedError | None:
@@ -69,12 +88,11 @@ def as_exhausted(error: BaseException, config: Config, device: Device) -> Memory
         return None
     stage, needed = estimate(config, fused=device.kind == "cuda")
     held = device.memory()
-    helps = "; or ".join(helpful_flags(config, needed, fused=device.kind == "cuda"))
     first = " ".join(str(error).split()).split(". ")[0][:300]
     return MemoryExhaustedError(
         f"memory has run out ({first}). This rank held {gigabytes(held.allocated)}, at most "
         f"{gigabytes(held.max_allocated)}; by formula a rank of stage {stage}, which needs most, has "
-        f"{gigabytes(needed.total)}: {described(needed.parts)}. What helps: {helps}"
+        f"{gigabytes(needed.total)}: {described(needed.parts)}. What helps: {_advice(config, device.kind == 'cpu')}"
     )
 
 

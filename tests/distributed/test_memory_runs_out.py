@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.config.schema import Config
 from megatron_ext.device.host_memory import host_memory
 from megatron_ext.errors import ConfigurationError, MemoryExhaustedError
-from megatron_ext.plan.relief import estimate, helpful_flags, host_bytes
+from megatron_ext.plan.relief import estimate, helpful_flags, host_bytes, kept_at_least
 from megatron_ext.train import memory_check
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
@@ -72,7 +72,10 @@ def _config(flags: str) -> Config:
 
 
 @pytest.mark.parametrize("share", [0.99, 1.01])
-def test_the_state_alone_decides_whether_a_run_is_refused(share: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_state_alone_decides_whether_a_run_is_refused(
+    share: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_check, "host_swap", lambda: 0)
     config = _config("--seq-length 8 --micro-batch-size 1")
     needed = estimate(config, fused=False)[1]
     state = needed.weights + needed.gradients + needed.optimizer
@@ -85,6 +88,42 @@ def test_the_state_alone_decides_whether_a_run_is_refused(share: float, capsys: 
     assert "it may run out. What helps: --" in capsys.readouterr().err
     memory_check.check_it_fits(config, _Device(state * share, 2 * needed.total))  # pyright: ignore[reportArgumentType]
     assert not capsys.readouterr().err
+
+
+def test_stages_with_little_are_not_counted_like_the_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages with the embedding and the output have most; the machine has room for all four, not for four such."""
+    monkeypatch.setattr(memory_check, "host_swap", lambda: 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    config = _config(
+        "--seq-length 8 --micro-batch-size 1 --vocab-size 65536 --num-layers 4 --pipeline-model-parallel-size 4 "
+        "--world-size 4"
+    )
+    stages = [sum(kept_at_least(config, fused=False, anywhere=anywhere)[1].values()) for anywhere in (True, False)]
+    assert stages[1] > 50 * stages[0]
+    device: Any = _Device(3 * stages[1], 1e12)
+    memory_check.check_it_fits(config, device)
+    device = _Device(3.9 * stages[0], 1e12)
+    with pytest.raises(ConfigurationError, match=r"4 x a rank of pipeline stage 1 needs .* between steps"):
+        memory_check.check_it_fits(config, device)
+
+
+def test_what_only_training_makes_is_no_reason_to_refuse_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "host_swap", lambda: 0)
+    trains, evaluates = (_config(f"--seq-length 8 --micro-batch-size 1 {flag}") for flag in ("", "--skip-train"))
+    device: Any = _Device(estimate(trains, fused=False)[1].weights * 1.01, 1e12)
+    with pytest.raises(ConfigurationError):
+        memory_check.check_it_fits(trains, device)
+    memory_check.check_it_fits(evaluates, device)
+
+
+def test_what_can_be_swapped_out_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config("--seq-length 8 --micro-batch-size 1")
+    device: Any = _Device(1, 1e12)
+    monkeypatch.setattr(memory_check, "host_swap", lambda: 10**9)
+    memory_check.check_it_fits(config, device)
+    monkeypatch.setattr(memory_check, "host_swap", lambda: 0)
+    with pytest.raises(ConfigurationError):
+        memory_check.check_it_fits(config, device)
 
 
 @pytest.mark.parametrize(

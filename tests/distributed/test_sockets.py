@@ -46,6 +46,7 @@ def test_ranks_under_torchrun_listen_on_loopback(tmp_path: Path) -> None:
         ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}, False),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, True),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "::1"}, True),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}, False),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, False),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "node7"}, False),
     ],

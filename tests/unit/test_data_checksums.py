@@ -1,5 +1,6 @@
 """The checksums of a manifest find every changed byte of the data: at the start, or while a run reads it."""
 
+import itertools
 import json
 import threading
 import time
@@ -97,6 +98,48 @@ def test_the_background_takes_a_hundredth_of_a_core(tmp_path: Path) -> None:
     assert check.checked == len(blocks)
     share = (used[-1] - used[0]) / sum(rests[1:])
     assert share < 0.015, "processor time for each second of rest"
+
+
+@pytest.mark.parametrize(("processes", "rest"), [(1, 99.0), (4, 399.0)])
+def test_the_processes_of_a_machine_share_the_hundredth(
+    prefix: str, processes: int, rest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "thread_time", itertools.count().__next__)  # a second from one reading to the next
+    rests: list[float] = []
+    check = BackgroundCheck(known_blocks(prefix), lambda seconds: not rests.append(seconds), processes=processes)
+    check._thread.join(20)
+    assert set(rests) == {pytest.approx(rest)}
+
+
+def test_a_file_that_is_replaced_or_removed_while_it_trains_is_left_out(prefix: str) -> None:
+    """The run has the other one open; to end it would be wrong."""
+    blocks = [block for block in known_blocks(prefix) if block.path.endswith(".bin")]
+    began, go_on = threading.Event(), threading.Event()
+
+    def pause(seconds: float) -> bool:
+        began.set()
+        return go_on.wait(20)
+
+    for replacement in (bytes(1 << 16), None):
+        began.clear()
+        go_on.clear()
+        check = BackgroundCheck(blocks, pause)
+        assert began.wait(20)
+        path = Path(f"{prefix}.bin")
+        whole = path.read_bytes()
+        path.unlink()
+        if replacement is not None:
+            path.with_suffix(".new").write_bytes(replacement)
+            path.with_suffix(".new").rename(path)
+        go_on.set()
+        check._thread.join(20)
+        check.check()
+        assert check.checked < len(blocks)
+        path.write_bytes(whole)
+
+
+def test_a_pair_that_is_not_there_has_no_blocks(tmp_path: Path) -> None:
+    assert known_blocks(str(tmp_path / "none")) == []
 
 
 def test_a_run_that_ends_ends_the_check(prefix: str) -> None:

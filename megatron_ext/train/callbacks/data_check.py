@@ -1,5 +1,6 @@
 """--verify-data background compares the data with the checksums of its manifest while the run trains on it."""
 
+from megatron_ext import environment
 from megatron_ext.data.checksums import BackgroundCheck, Block
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -13,7 +14,7 @@ class DataCheck(Callback):
     """
 
     def __init__(self, blocks: list[Block]):
-        self._check = BackgroundCheck(blocks)
+        self._check = BackgroundCheck(blocks, processes=environment.local_world_size())
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         self._check.check()
