@@ -105,8 +105,8 @@ def some_blocks(blocks: Sequence[Block]) -> list[Block]:
 class BackgroundCheck:
     """Compares blocks one after another in a thread of its own.
 
-    The checks of all processes of a machine together compute for 1% of the time of one core, which reads 10 to 30 MB
-    a second. A file that has been replaced or removed since the start is not that of the run, which has the other one
+    The checks of all processes of a machine together compute for 1% of the time of one core, which reads some 10 MB a
+    second. A file that has been replaced or removed since the start is not that of the run, which has the other one
     open, and is left out; so is one that cannot be read just now, as the training itself will say if it needs it.
 
     Args:

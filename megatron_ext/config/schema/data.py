@@ -38,7 +38,7 @@ class DataConfig:
     verify_data: str = free(
         "background",
         "Compare the data with the checksums of its manifest: some blocks at the start and all while training (1% of "
-        "a core), all at the start, or none.",
+        "a core of the machine), all at the start, or none.",
         choices=("start", "background", "off"),
     )
     mock_data: bool = free(False, "Synthetic tokens, a function of the seed; no files.")
