@@ -297,9 +297,9 @@ def _pinned(values: Mapping[str, Any]) -> list[str]:
     """Return flags that keep the planner from changing what the recipe leaves at its default."""
     sizes = ["tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"]
     sizes += ["expert_model_parallel_size"] if "num_experts" in values else []
-    sharding = ("use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp")
+    switches = ("use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp", "optimizer_cpu_offload")
     flags = [f"--{name.replace('_', '-')}=1" for name in sizes if name not in values]
-    return flags + [f"--{name.replace('_', '-')}=false" for name in sharding if name not in values]
+    return flags + [f"--{name.replace('_', '-')}=false" for name in switches if name not in values]
 
 
 def _alone(config: Config) -> list[str]:

@@ -77,6 +77,10 @@ class OptimizerTraits:
     """What megatron-core is asked to build. Where that is another, `torch_class` takes its place before the first
     update; else the engine may take a fused kernel of Transformer Engine or apex."""
 
+    in_bf16: "OptimizerTraits | None" = None
+    """Those of the class that keeps averages in bf16, where --exp-avg-dtype or --exp-avg-sq-dtype asks for it; None
+    where there is none."""
+
     is_of_ours: bool = False
     """Whether a class of ours takes the place of what the engine builds, although the engine has the optimizer."""
 
@@ -129,7 +133,7 @@ class OptimizerTraits:
 
 _ALL_SCHEMES: frozenset[Scheme] = frozenset({"use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"})
 
-_ADAM = OptimizerTraits(
+_FULL_ADAM = OptimizerTraits(
     name="adam",
     title="Adam",
     torch_class="torch.optim:AdamW",
@@ -146,15 +150,16 @@ _ADAM = OptimizerTraits(
     },
 )
 _SHORT_ADAM = replace(
-    _ADAM,
+    _FULL_ADAM,
     title="Adam with averages in bf16",
     torch_class="megatron_ext.optim.short_adam:ShortAdam",
-    arguments={**_ADAM.arguments, "dtypes": ("exp_avg_dtype", "exp_avg_sq_dtype")},
+    arguments={**_FULL_ADAM.arguments, "dtypes": ("exp_avg_dtype", "exp_avg_sq_dtype")},
     states=(State("exp_avg", dtype_field="exp_avg_dtype"), State("exp_avg_sq", dtype_field="exp_avg_sq_dtype")),
     is_of_ours=True,
     torch_options={},
 )
 """Adam where --exp-avg-dtype or --exp-avg-sq-dtype is bf16."""
+_ADAM = replace(_FULL_ADAM, in_bf16=_SHORT_ADAM)
 
 _SGD = OptimizerTraits(
     name="sgd",
@@ -191,7 +196,8 @@ FLAGS_OF_OTHERS = """
 def traits_of(settings: Any) -> OptimizerTraits:
     """Return the traits of the optimizer that an `OptimizerConfig` chooses."""
     short = "bf16" in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
-    return _SHORT_ADAM if settings.optimizer == "adam" and short else OPTIMIZERS[settings.optimizer]
+    traits = OPTIMIZERS[settings.optimizer]
+    return traits.in_bf16 or traits if short else traits
 
 
 def run_by(scheme: Scheme) -> list[OptimizerTraits]:

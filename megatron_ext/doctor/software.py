@@ -1,5 +1,6 @@
 """Checks Python and the packages: the versions that the program needs, and strangers that bear a known name."""
 
+import importlib.machinery
 import importlib.util
 import sys
 import tomllib
@@ -65,7 +66,8 @@ def packages_are_the_tested_ones(launch: Launch) -> Iterator[Finding]:
 
 def apex_is_nvidias(launch: Launch) -> Iterator[Finding]:
     """Check that `apex` is NVIDIA's: the one of PyPI is an unrelated package for web servers."""
-    spec = importlib.util.find_spec("apex")
+    # On the path itself: a process that leaves apex out of its imports (device/external_kernels.py) does not find it.
+    spec = importlib.machinery.PathFinder.find_spec("apex")
     if spec is None:
         return
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]

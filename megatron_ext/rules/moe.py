@@ -11,7 +11,7 @@ def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
     """Require at most one load-balancing loss, and coefficients of the right sign."""
     model = config.model
     kinds = model.moe_router_load_balancing_type or ()
-    weights: tuple[float, ...] = model.moe_aux_loss_coeff or ()
+    weights = list(model.moe_aux_loss_coeff or ())
     if len(kinds) > 1 or len(weights) > 1:
         yield (
             f"--moe-router-load-balancing-type {' '.join(kinds) or 'aux_loss'} with --moe-aux-loss-coeff "

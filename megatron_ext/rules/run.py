@@ -268,8 +268,11 @@ def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
 @functools.cache
 def _of(*marks: str) -> tuple[Option, ...]:
     """Return the options that have one of these, looked for once: a planner asks some thousand times."""
+    absent = (None, False, ())  # by identity, for a bound of 0 is a bound
     return tuple(
-        option for option in options() if any(getattr(option, mark) not in (None, False, ()) for mark in marks)
+        option
+        for option in options()
+        if any(all(getattr(option, mark) is not none for none in absent) for mark in marks)
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megatron_ext.config.batch import evaluation_batch, read_schedule
 from megatron_ext.config.layers import stack
+from megatron_ext.config.optimizers import OPTIMIZERS
 from megatron_ext.config.pipeline import layer_counts
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
@@ -136,14 +137,17 @@ def gradients_have_one_precision(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def short_moments_are_adams(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse moments in bf16 of an optimizer other than Adam."""
+    """Refuse moments in bf16 of an optimizer that has none."""
     optimizer = config.optimizer
+    takers = " or ".join(name for name, traits in OPTIMIZERS.items() if traits.in_bf16)
     for flag, dtype in (
         ("--exp-avg-dtype", optimizer.exp_avg_dtype),
         ("--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype),
     ):
-        if dtype == "bf16" and optimizer.optimizer != "adam":
-            yield f"{flag} bf16 belongs to --optimizer adam, but the optimizer is {optimizer.optimizer}; leave it out"
+        if dtype == "bf16" and OPTIMIZERS[optimizer.optimizer].in_bf16 is None:
+            yield (
+                f"{flag} bf16 belongs to --optimizer {takers}, but the optimizer is {optimizer.optimizer}; leave it out"
+            )
 
 
 def one_precision(config: Config, facts: Facts) -> Iterator[str]:

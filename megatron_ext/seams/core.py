@@ -70,6 +70,12 @@ MODEL = (
         (f"{_CORE}.transformer.moe.router.TopKRouter.forward",),
     ),
     Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter.sinkhorn_load_balancing",
+        "overridden: the engine's balances the tokens of each rank, so that every layout chooses other experts",
+        ("logits",),
+        (f"{_CORE}.transformer.moe.router.TopKRouter.routing",),
+    ),
+    Seam(
         f"{_CORE}.transformer.module.MegatronModule.sharded_state_dict",
         "overridden by our experts, which are one parameter, with the keys of the engine's",
         ("prefix", "sharded_offsets", "metadata"),

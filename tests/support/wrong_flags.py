@@ -144,6 +144,9 @@ EXAMPLES = {
     "Attention dropout in blocks": Example(
         "--world-size 2 --context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type a2a"
     ),
+    "An exchange of keys that does not exist": Example(
+        "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --cp-comm-type ring", "--cp-comm-type p2p"
+    ),
     "An exchange of keys for some of the layers": Example(
         "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --cp-comm-type p2p all_gather",
         "--cp-comm-type p2p",

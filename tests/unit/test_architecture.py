@@ -77,6 +77,8 @@ def test_every_room_has_a_floor() -> None:
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_only_go_down(path: Path) -> None:
     own = room_of(path)
+    if path == PACKAGE / "__main__.py":  # the door, above all rooms
+        return
     for module, _ in imports(path):
         parts = module.split(".")
         if parts[0] != "megatron_ext" or len(parts) < 2 or parts[1] not in FLOORS:

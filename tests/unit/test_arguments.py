@@ -88,9 +88,9 @@ def test_refused_flags_are_named_with_their_values_and_neutral_ones_pass():
 
 
 def test_accepted_flags_are_consumed_with_one_warning_each():
-    typed = parse(shlex.split("--use-flash-attn --manual-gc-interval 10 --use-flash-attn --num-layers 4"))
+    typed = parse(shlex.split("--use-flash-attn --local-rank 3 --use-flash-attn --num-layers 4"))
     assert typed.values == {"num_layers": 4}
-    assert [warning.split()[0] for warning in typed.warnings] == ["--use-flash-attn", "--manual-gc-interval"]
+    assert [warning.split()[0] for warning in typed.warnings] == ["--use-flash-attn", "--local-rank"]
 
 
 def test_text_that_looks_like_code_stays_text():

