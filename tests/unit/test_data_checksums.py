@@ -108,7 +108,8 @@ def test_the_processes_of_a_machine_share_the_hundredth(
     rests: list[float] = []
     check = BackgroundCheck(known_blocks(prefix), lambda seconds: not rests.append(seconds), processes=processes)
     check._thread.join(20)
-    assert set(rests) == {pytest.approx(rest)}
+    assert rests == pytest.approx([rest] * len(rests))
+    assert len(rests) >= 64
 
 
 def test_a_file_that_is_replaced_or_removed_while_it_trains_is_left_out(prefix: str) -> None:
