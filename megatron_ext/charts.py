@@ -106,7 +106,7 @@ def chart(name: str, unit: str, series: Sequence[Series], *, along: str, doublin
         along: what the horizontal axis counts, in the singular.
         doublings: whether it counts in doublings, from 1 upwards, with a tick at each x that the data has.
     """
-    heading = f"{name} <span>{unit}</span>"
+    heading = f"{name} <span>{unit}{' by ' + along if doublings else ''}</span>"
     if len(series) > 1:
         keys = [
             f'<span class="{_classes("key", each)}">{"&#9679;" if each.dotted else "&#9472;"} '
@@ -147,7 +147,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 def _grid(axes: _Axes, along: str, xs: Sequence[float]) -> str:
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    parts = [f'<text x="{_LEFT - 8}" y="{bottom + 20}" text-anchor="end">{along}</text>']
+    parts = [f'<text x="{_LEFT - 8}" y="{bottom + 20}" text-anchor="end">{along}</text>'] if not axes.doublings else []
     for value in ticks(axes.y_low, axes.y_high, 5):
         y = axes.y(value)
         parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{right}"/>')

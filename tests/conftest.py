@@ -28,15 +28,20 @@ def no_groups_are_left() -> Iterator[None]:
 
 
 LONG = (
-    "test_examples.py",
-    "test_kill_and_resume.py",
     "test_matrix.py",
-    "test_compile.py",
-    "test_restarts.py",
+    "test_examples.py",
     "test_huggingface.py",
-    "test_two_agents.py",
-    "test_stopping.py",
+    "test_checkpoint_layouts.py",
+    "test_numeric_guard.py",
+    "test_optimizer_offload.py",
+    "test_restarts.py",
+    "test_kill_and_resume.py",
+    "test_compile.py",
+    "test_resume.py",
+    "test_loss_compare_on_ranks.py",
     "test_sharded_schemes.py",
+    "test_planted_faults.py",
+    "test_stopping.py",
 )
 """Files that take half a minute or more."""
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "compare": ("compare_runs", "compare the metrics of two runs, float for float"),
     "parity": ("parity", "prove that a layout trains as one process does"),
     "plan": ("plan", "say which layout to use for a model on some devices"),
+    "draw-pipeline": ("draw_pipeline", "draw a step of a pipeline, simulated or as a run recorded it"),
     "doctor": ("doctor", "look for what breaks a launch, before it starts"),
     "import-config": ("import_config", "print another program's configuration as flags of ours"),
     "api": ("api", "print the library's reference, a page for each room"),

@@ -30,10 +30,12 @@ from megatron_ext.plan import evaluation
 from megatron_ext.plan import presentation as report
 from megatron_ext.plan.calibrate import corrected, read_metrics, saved_values
 from megatron_ext.plan.choices import flags
+from megatron_ext.plan.economics import add_flags, economics
 from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
 from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import Question, fewest_ranks, search, simpler_layouts, with_offloads
 from megatron_ext.plan.sensitivity import alternatives, hinges
+from megatron_ext.plan.verdict import USABLE
 from megatron_ext.train.configure import gather_facts
 
 _MOST_RANKS = 16  # times as many, in search of what would fit
@@ -114,7 +116,8 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
                 *alternatives(asked),
             ]
         )
-    _write_json(options, report.as_json(asked, answer))
+    beyond = economics(asked, answer.best, options) if answer.best else None
+    _write_json(options, report.as_json(asked, answer) | (beyond.json if beyond else {}))
     if _is_stdout(options):
         return 0 if answer.best else 1
     lines = report.head(asked, answer.nearest)
@@ -127,6 +130,7 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
     lines += [*report.table(answer.best, asked.machine), "", report.why(answer.best, asked)]
     lines += hinges(asked, answer)
     lines += report.simpler(simpler_layouts(asked), asked)
+    lines += beyond.lines if beyond else []
     lines += alternatives(asked)
     added = flags(placeholders(typed))
     if added:
@@ -160,7 +164,7 @@ def _parser() -> ToolParser:
     parser.add_argument("--evaluate", action="store_true", help="time and memory of the layout given, as it is")
     parser.add_argument("--device", choices=sorted(TABLE), default="h100", help="row of the table of data sheets")
     parser.add_argument("--device-memory-gb", type=float, metavar="GB", help="of one device; default the table's")
-    parser.add_argument("--memory-share", type=float, default=0.92, help="of a device's memory that may be filled")
+    parser.add_argument("--memory-share", type=float, default=USABLE, help="of a device's memory that may be filled")
     parser.add_argument(
         "--gpus-per-node", type=int, default=8, metavar="N", help="devices with fast links to each other"
     )
@@ -186,7 +190,7 @@ def _parser() -> ToolParser:
     )
     parser.add_argument("--hf-config", metavar="FOLDER", help="take the model from the config.json in this folder")
     parser.add_argument(
-        _BF16_GRADIENTS, action="store_true", help="plan with 2-byte gradients, which pretrain_gpt.py does not have"
+        _BF16_GRADIENTS, action="store_true", help="plan with 2-byte gradients, also where given after --"
     )
     parser.add_argument(
         "--calibrate", type=Path, metavar="METRICS", help="metrics.jsonl of a run of yours, which corrects all times"
@@ -200,6 +204,7 @@ def _parser() -> ToolParser:
         "--processor-cores", type=int, metavar="N", help="with --device cpu: cores that a node's processes share"
     )
     parser.add_argument("--number", type=int, default=8, metavar="N", help="layouts to show")
+    add_flags(parser)
     parser.add_argument("--json", metavar="FILE", help="write everything there as well; - is the standard output")
     return parser
 

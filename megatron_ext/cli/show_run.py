@@ -3,12 +3,15 @@
     python tools/show_run.py checkpoints/quickstart --html run.html
     python tools/show_run.py checkpoints/tp2 checkpoints/pp2 --html both.html
 
-reads metrics.jsonl in each folder (or the file that --metrics-file named).
+reads metrics.jsonl in each folder (or the file that --metrics-file named). Where one run is shown and has recorded its
+pipeline (--record-schedule), its page draws a step of it, too.
 """
 
 from pathlib import Path
 
 from megatron_ext.commandline import ToolParser
+from megatron_ext.plan.timeline import Timeline
+from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.curve import RunHistory, loss_chart, read_history, summary
 from megatron_ext.telemetry.run_page import run_page
 from megatron_ext.telemetry.runs_page import runs_page
@@ -37,4 +40,10 @@ def _page(runs: dict[str, RunHistory]) -> str:
     if len(runs) > 1:
         return runs_page(runs)
     [(name, history)] = runs.items()
-    return run_page(history, name)
+    return run_page(history, name, _pipeline(Path(name)))
+
+
+def _pipeline(run: Path) -> Timeline | None:
+    """Return the last step that the run recorded; None where it recorded none."""
+    folder = (run if run.is_dir() else run.parent) / schedule_record.FOLDER
+    return schedule_record.timeline(schedule_record.read(folder)) if folder.is_dir() else None

@@ -78,8 +78,8 @@ class OptimizerTraits:
     update; else the engine may take a fused kernel of Transformer Engine or apex."""
 
     in_bf16: "OptimizerTraits | None" = None
-    """Those of the class that keeps averages in bf16, where --exp-avg-dtype or --exp-avg-sq-dtype asks for it; None
-    where there is none."""
+    """The traits of the class that keeps averages in bf16, where --exp-avg-dtype or --exp-avg-sq-dtype asks for it;
+    None where there is none."""
 
     is_of_ours: bool = False
     """Whether a class of ours takes the place of what the engine builds, although the engine has the optimizer."""

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 _current: Device | None = None
 
 
-def install(kind: str, *, fuses: bool = True, kernels: Collection[str] = ()) -> Device:
+def install(kind: str, *, fuses: bool = True, kernels: Collection[str] = (), engine: bool = True) -> Device:
     """Choose the device of this process and prepare megatron-core for it. Calling it again is harmless.
 
     Args:
         kind: "cuda", "cpu", or "auto" (CUDA where torch sees a GPU).
         fuses: whether megatron-core compiles its fused functions, which a GPU without Triton or a C compiler cannot.
+            A CPU process never does: of them it calls squared ReLU alone, which gives the same bits, and importing the
+            compiler is a third of the program's start.
         kernels: packages that megatron-core may take kernels from (`device.external_kernels`).
+        engine: whether this process is going to import megatron-core.
     Raises:
         ConfigurationError: CUDA was asked for and torch sees none, or has fewer GPUs than local ranks.
         RuntimeError: another device is installed already, or megatron-core was imported first.
@@ -52,7 +55,7 @@ def install(kind: str, *, fuses: bool = True, kernels: Collection[str] = ()) -> 
         from megatron_ext.device.cpu import CpuDevice
 
         adapt()
-        _current = CpuDevice()
+        _current, fuses = CpuDevice(), False
     else:
         from megatron_ext.device.cuda import CudaDevice
 
@@ -65,7 +68,7 @@ def install(kind: str, *, fuses: bool = True, kernels: Collection[str] = ()) -> 
             )
         _current = CudaDevice(local_rank)
         fuses = fuses and _can_fuse(local_rank)
-    if not fuses:
+    if engine and not fuses:
         from megatron_ext.device.fusions import leave_uncompiled
 
         leave_uncompiled()

@@ -35,6 +35,8 @@ class GPT(GPTModel):
     """A user's loss, in place of the cross-entropy."""
     reads_output_weight = True
     """Whether the output layer's weight is there outside of its own forward pass, or is only gathered for that."""
+    before_output: Callable[[torch.nn.Module], None] | None = None
+    """What must be done before the output layer's weight is read without its forward pass, as its hooks would do."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -91,6 +93,8 @@ class GPT(GPTModel):
             logits, _ = output_layer(hidden_states, weight=output_weight)
             return self.compute_language_model_loss(labels, logits)
         # With the whole vocabulary at hand, padding is left out rather than masked.
+        if self.before_output is not None:
+            self.before_output(output_layer)
         weight = self.output_layer.weight if output_weight is None else output_weight
         assert weight is not None
         logits = linear(hidden_states, weight[: self.true_vocab_size]).flatten(0, 1)

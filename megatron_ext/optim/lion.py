@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from megatron_ext.optim.by_tensor import ByTensor
 
-class Lion(torch.optim.Optimizer):
+
+class Lion(ByTensor):
     """Lion with decoupled weight decay. It keeps one state, the momentum `exp_avg`, where Adam keeps two.
 
     With the weights x, their gradient g and the momentum m, which begins at 0, an update is
@@ -31,25 +33,6 @@ class Lion(torch.optim.Optimizer):
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.95, 0.98), weight_decay: float = 0.0
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update every tensor that has a gradient.
-
-        Args:
-            closure: computes the loss and the gradients anew, which are then used.
-        Returns:
-            What the closure returns; None without one.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for weights in group["params"]:
-                if weights.grad is not None:
-                    self._update(weights, weights.grad, group)
-        return loss
 
     def _update(self, weights: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[weights]

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from megatron_ext.optim.by_tensor import ByTensor
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class ShortAdam(torch.optim.Optimizer):
+class ShortAdam(ByTensor):
     """AdamW with averages of any precision.
 
     bf16 has the range of fp32 and 8 bits: an average that changes by less than 1/512 of itself in a step stays as it
@@ -42,26 +44,8 @@ class ShortAdam(torch.optim.Optimizer):
         # What torch's own has, and whoever begins its state asks for: no fused kernel, no graph.
         super().__init__(params, {**settings, "fused": False, "capturable": False})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update every tensor that has a gradient.
-
-        Args:
-            closure: computes the loss and the gradients anew, which are then used.
-        Returns:
-            What the closure returns; None without one.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for weights in group["params"]:
-                if weights.grad is not None:
-                    self._update(weights, weights.grad.float(), group)
-        return loss
-
     def _update(self, weights: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        gradient = gradient.float()
         state, (beta1, beta2), rate = self.state[weights], group["betas"], group["lr"]
         if "exp_avg" not in state:
             for name, dtype in zip(("exp_avg", "exp_avg_sq"), group["dtypes"], strict=True):

@@ -150,6 +150,31 @@ def step_time(config: Config, shapes: Shapes, machine: Machine, *, quick: bool =
     )
 
 
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one microbatch by stage and chunk, with what is sent in a pass."""
+
+    forward: list[list[float]]
+    backward: list[list[float]]
+    forward_sent: list[list[float]]
+    """Seconds of `forward` in collectives that nothing hides."""
+
+    backward_sent: list[list[float]]
+    send: float
+    """Seconds of a message from one stage to the next."""
+
+
+def pass_times(config: Config, shapes: Shapes, machine: Machine) -> PassTimes:
+    """Return how long each pass of a resolved and validated configuration takes."""
+    estimate = _Estimate(config, shapes, machine)
+    alike = shapes.representatives()
+    distinct = {stage: estimate.stage(stage) for stage in sorted(set(alike))}
+    stages = [distinct[stage] for stage in alike]
+    passes = [stage.passes() for stage in stages]
+    sent = [[sum(stage.links.values()) / len(stage.compute) / 2] * len(stage.compute) for stage in stages]
+    return PassTimes([each[0] for each in passes], [each[1] for each in passes], sent, sent, estimate.send())
+
+
 class _Estimate:
     """What all stages of one configuration share."""
 

@@ -7,12 +7,13 @@ buffers, libraries' workspaces and what the allocator loses between blocks are n
 left for these.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.layers import Layer, stack
 from megatron_ext.config.schema import Config
-from megatron_ext.plan.activations import Activations
+from megatron_ext.plan.activations import Activations, ChunkBytes
 from megatron_ext.plan.schedule import few_microbatches, most_held, order
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.state_bytes import sharding, state_bytes
@@ -51,6 +52,33 @@ class MemoryEstimate:
         return max(parts, key=lambda name: parts[name])
 
 
+@dataclass(frozen=True)
+class OverTime:
+    """The bytes that a stage needs while it works."""
+
+    always: float
+    """Bytes of weights, gradients and optimizer state, and of what sharded ranks gather."""
+
+    held: list[float]
+    """Bytes of one microbatch between its forward and its backward pass, by chunk."""
+
+    for_a_while: list[float]
+    """Further bytes while a pass runs, by chunk."""
+
+
+def over_time(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> OverTime:
+    """Return what makes up the memory of this stage at any time; its most is the total of `memory`."""
+    dense, experts = shapes.parameters_of_stage(stage)
+    of_dense, of_experts = state_bytes(config).sizes, state_bytes(config, expert=True).sizes
+    state = dense * sum(of_dense) + experts * sum(of_experts)
+    formulas = Activations(config, fused=fused)
+    chunks = _chunks(formulas, shapes, stage)
+    for_a_while = [
+        max(chunk.logits, later) for chunk, later in zip(chunks, _in_layers(formulas, shapes, chunks), strict=True)
+    ]
+    return OverTime(state + _gathered(config, formulas, shapes, stage), [chunk.held for chunk in chunks], for_a_while)
+
+
 def memory(
     config: Config, stage: int, shapes: Shapes, *, fused: bool, formulas: Activations | None = None
 ) -> MemoryEstimate:
@@ -66,19 +94,13 @@ def memory(
         dense * each + experts * other for each, other in zip(of_dense, of_experts, strict=True)
     )
     formulas, layout = formulas or Activations(config, fused=fused), config.layout
-    stacks = shapes.stacks[stage]
-    chunks = [
-        formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=shapes.is_last(stage, chunk))
-        for chunk, layers in enumerate(stacks)
-    ]
+    chunks = _chunks(formulas, shapes, stage)
     stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
     microbatches = num_microbatches(config, config.training.global_batch_size)
-    few = few_microbatches(stages, len(stacks), microbatches, group)
-    gradients_of_a_layer = _gradients_of_a_layer(config, formulas, shapes)
-    # Before the gradients of the first layer are there, the logits are gone, and all that the loss held.
-    in_layers = [chunk.recomputed + gradients_of_a_layer - chunk.loss for chunk in chunks]
+    few = few_microbatches(stages, len(chunks), microbatches, group)
+    in_layers = _in_layers(formulas, shapes, chunks)
     for_a_while = [max(chunk.logits, later) for chunk, later in zip(chunks, in_layers, strict=True)]
-    most = most_held(order(stage, stages, len(stacks), few, group), [chunk.held for chunk in chunks], for_a_while)
+    most = most_held(order(stage, stages, len(chunks), few, group), [chunk.held for chunk in chunks], for_a_while)
     activations = sum(number * (chunk.layers + chunk.rest) for number, chunk in zip(most.flight, chunks, strict=True))
     loss = sum(number * chunk.loss for number, chunk in zip(most.flight, chunks, strict=True))
     running = chunks[most.chunk]
@@ -101,6 +123,20 @@ def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, Me
     found = {stage: memory(config, stage, shapes, fused=fused, formulas=formulas) for stage in stages}
     stage = max(sorted(found), key=lambda stage: found[stage].total)
     return stage, found[stage]
+
+
+def _chunks(formulas: Activations, shapes: Shapes, stage: int) -> list[ChunkBytes]:
+    return [
+        formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=shapes.is_last(stage, chunk))
+        for chunk, layers in enumerate(shapes.stacks[stage])
+    ]
+
+
+def _in_layers(formulas: Activations, shapes: Shapes, chunks: Sequence[ChunkBytes]) -> list[float]:
+    """Return the bytes held for a while in the backward pass of each chunk's layers, beyond what it held before."""
+    gradients = _gradients_of_a_layer(formulas.config, formulas, shapes)
+    # Before the gradients of the first layer are there, the logits are gone, and all that the loss held.
+    return [chunk.recomputed + gradients - chunk.loss for chunk in chunks]
 
 
 def _gradients_of_a_layer(config: Config, formulas: Activations, shapes: Shapes) -> float:

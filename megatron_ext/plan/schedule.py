@@ -51,6 +51,19 @@ def _table(chunks: int, microbatches: int, group: int) -> list[tuple[int, int]]:
     ]
 
 
+def waits_for(stage: int, work: Work, stages: int, chunks: int) -> tuple[int, Work] | None:
+    """Return the pass, and its stage, whose result this one waits for; None for the first of all."""
+    if work.forward:
+        if stage > 0:
+            return stage - 1, work
+        return None if work.chunk == 0 else (stages - 1, work._replace(chunk=work.chunk - 1))
+    if stage < stages - 1:
+        return stage + 1, work
+    if work.chunk < chunks - 1:
+        return 0, work._replace(chunk=work.chunk + 1)
+    return stage, work._replace(forward=True)
+
+
 class Most(NamedTuple):
     """The moment at which a stage holds most."""
 

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.plan.schedule import Work, few_microbatches, order
+from megatron_ext.plan.schedule import Work, few_microbatches, order, waits_for
 
 
 @dataclass(frozen=True)
@@ -123,20 +123,7 @@ def _plan(
 
     rows = []
     for work in order(stage, stages, chunks, microbatches, group):
-        need = _needed(stage, work, stages, chunks)
+        need = waits_for(stage, work, stages, chunks)
         needed, other = (-1, False) if need is None else (number(*need), need[0] != stage)
         rows.append((number(stage, work), needed, other, work.forward * chunks + work.chunk))
     return tuple(rows)
-
-
-def _needed(stage: int, work: Work, stages: int, chunks: int) -> tuple[int, Work] | None:
-    """Return the pass, and its stage, whose result this one waits for; None for the first of all."""
-    if work.forward:
-        if stage > 0:
-            return stage - 1, work
-        return None if work.chunk == 0 else (stages - 1, work._replace(chunk=work.chunk - 1))
-    if stage < stages - 1:
-        return stage + 1, work
-    if work.chunk < chunks - 1:
-        return 0, work._replace(chunk=work.chunk + 1)
-    return stage, work._replace(forward=True)

@@ -14,7 +14,8 @@ _OF_NSIGHT = {"record_shapes": "use --pytorch-profiler-collect-shapes", "nvtx_ra
 def profile_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require that a profile begins before it ends."""
     profiling = config.profiling
-    if profiling.profile and not 0 <= profiling.profile_step_start < profiling.profile_step_end:
+    wanted = profiling.profile or profiling.record_schedule
+    if wanted and not 0 <= profiling.profile_step_start < profiling.profile_step_end:
         start = max(profiling.profile_step_start, 0)
         yield (
             f"--profile-step-start {profiling.profile_step_start} is not below --profile-step-end "

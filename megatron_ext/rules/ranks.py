@@ -62,7 +62,7 @@ def parameter_gathering_needs_the_distributed_optimizer(config: Config, facts: F
 def distributed_optimizer_shards_the_state(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse the distributed optimizer with an optimizer whose state it cannot shard."""
     able, traits = run_by("use_distributed_optimizer"), traits_of(config.optimizer)
-    if config.layout.use_distributed_optimizer and traits not in able:
+    if config.layout.use_distributed_optimizer and "use_distributed_optimizer" not in traits.schemes:
         whose = " or ".join(f"{other.title}'s" for other in able)
         yield (
             f"--use-distributed-optimizer shards {whose} state, not that of --optimizer {traits.name}; "

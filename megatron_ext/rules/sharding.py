@@ -109,7 +109,7 @@ def megatron_fsdp_runs_one_stage_on_the_device(config: Config, facts: Facts) -> 
             "--use-distributed-optimizer instead of --use-megatron-fsdp"
         )
     able, traits = run_by("use_megatron_fsdp"), traits_of(config.optimizer)
-    if traits not in able:
+    if "use_megatron_fsdp" not in traits.schemes:
         yield (
             f"--use-megatron-fsdp with --optimizer {traits.name}: megatron-core's sharded optimizer knows "
             f"{' and '.join(other.title for other in able)} alone; use --optimizer "

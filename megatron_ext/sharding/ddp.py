@@ -3,7 +3,7 @@ in shards, each a flat range of all weights one after another."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -61,6 +61,9 @@ class DataParallel(Sharding):
             core.grad_sync_func = for_chunks([chunk.start_grad_sync for chunk in wrapped])
         if settings.overlap_param_gather:
             core.param_sync_func = for_chunks([chunk.start_param_sync for chunk in wrapped])
+            for chunk in wrapped:
+                model: Any = chunk.module
+                model.before_output = partial(_finish_gather, chunk)
         return wrapped
 
     def optimizer(
@@ -138,3 +141,11 @@ def _watched(bucket_group: Any, start: Callable[..., None], watcher: Watcher) ->
         start(*args, **kwargs)
 
     return start_grad_sync
+
+
+def _finish_gather(chunk: DistributedDataParallel, module: torch.nn.Module) -> None:
+    """Wait until the module's own weights are gathered, as the hook before its forward pass would do."""
+    if module not in chunk.remove_forward_pre_hook_handles:  # all weights are gathered and the hooks are off
+        return
+    for weight in module.parameters(recurse=False):
+        chunk.param_to_bucket_group[weight].finish_param_sync()

@@ -77,7 +77,7 @@ class CommunicationClock:
         self._pipeline = None if pipeline is None else pipeline.group_name
         self._step: _Step | None = None
         self._done: list[_Step] = []
-        self._originals: list[tuple[type, str, Callable[..., Any]]] = []
+        self._originals: list[tuple[type, str, Any]] = []
         self._kinds: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()
         self._last_kind = threading.local()  # of the operation that a batch will start
 
@@ -91,7 +91,10 @@ class CommunicationClock:
     def stop(self) -> None:
         """Put the methods back."""
         for owner, name, original in self._originals:
-            setattr(owner, name, original)
+            if original is None:
+                delattr(owner, name)  # it is inherited
+            else:
+                setattr(owner, name, original)
         self._originals.clear()
 
     def begin_step(self) -> None:
@@ -105,6 +108,13 @@ class CommunicationClock:
         step.end = self._device.mark()
         self._done.append(step)
 
+    def take_waits(self) -> list[tuple[str, Any, Any]]:
+        """Return (COMMUNICATION or IDLE, mark before, mark after) of every wait of the steps since the last call, which
+        the device has passed."""
+        waits = [wait for step in self._done for wait in step.waits]
+        self._done.clear()
+        return waits
+
     def take(self) -> torch.Tensor:
         """Return seconds [communication, idle, whole] of the steps that the device has passed since the last call."""
         total = torch.zeros(3, dtype=torch.float64)
@@ -116,9 +126,9 @@ class CommunicationClock:
         return total
 
     def _wrap(self, owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = getattr(owner, name)
-        self._originals.append((owner, name, original))
-        setattr(owner, name, wrapper(original))
+        # What the class holds, not what getattr makes of it: put back, that would no longer be bound to an object.
+        self._originals.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, wrapper(getattr(owner, name)))
 
     def _timed_operation(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

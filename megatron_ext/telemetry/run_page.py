@@ -1,15 +1,21 @@
-"""Shows a run as one HTML page: loss, learning rate, gradient norm and speed over the iterations."""
+"""Shows a run as one HTML page: loss, learning rate, gradient norm and speed over the iterations, and its pipeline."""
+
+import html
 
 from megatron_ext.charts import Series, chart, page
+from megatron_ext.plan import timeline_svg
+from megatron_ext.plan.timeline import Timeline, slow_stages
+from megatron_ext.plan.timeline import summary as stages_table
 from megatron_ext.telemetry.curve import RunHistory, summary
 
 
-def run_page(history: RunHistory, title: str) -> str:
+def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None) -> str:
     """Return the page as text.
 
     Args:
         history: the run.
         title: its heading.
+        pipeline: one step of its pipeline, where one was recorded.
     """
     losses = [Series(history.points("lm_loss"), "training")]
     if history.validation_points:
@@ -20,7 +26,16 @@ def run_page(history: RunHistory, title: str) -> str:
         _chart("Gradient norm", "before clipping", [Series(history.points("grad_norm"))]),
         _chart("Speed", "tokens per second, whole job", [Series(history.points("tokens_per_second"))]),
     ]
-    return page(title, summary(history), f"<main>\n{''.join(charts)}</main>\n")
+    drawn = "" if pipeline is None else _pipeline(pipeline)
+    style = "" if pipeline is None else timeline_svg.STYLE
+    return page(title, summary(history), f"<main>\n{''.join(charts)}</main>\n{drawn}", style=style)
+
+
+def _pipeline(timeline: Timeline) -> str:
+    """Return the picture of a step with its heading, the table of its stages, and which of them are slow."""
+    lines = [timeline.title, *stages_table(timeline), *slow_stages(timeline.lanes)]
+    head = f"<h2>Pipeline</h2>\n<pre>{html.escape(chr(10).join(lines))}</pre>\n"
+    return f'<section class="wide">\n{head}</section>\n{timeline_svg.as_section(timeline)}'
 
 
 def _chart(name: str, unit: str, series: list[Series]) -> str:

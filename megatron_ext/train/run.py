@@ -17,6 +17,7 @@ from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import Samples
 from megatron_ext.device.protocol import Device
 from megatron_ext.sharding.protocol import Sharding
+from megatron_ext.telemetry.schedule_recorder import ScheduleRecorder
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.state import TrainState
@@ -80,6 +81,8 @@ class Run:
     data_record: Mapping[str, Any] | None = None
     """Record of what the samples follow from, for the checkpoint; None with synthetic data, and on all but one rank of
     a node."""
+    recorder: ScheduleRecorder | None = None
+    """Recorder of the passes of this step; None in all steps but those of --record-schedule."""
 
     @property
     def rank(self) -> int:

@@ -140,7 +140,7 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
     """
     config = run.config
     reports = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))(
-        forward_step_func=_forward_step,
+        forward_step_func=_forward_step if run.recorder is None else run.recorder.watched(_forward_step),
         data_iterator=[(batch.to(run.device.torch_device) for batch in microbatches) for _ in run.chunks],
         model=list(run.chunks),
         num_microbatches=len(microbatches),

@@ -36,19 +36,21 @@ class Experiment:
 
     Args:
         data: flags of the data, from `verify.corpus.write_corpus`.
+        steps: optimizer steps of every run.
     """
 
-    def __init__(self, data: Sequence[str]):
+    def __init__(self, data: Sequence[str], steps: int = STEPS):
         self._data = list(data)
+        self._steps = steps
         self.reference = functools.cache(self._reference)
 
     def train(self, case: Case, *, bf16: bool = False, sabotage: Callable[[], None] | None = None) -> RunRecord:
         """Return the record of a case; `sabotage` plants a fault on every rank before the run is built."""
-        return record([*self._flags(case.model, bf16), *case.flags], case.world_size, STEPS, sabotage)
+        return record([*self._flags(case.model, bf16), *case.flags], case.world_size, self._steps, sabotage)
 
     def _reference(self, model: str, *, bf16: bool = False) -> RunRecord:
         """Return the record of one process."""
-        return record(self._flags(model, bf16), 1, STEPS)
+        return record(self._flags(model, bf16), 1, self._steps)
 
     def _flags(self, model: str, bf16: bool) -> list[str]:
         return [*RECIPE.split(), *MODELS[model].split(), *self._data, *(["--bf16"] if bf16 else [])]

@@ -48,9 +48,7 @@ def run_ranks(
     """
     import torch
 
-    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
-    if not fresh:
-        context.set_forkserver_preload([_PRELOAD])
+    context = multiprocessing.get_context("spawn") if fresh else forkserver()
     store = torch.distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )
@@ -67,9 +65,7 @@ def run_ranks(
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
         settings = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = context.Process(  # pyright: ignore[reportAttributeAccessIssue]
-            target=_rank_main, args=(sender, settings, function, arguments), daemon=False
-        )
+        process = context.Process(target=_rank_main, args=(sender, settings, function, arguments), daemon=False)
         process.start()
         sender.close()
         processes.append(process)
@@ -81,6 +77,13 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+def forkserver() -> Any:
+    """Return the context of processes that are forked from a server with torch and the program loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_PRELOAD])
+    return context
 
 
 def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:

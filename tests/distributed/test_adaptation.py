@@ -5,6 +5,7 @@ import pytest
 from megatron_ext.device import adaptation
 from megatron_ext.device.adaptation import REPLACEMENTS
 from megatron_ext.verify.ranks import RankError, run_ranks
+from tests.support.in_turn import end_layout
 
 BASE = (
     "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
@@ -31,14 +32,12 @@ EXPERTS = (
 
 
 def _train_without(name: str | None, folder: str, runs: tuple[str, ...] = RUNS) -> None:
-    """On a fresh rank: adapt all but one row, then train, evaluate, save and load."""
+    """Train, evaluate, save and load; without one row of the table on a fresh rank, which nobody has adapted yet."""
     adapt = adaptation.adapt
     adaptation.adapt = lambda: adapt(without=[name] if name else [])
     from megatron_ext import device
 
     here = device.install("cpu")
-    from megatron.core import parallel_state
-
     from megatron_ext.checkpoint.native.load import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
     from megatron_ext.train.build import build_run
@@ -58,7 +57,7 @@ def _train_without(name: str | None, folder: str, runs: tuple[str, ...] = RUNS) 
         load_checkpoint(run, f"{folder}/{number}")
         run.loaders.close()
         # The default group stays: one store serves it only once.
-        parallel_state.destroy_model_parallel()
+        end_layout()
 
 
 def _check_dropout_generators(tp_rank: int) -> None:
@@ -78,7 +77,7 @@ def _check_dropout_generators(tp_rank: int) -> None:
 
 
 def test_with_all_rows_the_runs_work(tmp_path) -> None:
-    run_ranks(2, _train_without, None, str(tmp_path), fresh=True)
+    run_ranks(2, _train_without, None, str(tmp_path))
 
 
 @pytest.mark.slow  # what is needed changes with torch and megatron-core alone
@@ -95,7 +94,7 @@ def test_a_row_for_experts_that_nothing_misses_must_go(name: str, tmp_path) -> N
 
 @pytest.mark.slow
 def test_with_all_rows_experts_work(tmp_path) -> None:
-    run_ranks(4, _train_without, None, str(tmp_path), EXPERTS, fresh=True)
+    run_ranks(4, _train_without, None, str(tmp_path), EXPERTS)
 
 
 def _gather_and_free(rounds: int) -> None:
@@ -125,7 +124,7 @@ def _gather_and_free(rounds: int) -> None:
 @pytest.mark.parametrize("rounds", [10, pytest.param(3000, marks=pytest.mark.slow)])
 def test_coalesced_gathers_may_be_freed_after_their_wait(rounds: int) -> None:
     """Without `_FOR_GLOO` the long one dies of a broken heap two times out of three."""
-    run_ranks(2, _gather_and_free, rounds, fresh=True)
+    run_ranks(2, _gather_and_free, rounds)
 
 
 def _must_fail_without(name: str, folder: str, runs: tuple[str, ...], ranks: int) -> None:

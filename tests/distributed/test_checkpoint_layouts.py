@@ -72,18 +72,18 @@ def test_and_back(saved: Saved, saved_again: Callable[[str], Saved], tmp_path: P
 
 def test_the_fp32_copies_of_bf16_weights_go_along(tmp_path: Path) -> None:
     flags = [*FLAGS, "--bf16"]
-    saved = saved_by((4, "--tensor-model-parallel-size 2 " + BUCKETS), flags, None, tmp_path / "saved")
+    saved = saved_by((4, "--tensor-model-parallel-size 2 " + BUCKETS), flags, None, tmp_path / "saved", steps=0)
     assert any(key.startswith("optimizer.state.param.") for key in saved.tensors)
     for number, layout in enumerate(((1, ""), (2, BUCKETS))):
-        assert_same_tensors(saved_by(layout, flags, saved.folder, tmp_path / str(number)), saved)
+        assert_same_tensors(saved_by(layout, flags, saved.folder, tmp_path / str(number), steps=0), saved)
 
 
 def test_what_shards_saved_goes_to_one_process_and_back_to_others(tmp_path: Path) -> None:
     """Three ranks do not divide the rows evenly; SwiGLU's first matrix is cut in the middle of gate and up, and of the
     two rows of a query norm the last rank has none."""
     flags = [*FLAGS, "--bf16", "--global-batch-size", "6", "--qk-layernorm", "--kv-channels", "2"]
-    saved = saved_by((3, "--use-torch-fsdp2"), flags, None, tmp_path / "shards")
-    whole = saved_by((1, ""), flags, saved.folder, tmp_path / "whole")
+    saved = saved_by((3, "--use-torch-fsdp2"), flags, None, tmp_path / "shards", steps=0)
+    whole = saved_by((1, ""), flags, saved.folder, tmp_path / "whole", steps=0)
     assert_same_tensors(whole, saved)
     other = "--use-torch-fsdp2 --tensor-model-parallel-size 2 --sequence-parallel"
-    assert_same_tensors(saved_by((4, other), flags, whole.folder, tmp_path / "other"), saved)
+    assert_same_tensors(saved_by((4, other), flags, whole.folder, tmp_path / "other", steps=0), saved)

@@ -29,7 +29,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
-    return Experiment(write_corpus(tmp_path_factory.mktemp("corpus")))
+    return Experiment(write_corpus(tmp_path_factory.mktemp("corpus")), steps=4)
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,19 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.commandline import run_tool
 from megatron_ext.doctor import collectives
 from megatron_ext.doctor.collectives import NotTheReporter, _report
 from megatron_ext.errors import PeerLostError
 from megatron_ext.verify.ranks import RankError, run_ranks
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.launched import finish, start_torchrun
+from tools.doctor import main
 
 
 def exercise(seconds: float, absent: int | None = None) -> list[str]:
@@ -83,13 +83,21 @@ def test_a_slow_link_is_named() -> None:
     assert "slowest 9.00 from rank 1 (a) to rank 2 (a)" in found.what
 
 
-def test_under_torchrun_and_without_it() -> None:
-    program = [sys.executable, "tools/doctor.py", "--collectives", "--device", "cpu", "--megabytes", "1"]
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    alone = subprocess.run(program, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
-    assert alone.returncode == 64
-    assert "torchrun --nproc-per-node 2 tools/doctor.py --collectives" in alone.stderr
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program[1:]]
-    both = subprocess.run(launch, cwd=ROOT, env=clean, capture_output=True, text=True, check=False, timeout=200)
-    assert both.returncode == 0, both.stderr
-    assert "2 ranks over gloo" in both.stdout
+WORDS = ["tools/doctor.py", "--collectives", "--device", "cpu", "--megabytes", "1"]
+OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+def test_without_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in OF_A_LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", WORDS)
+    with pytest.raises(SystemExit) as ended:
+        run_tool(main)
+    assert ended.value.code == 64
+    assert "torchrun --nproc-per-node 2 tools/doctor.py --collectives" in capsys.readouterr().err
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    finish(start_torchrun(["--standalone", "--nproc-per-node", "2", *WORDS], log), log)
+    assert "2 ranks over gloo" in log.read_text()

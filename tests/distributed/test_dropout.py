@@ -18,7 +18,7 @@ LAYOUTS = {
     "TP2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "PP2 VPP2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
 }
-STEPS = 4
+STEPS = 2
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import pathlib
 import re
 import runpy
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,25 +56,46 @@ def _train(flags: list[str], save: str) -> tuple[float, float, list[list[list[in
     return before, after, samples
 
 
-def test_the_loss_is_that_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@dataclass(frozen=True)
+class Trained:
+    folder: Path
+    """Holds the data, `corpus`, and the checkpoint, `save`."""
+    loss: float
+    """On the validation data."""
+    samples: torch.Tensor
+    """What that loss is of."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
     text = pathlib.Path(shlex.__file__).read_bytes() + pathlib.Path(re.__file__).read_bytes()
     documents = [part + b"\n\n" for part in text.split(b"\n\n")]
-    with IndexedWriter(tmp_path / "corpus", np.uint16) as writer:
+    with IndexedWriter(folder / "corpus", np.uint16) as writer:
         for document in documents:
             writer.add_tokens(np.frombuffer(document, np.uint8).astype(np.uint16).tobytes(), [len(document)])
-    flags = [*FLAGS, "--data-path", str(tmp_path / "corpus")]
-    ranks = run_ranks(4, _train, flags, str(tmp_path / "save"))
+    flags = [*FLAGS, "--data-path", str(folder / "corpus")]
+    ranks = run_ranks(4, _train, flags, str(folder / "save"))
     (before, after, tokens), (_, _, labels) = ranks[0], ranks[-1]
     assert after < 0.8 * before, "it has learned something"
 
-    arguments = ["to-hf", "--load", str(tmp_path / "save"), "--save", str(tmp_path / "hf"), "--no-verify"]
-    assert convert([*arguments, "--check-loss", str(tmp_path / "corpus"), "--check-samples", "20"]) == 0
+    samples = torch.cat([torch.tensor(tokens), torch.tensor(labels)[:, -1:]], dim=1)
+    assert samples.shape == (24, 65)
+    return Trained(folder, after, samples)
+
+
+def test_the_loss_is_that_of_training(trained: Trained, tmp_path: Path) -> None:
+    exported = str(tmp_path / "hf")
+    assert convert(["to-hf", "--load", str(trained.folder / "save"), "--save", exported, "--no-verify"]) == 0
+    [theirs] = run_ranks(1, their_loss, exported, trained.samples.tolist(), fresh=True)
+    assert theirs == pytest.approx(trained.loss, rel=1e-6)
+
+
+@pytest.mark.slow  # the quickstart checks the loss in the same way
+def test_the_tool_compares_the_losses(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["to-hf", "--load", str(trained.folder / "save"), "--save", str(tmp_path / "hf"), "--no-verify"]
+    assert convert([*arguments, "--check-loss", str(trained.folder / "corpus"), "--check-samples", "20"]) == 0
     said = capsys.readouterr().out
     found = re.search(r"loss over 1,280 tokens of \S+: ours (\S+), transformers (\S+) \(", said)
     assert found is not None, said
     assert float(found[1]) == pytest.approx(float(found[2]), rel=1e-6)
-
-    samples = torch.cat([torch.tensor(tokens), torch.tensor(labels)[:, -1:]], dim=1)
-    assert samples.shape == (24, 65)
-    [theirs] = run_ranks(1, their_loss, str(tmp_path / "hf"), samples.tolist(), fresh=True)
-    assert theirs == pytest.approx(after, rel=1e-6)

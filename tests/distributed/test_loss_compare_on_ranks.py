@@ -34,12 +34,12 @@ def test_a_planted_change_is_named_and_equal_code_is_identical(tmp_path: Path) -
     program = copy / "pretrain_gpt.py"
     assert program.read_text().count(ENTRANCE) == 1
     program.write_text(program.read_text().replace(ENTRANCE, ENTRANCE + PLANTED))
-    words = ["HEAD", "--layouts", "one process, bf16", "one process, SGD", "--output", str(output), "--files"]
+    words = ["HEAD", "--layouts", "one process, packed", "one process, SGD", "--output", str(output), "--files"]
     command = [sys.executable, "tools/loss_compare.py", *words]
     ended = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
     assert ended.returncode == 1, ended.stderr
     verdicts = {row["layout"]: row for row in map(json.loads, output.read_text().splitlines())}
-    assert verdicts["one process, bf16"] == {"layout": "one process, bf16", "difference": None, "files": []}
+    assert verdicts["one process, packed"] == {"layout": "one process, packed", "difference": None, "files": []}
     assert verdicts["one process, SGD"]["difference"].startswith("train: step 2: params_norm is 0x1.")
     assert "1 of 2 layouts are identical" in ended.stdout
     again = subprocess.run([*command, "--skip-done"], cwd=copy, capture_output=True, text=True, check=False)

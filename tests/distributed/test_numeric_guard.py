@@ -1,5 +1,6 @@
 """A NaN on one rank: no update anywhere, and every rank names rank, iteration and parameter."""
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Sequence
@@ -8,6 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import in_turn
+from tests.support.selection import chosen
 
 FLAGS = (
     "--device cpu --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
@@ -173,9 +176,12 @@ class _Saboteur:
         return spoilt
 
 
-def _sabotaged(flags: str, plants: Sequence[Plant]) -> list[tuple[str, int, bool, int]]:
-    """Two good steps, and a bad one for each plant: its error, its exit code, whether weights changed, the iteration.
-    After them a good one."""
+Found = list[tuple[str, int, bool, int]]
+"""For each plant: the error, its exit code, whether weights changed, the iteration."""
+
+
+def _sabotaged(flags: str, plants: Sequence[Plant]) -> Found:
+    """Two good steps, a bad one for each plant, and after them a good one."""
     from megatron_ext.errors import NumericError
 
     trainer = _build(flags)
@@ -197,10 +203,30 @@ def _sabotaged(flags: str, plants: Sequence[Plant]) -> list[tuple[str, int, bool
     return found
 
 
+def _sabotaged_layout(name: str) -> Found:
+    _, flags, plants = LAYOUTS[name]
+    return _sabotaged(flags, plants)
+
+
+@pytest.fixture(scope="module")
+def sabotaged(request: pytest.FixtureRequest) -> Callable[[str], list[Found]]:
+    """What each rank of a layout finds; all layouts of as many ranks are trained by the same ones."""
+    asked = chosen(request, "name")
+
+    @functools.cache
+    def of_ranks(size: int) -> dict[str, list[Found]]:
+        names = [name for name in asked if LAYOUTS[name][0] == size]
+        by_rank = run_ranks(size, in_turn, _sabotaged_layout, names, timeout=550)
+        return dict(zip(names, map(list, zip(*by_rank, strict=True)), strict=True))
+
+    return lambda name: of_ranks(LAYOUTS[name][0])[name]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_bad_gradient_on_one_rank_is_named_and_changes_nothing(name: str) -> None:
-    world_size, flags, plants = LAYOUTS[name]
-    results = run_ranks(world_size, _sabotaged, flags, plants)
+def test_a_bad_gradient_on_one_rank_is_named_and_changes_nothing(
+    name: str, sabotaged: Callable[[str], list[Found]]
+) -> None:
+    plants, results = LAYOUTS[name][2], sabotaged(name)
     assert all(result == results[0] for result in results), "ranks tell different causes"
     for plant, (error, code, changed, iteration) in zip(plants, results[0], strict=True):
         named = re.match(r"rank (\d+): .* in the gradient of ([\w.:]+), iteration 3 ", error)

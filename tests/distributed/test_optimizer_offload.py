@@ -9,6 +9,8 @@ import pytest
 
 from megatron_ext.verify.memory import Bytes
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import end_layout
+from tests.support.selection import chosen, marked
 
 BASE = shlex.split("""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --seq-length 16
@@ -35,6 +37,8 @@ LAYOUTS = {
     "bf16, FSDP2, Lion": "--use-torch-fsdp2 --bf16 --optimizer lion --lr 1e-3",
     "fp16, Lion": f"{FP16} --optimizer lion --lr 1e-3",
 }
+# One precision, optimizer or scheme of two that others have: left to --all.
+REPEATED = {"bf16", "fp32, distributed optimizer", "fp32, FSDP2", "bf16, FSDP2, Lion", "fp16, Lion"}
 MASTER = {"fp32": 0, "bf16": 4, "fp16": 4}
 """Bytes of the master of each element."""
 OFFLOADS = {"none": "", "all": HOST, "half": HALF}
@@ -53,8 +57,6 @@ class Trace:
 
 def _run(flags: str, load: str | None = None, save: str | None = None, steps: int = 5) -> tuple[Any, list[str]]:
     """Train, or load and train, save after three steps; the run and the losses of all steps."""
-    from megatron.core import parallel_state
-
     from megatron_ext import device
     from megatron_ext.checkpoint.native.load import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
@@ -62,7 +64,7 @@ def _run(flags: str, load: str | None = None, save: str | None = None, steps: in
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
 
-    parallel_state.destroy_model_parallel()
+    end_layout()
     run = build_run(configure([*BASE, *flags.split()]).config, device.current())
     trainer = Trainer(run, [])
     if load is not None:
@@ -95,13 +97,14 @@ def _traces(cases: dict[str, str]) -> dict[str, Trace]:
 
 
 @pytest.fixture(scope="module")
-def traces() -> list[dict[str, Trace]]:
-    """Of two ranks."""
-    cases = {f"{layout}; {what}": f"{LAYOUTS[layout]} {OFFLOADS[what]}" for layout in LAYOUTS for what in OFFLOADS}
+def traces(request: pytest.FixtureRequest) -> list[dict[str, Trace]]:
+    """Of two ranks, in the layouts that are asked for."""
+    asked = chosen(request, "layout")
+    cases = {f"{layout}; {what}": f"{LAYOUTS[layout]} {OFFLOADS[what]}" for layout in asked for what in OFFLOADS}
     return run_ranks(2, _traces, cases)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", marked(LAYOUTS, slow=REPEATED))
 @pytest.mark.parametrize("what", ["all", "half"])
 def test_losses_are_the_same_to_the_bit(layout: str, what: str, traces: list[dict[str, Trace]]) -> None:
     for rank in traces:
@@ -111,7 +114,7 @@ def test_losses_are_the_same_to_the_bit(layout: str, what: str, traces: list[dic
     assert ("fp16" in layout) == (1 < traces[0][f"{layout}; {what}"].scale < 7500)  # updates were skipped
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "SGD" not in name])
+@pytest.mark.parametrize("layout", marked([name for name in LAYOUTS if "SGD" not in name], slow=REPEATED))
 def test_the_state_is_where_the_flags_say(layout: str, traces: list[dict[str, Trace]]) -> None:
     """Each element that is updated in host memory has its value, gradient and two moments (Lion one) there: 16 bytes.
     On the device it leaves the weight and the gradient; under FSDP2 the weight is the fp32 one."""

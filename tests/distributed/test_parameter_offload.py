@@ -56,6 +56,7 @@ def _train(words: str) -> Trace:
     from megatron_ext.train.trainer import Trainer
     from megatron_ext.verify.memory import bytes_per_rank
 
+    # Not the groups themselves, as elsewhere: DTensor remembers those of the same mesh by name.
     parallel_state.destroy_model_parallel()
     run = build_run(configure([*BASE, *words.split()]).config, device.current())
     trainer = Trainer(run, [])

@@ -7,6 +7,7 @@ numbers per token (masks and sums of the loss, token ids), and have a rotary tab
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import end_layout
 
 BASE = (
     "--device cpu --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
@@ -38,8 +39,6 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
     from megatron_ext import device
 
     here = device.install("cpu")
-    from megatron.core import parallel_state
-
     from megatron_ext.plan.activations import Activations
     from megatron_ext.plan.schedule import most_held, order
     from megatron_ext.plan.shapes import Shapes
@@ -85,7 +84,7 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
             }
         )
         run.loaders.close()
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 

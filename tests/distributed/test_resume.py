@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import end_layout
 from tests.support.run_state import state_hash
+from tests.support.selection import marked
 
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
@@ -99,14 +101,12 @@ def _train(flags: list[str], load: str | None, steps: int, save: str | None) -> 
 
 def _train_whole_and_begin_again(flags: list[str], save: str) -> tuple[Trace, Trace]:
     """Eight steps without a save, and then, from the beginning, the three steps that a run has done when it ends."""
-    from megatron.core import parallel_state
-
     whole = _train(flags, None, 8, None)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return whole, _train(flags, None, 3, save)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", marked(CASES, slow={"fp32, TP2 PP2 VPP2 DP2"}))  # in bf16 in every run
 def test_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     world_size, flags = CASES[case]
     flags = [*MODEL, *SCHEDULE, *flags]

@@ -13,6 +13,7 @@ import pytest
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.hf_models import quiet_transformers
+from tests.support.in_turn import end_layout
 from tests.support.run_state import state_hash
 
 quiet_transformers()
@@ -98,8 +99,6 @@ class Trace:
 
 def _save_go_on_and_resume(flags: list[str], folder: str) -> tuple[Trace, Trace]:
     """One rank: the run that goes on after its save, and the one that is resumed from it."""
-    from megatron.core import parallel_state
-
     from megatron_ext.checkpoint.native.load import load_checkpoint
     from megatron_ext.checkpoint.native.save import Save, save_checkpoint
     from megatron_ext.train.trainer import Trainer
@@ -113,7 +112,7 @@ def _save_go_on_and_resume(flags: list[str], folder: str) -> tuple[Trace, Trace]
     uninterrupted = _two_steps(run, trainer)
     pending.finish()
     run.loaders.close()
-    parallel_state.destroy_model_parallel()
+    end_layout()
 
     run = _build(flags)
     assert load_checkpoint(run, f"{folder}/meanwhile") == 2

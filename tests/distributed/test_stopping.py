@@ -3,7 +3,6 @@
 import json
 import shlex
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.launched import end_all, start
+from tests.support.launched import Launched, end_all, start
 from tests.support.program import run_program
 
 FLAGS = shlex.split(
@@ -28,7 +27,7 @@ def iterations(save: Path) -> list[int]:
     return [row["iteration"] for row in read_rows(save / "metrics.jsonl")]
 
 
-def wait_for_iteration(process: subprocess.Popen[bytes], save: Path, iteration: int) -> None:
+def wait_for_iteration(process: Launched, save: Path, iteration: int) -> None:
     deadline = time.monotonic() + 120
     while not (save / "metrics.jsonl").exists() or iteration not in iterations(save):
         assert process.poll() is None, "the run ended early"

@@ -20,7 +20,9 @@ FLAGS = shlex.split("""
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 
 
-@pytest.mark.parametrize(("each", "more"), [(2, []), pytest.param(4, TP2, marks=pytest.mark.slow)])
+# A plain run has two agents of one rank each, which are killed at that: test_kill_and_resume.py.
+@pytest.mark.slow
+@pytest.mark.parametrize(("each", "more"), [(2, []), (4, TP2)])
 def test_two_agents_are_one(each: int, more: list[str], tmp_path: Path) -> None:
     """`each` is the number of ranks of an agent."""
 

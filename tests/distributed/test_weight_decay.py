@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import end_layout
 
 BASE = (
     "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 "
@@ -30,7 +31,6 @@ def _refusals(layouts: dict[str, str]) -> dict[str, tuple[set[str], set[str]]]:
 
     here = device.install("cpu")
     import megatron.core.optimizer as engine
-    from megatron.core import parallel_state
 
     from megatron_ext.config.parameters import parameters
     from megatron_ext.train.build import build_run
@@ -47,7 +47,7 @@ def _refusals(layouts: dict[str, str]) -> dict[str, tuple[set[str], set[str]]]:
             text = str(error)
         named = set(re.findall(r"(\S+) \(times 1, and the catalogue says 0\)", text))
         found[layout] = named, {parameter.name for parameter in parameters(config) if not parameter.decay}
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 

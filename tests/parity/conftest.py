@@ -1,11 +1,34 @@
-"""One experiment for the whole suite: the single processes that layouts are compared with are trained once."""
+"""The single processes that layouts are compared with are trained once."""
 
 import pytest
 
 from megatron_ext.verify.corpus import write_corpus
-from megatron_ext.verify.parity import Experiment
+from megatron_ext.verify.parity import STEPS, Experiment
 
 
 @pytest.fixture(scope="session")
-def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
-    return Experiment(write_corpus(tmp_path_factory.mktemp("corpus")))
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def steps(pytestconfig: pytest.Config) -> int:
+    """All steps of docs/parity.md with --all; a plain run takes fewer, for each waits for sums over the ranks."""
+    return STEPS if pytestconfig.getoption("--all") else 5
+
+
+@pytest.fixture(scope="session")
+def experiment(data: list[str], steps: int) -> Experiment:
+    return Experiment(data, steps)
+
+
+@pytest.fixture(scope="session")
+def all_steps(data: list[str]) -> Experiment:
+    """For bf16, where the largest of a few differences says little about the rounding."""
+    return Experiment(data)
+
+
+@pytest.fixture(scope="session")
+def first_steps(data: list[str]) -> Experiment:
+    """For faults that the first gradients show, and weights that then part."""
+    return Experiment(data, 2)

@@ -19,14 +19,14 @@ def wrong_gradients(found: Differences) -> set[str]:
     return {name for name, distance in found.gradients.items() if not distance <= GRADIENT_TOLERANCE}
 
 
-def test_qkv_slice_off_by_one(experiment: Experiment) -> None:
-    found = differences(experiment, "TP2, untied", planted.shift_qkv)
+def test_qkv_slice_off_by_one(first_steps: Experiment) -> None:
+    found = differences(first_steps, "TP2, untied", planted.shift_qkv)
     assert found.weights == tuple(f"decoder.layers.{layer}.self_attention.linear_qkv.weight" for layer in range(4))
     assert found.problems()
 
 
-def test_gradient_of_sequence_parallel_norm_not_reduced(experiment: Experiment) -> None:
-    found = differences(experiment, "TP2 SP, untied", planted.forget_sequence_parallel_mark)
+def test_gradient_of_sequence_parallel_norm_not_reduced(first_steps: Experiment) -> None:
+    found = differences(first_steps, "TP2 SP, untied", planted.forget_sequence_parallel_mark)
     norms = {name for name in found.gradients if "layernorm" in name}
     assert len(norms) == 9
     assert wrong_gradients(found) == norms
@@ -35,53 +35,53 @@ def test_gradient_of_sequence_parallel_norm_not_reduced(experiment: Experiment) 
     assert found.first_loss <= FIRST_LOSS_TOLERANCE  # one step's loss says nothing: only gradients show the fault
 
 
-def test_gradient_of_tied_embedding_not_reduced(experiment: Experiment) -> None:
-    found = differences(experiment, "PP2, tied", planted.skip_tied_embedding_reduction)
+def test_gradient_of_tied_embedding_not_reduced(first_steps: Experiment) -> None:
+    found = differences(first_steps, "PP2, tied", planted.skip_tied_embedding_reduction)
     assert wrong_gradients(found) == {planted.WORD_EMBEDDINGS}
     assert f"first gradients: {planted.WORD_EMBEDDINGS}: ranks disagree" in found.flaws
     assert f"final weights: {planted.WORD_EMBEDDINGS}: ranks disagree" in found.flaws
 
 
-def test_loss_denominator_per_microbatch(experiment: Experiment) -> None:
-    found = differences(experiment, "DP2, untied", planted.average_per_microbatch)
+def test_loss_denominator_per_microbatch(first_steps: Experiment) -> None:
+    found = differences(first_steps, "DP2, untied", planted.average_per_microbatch)
     assert not found.first_loss <= FIRST_LOSS_TOLERANCE
     assert wrong_gradients(found) == set(found.gradients)
 
 
-def test_loss_denominator_per_rank(experiment: Experiment) -> None:
-    found = differences(experiment, "DP2, untied", planted.count_tokens_of_own_rank_only)
+def test_loss_denominator_per_rank(first_steps: Experiment) -> None:
+    found = differences(first_steps, "DP2, untied", planted.count_tokens_of_own_rank_only)
     assert found.first_loss <= FIRST_LOSS_TOLERANCE
     assert wrong_gradients(found) == set(found.gradients)
     assert f"first gradients: {planted.WORD_EMBEDDINGS}: ranks disagree" in found.flaws
 
 
-def test_sends_between_stages_in_the_wrong_order(experiment: Experiment) -> None:
-    found = differences(experiment, "PP2 VPP2, untied", planted.batch_sends_between_two_stages)
+def test_sends_between_stages_in_the_wrong_order(first_steps: Experiment) -> None:
+    found = differences(first_steps, "PP2 VPP2, untied", planted.batch_sends_between_two_stages)
     assert wrong_gradients(found)
     assert found.problems()
 
 
-def test_gradient_of_one_expert(experiment: Experiment) -> None:
-    found = differences(experiment, "EP2, experts", planted.double_the_gradient_of_one_expert)
+def test_gradient_of_one_expert(first_steps: Experiment) -> None:
+    found = differences(first_steps, "EP2, experts", planted.double_the_gradient_of_one_expert)
     matrices = [f"mlp.experts.5.linear_{matrix}.weight" for matrix in ("fc1", "fc2")]
     assert wrong_gradients(found) == {f"decoder.layers.{layer}.{name}" for layer in range(4) for name in matrices}
     assert found.first_loss <= FIRST_LOSS_TOLERANCE
 
 
-def test_chunks_in_the_wrong_order(experiment: Experiment) -> None:
-    found = differences(experiment, "CP2 p2p, untied", planted.give_each_rank_two_neighbouring_chunks)
+def test_chunks_in_the_wrong_order(first_steps: Experiment) -> None:
+    found = differences(first_steps, "CP2 p2p, untied", planted.give_each_rank_two_neighbouring_chunks)
     assert not found.first_loss <= FIRST_LOSS_TOLERANCE
     assert {name for name in found.gradients if "linear_qkv" in name} <= wrong_gradients(found)
 
 
-def test_ring_in_the_wrong_order(experiment: Experiment) -> None:
-    found = differences(experiment, "CP4 p2p, untied", planted.turn_the_ring_around)
+def test_ring_in_the_wrong_order(first_steps: Experiment) -> None:
+    found = differences(first_steps, "CP4 p2p, untied", planted.turn_the_ring_around)
     assert not found.first_loss <= FIRST_LOSS_TOLERANCE
     assert {name for name in found.gradients if "linear_qkv" in name} <= wrong_gradients(found)
 
 
-def test_gradient_scale_of_fsdp2(experiment: Experiment) -> None:
-    found = differences(experiment, "FSDP2, untied", planted.average_over_ranks)
+def test_gradient_scale_of_fsdp2(first_steps: Experiment) -> None:
+    found = differences(first_steps, "FSDP2, untied", planted.average_over_ranks)
     assert found.first_loss <= FIRST_LOSS_TOLERANCE  # and Adam hides it ever after
     assert wrong_gradients(found) == set(found.gradients)
     assert all(abs(distance - 0.5) < 1e-3 for distance in found.gradients.values())

@@ -10,24 +10,23 @@ def in_turn(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]
 
     In between, megatron-core's groups end, so that each may have a layout of its own on these ranks.
     """
-    from megatron.core import parallel_state
-
     results = []
     for argument in arguments:
         results.append(function(argument))
-        parallel_state.destroy_model_parallel()
-        _end_groups()
+        end_layout()
     return results
 
 
-def _end_groups() -> None:
-    """End every group but the default one, which a store serves only once.
+def end_layout() -> None:
+    """End megatron-core's groups and every other one but the default, which a store serves only once.
 
     megatron-core forgets its groups and leaves them, and each keeps a thread of gloo, which wakes up over and over.
     """
+    from megatron.core import parallel_state
     from torch.distributed import GroupMember, destroy_process_group
     from torch.distributed.distributed_c10d import _world
 
+    parallel_state.destroy_model_parallel()
     for group in list(_world.pg_map):
         if group is not GroupMember.WORLD:
             destroy_process_group(group)

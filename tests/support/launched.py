@@ -1,41 +1,98 @@
-"""The real program in real processes, as a user starts it."""
+"""The real program in real processes, as a user starts it: alone, or by torchrun."""
 
 import contextlib
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.metrics import MEASURED_FIELDS
+from megatron_ext.verify.ranks import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start(flags: Sequence[str], log: Path, torchrun: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+class Launched(Protocol):
+    """What tests ask of a process; `subprocess.Popen` has it, too."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
+class _Forked:
+    """A command of Python in a session of its own, forked with torch loaded, which takes an interpreter seconds."""
+
+    def __init__(self, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self._process: Any = forkserver().Process(target=_run, args=(list(words), str(log), dict(environment)))
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("python", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, sig: int, /) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
+    """Do as `python *words` does."""
+    os.setsid()
+    os.chdir(ROOT)
+    for name in _LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def start(flags: Sequence[str], log: Path, torchrun: Sequence[str] = ()) -> Launched:
     """Start pretrain_gpt.py on the CPU, alone or with the flags of torchrun; its output goes to `log`."""
-    launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, *launcher, "pretrain_gpt.py", "--device", "cpu", *flags],
-            cwd=ROOT,
-            env={**environment, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    program = ["pretrain_gpt.py", "--device", "cpu", *flags]
+    return _Forked(program, log, {}) if not torchrun else start_torchrun([*torchrun, *program], log)
 
 
-def finish(process: subprocess.Popen[bytes], log: Path, seconds: float = 300.0) -> None:
+def start_torchrun(words: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Launched:
+    """Start torchrun, whose workers are interpreters of their own.
+
+    Args:
+        words: its flags, and the program with its own.
+        environment: further variables.
+    """
+    return _Forked(["-m", "torch.distributed.run", *words], log, environment or {})
+
+
+def finish(process: Launched, log: Path, seconds: float = 300.0) -> None:
     """Wait for a run that must succeed."""
     try:
         code = process.wait(seconds)
@@ -44,16 +101,15 @@ def finish(process: subprocess.Popen[bytes], log: Path, seconds: float = 300.0) 
     assert code == 0, f"exit code {code}:\n{log.read_text(errors='replace')[-5000:]}"
 
 
-def end_all(process: subprocess.Popen[bytes]) -> None:
+def end_all(process: Launched) -> None:
     """Kill whatever is left of a run, torchrun's workers included, at once and without warning."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    process.kill()
     process.wait()
 
 
-def rank_processes(process: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
+def rank_processes(process: Launched) -> dict[int, psutil.Process]:
     """torchrun's workers by their rank; while it starts them, some may be missing."""
     ranks = {}
     for worker in psutil.Process(process.pid).children():

@@ -18,7 +18,7 @@ FLAGS = shlex.split("""
     --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 12 --lr 1e-3
     --attention-dropout 0 --hidden-dropout 0 --eval-interval 0 --device cpu
 """)
-STEPS = 10
+STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Saved:
     """Of the steps after the save."""
 
 
-def resave(flags: list[str], load: str | None, save: str) -> list[float]:
-    """Load, or take two steps; save; and go on for ten steps more, whose losses are returned."""
+def resave(flags: list[str], load: str | None, save: str, steps: int = STEPS) -> list[float]:
+    """Load, or take two steps; save; and go on for some steps more, whose losses are returned."""
     from megatron_ext import device
     from megatron_ext.checkpoint.native.load import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
@@ -46,12 +46,12 @@ def resave(flags: list[str], load: str | None, save: str) -> list[float]:
     else:
         assert load_checkpoint(run, load) == 2
     save_checkpoint(run, save)
-    return [trainer.step().loss for _ in range(STEPS)]
+    return [trainer.step().loss for _ in range(steps)]
 
 
-def saved_by(layout: tuple[int, str], flags: list[str], load: str | None, folder: Path) -> Saved:
+def saved_by(layout: tuple[int, str], flags: list[str], load: str | None, folder: Path, steps: int = STEPS) -> Saved:
     world_size, words = layout
-    losses, *_ = run_ranks(world_size, resave, [*flags, *words.split()], load, str(folder))
+    losses, *_ = run_ranks(world_size, resave, [*flags, *words.split()], load, str(folder), steps)
     return Saved(str(folder), tensors_of(str(folder)), losses)
 
 

@@ -25,7 +25,7 @@ from megatron_ext.tokenizer.byte import ByteTokenizer
 SEQ = 8
 
 
-@pytest.mark.parametrize("sizes", [range(1, 201), (1000, 1024, 4095, 4097, 99_991)], ids=["small", "large"])
+@pytest.mark.parametrize("sizes", [range(1, 201), (1000, 1024, 4095, 4097, 9_973)], ids=["small", "large"])
 def test_every_number_comes_once(sizes: Sequence[int]):
     for size in sizes:
         order = Permutation(size, b"key")

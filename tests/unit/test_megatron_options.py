@@ -33,6 +33,7 @@ OUR_OWN = {
     "--no-fallback",
     "--tf32",
     "--log-communication-share",
+    "--record-schedule",
     "--lr-scale-rule",
     "--lr-scale-base-batch-size",
     "--torch-compile",

@@ -213,6 +213,8 @@ WRONG = [
     ("--save a --save-interval 10 --save-retain-interval 25", "use --save-retain-interval 30"),
     ("--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5",
      "use --profile-step-start 5 --profile-step-end 7"),
+    ("--record-schedule --profile-step-start 5 --profile-step-end 5",
+     "use --profile-step-start 5 --profile-step-end 7"),
     ("--profile", "add --use-pytorch-profiler for traces by torch"),
     ("--profile --pytorch-profiler-collect-shapes", "add that switch"),
     ("--profile --use-pytorch-profiler --record-shapes", "use --pytorch-profiler-collect-shapes"),

@@ -17,7 +17,7 @@ class ProfilingConfig:
     profile_step_start: int = free(10, "First step that is profiled.")
     profile_step_end: int = free(12, "First step that no longer is profiled.")
     profile_ranks: tuple[int, ...] | None = free(
-        None, "Ranks that profile and record memory; default all of them.", metavar="RANK ..."
+        None, "Ranks that profile, and record memory or the schedule; default all of them.", metavar="RANK ..."
     )
     use_pytorch_profiler: bool = free(
         False,
@@ -30,6 +30,12 @@ class ProfilingConfig:
     )
     record_shapes: bool = free(False, "Put every operator and its tensors' shapes into Nsight's trace.")
     nvtx_ranges: bool = free(False, "Put megatron-core's own ranges into Nsight's trace.")
+    record_schedule: bool = free(
+        False,
+        "From --profile-step-start to --profile-step-end, record which pass of the pipeline each rank runs when, and "
+        "its waits: a trace per rank, schedule/rankN.json in --save, else in --tensorboard-dir, else here, for "
+        "tools/draw_pipeline.py and Perfetto. All ranks wait for each other before such a step.",
+    )
     record_memory_history: bool = free(
         False,
         "Record every allocation of GPU memory; written at each log line, at the end, and when the run fails, to be "

@@ -25,6 +25,7 @@ from megatron_ext.train.callbacks.profiling import Profiling
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, Sink
 from megatron_ext.train.callbacks.sample_ids import SampleIds
+from megatron_ext.train.callbacks.schedule import Schedule
 from megatron_ext.train.callbacks.status import Status
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.callbacks.timing import Timing
@@ -47,6 +48,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     clock = CommunicationClock(run.device, run.groups.pp) if config.logging.log_communication_share else None
     callbacks: list[Callback] = [
         *([Communication(clock)] if clock is not None else []),
+        *([Schedule(run)] if config.profiling.record_schedule else []),
         Status(status),
         Profiling(StepProfiler.from_config(config, run.rank, run.device), open_range(config)),
         Reporting(

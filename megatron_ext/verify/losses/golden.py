@@ -38,10 +38,15 @@ def train() -> Losses:
     jobs = layouts.golden_jobs()
     with scratch_folder() as scratch:
         results = {result["name"]: result for result in run_jobs(ROOT, list(jobs.values()), scratch, workers=2)}
-    return {name: _losses(results[name]) for name in jobs}
+    return {name: losses_of(results[name]) for name in jobs}
 
 
-def _losses(result: Mapping[str, Any]) -> dict[str, list[str]]:
+def losses_of(result: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the losses in a job's result, by field.
+
+    Raises:
+        RuntimeError: the job failed.
+    """
     if "failed" in result:
         raise RuntimeError(f"{result['name']} failed in {result['failed']}")
     rows = result["stages"]["train"]["rows"]

@@ -1,0 +1,112 @@
+"""Draws one step of a pipeline: which stage works on which microbatch when, what waits, and each stage's memory.
+
+    python tools/draw_pipeline.py --stages 4 --chunks 2 --microbatches 8             # the order alone
+    python tools/draw_pipeline.py --world-size 64 --device h100 -- <training flags>  # with estimated times and memory
+    python tools/draw_pipeline.py --run checkpoints/run                              # as it was measured
+
+The last reads the traces of a run with --record-schedule and names slow stages. --html FILE writes the picture as a
+page, --trace FILE all traces as one, for Perfetto. The simulated order is megatron-core's: recorded steps have
+the same.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from megatron_ext.checkpoint.native.resume import look
+from megatron_ext.commandline import ToolParser, split_at_dashes
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.resolve import resolve
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
+from megatron_ext.plan.preview import equal_stages, preview
+from megatron_ext.plan.question import question
+from megatron_ext.plan.timeline import Timeline, slow_stages
+from megatron_ext.plan.timeline_svg import as_page
+from megatron_ext.plan.timeline_text import as_text
+from megatron_ext.rules.validate import problems
+from megatron_ext.telemetry import schedule_record
+from megatron_ext.train.configure import gather_facts
+
+
+def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
+    own, training = split_at_dashes(argv)
+    parser = _parser()
+    options = parser.parse_args(own)
+    given = [options.stages is not None, options.run is not None, bool(training)]
+    if sum(given) != 1:
+        parser.error("give one of --stages N, --run DIR, and training flags after --")
+    remarks: list[str] = []
+    if options.stages is not None:
+        timeline = _order_alone(options.stages, options.chunks, options.microbatches, options.group)
+    elif options.run is not None:
+        records = schedule_record.read(options.run)
+        timeline = schedule_record.timeline(records, options.step, options.pipeline)
+        remarks = slow_stages(timeline.lanes)
+        if options.trace is not None:
+            options.trace.write_text(schedule_record.merged(records))
+    else:
+        timeline = _simulated(training, options.world_size, options.device, options.gpus_per_node, options.microbatches)
+    if options.trace is not None and options.run is None:
+        parser.error("--trace needs --run, whose traces it joins")
+    width = options.width or shutil.get_terminal_size((100, 24)).columns
+    print("\n".join([*as_text(timeline, width, colour=sys.stdout.isatty()), *(["", *remarks] if remarks else [])]))
+    if options.html is not None:
+        options.html.write_text(as_page(timeline, remarks), encoding="utf-8")
+    return 0
+
+
+def _order_alone(stages: int, chunks: int, microbatches: int | None, group: int | None) -> Timeline:
+    number, each = microbatches or 2 * stages, group or stages
+    if min(stages, chunks, number, each) < 1:
+        raise ConfigurationError("--stages, --chunks, --microbatches and --group are numbers from 1")
+    if chunks > 1 and (stages == 1 or each < stages or 0 < number % each < stages):
+        raise ConfigurationError(
+            f"--chunks {chunks} needs --stages above 1, a --group of at least --stages {stages}, and as many "
+            f"microbatches in the last group; --microbatches {number} in groups of {each} leave {number % each}"
+        )
+    return equal_stages(stages, chunks, number, each)
+
+
+def _simulated(
+    training: list[str], world_size: int | None, device: str, gpus_per_node: int, microbatches: int | None
+) -> Timeline:
+    typed = parse(training)
+    devices = hardware(device)
+    machine = Machine(devices, gpus_per_node, constants=constants_of(devices))
+    ranks = world_size or typed.values.get("world_size") or _fewest(typed.values)
+    values = {name: value for name, value in typed.values.items() if name != "world_size"}
+    asked = question(values, gather_facts(typed, look(typed.values)), ranks, machine, memory_share=1.0)
+    config = resolve({**asked.values, "world_size": ranks}, asked.facts)
+    found = problems(config, asked.facts)
+    if found:
+        raise ConfigurationError(found)
+    return preview(config, machine, microbatches)
+
+
+def _fewest(values: dict[str, object]) -> int:
+    """Return the ranks of one replica of the model."""
+    product = 1
+    for axis in ("tensor_model", "context", "pipeline_model"):
+        product *= int(str(values.get(f"{axis}_parallel_size") or 1))
+    return product
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser("Draw one step of a pipeline: simulated, or as --record-schedule recorded it.", __doc__)
+    parser.usage = "%(prog)s [options] [-- <training flags>]"
+    parser.add_argument("--stages", type=int, metavar="N", help="draw the order of so many equal stages")
+    parser.add_argument("--chunks", type=int, default=1, metavar="N", help="with --stages: chunks of each stage")
+    parser.add_argument("--group", type=int, metavar="N", help="with --chunks: microbatches that one takes in turn")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches to draw; default a few")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="draw what a run with --record-schedule recorded")
+    parser.add_argument("--step", type=int, metavar="N", help="with --run: the step; default the last recorded one")
+    parser.add_argument("--pipeline", type=int, metavar="N", help="with --run: which of several; default the busiest")
+    parser.add_argument("--world-size", type=int, metavar="N", help="devices; default those of one replica")
+    parser.add_argument("--device", choices=sorted(TABLE), default="h100", help="row of the table of data sheets")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="devices with fast links")
+    parser.add_argument("--width", type=int, metavar="N", help="columns; default the terminal's")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the picture as a page as well")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="with --run: write all ranks' traces as one")
+    return parser

@@ -1,0 +1,256 @@
+"""Writes and reads what --record-schedule recorded: a trace for Perfetto (or chrome://tracing) for each rank.
+
+    schedule/rank0.json    {"traceEvents": [...], "schedule": {"rank": 0, "stage": 0, ...}}
+
+The events are Chrome's trace events: a slice for each pass and each wait, and a counter of the memory. All ranks waited
+for each other before a recorded step began, and its times count from there, so that traces can be laid one over the
+other (`merged`). `timeline` makes the picture of one pipeline of them.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigurationError, DataError, StorageError
+from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline
+from megatron_ext.untrusted.text import TextError, load_json, read_file
+
+FOLDER = "schedule"
+"""Name of the folder of the traces, in that of the run."""
+
+_MOST_BYTES = 1 << 28
+_MICRO = 1e6  # a trace counts in microseconds
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of one rank, in seconds since all ranks began it."""
+
+    iteration: int
+    offset: float
+    """Seconds since all ranks began the first recorded step."""
+
+    total: float
+    passes: tuple[Pass, ...]
+    """The passes in the order in which the rank ran them."""
+
+    blocks: tuple[Block, ...]
+    """Waits for collectives, and for messages between stages."""
+
+    memory: tuple[tuple[float, int], ...]
+    """(second, bytes) at the end of each pass."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the layout of its run."""
+
+    rank: int
+    world_size: int
+    stage: int
+    stages: int
+    chunks: int
+    microbatch_group_size: int
+
+    @property
+    def pipeline(self) -> int:
+        """Number of the pipeline that the rank is in: ranks of a stage are neighbours (config/ranks.py)."""
+        return self.rank % (self.world_size // self.stages)
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """Everything that one rank recorded."""
+
+    place: Place
+    steps: tuple[RecordedStep, ...]
+
+
+def write(folder: Path, record: RankRecord) -> Path:
+    """Write the trace of a rank and return its path.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    path = folder / f"rank{record.place.rank}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": events(record), "schedule": asdict(record.place)}) + "\n")
+    except OSError as error:
+        raise StorageError(f"cannot write the trace {path}: {error.strerror}. Leave out --record-schedule.") from error
+    return path
+
+
+def read(run: Path) -> list[RankRecord]:
+    """Return the records of all ranks, given the folder of a run or that of its traces.
+
+    Raises:
+        ConfigurationError: there is no trace.
+        DataError: a trace cannot be read.
+    """
+    folder = run / FOLDER if (run / FOLDER).is_dir() else run
+    paths = sorted(folder.glob("rank*.json"), key=_rank_of)
+    if not paths:
+        raise ConfigurationError(
+            f"{folder}: no traces (rank0.json and so on). Run a few steps with --record-schedule --profile-step-start "
+            "5 --profile-step-end 7, and give the folder of --save."
+        )
+    return [_record(path) for path in paths]
+
+
+def merged(records: Iterable[RankRecord]) -> str:
+    """Return one trace of all ranks, as text."""
+    return json.dumps({"traceEvents": [event for record in records for event in events(record)]}) + "\n"
+
+
+def timeline(records: Sequence[RankRecord], iteration: int | None = None, pipeline: int | None = None) -> Timeline:
+    """Return the picture of one step of one pipeline.
+
+    Args:
+        iteration: number of the step; by default the last one that was recorded, which is past what happens once.
+        pipeline: which of the pipelines that run next to each other; by default the one with the stage that works
+            longest.
+    Raises:
+        ConfigurationError: there is no such step or pipeline, or a rank of it is missing.
+    """
+    steps = {step.iteration for record in records for step in record.steps}
+    wanted = iteration if iteration is not None else max(steps, default=0)
+    if wanted not in steps:
+        raise ConfigurationError(f"step {wanted} was not recorded; there are {_list(steps)}")
+    pipelines = _pipelines(records, wanted)
+    if pipeline is None:
+        pipeline = max(pipelines, key=lambda number: max(lane.worked for lane, _ in pipelines[number].values()))
+    if pipeline not in pipelines:
+        raise ConfigurationError(f"there is no pipeline {pipeline}; there are {_list(pipelines)}")
+    found, place = pipelines[pipeline], records[0].place
+    missing = set(range(place.stages)) - set(found)
+    if missing:
+        raise ConfigurationError(
+            f"pipeline {pipeline}: no trace of stage {_list(missing)} of {place.stages}; record all ranks "
+            "(leave out --profile-ranks)"
+        )
+    lanes = tuple(found[stage][0] for stage in sorted(found))
+    microbatches = len({each.microbatch for each in lanes[0].passes})
+    chunks = f" x {place.chunks} chunks" if place.chunks > 1 else ""
+    of = f", pipeline {pipeline} of {len(pipelines)}" if len(pipelines) > 1 else ""
+    return Timeline(
+        title=f"{place.stages} stages{chunks}, {microbatches} microbatches: measured, step {wanted}{of}",
+        lanes=lanes,
+        chunks=place.chunks,
+        total=max(step.total for _, step in found.values()),
+    )
+
+
+def events(record: RankRecord) -> list[dict[str, Any]]:
+    """Return a rank's trace events."""
+    place, rank = record.place, record.place.rank
+    found: list[dict[str, Any]] = [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"stage {place.stage}, rank {rank}"}},
+        {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": place.stage * 1000 + rank}},
+        {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "passes"}},
+        {"ph": "M", "pid": rank, "tid": 1, "name": "thread_name", "args": {"name": "waits"}},
+    ]
+    for step in record.steps:
+        of_step = {"iteration": step.iteration}
+        for each in step.passes:
+            kind, chunk = "forward" if each.forward else "backward", f" chunk {each.chunk}" if place.chunks > 1 else ""
+            found.append(
+                _slice(step, rank, 0, "pass", f"{kind} {each.microbatch}{chunk}", each.begin, each.end)
+                | {"args": {**of_step, "forward": each.forward, "chunk": each.chunk, "microbatch": each.microbatch}}
+            )
+        found += [
+            _slice(step, rank, 1, "wait", block.name, block.begin, block.end) | {"args": of_step}
+            for block in step.blocks
+        ]
+        found += [
+            {
+                "ph": "C",
+                "pid": rank,
+                "name": "memory",
+                "ts": (step.offset + second) * _MICRO,
+                "args": {"bytes": held},
+                "cat": str(step.iteration),
+            }
+            for second, held in step.memory
+        ]
+        found.append(_slice(step, rank, 2, "step", f"step {step.iteration}", 0.0, step.total) | {"args": of_step})
+    return found
+
+
+def _slice(step: RecordedStep, rank: int, row: int, kind: str, name: str, begin: float, end: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": row,
+        "cat": kind,
+        "name": name,
+        "ts": (step.offset + begin) * _MICRO,
+        "dur": (end - begin) * _MICRO,
+    }
+
+
+def _record(path: Path) -> RankRecord:
+    try:
+        content = load_json(read_file(path, _MOST_BYTES))
+        place = Place(**content["schedule"])
+        found = content["traceEvents"]
+        steps = [event for event in found if event.get("cat") == "step"]
+        return RankRecord(place, tuple(_step(event, found) for event in steps))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    except TextError as error:
+        raise DataError(f"{path}: {error}. Record the run anew with --record-schedule.") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is no trace of --record-schedule: {error!r}") from error
+
+
+def _step(step: dict[str, Any], found: Sequence[dict[str, Any]]) -> RecordedStep:
+    iteration, began = int(step["args"]["iteration"]), float(step["ts"])
+
+    def second(micros: float) -> float:
+        return (float(micros) - began) / _MICRO
+
+    def of(kind: str) -> list[dict[str, Any]]:
+        return [event for event in found if event.get("cat") == kind and event["args"]["iteration"] == iteration]
+
+    passes = tuple(
+        Pass(
+            bool(event["args"]["forward"]),
+            int(event["args"]["chunk"]),
+            int(event["args"]["microbatch"]),
+            second(event["ts"]),
+            second(event["ts"] + event["dur"]),
+        )
+        for event in of("pass")
+    )
+    blocks = tuple(
+        Block(str(event["name"]), second(event["ts"]), second(event["ts"] + event["dur"])) for event in of("wait")
+    )
+    counters = [event for event in found if event.get("ph") == "C" and event.get("cat") == str(iteration)]
+    memory = tuple((second(event["ts"]), int(event["args"]["bytes"])) for event in counters)
+    return RecordedStep(iteration, began / _MICRO, float(step["dur"]) / _MICRO, passes, blocks, memory)
+
+
+def _pipelines(records: Sequence[RankRecord], iteration: int) -> dict[int, dict[int, tuple[Lane, RecordedStep]]]:
+    """Return the lanes of each pipeline, by number and stage."""
+    found: dict[int, dict[int, tuple[Lane, RecordedStep]]] = {}
+    for record in records:
+        place = record.place
+        for step in record.steps:
+            if step.iteration == iteration:
+                name = f"stage {place.stage}" + (f" (rank {place.rank})" if place.world_size > place.stages else "")
+                lane = Lane(name, step.passes, step.blocks, step.memory)
+                found.setdefault(place.pipeline, {})[place.stage] = lane, step
+    return found
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def _rank_of(path: Path) -> int:
+    digits = re.search(r"\d+", path.stem)
+    return int(digits[0]) if digits else -1

@@ -1,0 +1,38 @@
+"""--overlap-param-gather gathers each bucket of weights before its first use, whoever reads it."""
+
+import shlex
+
+import pytest
+
+from megatron_ext.verify.record import record
+
+FLAGS = """
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16 --mock-data
+    --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 4
+    --lr 1e-2 --eval-interval 2 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0 --num-workers 0
+    --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 1000
+"""
+LAYOUTS = {
+    "DP2, tied": (2, ""),
+    "DP2, untied": (2, "--untie-embeddings-and-output-weights"),
+    "DP2, untied, rotary, SwiGLU": (
+        2,
+        "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu --normalization RMSNorm "
+        "--disable-bias-linear --qk-layernorm",
+    ),
+    "DP2, untied, experts": (2, "--untie-embeddings-and-output-weights --num-experts 4 --disable-bias-linear"),
+    "TP2 SP DP2, untied": (
+        4,
+        "--untie-embeddings-and-output-weights --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "PP2 DP2, tied": (4, "--pipeline-model-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_that_are_gathered_late_are_those_that_are_gathered_at_once(name: str) -> None:
+    ranks, layout = LAYOUTS[name]
+    flags = [*shlex.split(FLAGS), *layout.split()]
+    at_once, late = record(flags, ranks, 4), record([*flags, "--overlap-param-gather"], ranks, 4)
+    assert late.losses == at_once.losses
+    assert late.grad_norms == at_once.grad_norms

@@ -1,0 +1,109 @@
+"""Traces of --record-schedule: what is written is read, and what is missing or damaged is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import ConfigurationError, DataError, StorageError
+from megatron_ext.plan.preview import equal_stages
+from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Block, slow_stages
+from megatron_ext.plan.timeline_svg import as_page
+from megatron_ext.plan.timeline_text import as_text
+from megatron_ext.telemetry import schedule_record
+from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep, merged, read, timeline, write
+
+
+def record(rank: int, world_size: int = 4, stages: int = 2, chunks: int = 2, slower: float = 1.0) -> RankRecord:
+    """Two steps of a rank, whose passes take `slower` times a thousandth of what equal stages take."""
+    place = Place(rank, world_size, rank // (world_size // stages), stages, chunks, stages)
+    drawn = equal_stages(stages, chunks, 4)
+    scale = 1e-3 * slower
+    passes = tuple(
+        each._replace(begin=each.begin * scale, end=each.end * scale) for each in drawn.lanes[place.stage].passes
+    )
+    blocks = (Block(MESSAGES, 0.0, 0.5e-3), Block(COMMUNICATION, 1e-3, 1.25e-3))
+    memory = tuple((each.end, 1_000_000 + 1000 * number) for number, each in enumerate(passes))
+    step = RecordedStep(10, 0.0, drawn.total * scale, passes, blocks, memory)
+    return RankRecord(place, (step, RecordedStep(11, 0.25, step.total, passes, (), memory)))
+
+
+def write_all(folder: Path, records: list[RankRecord]) -> Path:
+    for each in records:
+        write(folder / schedule_record.FOLDER, each)
+    return folder
+
+
+def close(first: RecordedStep, second: RecordedStep) -> bool:
+    def numbers(step: RecordedStep) -> list[float]:
+        moments = [moment for each in (*step.passes, *step.blocks) for moment in (each.begin, each.end)]
+        return [step.offset, step.total, *moments, *(second for second, _ in step.memory)]
+
+    def names(step: RecordedStep) -> list[object]:
+        held = [size for _, size in step.memory]
+        return [step.iteration, [each[:3] for each in step.passes], [block.name for block in step.blocks], held]
+
+    return names(first) == names(second) and numbers(first) == pytest.approx(numbers(second), abs=1e-9)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    written = [record(rank) for rank in range(4)]
+    found = read(write_all(tmp_path, written))
+    assert [each.place for each in found] == [each.place for each in written]
+    for theirs, ours in zip(found, written, strict=True):
+        assert all(close(*steps) for steps in zip(theirs.steps, ours.steps, strict=True))
+
+
+def test_ranks_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    written = [record(rank, world_size=12) for rank in range(12)]
+    assert [each.place.rank for each in read(write_all(tmp_path, written))] == list(range(12))
+
+
+def test_the_busiest_pipeline_is_drawn_and_its_slow_stage_named(tmp_path: Path) -> None:
+    found = read(write_all(tmp_path, [record(0), record(1), record(2), record(3, slower=1.6)]))
+    drawn = timeline(found)
+    assert drawn.title == "2 stages x 2 chunks, 4 microbatches: measured, step 11, pipeline 1 of 2"
+    assert [lane.name for lane in drawn.lanes] == ["stage 0 (rank 1)", "stage 1 (rank 3)"]
+    assert slow_stages(drawn.lanes) == [
+        "stage 1 (rank 3) is slow: a microbatch takes 4.8 ms there, 1.60 times the 3 ms of the other stages."
+    ]
+    other = timeline(found, 10, 0)
+    assert slow_stages(other.lanes) == []
+    assert "-" in as_text(other)[4], "a collective is drawn in its pass"
+    assert as_page(other).count('class="block communication"') == 2
+
+
+def test_one_trace_of_all_ranks() -> None:
+    events = json.loads(merged([record(rank) for rank in range(4)]))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {0, 1, 2, 3}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in slices)
+    starts = [event["ts"] for event in slices if event["cat"] == "step" and event["pid"] == 2]
+    assert starts == [0.0, 250_000.0], "steps stand where they were"
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--record-schedule"):
+        read(tmp_path)
+    found = [record(rank) for rank in range(4)]
+    with pytest.raises(ConfigurationError, match="step 7 was not recorded; there are 10, 11"):
+        timeline(found, 7)
+    with pytest.raises(ConfigurationError, match="no pipeline 2; there are 0, 1"):
+        timeline(found, 10, 2)
+    with pytest.raises(ConfigurationError, match=r"no trace of stage 1 of 2.*--profile-ranks"):
+        timeline(found[:1])
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "5", '{"schedule": {}, "traceEvents": []}', '{"schedule": {"rank": 0}}', "[" * 5000]
+)
+def test_a_damaged_trace_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rank0.json").write_text(text)
+    with pytest.raises(DataError, match=r"rank0\.json"):
+        read(tmp_path)
+
+
+def test_a_trace_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "schedule").write_text("a file")
+    with pytest.raises(StorageError, match=r"rank0\.json.*--record-schedule"):
+        write(tmp_path / "schedule", record(0))

@@ -1,0 +1,183 @@
+"""The picture of a pipeline: as text, as SVG, and the memory that it shows."""
+
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config
+from megatron_ext.plan.estimate import step_time
+from megatron_ext.plan.hardware import Machine, hardware
+from megatron_ext.plan.memory import memory
+from megatron_ext.plan.passes import ends
+from megatron_ext.plan.preview import equal_stages, preview
+from megatron_ext.plan.question import placeholders
+from megatron_ext.plan.schedule import order
+from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.simulate import finish
+from megatron_ext.plan.timeline import Lane, Pass, Timeline, duration, slow_stages
+from megatron_ext.plan.timeline_svg import as_page
+from megatron_ext.plan.timeline_text import as_text
+
+TOOL = Path(__file__).parents[2] / "tools" / "draw_pipeline.py"
+MACHINE = Machine(hardware("h100"), gpus_per_node=8, efficiency=0.5, link_efficiency=0.8)
+FLAGS = (
+    "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 --bf16 "
+    "--global-batch-size 32 --micro-batch-size 1 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--hidden-dropout 0 --attention-dropout 0 --pipeline-model-parallel-size 4 --use-distributed-optimizer"
+)
+
+
+def config(flags: str = "") -> Config:
+    values = parse(f"{FLAGS} {flags}".split()).values
+    return resolve({**values, **placeholders(values), "world_size": 16}, Facts())
+
+
+def test_1f1b_as_text() -> None:
+    lines = as_text(equal_stages(3, 1, 4), width=50)
+    assert lines[2:7] == [
+        "          |fil|steady state           |drain",
+        "stage 0  |001122        aaaa33bbbb  cccc  dddd|",
+        "stage 1  |  0011    aaaa22bbbb33cccc  dddd    |",
+        "stage 2  |    00aaaa11bbbb22cccc33dddd        |",
+        "          0                                 18",
+    ]
+
+
+def test_the_pictures_of_the_page_are_those_of_the_tool() -> None:
+    page = (TOOL.parents[1] / "docs" / "parallelism.md").read_text()
+    for words, chunks, width in (("", 1, 94), ("--chunks 2 ", 2, 98)):
+        drawn = "\n".join(as_text(equal_stages(4, chunks, 8), width)[: 4 * chunks + 4])
+        assert f"python tools/draw_pipeline.py --stages 4 {words}--microbatches 8\n\n{drawn}\n" in page
+
+
+def test_the_text_is_as_wide_as_it_may_be_and_no_wider() -> None:
+    for width in (60, 79, 100, 200):
+        lines = as_text(equal_stages(4, 2, 8), width)
+        assert max(len(line) for line in lines if line.startswith("stage 0")) <= width
+
+
+def test_fill_and_drain_are_those_of_the_formula() -> None:
+    timeline = equal_stages(4, 1, 8)
+    assert (timeline.fill, timeline.total - timeline.drain) == (3.0, pytest.approx(6.0))
+    assert timeline.total == pytest.approx(3 * (8 + 3))
+
+
+@pytest.mark.parametrize("flags", ["", "--num-virtual-stages-per-pipeline-rank 2", "--recompute-activations"])
+def test_the_picture_shows_what_the_estimates_say(flags: str) -> None:
+    resolved = config(flags)
+    whole = preview(resolved, MACHINE, microbatches=1000)
+    time = step_time(resolved, Shapes(resolved), MACHINE)
+    assert len({each.microbatch for each in whole.lanes[0].passes}) == 16
+    assert whole.total == pytest.approx(time.total, rel=1e-9)
+    assert 0.9 * time.total < whole.passes_end <= time.total - time.optimizer + 1e-9
+    [update] = [block for block in whole.lanes[0].blocks if block.name == "update"]
+    assert update.end - update.begin == pytest.approx(time.optimizer, rel=1e-6)
+    for stage, lane in enumerate(whole.lanes):
+        assert lane.peak is not None
+        assert lane.peak[1] == pytest.approx(memory(resolved, stage, Shapes(resolved), fused=True).total, rel=1e-12)
+        assert lane.communicated > 0.0
+
+
+def test_a_few_microbatches_show_the_memory_of_all() -> None:
+    resolved = config("--global-batch-size 256 --num-virtual-stages-per-pipeline-rank 2")
+    few = preview(resolved, MACHINE)
+    assert len({each.microbatch for each in few.lanes[0].passes}) == 8 < 256 // 2
+    for stage, lane in enumerate(few.lanes):
+        assert lane.peak is not None
+        assert lane.peak[1] == pytest.approx(memory(resolved, stage, Shapes(resolved), fused=True).total, rel=1e-12)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "group"), [(1, 1, 1), (2, 2, 2), (4, 1, 4), (3, 2, 5), (4, 3, 4)])
+def test_the_picture_is_that_of_the_simulation(stages: int, chunks: int, group: int) -> None:
+    forward = [[1.0 + 0.3 * ((3 * stage + chunk) % 4) for chunk in range(chunks)] for stage in range(stages)]
+    backward = [[2.1 * seconds for seconds in chunk] for chunk in forward]
+    found = ends(forward, backward, 4 * group, group, 0.25)
+    assert max(found.values()) == pytest.approx(finish(forward, backward, 4 * group, group, 0.25), rel=1e-12)
+    for stage in range(stages):
+        assert tuple(work for where, work in found if where == stage) == order(stage, stages, chunks, 4 * group, group)
+
+
+def svgs(page: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>") for part in page.split("<svg")[1:]]
+
+
+def test_the_page_has_each_pass_where_it_is() -> None:
+    timeline = preview(config("--num-virtual-stages-per-pipeline-rank 2"), MACHINE, microbatches=8)
+    text = as_page(timeline, ["<a remark>"])
+    assert "&lt;a remark&gt;" in text
+    assert "http" not in text
+    assert "<script" not in text
+    drawing, memories = svgs(text)
+    boxes = [box for box in drawing.iter("rect") if box.attrib["class"].startswith("pass")]
+    assert len(boxes) == sum(len(lane.passes) for lane in timeline.lanes) == 4 * 2 * 2 * 8
+    first = timeline.lanes[0].passes[1]
+    scale = float(boxes[0].attrib["width"]) / (timeline.lanes[0].passes[0].end - timeline.lanes[0].passes[0].begin)
+    assert float(boxes[1].attrib["x"]) == pytest.approx(110 + first.begin * scale, abs=0.2)
+    assert [title.text for title in boxes[0].iter("title")] == [
+        f"forward pass of microbatch 0, chunk 0: 0 us to {duration(timeline.lanes[0].passes[0].end)}"
+    ]
+    assert sum(path.attrib["class"] == "memory" for path in memories.iter("path")) == 4
+
+
+def test_a_slow_stage_is_named_and_equal_ones_are_not() -> None:
+    assert slow_stages(equal_stages(4, 2, 8).lanes) == []
+
+    def lane(name: str, seconds: float) -> Lane:
+        return Lane(name, (Pass(True, 0, 0, 0.0, seconds), Pass(False, 0, 0, seconds, 3 * seconds)))
+
+    found = slow_stages([lane("stage 0", 0.010), lane("stage 1", 0.016), lane("stage 2", 0.011)])
+    assert found == ["stage 1 is slow: a microbatch takes 48 ms there, 1.52 times the 31.5 ms of the other stages."]
+
+
+def test_times_are_written_with_three_digits() -> None:
+    assert [duration(seconds) for seconds in (0.0, 4.5e-5, 0.01234, 1.0, 75.25, 12345.0)] == [
+        "0 us",
+        "45 us",
+        "12.3 ms",
+        "1 s",
+        "75.2 s",
+        "12,345 s",
+    ]
+
+
+def test_an_empty_timeline_is_drawn() -> None:
+    empty = Timeline("nothing", (Lane("stage 0", ()),), 1, 0.0)
+    assert as_text(empty)
+    assert svgs(as_page(empty))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "give one of --stages N"),
+        ("--stages 4 --run x", "give one of --stages N"),
+        ("--stages 0", "numbers from 1"),
+        ("--stages 4 --chunks 2 --microbatches 6", "leave 2"),
+        ("--stages 4 --trace x", "--trace needs --run"),
+        ("-- --num-layers 5 --global-batch-size 4 --pipeline-model-parallel-size 2", "--num-layers"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(words: str, message: str) -> None:
+    run = subprocess.run([sys.executable, str(TOOL), *words.split()], capture_output=True, text=True, check=False)
+    assert run.returncode == 64
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """`draw_pipeline.py | head -1`: the pipe is closed before all is written."""
+    drawn = _shell(f"{sys.executable} {TOOL} --stages 32 --chunks 8 --microbatches 64 --width 9000 | head -1")
+    assert drawn.stdout.startswith("32 stages x 8 chunks")
+    short = _shell(f"{sys.executable} {TOOL} --stages 2 | true")
+    for run in (drawn, short):
+        assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def _shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
