@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_ext.errors import ConfigurationError, TrainingError
+from megatron_ext.terminal import printable
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -69,14 +70,14 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         code = error.exit_code
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone(sys.stdout.fileno()):
             # What is left in the buffer would fail once more when the interpreter ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         code = 74
     sys.exit(code)
 

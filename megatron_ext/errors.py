@@ -33,6 +33,12 @@ class NumericError(TrainingError):
     exit_code = 70
 
 
+class MemoryExhaustedError(TrainingError):
+    """Raised where the memory of the host or of the device has run out."""
+
+    exit_code = 71
+
+
 class StorageError(TrainingError):
     """Raised where reading or writing failed: disk full, permission, a vanished mount."""
 

@@ -9,6 +9,7 @@ counterpart and why, or unknown. Exit codes: 0 done, 64 the file or its sizes ca
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, read, translate
+from megatron_ext.terminal import say
 
 
 def main(argv: list[str]) -> int:
@@ -18,7 +19,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks, where the file does not say how many")
     parser.add_argument("file", help="the configuration file, JSON or YAML")
     options = parser.parse_args(argv)
-    print(report(translate(options.source, read(options.file), options.world_size)))
+    say(report(translate(options.source, read(options.file), options.world_size)))
     return 0
 
 

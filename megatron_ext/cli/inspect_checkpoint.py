@@ -9,7 +9,6 @@ A --save folder stands for its latest checkpoint. `verify` exits with 65 for a d
 two differ. Nothing in a checkpoint is run.
 """
 
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native.folder import checkpoint_at, find_latest, iteration_folder, saved_iterations
 from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.terminal import say, warn
 
 
 def main(argv: list[str]) -> int:
@@ -38,7 +38,7 @@ def list_checkpoints(folder: Path) -> int:
     if latest is None:
         raise ConfigurationError(f"{folder} holds no checkpoint; give a --save folder")
     if latest.warning:
-        print(f"warning: {latest.warning}", file=sys.stderr)
+        warn(latest.warning)
     for iteration in saved_iterations(folder):
         path = iteration_folder(folder, iteration)
         files = [entry for entry in path.iterdir() if entry.is_file()]
@@ -46,7 +46,7 @@ def list_checkpoints(folder: Path) -> int:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / "metadata.json").stat().st_mtime))
         star = "*" if path == latest.path else " "
         kept = "manifest" if (path / manifest.MANIFEST).exists() else "no manifest"
-        print(f"{star} {path.name}  {size:10.3f} GB  {len(files):5d} files  {when}  {kept}")
+        say(f"{star} {path.name}  {size:10.3f} GB  {len(files):5d} files  {when}  {kept}")
     return 0
 
 
@@ -60,11 +60,11 @@ def show(path: Path) -> int:
     tensors = Tensors(_checkpoint(path))
     common = tensors.common()
     for name, value in {**common.get("train_state", {}), "adam_updates": common.get("optimizer_step")}.items():
-        print(f"{name:<60} {value}")
+        say(f"{name:<60} {value}")
     for name in tensors.names():
         dtype = str(tensors.dtype(name)).removeprefix("torch.")
         shape = " x ".join(map(str, tensors.shape(name)))
-        print(f"{name:<60} {dtype:<9} {shape:<20} norm {tensors.read(name).double().norm():.6e}")
+        say(f"{name:<60} {dtype:<9} {shape:<20} norm {tensors.read(name).double().norm():.6e}")
     return 0
 
 
@@ -82,7 +82,7 @@ def verify(path: Path) -> int:
     if problems:
         raise DataError(f"{checkpoint} is damaged: {'; '.join(problems)}")
     size, seconds = sum(entry["bytes"] for entry in files.values()) / 1e9, time.perf_counter() - started
-    print(f"{checkpoint}: {len(files)} files are as they were written ({size:.3f} GB, {size / seconds:.1f} GB/s)")
+    say(f"{checkpoint}: {len(files)} files are as they were written ({size:.3f} GB, {size / seconds:.1f} GB/s)")
     return 0
 
 
@@ -95,7 +95,7 @@ def diff(first: Path, second: Path) -> int:
 
     one, other = Tensors(_checkpoint(first)), Tensors(_checkpoint(second))
     found = list(differences(one, other))
-    print("\n".join(found) or f"identical: {len(one.names())} tensors")
+    say("\n".join(found) or f"identical: {len(one.names())} tensors")
     return 1 if found else 0
 
 

@@ -11,14 +11,14 @@ the flags of the training, and shows the text of the samples that a step uses, o
 Exit codes: 0 done, 64 the flags cannot work, 65 the pair is damaged or holds a token outside the vocabulary.
 """
 
-import sys
-
 from megatron_ext.commandline import ToolParser
 from megatron_ext.config.schema.data import DataConfig
+from megatron_ext.data.checksums import first_damage, known_blocks
 from megatron_ext.data.inspect import document_tokens, summarize
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids
 from megatron_ext.data.manifest import judge, made_with
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.terminal import say, warn
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.tokenizer.record import describe_tokenizer
@@ -39,10 +39,10 @@ def make_parser() -> ToolParser:
 def show(prefix: str) -> None:
     """Print what is in a pair."""
     summary = summarize(prefix)
-    print(f"{prefix}: {summary.tokens} tokens of type {summary.dtype}")
+    say(f"{prefix}: {summary.tokens} tokens of type {summary.dtype}")
     made = made_with(prefix)
     if made is not None:
-        print(f"tokenizer {describe_tokenizer(made.tokenizer)}")
+        say(f"tokenizer {describe_tokenizer(made.tokenizer)}")
     print(f"documents {summary.documents}, {summary.empty_documents} of them empty; sequences {summary.sequences}")
     print(
         f"tokens in a sequence: {summary.shortest} to {summary.longest}, mean {summary.tokens / summary.sequences:.1f}"
@@ -56,10 +56,15 @@ def show(prefix: str) -> None:
 def verify(prefix: str, vocab_size: int | None) -> None:
     """Check a pair and print the outcome."""
     check_indexed_files(prefix)
+    blocks = known_blocks(prefix)
+    problem = first_damage(blocks)
+    if problem is not None:
+        raise DataError(f"{problem}. Copy the file again, or run tools/preprocess_data.py again")
     if vocab_size is not None:
         check_token_ids(prefix, vocab_size)
     checked = "" if vocab_size is None else f", every token is below {vocab_size}"
-    print(f"{prefix}: whole{checked}")
+    checked += ", as the checksums of its manifest say" if blocks else ""
+    say(f"{prefix}: whole{checked}")
 
 
 def sample(argv: list[str]) -> None:
@@ -85,7 +90,7 @@ def sample(argv: list[str]) -> None:
         if not 0 <= position < len(samples):
             raise ConfigurationError(f"sample {position}: the training has samples 0 to {len(samples) - 1}")
         place = samples.place(position)
-        print(f"--- sample {position}: window {place.number} of {samples.sources[place.source].name}")
+        say(f"--- sample {position}: window {place.number} of {samples.sources[place.source].name}")
         print(tokenizer.decode([int(token) for token in samples[position]["tokens"]]))
 
 
@@ -110,6 +115,6 @@ def main(argv: list[str]) -> int:
             made = made_with(options.prefix)
             judged = judge(options.prefix, made, tokenizer) if made is not None else None
             if judged is not None:
-                print(f"warning: {judged.text}", file=sys.stderr)
+                warn(judged.text)
             print(tokenizer.decode(ids))
     return 0

@@ -5,11 +5,10 @@ torchrun --nproc-per-node 8 -m megatron_ext pretrain --config run.yaml --save ch
 """
 
 import itertools
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from megatron_ext import environment
 from megatron_ext.checkpoint.native import lock
 from megatron_ext.config.lr_scale import scaling_text
 from megatron_ext.errors import ConfigurationError
@@ -17,6 +16,7 @@ from megatron_ext.lasting_output import survive_closed_pipes
 from megatron_ext.resilience import exit_record, launch
 from megatron_ext.resilience.launcher_watch import watch_launcher
 from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
+from megatron_ext.terminal import warn
 from megatron_ext.train.configure import configure
 
 
@@ -26,6 +26,7 @@ def main(argv: Sequence[str], status: RunStatus, **own: Any) -> int:
     Args:
         own: arguments of `train.pretrain.pretrain` that bring in a user's code.
     """
+    environment.check_launch()
     try:
         configured = configure(argv, believing=True)
     except ConfigurationError:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str], status: RunStatus, **own: Any) -> int:
     config = configured.config
     status.save = config.checkpoint.save
     for warning in configured.typed.warnings if status.rank == 0 else ():
-        print(f"warning: {warning}", file=sys.stderr)
+        warn(warning)
     scaled = scaling_text(configured.typed.values, config) if status.rank == 0 else None
     if configured.typed.dry_run:
         from megatron_ext.plan.dry_run import describe
@@ -61,7 +62,7 @@ def _save_folder(argv: Sequence[str]) -> str | None:
     values += [word.partition("=")[2] for word in argv if word.startswith("--save=")]
     if not values or not values[-1] or values[-1].startswith("-") or "--dry-run" in argv:
         return None
-    if os.environ.get("RANK", "0") == "0":
+    if environment.rank() == 0:
         if lock.is_held(values[-1]):
             return None
         exit_record.clear(values[-1])
@@ -75,6 +76,6 @@ def start(argv: Sequence[str], **own: Any) -> NoReturn:
         own: arguments of `train.pretrain.pretrain` that bring in a user's code: `start(flags, loss=my_loss)`.
     """
     survive_closed_pipes()
-    status = RunStatus(rank=int(os.environ.get("RANK", "0")))
+    status = RunStatus(rank=environment.rank())
     watch_launcher(status)
     end_process(run_guarded(lambda: main(argv, status, **own), status))

@@ -7,13 +7,13 @@ none.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.families import FAMILIES, Family
 from megatron_ext.config.families.reading import Reading
-from megatron_ext.config.options import flag_of
+from megatron_ext.config.options import check_size, flag_of, options_by_name
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.untrusted.text import load_json, read_file
@@ -47,9 +47,21 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     if content.get("quantization_config") is not None:
         reading.problems.append("quantization_config: quantized weights are not supported; use the unquantized model")
     values = family.read(reading)
-    if reading.problems:
-        raise ConfigurationError([f"{path}: {problem}" for problem in reading.problems])
+    problems = reading.problems or list(_out_of_bounds(values))
+    if problems:
+        raise ConfigurationError([f"{path}: {problem}" for problem in problems])
     return family, {**family.fixed, **values}
+
+
+def _out_of_bounds(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with values that a command line would not take either: sizes that nothing can count up to."""
+    for name, value in values.items():
+        option = options_by_name()[name]
+        try:
+            if option.type is int and type(value) is int:
+                check_size(option, value)
+        except ValueError as error:
+            yield f"{option.flag}: {error}"
 
 
 def differences(config: Config, values: Mapping[str, Any]) -> list[str]:

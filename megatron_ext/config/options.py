@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.config.schema.option import Need, Resume
+from megatron_ext.config.schema.option import MOST, Need, Resume
 
 _TYPE_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
@@ -34,6 +34,7 @@ class Option:
     resume: Resume
     required: str | None
     at_least: int | None
+    at_most: int | None
     positive: bool
     share: bool
     saves_memory: bool
@@ -141,12 +142,39 @@ def _read_text(option: Option, text: str) -> Any:
         try:
             value = option.type(text)
         except ValueError:
-            raise ValueError(f"{text!r} is not {_TYPE_WORDS[option.type]}") from None
+            raise ValueError(f"{_short(text)} is not {_TYPE_WORDS[option.type]}") from None
         if option.type is float and not math.isfinite(value):
             raise ValueError(f"{text!r} is not a finite number")
+        if option.type is int:
+            check_size(option, value)
+    else:
+        check_text(text)
     if option.choices and value not in option.choices:
         raise ValueError(f"{text!r} is not one of {', '.join(map(str, option.choices))}")
     return value
+
+
+def check_size(option: Option, value: int) -> None:
+    """Raise ValueError where an integer is larger than any that is meant well: before anything counts up to it."""
+    most = MOST if option.at_most is None else option.at_most
+    if abs(value) > most:
+        shown = value if abs(value) < MOST**2 else "this number"
+        raise ValueError(f"{shown} is above {most}; use {most} or less")
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError where a text is none that a file's name or a checkpoint's configuration can hold."""
+    if not text:
+        raise ValueError("the value is empty; give one, or leave the flag out")
+    if "\0" in text:
+        raise ValueError(f"{_short(text)} holds a zero byte")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{_short(text)} is not UTF-8; rename the file, or correct the value")
+
+
+def _short(text: str) -> str:
+    """Return a text for a message, without the middle of a long one."""
+    return repr(text) if len(text) <= 200 else f"{text[:100]!r}...{text[-20:]!r} ({len(text)} characters)"
 
 
 def _single_type(hint: Any) -> tuple[type, bool]:

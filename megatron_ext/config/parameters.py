@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ext.config.layers import Attention, Experts, Layer, Mlp, Norm, final_norm, layers, residual_std
+from megatron_ext.config.layers import Attention, Experts, Layer, Mlp, Norm, final_norm, layers, residual_std, stack
 from megatron_ext.config.ranks import chunk_layers
 from megatron_ext.config.schema import Config, ModelConfig
 
@@ -83,7 +83,38 @@ def parameters(config: Config) -> list[Parameter]:
 
 def count(config: Config) -> int:
     """Return the number of parameters of the whole model, vocabulary padding included, tied weights counted once."""
-    return sum(parameter.size for parameter in parameters(config))
+    return sum(number * parameter.size for parameter, number in kinds_of_parameters(config))
+
+
+def kinds_of_parameters(config: Config) -> Iterator[tuple[Parameter, int]]:
+    """Yield parameters that stand for all of the model, each with the number of its like: a layer for its kind, and an
+    expert for its layer's. A model of many layers and experts has millions of parameters."""
+    for parameter in _of_no_layer(config):
+        yield parameter, 1
+    for kind, number in stack(config).kinds:
+        experts = 1 if kind.experts is None else kind.experts.count
+        for parameter in layer_parameters(config, kind, experts=(0,)):
+            yield parameter, number if parameter.expert is None else number * experts
+
+
+def _of_no_layer(config: Config) -> list[Parameter]:
+    return [*embedding_parameters(config), *output_parameters(config)]
+
+
+def _sizes(config: Config, kind: Layer, *, local: bool = False) -> tuple[int, int]:
+    """Return the elements of a layer of this kind without its routed experts, and of all of these; of the whole model,
+    or `local`ly on one of the ranks that share its matrices.
+
+    One expert is listed for all: a model of many layers and experts has millions of parameters.
+    """
+    dense = routed = 0
+    for parameter in layer_parameters(config, kind, experts=(0,)):
+        size = math.prod(parameter.local_shape(tensor_size(config, parameter))) if local else parameter.size
+        if parameter.expert is None:
+            dense += size
+        else:
+            routed += size
+    return dense, routed * (kind.experts.count if kind.experts is not None else 0)
 
 
 def stages(config: Config, parameter: Parameter) -> list[int]:
@@ -111,27 +142,29 @@ def count_per_stage(config: Config) -> list[int]:
 
     Word embeddings that are tied across stages count on both, and replicated parameters once per stage.
     """
-    counts = [0] * config.layout.pipeline_model_parallel_size
-    for parameter in parameters(config):
-        for stage in stages(config, parameter):
-            counts[stage] += parameter.size
-    return counts
+    return [sum(counts) for counts in _per_stage(config, local=False)]
 
 
 def count_per_rank(config: Config, *, experts: bool | None = None) -> list[int]:
     """Return the number of elements that one rank of each pipeline stage holds; of routed experts alone, or without
     them."""
-    counts = [0] * config.layout.pipeline_model_parallel_size
-    expert_counts = [0] * config.layout.pipeline_model_parallel_size
-    for parameter in parameters(config):
-        routed = parameter.expert is not None
-        if experts is not None and experts != routed:
-            continue
-        for stage in stages(config, parameter):
-            held = math.prod(parameter.local_shape(tensor_size(config, parameter)))
-            (expert_counts if routed else counts)[stage] += held
     ranks = config.layout.expert_model_parallel_size
-    return [count + total // ranks for count, total in zip(counts, expert_counts, strict=True)]
+    counts = [(dense, routed // ranks) for dense, routed in _per_stage(config, local=True)]
+    return [sum(both) if experts is None else both[experts] for both in counts]
+
+
+def _per_stage(config: Config, *, local: bool) -> list[tuple[int, int]]:
+    """Return `_sizes` summed over what each pipeline stage holds."""
+    dense, routed = ([0] * config.layout.pipeline_model_parallel_size for _ in range(2))
+    for parameter in _of_no_layer(config):
+        for stage in stages(config, parameter):
+            size = math.prod(parameter.local_shape(tensor_size(config, parameter))) if local else parameter.size
+            dense[stage] += size
+    sizes = {kind: _sizes(config, kind, local=local) for kind, _ in stack(config).kinds}
+    for layer, stage in zip(layers(config), _stage_of_layer(config), strict=True):
+        dense[stage] += sizes[layer][0]
+        routed[stage] += sizes[layer][1]
+    return list(zip(dense, routed, strict=True))
 
 
 def tensor_size(config: Config, parameter: Parameter) -> int:

@@ -139,7 +139,7 @@ class BatchLoader:
             raise DataError(f"sample {index} was asked of a dataset of {len(self.dataset)} samples")
         try:
             return self.dataset[index]
-        except TrainingError:
+        except (TrainingError, MemoryError):
             raise
         except Exception as error:
             raise DataError(f"{self._describe(index)} cannot be read: {type(error).__name__}: {error}") from error

@@ -40,6 +40,14 @@ def made_with(prefix: str) -> MadeWith | None:
     return None
 
 
+def manifests_of(prefix: str) -> Iterator[dict[str, Any]]:
+    """Yield the content of every manifest that may speak of `<prefix>.bin`, that of the longest name first."""
+    for path in _possible_manifests(prefix):
+        content = read_manifest(path)
+        if content is not None:
+            yield content
+
+
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """Return the content of a manifest with the parts that are used here; None where it is missing or not one.
 

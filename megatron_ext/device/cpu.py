@@ -7,6 +7,7 @@ import time
 import psutil
 import torch
 
+from megatron_ext.device.host_memory import host_memory
 from megatron_ext.device.protocol import DeviceMemory
 
 
@@ -34,6 +35,10 @@ class CpuDevice:
         resident = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return DeviceMemory(allocated=resident, max_allocated=max(peak, resident), reserved=resident)
+
+    def capacity(self) -> tuple[int, int]:
+        """Return the memory of the machine, or of the container."""
+        return host_memory()
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()

@@ -38,6 +38,10 @@ class CudaDevice:
             reserved=torch.cuda.memory_reserved(),
         )
 
+    def capacity(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info()
+        return total, free
+
     def rng_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state()
 

@@ -52,6 +52,10 @@ class Device(Protocol):
         """Return the memory in use now and at most."""
         ...
 
+    def capacity(self) -> tuple[int, int]:
+        """Return the bytes of memory in all, and those that are free now; of a CPU, for all ranks of the machine."""
+        ...
+
     def rng_state(self) -> torch.Tensor:
         """Return the state of the generator that dropout draws from."""
         ...

@@ -10,7 +10,7 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device.protocol import Device
-from megatron_ext.parallel import meeting
+from megatron_ext.parallel import meeting, sockets
 
 # torch's own time limit comes after that of the watch (resilience/watch.py), which says who is to blame.
 _SECONDS_FOR_THE_WATCH = 5.0
@@ -27,6 +27,7 @@ def start(layout: LayoutConfig, device: Device, *, from_host: bool = False) -> S
     if torch.distributed.is_initialized():
         return None
     timeout = timedelta(minutes=layout.distributed_timeout_minutes)
+    sockets.keep_to_this_machine()
     store, rank, world_size = meeting.meet(timeout) if "RANK" in os.environ else _alone()
     backend = layout.distributed_backend or device.backend
     # No device_id: it makes every group's communicator at once, and unbatched sends and receives, with which

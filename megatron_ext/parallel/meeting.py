@@ -19,9 +19,10 @@ import time
 import uuid
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.errors import PeerLostError
+from megatron_ext.parallel.sockets import open_store
 
 _TOKEN = "token"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25  # seconds between two looks at the store
@@ -33,7 +34,7 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
     Raises:
         PeerLostError: some ranks did not come within `timeout`.
     """
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store, rank, world_size = open_store(timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store, rank, world_size  # rank 0 has just made it
     return PrefixStore(f"attempt/{agree(store, rank, world_size, timeout)}", store), rank, world_size

@@ -143,9 +143,11 @@ def _ranks(config: Config) -> list[str]:
     per_stage = world // layout.pipeline_model_parallel_size
     for stage in range(layout.pipeline_model_parallel_size):
         first = rank_of(layout, coordinates(layout, 0)._replace(pp=stage))
-        some = ", ".join(f"{rank}: {tuple(coordinates(layout, rank))}" for rank in range(first, first + 3))
+        some = ", ".join(
+            f"{rank}: {tuple(coordinates(layout, rank))}" for rank in range(first, first + min(3, per_stage))
+        )
         span = f"{first}-{first + per_stage - 1}"
-        lines.append(f"{stage:5d}  {span:<13}  {some}, ...")
+        lines.append(f"{stage:5d}  {span:<13}  {some}{', ...' if per_stage > 3 else ''}")
     return lines
 
 

@@ -4,8 +4,10 @@ Throughput is reported by `flops_per_token`; the forward passes of all ranks and
 as much, add up to it.
 """
 
-from megatron_ext.config.layers import Stack, layers, stack
-from megatron_ext.config.parameters import Parameter, parameters
+from collections.abc import Iterator
+
+from megatron_ext.config.layers import Stack, stack
+from megatron_ext.config.parameters import Parameter, kinds_of_parameters
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.shapes import Shapes
 
@@ -24,24 +26,30 @@ def flops_per_token(config: Config) -> int:
     model, vocabulary = config.model, config.data.vocab_size
     assert vocabulary is not None, "the vocabulary's size is known once the configuration is resolved"
     matrices = vocabulary * model.hidden_size
-    matrices += sum(p.size for p in _active(config) if isinstance(p.stage, int) and len(p.shape) > 1)
+    matrices += sum(n * p.size for p, n in _active(config) if isinstance(p.stage, int) and len(p.shape) > 1)
     return 6 * matrices + round(stack(config).total(lambda layer: 3 * layer.attention.core_flops(model.seq_length)))
 
 
 def active_parameters(config: Config) -> int:
     """Return the parameters that compute one token: those of all experts but the top k are left out."""
-    return sum(parameter.size for parameter in _active(config))
+    return sum(number * parameter.size for parameter, number in _active(config))
 
 
-def _active(config: Config) -> list[Parameter]:
-    # All experts of a layer are of one size.
-    top_k = [layer.experts.top_k if layer.experts else 0 for layer in layers(config)]
-    return [p for p in parameters(config) if p.expert is None or p.expert < top_k[int(p.stage)]]
+def _active(config: Config) -> Iterator[tuple[Parameter, int]]:
+    """Yield what computes one token, as `kinds_of_parameters` does. All experts of a layer are of one size."""
+    kinds = {kind.number: kind.experts for kind, _ in stack(config).kinds}
+    for parameter, number in kinds_of_parameters(config):
+        experts = kinds.get(parameter.stage) if isinstance(parameter.stage, int) else None
+        if parameter.expert is None or experts is None:
+            yield parameter, number
+        else:
+            yield parameter, number // experts.count * min(experts.top_k, experts.count)
 
 
 def parameters_without_embeddings(config: Config) -> int:
     """Return the parameters of the layers and the final norm: what scaling laws call N."""
-    return sum(p.size for p in parameters(config) if isinstance(p.stage, int) or "layernorm" in p.name)
+    kinds = kinds_of_parameters(config)
+    return sum(number * p.size for p, number in kinds if isinstance(p.stage, int) or "layernorm" in p.name)
 
 
 def repeated(config: Config, held: Stack) -> dict[str, Stack]:

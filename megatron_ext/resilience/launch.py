@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import StoppedBefore, StoppedBySignal
+from megatron_ext.untrusted.text import load_json, read_file
 
+_LARGEST = 1 << 20  # bytes of a note
 _ASKED, _STOPPED = "stop_asked.json", "stopped.json"
 
 
@@ -70,7 +72,7 @@ def _read(name: str) -> dict[str, Any] | None:
     if folder is None:
         return None
     try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        content = load_json(read_file(folder / name, _LARGEST))
         return content if int(content["attempt"]) < _attempt() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

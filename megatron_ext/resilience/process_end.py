@@ -1,6 +1,6 @@
 """Ends a process: the exit code, the last line, and the record that others read.
 
-    status = RunStatus(rank=int(os.environ.get("RANK", "0")))
+    status = RunStatus(rank=environment.rank())
     end_process(run_guarded(lambda: main(status), status))
 
 The last line that any rank prints must be the cause, although every other rank fails too once the first is gone. So
@@ -26,6 +26,7 @@ import psutil
 from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBefore, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.progress import Progress
+from megatron_ext.terminal import printable
 
 if TYPE_CHECKING:
     from megatron_ext.resilience.watch import Watch
@@ -232,7 +233,7 @@ def _last_line(error: BaseException, status: RunStatus, cause: str | None) -> st
 def _say(text: str) -> None:
     # One write, so that lines of several ranks do not mix.
     sys.stdout.flush()
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(printable(text) + "\n")
     sys.stderr.flush()
 
 

@@ -1,9 +1,14 @@
 """Stops the run on request: SIGTERM (what schedulers send before they take a machine away), Ctrl-C, or a stop file."""
 
+import contextlib
 import os
 import signal
+import stat
 from pathlib import Path
 from types import FrameType, TracebackType
+
+STOP_FILE = "stop"
+"""Name of the file in --save that stops the run when one does `touch` it."""
 
 
 class SignalWatcher:
@@ -33,10 +38,19 @@ class SignalWatcher:
     @property
     def requested(self) -> bool:
         """Whether the run was asked to stop; once true, it stays true."""
-        if self._reason is None and self._stop_file is not None and self._stop_file.exists():
-            self._stop_file.unlink(missing_ok=True)
+        if self._reason is None and self._stop_file is not None and self._is_there(self._stop_file):
+            # One that cannot be removed stops the run all the same, and the next start too, which says so.
+            with contextlib.suppress(OSError):
+                self._stop_file.unlink(missing_ok=True)
             self._reason = f"the file {self._stop_file}"
         return self._reason is not None
+
+    @staticmethod
+    def _is_there(path: Path) -> bool:
+        try:
+            return not stat.S_ISDIR(path.lstat().st_mode)
+        except OSError:
+            return False
 
     @property
     def reason(self) -> str | None:

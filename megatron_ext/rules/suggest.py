@@ -10,8 +10,8 @@ from megatron_ext.config.words import listed
 
 
 def divisors(value: int) -> list[int]:
-    """Return all divisors in rising order; it is fast enough that an absurd value is still answered at once."""
-    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    """Return all divisors in rising order; of an absurd value those up to 100,000 and their counterparts, at once."""
+    small = [n for n in range(1, min(math.isqrt(value), 100_000) + 1) if value % n == 0]
     return small + [value // n for n in reversed(small) if n * n != value]
 
 

@@ -11,6 +11,8 @@ from megatron_ext.config.schema import Config
 from megatron_ext.rules.pipeline import split_is_right
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
 
+_MOST_PHASES = 10_000  # of a batch ramp-up: each is counted by itself
+
 RECOMPUTED_PARTS = ("core_attn", "mlp", "layernorm")
 
 
@@ -46,6 +48,14 @@ def rampup_is_well_formed(config: Config, facts: Facts) -> Iterator[str]:
     # Interleaving needs whole rounds of microbatches at every batch size on the way.
     rounds = _microbatches_per_round(config)
     at_once = (_samples_at_once(config) or 1) * rounds
+    if positive(full) and (full - start) // increment > _MOST_PHASES:
+        least = -(-(full - start) // _MOST_PHASES)
+        working = [n for n in divisors(full - start) if n >= least and n % at_once == 0] or [full - start]
+        yield (
+            f"{given} grows to --global-batch-size {full} in {(full - start) // increment} phases, more than "
+            f"{_MOST_PHASES}; use an increment of {working[0]}"
+        )
+        return
     if positive(full) and start >= full:
         yield f"{given} starts at {start}, not below --global-batch-size {full}; use a smaller start, or leave it out"
     elif positive(full) and (full - start) % increment:

@@ -17,6 +17,7 @@ from typing import Any
 from megatron_ext.durable import replacing
 from megatron_ext.errors import DataError, StorageError
 from megatron_ext.telemetry.metrics import Metrics, as_row
+from megatron_ext.untrusted.text import load_json
 
 
 class MetricsFile:
@@ -82,7 +83,7 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
     # What follows the last newline is empty, or torn by a kill in the middle of a write.
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            row = json.loads(line)
+            row = load_json(line)
             if not isinstance(row["iteration"], int):
                 raise TypeError("its iteration is no integer")
         except (ValueError, TypeError, KeyError) as error:

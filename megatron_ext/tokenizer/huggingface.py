@@ -5,7 +5,6 @@ transformers' AutoTokenizer gives the same ids but imports torch, takes seconds,
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer.library import LibraryTokenizer
+from megatron_ext.tokenizer.library import LARGEST, LibraryTokenizer
+from megatron_ext.untrusted.text import ExcessiveError, load_json, read_file
 
 # The order in which transformers appends those that the vocabulary lacks: it decides their ids.
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,7 +38,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         config = self._read(config_file) if config_file.exists() else b"{}"
         try:
             tokenizer = Tokenizer.from_buffer(model)
-            settings = json.loads(config)
+            settings = load_json(config)
+            _add_missing_tokens(tokenizer, settings)
         except Exception as error:  # tokenizers raises a bare Exception
             raise ConfigurationError(
                 f"--tokenizer-model {folder} does not hold a readable tokenizer.json and tokenizer_config.json: {error}"
@@ -46,7 +47,6 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         # Saved truncation and padding are for inference: AutoTokenizer's plain call ignores them too.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        _add_missing_tokens(tokenizer, settings)
         # Special tokens in a text are then no more than their characters, as in SentencePiece.
         tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
         super().__init__(tokenizer, self._end_of_document(tokenizer, settings), special_tokens)
@@ -59,7 +59,11 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     def _read(self, file: Path) -> bytes:
         try:
-            return file.read_bytes()
+            return read_file(file, LARGEST)
+        except ExcessiveError as error:
+            raise ConfigurationError(
+                f"--tokenizer-model {self._folder} is not read: {file}: {error}; give a folder as transformers saves it"
+            ) from error
         except OSError as error:
             raise ConfigurationError(
                 f"--tokenizer-model {self._folder} cannot be used with --tokenizer-type HuggingFaceTokenizer: "
@@ -90,4 +94,5 @@ def _add_missing_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
 
 def _content(token: Any) -> str | None:
     """Return the text of a token, which the files give as a string or as an object."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

@@ -7,6 +7,11 @@ from collections.abc import Iterable, Sequence
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.untrusted.text import ExcessiveError
+from megatron_ext.untrusted.text import read_file as bounded_file
+
+LARGEST = 1 << 28
+"""Largest size in bytes of a tokenizer's file; one of 250,000 tokens has some 30 million."""
 
 
 class LibraryTokenizer:
@@ -81,11 +86,14 @@ def read_file(flag: str, path: str, tokenizer_type: str) -> bytes:
     """Return the bytes of a file that a flag names.
 
     Raises:
-        ConfigurationError: the file is missing or cannot be read.
+        ConfigurationError: the file is missing, larger than any, no regular file, or cannot be read.
     """
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        return bounded_file(path, LARGEST)
+    except ExcessiveError as error:
+        raise ConfigurationError(
+            f"{flag} {path} is not read for --tokenizer-type {tokenizer_type}: {error}; check the path"
+        ) from error
     except OSError as error:
         raise ConfigurationError(
             f"{flag} {path} cannot be read for --tokenizer-type {tokenizer_type}: {error.strerror}; check the path"

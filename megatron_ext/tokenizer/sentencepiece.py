@@ -2,11 +2,11 @@
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.tokenizer.library import read_file
 
 
 class SentencePieceTokenizer:
@@ -19,7 +19,7 @@ class SentencePieceTokenizer:
     def __init__(self, model_file: str):
         import sentencepiece
 
-        model = Path(model_file).read_bytes()
+        model = read_file("--tokenizer-model", model_file, "SentencePieceTokenizer")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.library import read_file
+from megatron_ext.untrusted.text import load_json
 
 DEFAULT_VOCAB_SIZE = 1 << 17
 DEFAULT_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -156,7 +157,7 @@ def _all_special_tokens(named: Sequence[str], count: int) -> list[str]:
 def _read_tokens(model_file: str, content: bytes) -> list[bytes]:
     """Return the bytes of every token, in the order of their ranks."""
     try:
-        entries = json.loads(content)
+        entries = load_json(content)
         tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
         wrong = next((n for n, entry in enumerate(entries) if entry["rank"] != n), None)
     except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:

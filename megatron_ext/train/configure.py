@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import environment
 from megatron_ext.checkpoint.native.companions import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import load_problem
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
@@ -97,7 +98,8 @@ def _configured(given: Typed, search: Search | None, resume: Resume | None, *, b
     found = problems(config, facts) or _other_curves(config, facts)
     if found:
         raise ConfigurationError(found)
-    typed = replace(typed, warnings=(*typed.warnings, *_without_effect(typed, config)))
+    warnings = (*typed.warnings, *_without_effect(typed, config), *_other_seed(config, facts))
+    typed = replace(typed, warnings=warnings)
     return Configured(config, typed, given, search, resume)
 
 
@@ -116,6 +118,18 @@ def _without_effect(typed: Typed, config: Config) -> list[str]:
             f"--transformer-impl {taken}"
         )
     return warnings
+
+
+def _other_seed(config: Config, facts: Facts) -> list[str]:
+    """Return a warning where the run goes on with another seed than it began with."""
+    seed, flags = config.training.seed, config.checkpoint
+    was = seed if facts.saved is None else facts.saved.get("seed", seed)
+    if was == seed or flags.finetune:
+        return []
+    return [
+        f"--seed {seed}, but the checkpoint in --load {flags.load} was saved with {was}: samples still to come "
+        f"are in another order, and the run is not the one that was begun; use --seed {was} to go on with that one"
+    ]
 
 
 def _saved_values(resume: Resume | None) -> Mapping[str, Any] | None:
@@ -182,7 +196,7 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
     huggingface, huggingface_problems = _huggingface(typed.values)
     dry_run_decides = typed.dry_run and typed.values.get("world_size") is not None
     return Facts(
-        world_size=None if dry_run_decides else int(os.environ.get("WORLD_SIZE", "1")),
+        world_size=None if dry_run_decides else environment.world_size(),
         cuda_available=shows_gpu(),
         packages=frozenset(name for name in _OPTIONAL_PACKAGES if importlib.util.find_spec(name)),
         missing_compiler=_missing_compiler(),

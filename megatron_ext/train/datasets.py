@@ -1,7 +1,6 @@
 """Makes the datasets of a run, and checks whether they are those of the checkpoint that it goes on from."""
 
 import os
-import sys
 
 import torch
 
@@ -14,9 +13,11 @@ from megatron_ext.data.record import data_record, differences
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.terminal import say, warn
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.null import NullTokenizer
 from megatron_ext.tokenizer.protocol import Tokenizer
+from megatron_ext.train.data_check import check_before_the_first_step
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.run import Run
 
@@ -70,10 +71,11 @@ def datasets_of_run(
     """Return training data, and where it is evaluated, validation and test data. Collective.
 
     Raises:
-        DataError: another tokenizer than the run's made the data.
+        DataError: another tokenizer than the run's made the data, or it is not as it was written.
         TrainingError: as `build_datasets`.
     """
     _check_tokenizer_made_the_data(config, tokenizer)
+    check_before_the_first_step(config)
     wanted = samples_of_run(config)
     numbers = Splits(samples_of_order(config, resume), wanted.valid, wanted.test)
     return extensions.own_datasets(config, tokenizer, numbers) or build_datasets(config, tokenizer, numbers)
@@ -94,7 +96,7 @@ def _check_tokenizer_made_the_data(config: Config, tokenizer: Tokenizer) -> None
             "--accept-other-tokenizer to train on these ids as they are"
         )
     for one in found if os.environ.get("RANK", "0") == "0" else ():
-        print(f"warning: {one.text}", file=sys.stderr)
+        warn(one.text)
 
 
 def _judged_tokenizers(config: Config, tokenizer: Tokenizer) -> list[Judged]:
@@ -127,7 +129,7 @@ def check_data_is_that_of_the_checkpoint(run: Run, resume: Resume) -> None:
             "left out"
         )
     if run.rank == 0:
-        print(f"warning: {text}", flush=True)
+        say(f"warning: {text}")
 
 
 def record_of_run(config: Config, train: Samples, resume: Resume | None) -> dict | None:

@@ -5,7 +5,6 @@
 docs/extending.md has an example of each. Every function is called on every rank that has a use for it.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -121,8 +120,3 @@ class OwnSamples:
     def part(self, source: int) -> "OwnSamples":
         """Return the dataset itself, which has only one source."""
         return self
-
-
-def rank_of_launcher() -> int:
-    """Return this process's rank, as the launcher says it before ranks meet; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))

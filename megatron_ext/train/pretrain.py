@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext import device
+from megatron_ext import device, environment
 from megatron_ext.checkpoint.native.lock import hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.optimizers import OptimizerTraits
@@ -13,12 +15,14 @@ from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record, launch
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
 from megatron_ext.telemetry.banner import Begun, banner
+from megatron_ext.terminal import say
 from megatron_ext.train.configure import Configured, configure, configure_for
-from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets, Schedule, rank_of_launcher
+from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets, Schedule
 
 if TYPE_CHECKING:
+    from megatron_ext.device.protocol import Device
     from megatron_ext.train.run import Run
     from megatron_ext.train.trainer import Callback
 
@@ -55,7 +59,7 @@ def pretrain(
     if status is not None:  # whose owner reports a failure, with what the watch knows of it
         _pretrain(configured, status, extensions)
         return
-    status = RunStatus(rank_of_launcher(), save=configured.config.checkpoint.save)
+    status = RunStatus(environment.rank(), save=configured.config.checkpoint.save)
     try:
         _pretrain(configured, status, extensions)
     finally:
@@ -78,10 +82,8 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
     # Only now may megatron-core be imported.
     from megatron_ext.parallel import groups
     from megatron_ext.sharding.choose import sharding_of
-    from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks import memory_history
-    from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
-    from megatron_ext.train.trainer import Trainer
+    from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
     from megatron_ext.train.watching import begin_watch
 
     memory_history.begin(config, status.rank, here)
@@ -89,7 +91,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         _require_checkpoint(config.checkpoint, configured.resume)
     # The group of all ranks follows from typed flags alone, which no checkpoint changes.
     store = groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
-    status.watch = watch = begin_watch(status, config.layout, here, store)
+    status.watch = begin_watch(status, config.layout, here, store)
     if configured.search is not None:
         from megatron_ext.checkpoint.native.agreement import agree
 
@@ -97,6 +99,19 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         config = extensions.applied(configured.config)
     resume = configured.resume
     _require_checkpoint(config.checkpoint, resume)
+    if extensions.layer_spec is None:  # the formulas are those of our layers
+        check_it_fits(config, here)
+    with telling_of_memory(config, here):
+        _build_and_train(replace(configured, config=config), here, status, extensions)
+
+
+def _build_and_train(configured: Configured, here: "Device", status: RunStatus, extensions: Extensions) -> None:
+    from megatron_ext.parallel import groups
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
+    from megatron_ext.train.trainer import Trainer
+
+    config, resume = configured.config, configured.resume
     status.progress.phase = "the construction of the model and its data"
     run = build_run(config, here, resume, extensions)
     run.progress = status.progress
@@ -119,7 +134,8 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         if trainer.stop_reason is not None:
             launch.remember_stop(0, trainer.stop_reason)
     run.loaders.close()
-    watch.close()
+    if status.watch is not None:
+        status.watch.close()
     groups.destroy()
     if status.rank == 0:
         _record_end(status, run.state.iteration, trainer.stop_reason)
@@ -146,13 +162,21 @@ def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
     if flags.load is not None and run.rank == 0:
         verb = "finetuning from" if flags.finetune else "resuming at"
         found = f"{verb} iteration {resume.iteration} of" if resume is not None else "starting afresh: none in"
-        print(f"checkpoint: {found} {flags.load}", flush=True)
+        say(f"checkpoint: {found} {flags.load}")
     if flags.load_hf is not None and resume is None:
         from megatron_ext.checkpoint.huggingface.load import load_huggingface
 
         load_huggingface(run, flags.load_hf)
         if run.rank == 0:
-            print(f"checkpoint: beginning with the weights of {flags.load_hf}", flush=True)
+            say(f"checkpoint: beginning with the weights of {flags.load_hf}")
+
+
+def _check_stop_file(save: str) -> None:
+    path = Path(save) / STOP_FILE
+    if path.is_dir():
+        raise ConfigurationError(
+            f"--save {save} holds a folder named {path.name}, but a file of that name is what stops a run; rename it"
+        )
 
 
 def _record_end(status: RunStatus, iteration: int, stop_reason: str | None) -> None:
@@ -177,6 +201,7 @@ def _begun(run: "Run", extensions: Extensions) -> Begun:
 def _claim(save: str, status: RunStatus) -> None:
     """Make the save folder this job's own."""
     try:
+        _check_stop_file(save)
         hold_until_exit(save)
     except TrainingError:
         status.save = None  # it is another's: leave no record there

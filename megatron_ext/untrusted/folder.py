@@ -6,12 +6,16 @@
 A name may lead to a pipe, which would be waited for without end, or through a link to any file of the machine.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from megatron_ext.errors import DataError
+
+# ENAMETOOLONG is what the content of a hostile index leads to, ELOOP a link to itself.
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def file_inside(folder: Path, name: str, *, also: Sequence[Path] = (), nested: bool = False) -> Path:
@@ -93,8 +97,10 @@ def _check_links(folder: Path, path: Path, also: Sequence[Path]) -> None:
 def _kind(path: Path) -> int | None:
     try:
         return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return None
+        raise
 
 
 def _word(kind: int) -> str:

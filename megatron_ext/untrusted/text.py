@@ -25,6 +25,7 @@ _DIGITS = 400  # of a number: YAML's 1:2:3:... takes time with the square of its
 # libyaml's parser is ten times faster than the Python one, but is not in every build of PyYAML.
 _FastLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
@@ -58,16 +59,19 @@ def load_json(content: bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        TextError: the text is no JSON, or names a key twice.
+        TextError: the text is no JSON, names a key twice, or holds half of a character.
         ExcessiveError: the text is nested deeper than any file that is read here.
     """
     try:
         text = content.decode("utf-8-sig")
         _check_brackets(text)
-        return json.loads(text, object_pairs_hook=_unique)
+        value = json.loads(text, object_pairs_hook=_unique)
+        if _SURROGATE.search(text):  # as half of an escaped pair, or as what no other file can hold
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except TextError:
         raise
-    except ValueError as error:
+    except ValueError as error:  # UnicodeError is one
         raise TextError(str(error)) from None
 
 

@@ -53,6 +53,9 @@ EXAMPLES = {
         "--global-batch-size 4",
         "--num-virtual-stages-per-pipeline-rank 2",
     ),
+    "A batch that grows in too many phases": Example(
+        "--rampup-batch-size 1 1 100000 --global-batch-size 100001", "--rampup-batch-size 1 10 100000"
+    ),
     "A file to load checkpoints from": Example("--load /dev/null", "--load /dev"),
     "An old spelling that Megatron takes with rotary positions alone": Example(
         "--no-position-embedding", "--position-embedding-type rope"

@@ -22,6 +22,7 @@ OUR_OWN = {
     "--tiktoken-special-tokens",  # Megatron's spelling before --tokenizer-special-tokens
     "--load-hf",
     "--data-order",
+    "--verify-data",
     "--log-sample-ids",
     "--accept-changed-data",
     "--accept-other-tokenizer",

@@ -1,21 +1,34 @@
 """YAML and JSON that are too deep, too large or stand for too much end with an error, not with the process."""
 
+import ast
+import bz2
+import gzip
 import json
+import lzma
+import os
+import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from backports import zstd
 
 from megatron_ext.checkpoint.huggingface.folder import _index
+from megatron_ext.checkpoint.huggingface.safetensors import read_header
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.saved import read_saved
+from megatron_ext.data.prepare import documents
+from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.data.record import read_record
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.foreign.translate import read
+from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.untrusted.folder import file_inside
 from megatron_ext.untrusted.text import MOST_YAML, ExcessiveError, TextError, load_json, load_yaml, read_file
 
 _LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 30))
@@ -135,3 +148,146 @@ def test_a_device_has_no_end(tmp_path: Path) -> None:
         read_file("/dev/zero", 10, pipes=True)
     with pytest.raises(ConfigurationError, match="--config /dev/zero is not read: it has more than 1,048,576 bytes"):
         parse(["--config", "/dev/zero"])
+
+
+def test_half_a_character_is_refused() -> None:
+    for wrong in (rb'{"\ud800": 1}', rb'["\udfff"]', rb'["a\uD83D b"]'):
+        with pytest.raises(TextError, match="surrogates not allowed"):
+            load_json(wrong)
+    assert load_json(rb'["\ud83d\ude00", "\\ud800"]') == ["\U0001f600", "\\ud800"]
+
+
+_READERS = {"json.load", "json.loads", "orjson.loads", "yaml.load", "yaml.safe_load", "yaml.full_load", "yaml.load_all"}
+_OTHERS = {
+    "parallel/meeting.py": "what this run's own ranks have put into their store",
+    "data/prepare/documents.py": "lines of a corpus, of any depth that the parser bears and of bounded size",
+    "data/prepare/long_texts.py": "the same lines",
+    "verify/": "what the tests' own processes wrote",
+}
+
+
+def _calls(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def test_nobody_else_reads_text_that_others_wrote() -> None:
+    package = Path(__file__).parents[2] / "megatron_ext"
+    found = {path.relative_to(package).as_posix(): _READERS & set(_calls(path)) for path in package.rglob("*.py")}
+    reading = {name for name, readers in found.items() if readers and not name.startswith("untrusted/")}
+    others = {name for name in reading if name.startswith(tuple(_OTHERS))}
+    assert reading == others, "use megatron_ext.untrusted.text, which bounds what it reads"
+    assert len({name.split("/")[0] for name in others}) == 3
+
+
+def _header(path: Path, text: bytes, size: int = 0) -> Path:
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b'{"a": ' + b"[" * 100_000, "nested more than 32 levels deep"),
+        (b'{"a": {"dtype": "F32", "shape": [1%s], "data_offsets": [0, 0]}}' % (b"0" * 4299), "contradicts itself"),
+        (
+            b'{"a": {"dtype": "F32", "shape": [%s1], "data_offsets": [0, 4]}}' % (b"1%s," % (b"0" * 4290) * 500),
+            "contra",
+        ),
+        (b'{"a": {"dtype": "F32", "shape": [%s1], "data_offsets": [0, 4]}}' % (b"1," * 100_000), "contradicts itself"),
+        (b"{%s}" % b",".join(b'"%d":0' % n for n in range(400_000)), "its header names 400,000 tensors"),
+        (b'{"a": 1, "a": 2}', "named twice: a"),
+    ],
+    ids=["deep", "a long number", "many long numbers", "many dimensions", "many names", "twice"],
+)
+def test_headers_of_safetensors_are_bounded(text: bytes, problem: str, tmp_path: Path) -> None:
+    started = time.process_time()
+    with pytest.raises(DataError, match=problem) as caught:
+        read_header(_header(tmp_path / "x.safetensors", text, 4))
+    assert len(str(caught.value)) < 1000
+    assert time.process_time() - started < 2
+
+
+def test_pipes_and_devices_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigurationError, match="no regular file"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="no regular file"):
+        build_tokenizer("SentencePieceTokenizer", "/dev/zero")
+    with pytest.raises(ConfigurationError, match="no regular file"):
+        build_tokenizer("TikTokenizer", str(tmp_path / "tokenizer.json"))
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigurationError, match="no regular file"):
+        read_hf_config(tmp_path)
+    assert read_record(tmp_path / "config.json") is None
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.xz", "jsonl.bz2", "jsonl.zst", "txt", "txt.gz"])
+def test_a_record_without_end_is_refused(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bomb: 64 MB of one byte in some kilobytes, at a bound of 8 MB in place of 1 GB."""
+    monkeypatch.setattr(documents, "MOST_RECORD", 8 << 20)
+    compress = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress, "zst": zstd.compress}
+    content = b'{"text": "' + b"a" * (64 << 20)
+    path = tmp_path / f"bomb.{ending}"
+    path.write_bytes(compress.get(ending.split(".")[-1], bytes)(content))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=rf"bomb\.{ending}:1: a (line|text) of more than 8,388,608 bytes"):
+        list(documents.read_documents(find_files([str(path)])))
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 48 << 20
+
+
+# What the fuzzer has found (tests/fuzz).
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"num_hidden_layers": 10**30}, "--num-layers: this number is above 10000"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ({"hidden_size": 10**4000}, "--hidden-size: this number is above"),
+    ],
+    ids=["layers", "a float beyond floats", "a long number"],
+)
+def test_sizes_in_a_model_folder_are_bounded(values: dict[str, int], problem: str, tmp_path: Path) -> None:
+    content = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+        "max_position_embeddings": 64,
+        "hidden_act": "silu",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert read_hf_config(tmp_path)[1]["num_layers"] == 2
+    (tmp_path / "config.json").write_text(json.dumps({**content, **values}))
+    with pytest.raises(ConfigurationError, match=problem):
+        read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["gz", "xz", "bz2", "zst"])
+def test_an_empty_compressed_file_is_damaged(ending: str, tmp_path: Path) -> None:
+    (tmp_path / f"x.jsonl.{ending}").touch()
+    with pytest.raises(DataError, match="damaged or ends too soon, at or before byte 0: it is empty"):
+        list(documents.read_documents(find_files([str(tmp_path)])))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"added_tokens_decoder": {"0../../x": {"content": "a"}}}, {"added_tokens_decoder": 3}, [], {"eos_token": 7}],
+    ids=["no number", "no table", "a list", "a number"],
+)
+def test_settings_of_a_tokenizer_that_make_no_sense_are_refused(settings: Any, tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {"<eod>": 0, "a": 1}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigurationError, match=r"does not hold a readable|names no token that ends a document"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
+def test_a_name_that_no_file_can_have_is_a_missing_file(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("a" * 600, "loop"):
+        with pytest.raises(DataError, match="is missing"):
+            file_inside(tmp_path, name)

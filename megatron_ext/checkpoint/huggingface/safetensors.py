@@ -20,11 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.dtypes import SAFETENSORS_WIDTHS
 from megatron_ext.errors import DataError
+from megatron_ext.untrusted.text import load_json
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_LARGEST_HEADER = 32 << 20  # 200,000 tensors; a file that claims more is damaged or hostile
+_LARGEST_HEADER = 32 << 20  # bytes; a file that claims more is damaged or hostile
+_MOST_TENSORS = 200_000
+_MOST_DIMENSIONS = 64
+_LARGEST_NUMBER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,16 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LARGEST_HEADER):
                 raise _wrong(path, f"its header claims {length} bytes, of a file of {size}")
-            content = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+            content = load_json(file.read(length))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _wrong(path, f"its header is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise _wrong(path, "its header is not a JSON object")
     content.pop("__metadata__", None)
+    if len(content) > _MOST_TENSORS:
+        raise _wrong(path, f"its header names {len(content):,} tensors, more than the {_MOST_TENSORS:,} of any model")
     spans = [_span(path, name, entry) for name, entry in content.items()]
     position = 0
     for begin, end, name in sorted(spans):
@@ -127,22 +133,17 @@ def _span(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
     try:
         begin, end = entry["data_offsets"]
         shape, width = entry["shape"], SAFETENSORS_WIDTHS[entry["dtype"]]
-        numbers = [begin, end, *shape]
-        right = all(type(number) is int and number >= 0 for number in numbers)
+        numbers = [begin, end, *shape] if len(shape) <= _MOST_DIMENSIONS else [-1]
+        right = all(type(number) is int and 0 <= number <= _LARGEST_NUMBER for number in numbers)
         right = right and end - begin == math.prod(shape) * width
     except (TypeError, ValueError, KeyError):
         right = False
         begin = end = 0
     if not right:
-        raise _wrong(path, f"the entry of tensor {name} contradicts itself: {json.dumps(entry)[:200]}")
+        shown = json.dumps(entry)
+        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+        raise _wrong(path, f"the entry of tensor {name[:200]} contradicts itself: {shown}")
     return begin, end, name
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
 
 
 def _wrong(path: Path, why: str) -> DataError:

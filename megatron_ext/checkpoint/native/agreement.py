@@ -1,6 +1,5 @@
 """All ranks go on from one checkpoint: the first that is whole, of those that the first rank sees."""
 
-import sys
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,7 @@ from megatron_ext.checkpoint.native.resume import Resume, Search, read_resume
 from megatron_ext.checkpoint.native.verify import damage
 from megatron_ext.config.schema import CheckpointConfig
 from megatron_ext.errors import DataError, StorageError, TrainingError
+from megatron_ext.terminal import warn
 
 
 def agree(search: Search, flags: CheckpointConfig) -> Resume | None:
@@ -95,4 +95,4 @@ def _told_by_the_first_rank[T](make: Callable[[], T]) -> T:
 
 def _warn(text: str) -> None:
     if torch.distributed.get_rank() == 0:
-        print(f"warning: {text}", file=sys.stderr)
+        warn(text)

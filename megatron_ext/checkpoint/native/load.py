@@ -1,7 +1,6 @@
 """Reads a checkpoint."""
 
 import pickle
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.config.options import options_by_name
 from megatron_ext.config.saved import read_saved
 from megatron_ext.errors import DataError
+from megatron_ext.terminal import warn
 from megatron_ext.untrusted.folder import file_inside
 
 # What the engine and torch raise for a file that is cut short, altered or missing, or for other tensors than wanted.
@@ -166,7 +166,7 @@ def _saved_optimizer(path: Path) -> str | None:
 
 def _warn(run: Saveable, text: str) -> None:
     if run.rank == 0:
-        print(f"warning: {text}", file=sys.stderr)
+        warn(text)
 
 
 def _reason(error: BaseException) -> str:

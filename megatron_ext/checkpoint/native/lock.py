@@ -10,12 +10,13 @@ import fcntl
 import json
 import os
 import socket
-import sys
+import stat
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
 from megatron_ext.errors import ConfigurationError, StorageError
+from megatron_ext.terminal import warn
 from megatron_ext.untrusted.text import load_json
 
 LOCK = ".lock"
@@ -34,7 +35,7 @@ def hold_until_exit(folder: str | Path) -> None:
     path = Path(folder) / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
+        file = _opened(path)
     except OSError as error:
         raise StorageError(
             f"--save {folder}: {error.strerror}. Fix the folder's permission, or give another one."
@@ -44,11 +45,34 @@ def hold_until_exit(folder: str | Path) -> None:
     except OSError as error:
         if error.errno in _TAKEN:
             raise ConfigurationError(_refusal(folder, file)) from None
-        print(f"warning: {folder} cannot be locked ({error.strerror}): start no second job there", file=sys.stderr)
-    file.truncate(0)
-    file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": _now()}) + "\n")
-    file.flush()
+        warn(f"{folder} cannot be locked ({error.strerror}): start no second job there")
     _held.append(file)
+    try:
+        file.truncate(0)
+        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": _now()}) + "\n")
+        file.flush()
+    except OSError as error:
+        raise StorageError(
+            f"--save {folder}: {path} cannot be written: {error.strerror}. Make room there, or give another folder."
+        ) from error
+
+
+def _opened(path: Path) -> IO[str]:
+    """Open the lock, and nothing that it may lead to: its content is replaced.
+
+    Raises:
+        OSError: it is a link, or no regular file, or cannot be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(error.errno, f"its {path.name} is a link, which is not followed; remove it", str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"its {path.name} is no file; remove it", str(path))
+    return open(descriptor, "a+", encoding="utf-8")
 
 
 def is_held(folder: str | Path) -> bool:

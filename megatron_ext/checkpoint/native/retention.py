@@ -1,7 +1,6 @@
 """Decides which checkpoints to keep: the last --keep-last-checkpoints, and every --save-retain-interval steps one for
 good."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from megatron_ext.checkpoint.native.folder import iteration_folder, remove, saved_iterations
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.verify import damage
+from megatron_ext.terminal import warn
 
 
 def expired(saved: Sequence[int], newest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
@@ -59,4 +59,4 @@ def _is_link(folder: str | Path, iteration: int) -> bool:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
+    warn(text)

@@ -1,6 +1,7 @@
 """Reads values of a `config.json`, checked one by one, with every problem noted by the name of its key."""
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ class Reading:
     def number(self, key: str, default: float) -> float:
         """Return the value of a key that must be a positive, finite number."""
         value = self.get(key, default)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
             return float(value)
         self.problems.append(f"{key} is {json.dumps(value)}, and not a positive number")
         return 1.0

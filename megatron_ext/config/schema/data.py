@@ -35,6 +35,12 @@ class DataConfig:
     data_cache_path: str | None = free(
         None, "Folder of the sample indices; default a folder named cache beside the data."
     )
+    verify_data: str = free(
+        "background",
+        "Compare the data with the checksums of its manifest: some blocks at the start and all while training (1% of "
+        "a core of the machine), all at the start, or none.",
+        choices=("start", "background", "off"),
+    )
     mock_data: bool = free(False, "Synthetic tokens, a function of the seed; no files.")
     tokenizer_type: str | None = option(
         None,

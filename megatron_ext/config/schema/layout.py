@@ -13,6 +13,7 @@ class LayoutConfig:
         None,
         "Number of ranks; default $WORLD_SIZE, else 1. Give it to --dry-run to check a layout for N ranks.",
         at_least=1,
+        at_most=1_048_576,
     )
     tensor_model_parallel_size: int = free(1, "Ranks that share each layer's matrices.", at_least=1)
     sequence_parallel: bool = free(

@@ -9,7 +9,9 @@ from megatron_ext.config.schema.option import Need, option
 class ModelConfig:
     """Options of the model, a GPT decoder. Sizes are those of the whole model, never of one rank."""
 
-    num_layers: int = option(None, "Number of transformer layers.", resume="shape", required="12", at_least=1)
+    num_layers: int = option(
+        None, "Number of transformer layers.", resume="shape", required="12", at_least=1, at_most=10_000
+    )
     hidden_size: int = option(None, "Width of the residual stream.", resume="shape", required="768", at_least=1)
     ffn_hidden_size: int = option(
         None,
@@ -104,7 +106,7 @@ class ModelConfig:
         },
     )
     num_experts: int | None = option(
-        None, "Replace each layer's MLP by a mixture of this many experts.", resume="shape", at_least=1
+        None, "Replace each layer's MLP by a mixture of this many experts.", resume="shape", at_least=1, at_most=65_536
     )
     moe_ffn_hidden_size: int | None = option(
         None, "Width inside each expert; default the width of the MLP that they replace.", resume="shape", at_least=1

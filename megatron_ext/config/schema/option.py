@@ -13,6 +13,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+MOST = 10**15
+"""Largest integer, of whatever sign, that any flag takes: more than the tokens of any run."""
+
 Resume = Literal["shape", "function", "curve", "tokenizer", "free"]
 """What a resume does with a field:
 
@@ -41,6 +44,7 @@ def option(
     resume: Resume,
     required: str | None = None,
     at_least: int | None = None,
+    at_most: int | None = None,
     positive: bool = False,
     share: bool = False,
     saves_memory: bool = False,
@@ -57,6 +61,7 @@ def option(
         resume: what a resume does with it.
         required: where the user must give it, a value that the message about a missing one names as an example.
         at_least: the least value.
+        at_most: the largest value, where it is smaller than `MOST`: of what the configuration counts one by one.
         positive: whether values must be above 0.
         share: whether values must be at least 0 and below 1.
         saves_memory: whether it only says how memory is saved: no result depends on it beyond rounding.
@@ -70,6 +75,7 @@ def option(
         "resume": resume,
         "required": required,
         "at_least": at_least,
+        "at_most": at_most,
         "positive": positive,
         "share": share,
         "saves_memory": saves_memory,

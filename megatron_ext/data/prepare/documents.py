@@ -6,8 +6,9 @@ ends up (`RawDocument.texts`). A block knows the place where the next one begins
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import BufferedIOBase
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ except ImportError:
 
 _BRACE, _LINE_END = b"{\n"
 BLOCK_BYTES = 1 << 20  # blocks are about so large, or as large as one record
+MOST_RECORD = 1 << 30
+"""Largest size in bytes of one record: a compressed file of a few kilobytes can hold a line that no memory does."""
+_MOST_KEYS_NAMED = 20
 
 
 class RawDocument(NamedTuple):
@@ -91,8 +95,14 @@ class RawDocument(NamedTuple):
         for key in keys:
             if not isinstance(fields.get(key), (str, bytes)):
                 found = f"holds {type(fields[key]).__name__}, not text" if key in fields else "is missing"
-                raise DataError(f'{self.where}: key "{key}" {found}; the keys are {sorted(fields)} (--json-keys)')
+                raise DataError(f'{self.where}: key "{key}" {found}; the keys are {_named(fields)} (--json-keys)')
         return [fields[key] for key in keys]
+
+
+def _named(fields: Iterable[str]) -> str:
+    names = sorted(fields)
+    more = f", and {len(names) - _MOST_KEYS_NAMED} more" if len(names) > _MOST_KEYS_NAMED else ""
+    return f"{[name[:100] for name in names[:_MOST_KEYS_NAMED]]}{more}"
 
 
 @dataclass(frozen=True)
@@ -167,7 +177,8 @@ def read_blocks(
             if file.kind == "parquet":
                 yield from _row_blocks(file, keys, place, before)
             else:
-                cuts = _cut_lines(stream, place) if file.kind == "json" else _cut_text(stream, split_on, place)
+                cut = _cut_lines if file.kind == "json" else partial(_cut_text, split_on)
+                cuts = cut(stream, place, file.path)
                 for payload, position, size, end in cuts:
                     yield Block(file.path, position, payload, size, end, before + hashing.bytes_read)
             digest = hashing.finish()
@@ -193,7 +204,7 @@ def _row_blocks(file: InputFile, keys: Sequence[str], place: ReadPosition, bytes
         yield Block(file.path, first + 1, rows, text_bytes, end, bytes_before + size * behind // total)
 
 
-def _cut_lines(stream: BufferedIOBase, place: ReadPosition) -> Iterator[_Cut]:
+def _cut_lines(stream: BufferedIOBase, place: ReadPosition, path: str) -> Iterator[_Cut]:
     _skip(stream, place.offset)
     rest = b""  # the beginning of a line, whose end has not been read
     while True:
@@ -204,7 +215,9 @@ def _cut_lines(stream: BufferedIOBase, place: ReadPosition) -> Iterator[_Cut]:
         whole = lines.rfind(b"\n", len(rest)) + 1
         is_one_line = whole == 0
         if is_one_line:  # the last line without an end, or a long line, which gets a block of its own
-            lines += stream.readline()
+            lines += stream.readline(MOST_RECORD)
+            if len(lines) > MOST_RECORD:
+                raise _too_large(path, place, "line")
             whole = len(lines)
         rest = bytes(memoryview(lines)[whole:])
         del lines[whole:]
@@ -220,10 +233,12 @@ def _cut_lines(stream: BufferedIOBase, place: ReadPosition) -> Iterator[_Cut]:
         place = end
 
 
-def _cut_text(stream: BufferedIOBase, split_on: str | None, place: ReadPosition) -> Iterator[_Cut]:
+def _cut_text(split_on: str | None, stream: BufferedIOBase, place: ReadPosition, path: str) -> Iterator[_Cut]:
     if not split_on:
         if place.position == 1:
-            content = stream.read()
+            content = stream.read(MOST_RECORD + 1)
+            if len(content) > MOST_RECORD:
+                raise _too_large(path, place, "text")
             yield [content], 1, len(content), ReadPosition(place.file, len(content), 2)
         return
     separator = split_on.encode()
@@ -234,11 +249,20 @@ def _cut_text(stream: BufferedIOBase, split_on: str | None, place: ReadPosition)
         is_last = not chunk
         pieces = (pending + chunk).split(separator)
         pending = b"" if is_last else pieces.pop()
+        if len(pending) > MOST_RECORD:
+            raise _too_large(path, place, "text")
         size = sum(map(len, pieces)) + len(separator) * len(pieces)
         end = ReadPosition(place.file, place.offset + size, place.position + len(pieces))
         if pieces:
             yield [piece or None for piece in pieces], place.position, size, end
         place = end
+
+
+def _too_large(path: str, place: ReadPosition, what: str) -> DataError:
+    return DataError(
+        f"{path}:{place.position}: a {what} of more than {MOST_RECORD:,} bytes, which is no document: it was not read; "
+        "repair the file, or leave it out of --input"
+    )
 
 
 def _skip(stream: BufferedIOBase, offset: int) -> None:

@@ -148,6 +148,8 @@ def open_input(file: InputFile) -> Iterator[tuple[io.BufferedIOBase, HashingRead
 
 def _decompressed(hashing: HashingReader, file: InputFile) -> io.BufferedIOBase:
     raw = io.BufferedReader(hashing, 1 << 20)
+    if file.compression and not raw.peek(1):
+        raise EOFError("it is empty")  # which gzip takes for nothing at all
     if file.compression == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)  # type: ignore[arg-type]
     if file.compression == ".bz2":

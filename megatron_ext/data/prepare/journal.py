@@ -13,6 +13,9 @@ from megatron_ext.data.indexed import Written
 from megatron_ext.data.prepare.documents import InputHashes, ReadPosition
 from megatron_ext.data.prepare.encode import Sample
 from megatron_ext.durable import replacing
+from megatron_ext.untrusted.text import load_json, read_file
+
+_LARGEST = 1 << 28  # bytes; it has some hundred for each input file
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Journal:
     def load(path: Path) -> "Journal | None":
         """Return what `save` wrote; None if there is no such file or it is not readable."""
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            fields = load_json(read_file(path, _LARGEST))
             return Journal(
                 job=fields["job"],
                 place=ReadPosition(**fields["place"]),
@@ -71,7 +74,7 @@ class Journal:
                     {int(number): (digest, size) for number, (digest, size) in fields["hashes"].items()}
                 ),
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
 

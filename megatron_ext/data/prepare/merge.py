@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ext.data.checksums import checksums
 from megatron_ext.data.indexed import HEADER, MAGIC, VERSION
 from megatron_ext.data.integrity import IndexArrays, check_indexed_files, open_index
 from megatron_ext.data.manifest import MadeWith, made_with, read_manifest
@@ -119,7 +120,8 @@ def _write_manifest(prefixes: Sequence[str], makers: Sequence[MadeWith | None], 
     if len(known) < len(makers) or not all(same_tokenizer(made, known[0]) for made in known):
         path.unlink(missing_ok=True)
         return
-    write_manifest(path, {"merged": list(prefixes), "tokenizer": dict(known[0]), "outputs": {output: asdict(merged)}})
+    content = {"merged": list(prefixes), "tokenizer": dict(known[0]), "outputs": {output: asdict(merged)}}
+    write_manifest(path, {**content, "checksums": checksums([output])})
 
 
 def _index_blocks(parts: Sequence[IndexArrays]) -> Iterator[np.ndarray]:

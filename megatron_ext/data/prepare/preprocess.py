@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from megatron_ext.data.checksums import checksums
 from megatron_ext.data.indexed import IndexedWriter, Written, token_dtype
 from megatron_ext.data.prepare.documents import Block, read_blocks
 from megatron_ext.data.prepare.encode import BlockEncoder, EncodedBlock, OnError, Sample
@@ -259,6 +260,7 @@ class _Run:
                     self._job.output(key): asdict(writer.written)
                     for key, writer in zip(self._job.json_keys, self._writers, strict=True)
                 },
+                "checksums": checksums([self._job.output(key) for key in self._job.json_keys]),
             },
         )
 

@@ -5,6 +5,7 @@ import time
 
 from megatron_ext.checkpoint.native.save import Kept, Save
 from megatron_ext.errors import NumericError, StorageError
+from megatron_ext.terminal import say
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
 
@@ -75,4 +76,4 @@ class Checkpointing(Callback):
         path = save.finish()
         if save.run.rank == 0:
             stall = f" (in the background; training stopped for {self._stall:.1f} s)" if self.background else ""
-            print(f"checkpoint: saved {path} in {time.perf_counter() - self._started:.1f} s{stall}", flush=True)
+            say(f"checkpoint: saved {path} in {time.perf_counter() - self._started:.1f} s{stall}")

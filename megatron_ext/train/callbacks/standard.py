@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_ext.config.schema import Config
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
 from megatron_ext.telemetry.comet import CometWriter
 from megatron_ext.telemetry.communication import CommunicationClock
 from megatron_ext.telemetry.console import Console
@@ -17,6 +17,7 @@ from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from megatron_ext.telemetry.trackio import TrackioWriter
 from megatron_ext.telemetry.wandb import WandbWriter
 from megatron_ext.train.callbacks.communication import Communication
+from megatron_ext.train.callbacks.data_check import DataCheck
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.garbage import GarbageCollection
 from megatron_ext.train.callbacks.memory_history import MemoryHistory, is_recorded
@@ -29,6 +30,7 @@ from megatron_ext.train.callbacks.status import Status
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.callbacks.stragglers import Stragglers
 from megatron_ext.train.callbacks.timing import Timing
+from megatron_ext.train.data_check import blocks_of_run, share
 from megatron_ext.train.run import Run
 from megatron_ext.train.trainer import Callback
 
@@ -82,6 +84,8 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
             first=training.start_eval_at_iter or 0,
         )
     )
+    if config.data.verify_data == "background" and not config.data.mock_data:
+        callbacks.append(DataCheck(share(blocks_of_run(config)[0])))
     if config.logging.log_sample_ids is not None:
         callbacks.append(SampleIds(config.logging.log_sample_ids, run))
     if config.logging.timing_log_level > 0:
@@ -100,7 +104,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
 
 def stop_file(config: Config) -> Path | None:
     """Return the file that stops the run when one does `touch` it."""
-    return Path(config.checkpoint.save) / "stop" if config.checkpoint.save else None
+    return Path(config.checkpoint.save) / STOP_FILE if config.checkpoint.save else None
 
 
 def _step_sinks(run: Run) -> list[Sink]:

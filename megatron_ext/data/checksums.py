@@ -1,0 +1,221 @@
+"""Checksums of a .bin/.idx pair, block by block: made with the pair's manifest, compared while a run reads the data.
+
+    "checksums": {"data/corpus_text_document": {"block_bytes": 16777216,
+                                                "crc32": {".bin": ["6fa1e2d0", ...], ".idx": ["0c1d...", ...]}}}
+
+A disk or a copy that damages data mostly gives ids that are still of the vocabulary, above all zeros: no other check
+sees these. CRC-32 guards against disks and networks, not against people, and takes a core a second for some GB. No
+torch here.
+"""
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.data.manifest import manifests_of
+from megatron_ext.errors import DataError
+
+BLOCK = 1 << 24
+"""Bytes that share a checksum: 10 TB of tokens have 600,000 checksums, 7 MB of manifest."""
+
+_SUFFIXES = (".bin", ".idx")
+_PIECE = 1 << 20  # bytes read at a time
+_BLOCKS_AT_THE_START = 8
+_SHARE_OF_A_CORE = 0.01
+_LEAST_BLOCK, _LARGEST_BLOCK = 1 << 10, 1 << 30
+
+
+@dataclass(frozen=True)
+class Block:
+    """A range of a file, and the checksum that its manifest has of it."""
+
+    path: str
+    first: int
+    """Offset of its first byte."""
+    size: int
+    crc32: str
+
+
+def checksums(prefixes: Sequence[str], block: int = BLOCK) -> dict[str, Any]:
+    """Return the checksums of whole pairs, for their manifest.
+
+    Args:
+        block: bytes that share a checksum.
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return {
+        prefix: {"block_bytes": block, "crc32": {suffix: _of_file(prefix + suffix, block) for suffix in _SUFFIXES}}
+        for prefix in prefixes
+    }
+
+
+def known_blocks(prefix: str) -> list[Block]:
+    """Return the blocks of a pair of which its manifest has checksums; none where it has none, or there is no pair."""
+    try:
+        sizes = {suffix: os.path.getsize(prefix + suffix) for suffix in _SUFFIXES}
+    except OSError:
+        return []  # who opens the pair says what is wrong with it
+    for manifest in manifests_of(prefix):
+        entry = _entry(manifest, prefix, sizes[".bin"])
+        if entry is None:
+            continue
+        blocks = [block for suffix in _SUFFIXES for block in _blocks(prefix + suffix, sizes[suffix], entry, suffix)]
+        if blocks:
+            return blocks
+    return []
+
+
+def damage(block: Block) -> str | None:
+    """Return what is wrong with a block; None where it is as it was written."""
+    try:
+        with open(block.path, "rb", buffering=0) as file:
+            found = _crc32(file.fileno(), block.first, block.size)
+    except OSError as error:
+        return f"{block.path} cannot be read: {error.strerror}"
+    if found == block.crc32:
+        return None
+    return (
+        f"{block.path}: bytes {block.first} to {block.first + block.size - 1} have the checksum {found} instead of "
+        f"{block.crc32}, which the manifest next to it gives: they were changed or damaged since they were written"
+    )
+
+
+REMEDY = "Copy the file again, or run tools/preprocess_data.py again; --verify-data off trains on it as it is."
+
+
+def first_damage(blocks: Sequence[Block]) -> str | None:
+    """Return what is wrong with the first damaged block of several; None where all are whole."""
+    return next((found for block in blocks if (found := damage(block)) is not None), None)
+
+
+def some_blocks(blocks: Sequence[Block]) -> list[Block]:
+    """Return a few blocks of all, from the first to the last: what is read before the first step."""
+    count = min(len(blocks), _BLOCKS_AT_THE_START)
+    if count < 2:
+        return list(blocks)
+    return [blocks[number * (len(blocks) - 1) // (count - 1)] for number in range(count)]
+
+
+class BackgroundCheck:
+    """Compares blocks one after another in a thread of its own.
+
+    The checks of all processes of a machine together compute for 1% of the time of one core, which reads some 10 MB a
+    second. A file that has been replaced or removed since the start is not that of the run, which has the other one
+    open, and is left out; so is one that cannot be read just now, as the training itself will say if it needs it.
+
+    Args:
+        blocks: the share of this process.
+        pause: called with the seconds to rest after each piece; returns whether to go on.
+        processes: the number of processes of the machine that check.
+    """
+
+    def __init__(self, blocks: Sequence[Block], pause: Callable[[float], bool] | None = None, *, processes: int = 1):
+        self._blocks = list(blocks)
+        self._files = {path: _identity(path) for path in dict.fromkeys(block.path for block in self._blocks)}
+        self._rest = processes / _SHARE_OF_A_CORE - 1
+        self._closed = threading.Event()
+        self._pause = pause or (lambda seconds: not self._closed.wait(seconds))
+        self._damage: str | None = None
+        self.checked = 0
+        self._thread = threading.Thread(target=self._run, name="data-check", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what was found so far.
+
+        Raises:
+            DataError: a block is not as it was written.
+        """
+        if self._damage is not None:
+            raise DataError(f"{self._damage}. {REMEDY}")
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        for block in self._blocks:
+            if not self._is_the_same(block):
+                continue
+            self._damage = self._compared(block)
+            if self._damage is not None or self._closed.is_set():
+                return
+            self.checked += 1
+
+    def _compared(self, block: Block) -> str | None:
+        """Return what is wrong with a block, which is read in pieces with rests between them."""
+        value = 0
+        try:
+            with open(block.path, "rb", buffering=0) as file:
+                for first, size in _pieces(block.first, block.size):
+                    began = time.thread_time()
+                    value = zlib.crc32(os.pread(file.fileno(), size, first), value)
+                    if not self._pause((time.thread_time() - began) * self._rest):
+                        return None
+        except OSError:
+            return None
+        # Once more, and in words: a read that went wrong once, or a file that is being replaced, is no damage.
+        found = None if f"{value:08x}" == block.crc32 else damage(block)
+        return found if self._is_the_same(block) else None
+
+    def _is_the_same(self, block: Block) -> bool:
+        identity = self._files[block.path]
+        return identity is not None and _identity(block.path) == identity
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Return what tells a file from another one of the same name; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _entry(manifest: Mapping[str, Any], prefix: str, size: int) -> Mapping[str, Any] | None:
+    """Return what the manifest says of this pair, which may have been moved or renamed since."""
+    outputs, found = manifest["outputs"], manifest.get("checksums")
+    if not isinstance(found, dict):
+        return None
+    sizes = {name: output.get("token_bytes") for name, output in outputs.items()}
+    fitting = [name for name in sizes if sizes[name] == size and isinstance(found.get(name), dict)]
+    named = [name for name in fitting if Path(name).name == Path(prefix).name]
+    chosen = named if len(named) == 1 else fitting
+    return found[chosen[0]] if len(chosen) == 1 else None
+
+
+def _blocks(path: str, size: int, entry: Mapping[str, Any], suffix: str) -> Iterator[Block]:
+    """Yield the blocks of a file; none where what the manifest says of it makes no sense."""
+    length, by_suffix = entry.get("block_bytes"), entry.get("crc32")
+    values = by_suffix.get(suffix) if isinstance(by_suffix, dict) else None
+    if type(length) is not int or not _LEAST_BLOCK <= length <= _LARGEST_BLOCK or type(values) is not list:
+        return
+    starts = range(0, size, length)
+    if len(values) != len(starts) or not all(type(value) is str and len(value) == 8 for value in values):
+        return
+    for first, value in zip(starts, values, strict=True):
+        yield Block(path, first, min(length, size - first), value)
+
+
+def _of_file(path: str, block: int) -> list[str]:
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        return [_crc32(file.fileno(), first, min(block, size - first)) for first in range(0, size, block)]
+
+
+def _crc32(descriptor: int, first: int, size: int) -> str:
+    value = 0
+    for at, length in _pieces(first, size):
+        value = zlib.crc32(os.pread(descriptor, length, at), value)
+    return f"{value:08x}"
+
+
+def _pieces(first: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((at, min(_PIECE, first + size - at)) for at in range(first, first + size, _PIECE))

@@ -1,0 +1,191 @@
+"""The checksums of a manifest find every changed byte of the data: at the start, or while a run reads it."""
+
+import itertools
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.data.checksums import (
+    BLOCK,
+    BackgroundCheck,
+    checksums,
+    damage,
+    first_damage,
+    known_blocks,
+    some_blocks,
+)
+from megatron_ext.data.indexed import IndexedWriter
+from megatron_ext.data.manifest import made_with
+from megatron_ext.data.prepare.merge import merge_indexed_files
+from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
+from megatron_ext.errors import DataError
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """A pair of 64 kB of tokens with a manifest of blocks of 1 kB."""
+    prefix = str(tmp_path / "x_text_document")
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_tokens((np.arange(32_768) % 61).astype(np.uint16).tobytes(), [32] * 1024)
+    _write_manifest(prefix, checksums([prefix], 1024))
+    return prefix
+
+
+def _write_manifest(prefix: str, found: object) -> None:
+    content = {"tokenizer": {}, "outputs": {prefix: {"token_bytes": 65_536}}, "checksums": found}
+    Path(f"{prefix}_manifest.json").write_text(json.dumps(content))
+
+
+def test_every_changed_byte_is_found(prefix: str) -> None:
+    blocks = known_blocks(prefix)
+    assert first_damage(blocks) is None
+    assert sum(block.size for block in blocks) == sum(Path(prefix + s).stat().st_size for s in (".bin", ".idx"))
+    whole = Path(f"{prefix}.bin").read_bytes()
+    for place in range(0, len(whole), 977):
+        Path(f"{prefix}.bin").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        found = first_damage(blocks)
+        assert found is not None
+        assert f"bytes {place // 1024 * 1024} to {place // 1024 * 1024 + 1023} have the checksum" in found
+
+
+def test_zeros_of_the_right_size_are_found_before_the_first_step(prefix: str) -> None:
+    Path(f"{prefix}.bin").write_bytes(bytes(65_536))
+    blocks = some_blocks(known_blocks(prefix))
+    assert len(blocks) == 8
+    assert damage(blocks[0]) is not None
+
+
+def test_the_background_finds_the_last_block(prefix: str) -> None:
+    blocks = known_blocks(prefix)
+    check = BackgroundCheck(blocks, pause=lambda seconds: True)
+    check._thread.join(20)
+    assert check.checked == len(blocks)
+    check.check()
+    with open(f"{prefix}.idx", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    check = BackgroundCheck(blocks, pause=lambda seconds: True)
+    check._thread.join(20)
+    with pytest.raises(DataError, match=r"\.idx: bytes .* --verify-data off trains on it as it is"):
+        check.check()
+
+
+def test_the_background_takes_a_hundredth_of_a_core(tmp_path: Path) -> None:
+    """The rests that it asks for, against the processor time that the thread itself has used."""
+    prefix = str(tmp_path / "x")
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_tokens(bytes(64 << 20), [1 << 24, 1 << 24])
+    _write_manifest(prefix, checksums([prefix]))
+    content = json.loads(Path(f"{prefix}_manifest.json").read_text())
+    content["outputs"][prefix]["token_bytes"] = 64 << 20
+    Path(f"{prefix}_manifest.json").write_text(json.dumps(content))
+    used: list[float] = []
+    rests: list[float] = []
+
+    def pause(seconds: float) -> bool:
+        rests.append(seconds)
+        used.append(time.thread_time())
+        return True
+
+    blocks = known_blocks(prefix)
+    assert [block.size for block in blocks[:4]] == [BLOCK] * 4
+    check = BackgroundCheck(blocks, pause)
+    check._thread.join(60)
+    assert check.checked == len(blocks)
+    share = (used[-1] - used[0]) / sum(rests[1:])
+    assert share < 0.015, "processor time for each second of rest"
+
+
+@pytest.mark.parametrize(("processes", "rest"), [(1, 99.0), (4, 399.0)])
+def test_the_processes_of_a_machine_share_the_hundredth(
+    prefix: str, processes: int, rest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "thread_time", itertools.count().__next__)  # a second from one reading to the next
+    rests: list[float] = []
+    check = BackgroundCheck(known_blocks(prefix), lambda seconds: not rests.append(seconds), processes=processes)
+    check._thread.join(20)
+    assert rests == pytest.approx([rest] * len(rests))
+    assert len(rests) >= 64
+
+
+def test_a_file_that_is_replaced_or_removed_while_it_trains_is_left_out(prefix: str) -> None:
+    """The run has the other one open; to end it would be wrong."""
+    blocks = [block for block in known_blocks(prefix) if block.path.endswith(".bin")]
+    began, go_on = threading.Event(), threading.Event()
+
+    def pause(seconds: float) -> bool:
+        began.set()
+        return go_on.wait(20)
+
+    for replacement in (bytes(1 << 16), None):
+        began.clear()
+        go_on.clear()
+        check = BackgroundCheck(blocks, pause)
+        assert began.wait(20)
+        path = Path(f"{prefix}.bin")
+        whole = path.read_bytes()
+        path.unlink()
+        if replacement is not None:
+            path.with_suffix(".new").write_bytes(replacement)
+            path.with_suffix(".new").rename(path)
+        go_on.set()
+        check._thread.join(20)
+        check.check()
+        assert check.checked < len(blocks)
+        path.write_bytes(whole)
+
+
+def test_a_pair_that_is_not_there_has_no_blocks(tmp_path: Path) -> None:
+    assert known_blocks(str(tmp_path / "none")) == []
+
+
+def test_a_run_that_ends_ends_the_check(prefix: str) -> None:
+    check = BackgroundCheck(known_blocks(prefix))
+    check.close()
+    assert "data-check" not in [thread.name for thread in threading.enumerate() if thread is check._thread]
+    check.check()
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        [],
+        {"other": {}},
+        {"PREFIX": {"block_bytes": 0, "crc32": {".bin": [], ".idx": []}}},
+        {"PREFIX": {"block_bytes": True, "crc32": {".bin": [], ".idx": []}}},
+        {"PREFIX": {"block_bytes": 1 << 40, "crc32": {".bin": ["00000000"], ".idx": ["00000000"]}}},
+        {"PREFIX": {"block_bytes": 1024, "crc32": {".bin": ["00000000"]}}},
+        {"PREFIX": {"block_bytes": 1024, "crc32": {".bin": [0] * 64}}},
+        {"PREFIX": {"block_bytes": 1024, "crc32": []}},
+    ],
+)
+def test_a_manifest_that_makes_no_sense_says_nothing(prefix: str, found: object) -> None:
+    if isinstance(found, dict):
+        found = {name.replace("PREFIX", prefix): value for name, value in found.items()}
+    _write_manifest(prefix, found)
+    assert known_blocks(prefix) == []
+
+
+def test_preprocessing_and_merging_write_checksums(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n{"text": "four"}\n')
+    for name in ("a", "b"):
+        encode_files(EncodeJob((str(tmp_path / "a.jsonl"),), str(tmp_path / name), "ByteTokenizer"))
+    parts = [str(tmp_path / f"{name}_text_document") for name in ("a", "b")]
+    merge_indexed_files(parts, str(tmp_path / "all"))
+    for prefix in (*parts, str(tmp_path / "all")):
+        assert made_with(prefix) is not None
+        blocks = known_blocks(prefix)
+        assert {Path(block.path).suffix for block in blocks} == {".bin", ".idx"}
+        assert first_damage(blocks) is None
+
+
+def test_a_renamed_pair_keeps_its_checksums(prefix: str) -> None:
+    moved = prefix.replace("x_text_document", "y")
+    for suffix in (".bin", ".idx", "_manifest.json"):
+        Path(prefix + suffix).rename(moved + suffix)
+    assert len(known_blocks(moved)) == 64 + 21
