@@ -5,7 +5,6 @@ are fused or not) is much the same for other layouts of the same program on the 
 far that carries.
 """
 
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from megatron_ext.plan.estimate import step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.rules.validate import problems
+from megatron_ext.untrusted.text import load_json
 
 _WARM_UP = 0.2  # share of the rows, at most this many steps, that compile, fill caches and settle
 _MOST_WARM_UP = 10
@@ -63,7 +63,7 @@ def read_metrics(path: Path) -> Measured:
 
 def _row(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = load_json(line.encode())
     except ValueError:
         return None
     elapsed = row.get("elapsed_ms") if isinstance(row, dict) else None
