@@ -190,7 +190,11 @@ def test_a_batch_forgets_the_collectives_before_it_and_its_microbatches_tell_of_
     run: Any = SimpleNamespace(
         progress=RunStatus(rank=0).progress,
         device=SimpleNamespace(torch_device=torch.device("cpu")),
-        config=SimpleNamespace(training=SimpleNamespace(global_batch_size=4)),
+        config=SimpleNamespace(
+            training=SimpleNamespace(
+                global_batch_size=4, micro_batch_size=4, eval_global_batch_size=None, eval_micro_batch_size=None
+            )
+        ),
     )
     seen = []
 
