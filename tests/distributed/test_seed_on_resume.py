@@ -8,7 +8,7 @@ from tests.support.program import run_program
 
 _FLAGS = shlex.split("""
     --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 61
-    --micro-batch-size 1 --lr 1e-3 --eval-interval 0 --lr-decay-style constant --seed 5
+    --micro-batch-size 1 --lr 1e-3 --eval-interval 0 --lr-decay-style constant --lr-decay-iters 2 --seed 5
 """)
 
 

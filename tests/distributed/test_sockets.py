@@ -24,6 +24,7 @@ def _listening(process: psutil.Process) -> set[str]:
 
 
 def test_ranks_under_torchrun_listen_on_loopback(tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
     run = launched.start(
         _FLAGS, tmp_path / "log", ["--nproc-per-node", "2", "--master-port", str(launched.free_port())]
     )

@@ -22,7 +22,11 @@ def prefix(tmp_path: Path) -> str:
     """A corpus of 40 kB whose manifest has blocks of 1 kB."""
     prefix = str(tmp_path / "corpus")
     write_corpus(tmp_path / "corpus", 20_000)
-    content = {"tokenizer": {}, "outputs": {prefix: {"token_bytes": 40_000}}, "checksums": checksums([prefix], 1024)}
+    content = {
+        "tokenizer": {"type": "NullTokenizer", "vocab_size": 61},
+        "outputs": {prefix: {"token_bytes": 40_000}},
+        "checksums": checksums([prefix], 1024),
+    }
     (tmp_path / "corpus_manifest.json").write_text(json.dumps(content))
     return prefix
 
@@ -50,14 +54,14 @@ def test_zeros_in_place_of_the_data_are_refused_by_default(prefix: str) -> None:
 
 
 def test_a_byte_in_the_middle_is_found_at_the_start(prefix: str) -> None:
-    _change(prefix, 3 * 1024 + 7)
+    _change(prefix, 3 * 1024 + 6)
     refused = _run(prefix, "--verify-data", "start")
     assert {ended.code for ended in refused} == {65}
     assert "corpus.bin: bytes 3072 to 4095" in "".join(ended.errors for ended in refused)
 
 
 def test_a_byte_in_the_middle_is_found_while_training(prefix: str) -> None:
-    _change(prefix, 3 * 1024 + 7)
+    _change(prefix, 3 * 1024 + 6)
     [ended] = _run(prefix, steps=100_000, ranks=1)
     assert ended.code == 65
     assert "corpus.bin: bytes 3072 to 4095 have the checksum" in ended.errors
