@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Otherwise every process that compiles starts workers for Triton, each of which imports torch; C++ asks none of them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # after the number of threads is said
+import torch  # after the numbers of threads are said
 
 from megatron_ext import device
 

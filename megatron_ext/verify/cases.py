@@ -185,7 +185,6 @@ _CONTEXT = {
 _QUICK = {
     "CP2 a2a, untied",
     "CP4 p2p, untied",
-    "TP2 SP CP2 PP2 p2p, untied",
     "CP2 DP2 all_gather distributed optimizer, untied",
     "TP2 SP CP2 PP2 all_gather, packed",
     "TP2 SP FSDP2, tied",
@@ -255,7 +254,7 @@ _OLMO2 = {
         "--recompute-granularity selective --recompute-modules core_attn mlp",
     ),
 }
-_QUICK_OLMO2 = {"TP4", "TP2 SP PP2 VPP2"}
+_QUICK_OLMO2 = {"TP4"}
 
 RECOMPUTE = {
     "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",

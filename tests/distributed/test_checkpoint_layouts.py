@@ -8,6 +8,7 @@ import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.support.resaving import FLAGS, Saved, assert_same_tensors, saved_by
+from tests.support.selection import marked
 
 TP2_PP2_VPP2_DP2 = (
     8,
@@ -24,6 +25,13 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "DP4, without distributed optimizer": (4, ""),
     "HSDP 2 x 2, FSDP2": (4, "--use-torch-fsdp2 --num-distributed-optimizer-instances 2"),
     "TP2 x DP2 without distributed optimizer": (4, "--tensor-model-parallel-size 2"),
+}
+# More or fewer parts of what others divide as well: left to --all.
+REPEATED = {
+    "TP4",
+    "PP2, uneven",
+    "DP4, without distributed optimizer",
+    "TP2 x DP2 without distributed optimizer",
 }
 
 
@@ -50,7 +58,7 @@ def saved_again(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Calla
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", marked(LAYOUTS, slow=REPEATED))
 def test_layouts_share_checkpoints(layout: str, saved: Saved, saved_again: Callable[[str], Saved]) -> None:
     found = saved_again(layout)
     assert_same_tensors(found, saved)
