@@ -33,19 +33,20 @@ LONG = (
     "test_matrix.py",
     "test_examples.py",
     "test_huggingface.py",
-    "test_checkpoint_layouts.py",
-    "test_numeric_guard.py",
-    "test_optimizer_offload.py",
-    "test_restarts.py",
     "test_kill_and_resume.py",
-    "test_compile.py",
-    "test_resume.py",
-    "test_loss_compare_on_ranks.py",
+    "test_megatron_features.py",
     "test_sharded_schemes.py",
+    "test_restarts.py",
+    "test_compile.py",
+    "test_loss_compare_on_ranks.py",
+    "test_numeric_guard.py",
+    "test_checkpoint_layouts.py",
+    "test_optimizer_offload.py",
+    "test_extension.py",
+    "test_resume.py",
     "test_planted_faults.py",
-    "test_stopping.py",
 )
-"""Files that take half a minute or more."""
+"""Files that take some twenty seconds or more."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

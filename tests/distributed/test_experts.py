@@ -127,10 +127,12 @@ def test_auxiliary_losses_reach_the_total_loss(layout: str, by_hand: Any) -> Non
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """By two copies of every expert, which divide the optimizer's state."""
+def saved(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """By two copies of every expert, which divide the optimizer's state; with --all in two stages, too."""
     layout = f"{EP2} --use-distributed-optimizer --overlap-grad-reduce"
-    return saved_by((4, layout), FLAGS, None, tmp_path_factory.mktemp("saved"))
+    stages = (8, f"{layout} --pipeline-model-parallel-size 2")
+    divided = stages if pytestconfig.getoption("--all") else (4, layout)
+    return saved_by(divided, FLAGS, None, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ REPEATED = {
     "tensor parallel, FSDP2 offloaded",
     "tensor parallel, ZeRO-3",
     "tensor parallel, ZeRO-1",
+    "optimizer instances",
 }
 
 
