@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
+from megatron_ext.device import gloo
+
 
 @dataclass(frozen=True)
 class Replacement:
@@ -166,12 +168,20 @@ _FOR_EXPERTS = (
     ),
 )
 
-# What goes wrong without these does so by chance, so that no run of a few steps shows it.
+# What goes wrong without these does so by chance, or only takes longer, so that no run of a few steps shows it.
 _FOR_GLOO = (
     Replacement(
         "torch.distributed._coalescing_manager", _gathers_one_by_one, "fsdp/src/megatron_fsdp/param_and_grad_buffer.py"
     ),
 )
+if hasattr(c10d, "_create_gloo_process_group"):  # older torch has no function for it
+    _FOR_GLOO += (
+        Replacement(
+            "torch.distributed.distributed_c10d._create_gloo_process_group",
+            gloo.create_on_one_device,
+            "some twenty groups, each with a thread that wakes up over and over, parallel_state.py:259",
+        ),
+    )
 
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement("torch.cuda.current_device", _returns(0), "asked for on every allocation, tensor_parallel/mappings.py"),

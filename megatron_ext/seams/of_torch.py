@@ -70,6 +70,16 @@ COLLECTIVES = (
         called_by=(_FSDP_BUFFERS,),
     ),
     Seam(f"{_C10D}._coalescing_manager", "the same, as torch defines it", ("group", "device", "async_ops")),
+    Seam(
+        f"{_C10D}._create_gloo_process_group",
+        "replaced on a CPU, before torch looks it up for the first group: all groups share the first one's devices",
+        ("opts", "backend_options"),
+        (f"{_C10D}._register_builtin_gloo_backend",),
+    ),
+    Seam(
+        "torch.distributed.ProcessGroupGloo._Options",
+        "of a group: _devices (taken from the first group's), _threads and _timeout",
+    ),
     Seam(f"{_C10D}._get_default_group", "the group of a coalesced collective that names none"),
     Seam(
         f"{_C10D}._world",

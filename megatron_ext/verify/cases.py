@@ -185,12 +185,11 @@ _CONTEXT = {
 _QUICK = {
     "CP2 a2a, untied",
     "CP4 p2p, untied",
-    "TP2 SP CP2 PP2 p2p, untied",
     "CP2 DP2 all_gather distributed optimizer, untied",
-    "TP2 SP CP2 PP2 all_gather, packed",
+    "CP2 all_gather, packed",
     "TP2 SP FSDP2, tied",
     "ZeRO-2, untied",
-    "TP2 SP ZeRO-3, tied",
+    "ZeRO-3, tied",
     "HSDP 2 x 2, FSDP2, untied",
     "HSDP 2 x 2, distributed optimizer, untied",
     "PP2, 1 and 3 layers, untied",
@@ -237,7 +236,7 @@ _EXPERT_LAYOUTS = {
         f"{_TP2_SP} {_PP2_VPP2} {_EP2} --expert-tensor-parallel-size 1 {_OVERLAP} {_ALLTOALL}",
     ),
 }
-_QUICK_EXPERTS = {"EP2 PP2 DP2", "TP2 SP EP2 on the same ranks"}
+_QUICK_EXPERTS = {"EP2 PP2 DP2"}
 
 # Norms after attention and MLP, and norms of queries and keys over the heads of all ranks. At TP4 two ranks share each
 # of the two key heads.
@@ -255,7 +254,7 @@ _OLMO2 = {
         "--recompute-granularity selective --recompute-modules core_attn mlp",
     ),
 }
-_QUICK_OLMO2 = {"TP4", "TP2 SP PP2 VPP2"}
+_QUICK_OLMO2 = {"TP4"}
 
 RECOMPUTE = {
     "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",

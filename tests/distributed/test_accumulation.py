@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.selection import marked
 
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
@@ -66,7 +67,7 @@ def _reductions(flags: list[str]) -> tuple[list[int], list[int], list[list[int]]
     return batches, sorted(b.grad_data.numel() for group in groups for b in group.buckets), of_steps
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", marked(LAYOUTS, slow={"overlapped"}))  # as the distributed optimizer is
 def test_a_step_reduces_every_bucket_once_whatever_the_number_of_microbatches(layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     untied = "--untie-embeddings-and-output-weights"  # tied, their gradients are summed over the end stages as well

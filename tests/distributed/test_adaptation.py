@@ -127,6 +127,35 @@ def test_coalesced_gathers_may_be_freed_after_their_wait(rounds: int) -> None:
     run_ranks(2, _gather_and_free, rounds)
 
 
+def _threads_of_groups() -> tuple[int, list[float]]:
+    """The threads that ten more groups start on this rank, and a sum over each."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ext import device
+
+    device.install("cpu")
+    dist.init_process_group("gloo")
+    before, rank = len(os.listdir("/proc/self/task")), dist.get_rank()
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 0], [0, 1], [0], [1]) * 2]
+    started = len(os.listdir("/proc/self/task")) - before
+    sums = []
+    for group in groups:
+        if isinstance(group, dist.ProcessGroup):
+            total = torch.tensor([1.0 + rank])
+            dist.all_reduce(total, group=group)
+            sums.append(total.item())
+    return started, sums
+
+
+def test_groups_share_the_thread_that_waits_for_messages() -> None:
+    found = run_ranks(2, _threads_of_groups)
+    # Each rank is in eight of the groups, which have two threads for their work.
+    assert found == [(16, [3.0, 3.0, 3.0, own] * 2) for own in (1.0, 2.0)]
+
+
 def _must_fail_without(name: str, folder: str, runs: tuple[str, ...], ranks: int) -> None:
     try:
         run_ranks(ranks, _train_without, name, folder, runs, fresh=True, timeout=90)

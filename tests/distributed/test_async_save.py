@@ -12,6 +12,7 @@ from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
+from tests.support.selection import marked
 
 LAYOUTS = {
     "fp32": [*FLAGS, "--hidden-dropout", "0.1"],
@@ -71,7 +72,7 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
     return there
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", marked(LAYOUTS, slow={"fp32"}))
 def test_the_snapshot_is_exact(layout: str, tmp_path: Path) -> None:
     flags = LAYOUTS[layout]
     meanwhile, synchronous = tmp_path / "background", tmp_path / "synchronous"

@@ -8,11 +8,11 @@ import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.support.resaving import FLAGS, Saved, assert_same_tensors, saved_by
+from tests.support.selection import marked
 
-TP2_PP2_VPP2_DP2 = (
-    8,
+TP2_PP2_VPP2 = (
     "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
-    "--num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer",
+    "--num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer"
 )
 BUCKETS = "--use-distributed-optimizer --ddp-bucket-size 3000"
 LAYOUTS: dict[str, tuple[int, str]] = {
@@ -25,11 +25,24 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "HSDP 2 x 2, FSDP2": (4, "--use-torch-fsdp2 --num-distributed-optimizer-instances 2"),
     "TP2 x DP2 without distributed optimizer": (4, "--tensor-model-parallel-size 2"),
 }
+# More or fewer parts of what others divide as well: left to --all.
+REPEATED = {
+    "TP4",
+    "PP2, uneven",
+    "DP4, without distributed optimizer",
+    "TP2 x DP2 without distributed optimizer",
+}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return saved_by(TP2_PP2_VPP2_DP2, FLAGS, None, tmp_path_factory.mktemp("saved"))
+def divided(pytestconfig: pytest.Config) -> tuple[int, str]:
+    """What the others load: with --all two copies, which divide the optimizer's state."""
+    return 8 if pytestconfig.getoption("--all") else 4, TP2_PP2_VPP2
+
+
+@pytest.fixture(scope="module")
+def saved(divided: tuple[int, str], tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return saved_by(divided, FLAGS, None, tmp_path_factory.mktemp("saved"))
 
 
 def _optimizer_bytes(folder: str) -> dict[str, int]:
@@ -50,22 +63,24 @@ def saved_again(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Calla
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_share_checkpoints(layout: str, saved: Saved, saved_again: Callable[[str], Saved]) -> None:
+@pytest.mark.parametrize("layout", marked(LAYOUTS, slow=REPEATED))
+def test_layouts_share_checkpoints(
+    layout: str, divided: tuple[int, str], saved: Saved, saved_again: Callable[[str], Saved]
+) -> None:
     found = saved_again(layout)
     assert_same_tensors(found, saved)
     assert found.losses == pytest.approx(saved.losses, rel=1e-6)
     if BUCKETS in LAYOUTS[layout][1]:
         # Every rank writes its share of the sharded state, as whole weights.
-        for ranks, folder in ((4, found.folder), (8, saved.folder)):
+        for ranks, folder in ((4, found.folder), (divided[0], saved.folder)):
             written = _optimizer_bytes(folder)
             assert len(written) == ranks
             assert max(written.values()) < 2 * sum(written.values()) / ranks
 
 
-def test_and_back(saved: Saved, saved_again: Callable[[str], Saved], tmp_path: Path) -> None:
+def test_and_back(divided: tuple[int, str], saved: Saved, saved_again: Callable[[str], Saved], tmp_path: Path) -> None:
     """In the layout that saved it, the losses are the same to the bit, after a stay in another layout too."""
-    back = saved_by(TP2_PP2_VPP2_DP2, FLAGS, saved_again("PP4").folder, tmp_path)
+    back = saved_by(divided, FLAGS, saved_again("PP4").folder, tmp_path)
     assert_same_tensors(back, saved)
     assert back.losses == saved.losses
 

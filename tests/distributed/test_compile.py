@@ -1,7 +1,9 @@
 """--torch-compile: compiled layers train as eager ones do, alone and divided over ranks."""
 
+import functools
 import os
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,44 +20,49 @@ pytestmark = pytest.mark.skipif(
 )
 
 LAYOUTS = {
-    "one process": (1, ""),
-    "TP2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "one process": (1, 4, ""),
+    "TP2 SP": (2, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "PP2 VPP2, selective recompute": (
         2,
+        4,
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --recompute-granularity selective",
     ),
 }
+"""Ranks, layers (each is compiled anew, forward, backward and for the evaluation), flags."""
 
 
 @pytest.fixture(scope="module")
-def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
-    return Experiment(write_corpus(tmp_path_factory.mktemp("corpus")), steps=4)
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Experiment]:
+    """Of the model with a number of layers."""
+    data = write_corpus(tmp_path_factory.mktemp("corpus"))
+    return functools.cache(lambda layers: Experiment([*data, "--num-layers", str(layers)], steps=layers))
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "TP2 SP")) for name in LAYOUTS]
 )
-def test_compiled_layers_train_as_eager_ones(name: str, experiment: Experiment) -> None:
-    world_size, flags = LAYOUTS[name]
+def test_compiled_layers_train_as_eager_ones(name: str, experiment: Callable[[int], Experiment]) -> None:
+    world_size, layers, flags = LAYOUTS[name]
     case = Case(name, "tied", world_size, ("--torch-compile", *flags.split()))
-    assert compare(experiment.reference("tied"), experiment.train(case)).problems() == []
+    assert compare(experiment(layers).reference("tied"), experiment(layers).train(case)).problems() == []
 
 
-def test_recomputed_layers_repeat_their_dropout(experiment: Experiment) -> None:
+def test_recomputed_layers_repeat_their_dropout(experiment: Callable[[int], Experiment]) -> None:
+    of_two_layers = experiment(2)
     flags = "--torch-compile --hidden-dropout 0.1 --attention-dropout 0.1"
     recompute = " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    kept = experiment.train(Case("kept", "tied", 1, tuple(flags.split())))
-    recomputed = experiment.train(Case("recomputed", "tied", 1, tuple((flags + recompute).split())))
+    kept = of_two_layers.train(Case("kept", "tied", 1, tuple(flags.split())))
+    recomputed = of_two_layers.train(Case("recomputed", "tied", 1, tuple((flags + recompute).split())))
     assert compare(kept, recomputed).problems() == []
-    assert abs(kept.losses[0] - experiment.reference("tied").losses[0]) > 1e-4
+    assert abs(kept.losses[0] - of_two_layers.reference("tied").losses[0]) > 1e-4
 
 
 def test_every_layer_is_compiled() -> None:
-    [gpt], _ = build_small_model(small_config(LLAMA))
+    [gpt], _ = build_small_model(small_config({**LLAMA, "num_layers": 2}))
     names = [name for name, _ in gpt.named_parameters()]
     compile_layers([gpt])
     layers = [module for module in gpt.modules() if isinstance(module, TransformerLayer)]
-    assert len(layers) == 4
+    assert len(layers) == 2
     assert all(layer._compiled_call_impl is not None for layer in layers)
     assert [name for name, _ in gpt.named_parameters()] == names
     tokens = torch.randint(0, 250, (2, 17), generator=torch.Generator().manual_seed(0))

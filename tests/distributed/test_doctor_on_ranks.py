@@ -1,6 +1,7 @@
 """tools/doctor.py --collectives on real ranks: all well, a rank that never comes, one that stops in the middle."""
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -97,6 +98,19 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "torchrun --nproc-per-node 2 tools/doctor.py --collectives" in capsys.readouterr().err
 
 
+def the_program() -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        return main(WORDS[1:]), said.getvalue()
+
+
+def test_the_program_on_ranks() -> None:
+    (code, said), other = run_ranks(2, the_program)
+    assert code == 0
+    assert "2 ranks over gloo" in said
+    assert other == (0, "")
+
+
+@pytest.mark.slow  # the same ranks, which torchrun starts
 def test_under_torchrun(tmp_path: Path) -> None:
     log = tmp_path / "log"
     finish(start_torchrun(["--standalone", "--nproc-per-node", "2", *WORDS], log), log)

@@ -18,6 +18,7 @@ LAYOUTS = {
     "TP2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "PP2 VPP2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
 }
+RECOMPUTED_IN_EVERY_RUN = {("TP2 SP", "selective, all parts"), ("PP2 VPP2", "full uniform")}
 STEPS = 2
 
 
@@ -90,8 +91,8 @@ def without_recomputation(flags: list[str]) -> Callable[[str], RunRecord]:
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [
-        # In every run: each way to recompute, and each layout.
-        pytest.param(layout, mode, marks=[pytest.mark.slow] * (layout != "TP2 SP" and mode != "full uniform"))
+        # In every run test_recompute.py has each way on one rank and under sequence parallelism.
+        pytest.param(layout, mode, marks=[pytest.mark.slow] * ((layout, mode) not in RECOMPUTED_IN_EVERY_RUN))
         for layout in LAYOUTS
         for mode in RECOMPUTE
     ],

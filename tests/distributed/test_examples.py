@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,22 +14,43 @@ from megatron_ext.train.configure import configure
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*command: str) -> str:
+def run(*command: str, path: Path | None = None) -> str:
+    """What a command that must succeed writes; programs are looked for in the folder `path` first."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE"))}
+    if path is not None:
+        environment["PATH"] = f"{path}:{environment['PATH']}"
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return ended.stdout
 
 
+# The python of these tests. Of the 30 MB of text that the first step writes, every tenth file stays, and the batches of
+# both trainings are as asked.
+PYTHON_WITH_LESS_TEXT = """#!/bin/bash
+case "$*" in *" pretrain_gpt.py "* | "tools/prepare_cache.py "*) set -- "$@" {batches} ;; esac
+{python} "$@" || exit
+if [[ $1 == tools/python_corpus.py ]]; then sed -i -n '1~10p' {folder}/python_train.jsonl; fi
+"""
+
+
+def write_program(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    file.chmod(0o755)
+
+
 @pytest.mark.parametrize("ranks", ["1", *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ("2", ""))])
 def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_path: Path) -> None:
-    """By default it takes eight ranks without GPUs."""
+    """By default it takes eight ranks without GPUs. Small batches cannot be divided among several."""
     folder = tmp_path / "run"
+    samples, small = (4, "--micro-batch-size 4 --global-batch-size 4 --eval-iters 1") if ranks == "1" else (16, "")
     for stale in ("checkpoints", "hf"):  # of an earlier quickstart
         (folder / stale).mkdir(parents=True)
         (folder / stale / "stale").touch()
     (folder / ".made_by_quickstart").touch()
-    said = run("bash", "examples/quickstart.sh", str(folder), "10", ranks)
+    less = PYTHON_WITH_LESS_TEXT.format(batches=small, python=sys.executable, folder=folder)
+    write_program(tmp_path / "bin/python", less)
+    said = run("bash", "examples/quickstart.sh", str(folder), "10", ranks, path=tmp_path / "bin")
     assert not list(folder.rglob("stale"))
     rows = list(read_rows(folder / "checkpoints/metrics.jsonl"))
     losses = {row["iteration"]: row["lm_loss"] for row in rows if "lm_loss" in row}
@@ -41,7 +63,7 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_p
         assert f"{folder}/{part}_text_document: whole, every token is below 8192" in said
         assert (folder / f"{part}_manifest.json").exists()
     assert re.search(rf"train: \d+ samples of {folder}/train_text_document\n", said)  # the index, before the training
-    assert (folder / "step_6.txt").read_text().count("--- sample ") == 16
+    assert (folder / "step_6.txt").read_text().count("--- sample ") == samples
     assert (folder / "report.html").stat().st_size > 1000
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     losses_of_both = re.search(r"loss over 8,192 tokens of \S+: ours (\d\.\d+), transformers (\d\.\d+) \(", said)
@@ -49,7 +71,8 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_p
     assert float(losses_of_both[1]) == pytest.approx(float(losses_of_both[2]), rel=1e-6)
     assert (folder / "hf/model.safetensors").exists()
     assert "\ndef " in said.partition("8/8 a sample")[2]
-    said = run("bash", "examples/pretrain_cpu.sh", str(folder), "--train-iters", "2", "--lr-warmup-iters", "1")
+    short = ["--train-iters", "2", "--lr-warmup-iters", "1", *small.split()]
+    said = run("bash", "examples/pretrain_cpu.sh", str(folder), *short)
     assert " validation loss at iteration 2 |" in said
 
 
@@ -64,9 +87,7 @@ touch {run}/train_manifest.json
 def test_the_quickstart_on_eight_ranks_is_a_run_that_can_be_built(tmp_path: Path) -> None:
     """The flags of its training, from the script itself; this layout is trained in tests/parity."""
     commands, folder = tmp_path / "commands", tmp_path / "run"
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python").write_text(STAND_IN.format(commands=commands, run=folder))
-    (tmp_path / "bin/python").chmod(0o755)
+    write_program(tmp_path / "bin/python", STAND_IN.format(commands=commands, run=folder))
     environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "VIRTUAL_ENV": str(tmp_path)}
     script = ["bash", str(ROOT / "examples/quickstart.sh"), str(folder), "10", "8"]
     ended = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)

@@ -127,9 +127,12 @@ def test_auxiliary_losses_reach_the_total_loss(layout: str, by_hand: Any) -> Non
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    layout = f"{EP2} --pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce"
-    return saved_by((8, layout), FLAGS, None, tmp_path_factory.mktemp("saved"))
+def saved(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """By two copies of every expert, which divide the optimizer's state; with --all in two stages, too."""
+    layout = f"{EP2} --use-distributed-optimizer --overlap-grad-reduce"
+    stages = (8, f"{layout} --pipeline-model-parallel-size 2")
+    divided = stages if pytestconfig.getoption("--all") else (4, layout)
+    return saved_by(divided, FLAGS, None, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +140,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     [
         (1, ""),
         (2, f"{TP2} --expert-tensor-parallel-size 1 {EP2} --moe-token-dispatcher-type alltoall"),
+        (2, "--pipeline-model-parallel-size 2"),
         pytest.param(2, TP2, marks=pytest.mark.slow),
         pytest.param(4, "--expert-model-parallel-size 4 --use-distributed-optimizer", marks=pytest.mark.slow),
         pytest.param(4, f"{TP2} {EP2} --use-distributed-optimizer", marks=pytest.mark.slow),

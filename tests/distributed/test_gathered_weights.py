@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from megatron_ext.verify.record import record
+from tests.support.selection import marked
 
 FLAGS = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16 --mock-data
@@ -29,7 +30,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", marked(LAYOUTS, slow={"DP2, untied", "TP2 SP DP2, untied"}))
 def test_weights_that_are_gathered_late_are_those_that_are_gathered_at_once(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     flags = [*shlex.split(FLAGS), *layout.split()]

@@ -45,15 +45,19 @@ LAYOUTS = [
     ("dense", 4, f"{TP2} {PP2}"),
     ("dense", 4, f"{PP2} --use-tp-pp-dp-mapping {ZERO}"),
     ("dense", 2, "--use-torch-fsdp2"),
-    ("dense", 2, "--use-megatron-fsdp"),
     ("dense", 2, f"{CP2} --optimizer-cpu-offload"),
     ("sinkhorn", 4, f"{TP2} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
-    ("sinkhorn", 2, CP2),
-    ("sinkhorn, two experts", 2, TP2),
+    ("sinkhorn, two experts", 2, CP2),
     ("loss of each sample", 4, f"{TP2} {CP2}"),
-    ("moments in bf16", 4, f"{TP2} {ZERO}"),
     ("moments in bf16", 2, "--use-megatron-fsdp"),
 ]
+REPEATED = [
+    ("dense", 2, "--use-megatron-fsdp"),
+    ("sinkhorn", 2, CP2),
+    ("sinkhorn, two experts", 2, TP2),
+    ("moments in bf16", 4, f"{TP2} {ZERO}"),
+]
+"""The same with another scheme or number of experts: left to --all."""
 
 
 def _flags(model: str, more: str = "") -> list[str]:
@@ -65,7 +69,11 @@ def _one_process(model: str) -> RunRecord:
     return record(_flags(model), 1, 8)
 
 
-@pytest.mark.parametrize(("model", "ranks", "layout"), LAYOUTS, ids=[f"{m}: {lay}" for m, _, lay in LAYOUTS])
+@pytest.mark.parametrize(
+    ("model", "ranks", "layout"),
+    [pytest.param(*case, id=f"{case[0]}: {case[2]}") for case in LAYOUTS]
+    + [pytest.param(*case, id=f"{case[0]}: {case[2]}", marks=pytest.mark.slow) for case in REPEATED],
+)
 def test_a_layout_trains_as_one_process(model: str, ranks: int, layout: str):
     assert compare(_one_process(model), record(_flags(model, layout), ranks, 8)).problems() == []
 
@@ -119,7 +127,12 @@ def test_embeddings_and_output_layer_have_a_rate_of_their_own(layout: str):
 
 
 @pytest.mark.parametrize(
-    "layout", ["", "--bf16 --main-grads-dtype bf16 --use-distributed-optimizer", "--use-torch-fsdp2"]
+    "layout",
+    [
+        pytest.param("", marks=pytest.mark.slow),
+        "--bf16 --main-grads-dtype bf16 --use-distributed-optimizer",
+        "--use-torch-fsdp2",
+    ],
 )
 def test_moments_in_bf16_survive_a_checkpoint(layout: str, tmp_path: Path):
     flags = [*_flags("moments in bf16", "--train-iters 14"), "--device", "cpu"]
@@ -148,7 +161,7 @@ def _gradients(run: Any) -> tuple[list[str], float, float]:
     return sorted({str(buffer.grad_data.dtype) for buffer in buffers}), result.grad_norm, result.loss
 
 
-@pytest.mark.parametrize("layout", ["", ZERO])
+@pytest.mark.parametrize("layout", [pytest.param("", marks=pytest.mark.slow), ZERO])
 def test_gradients_are_kept_and_reduced_in_bf16(layout: str):
     """The gradients are the same but for rounding to 8 bits, of each microbatch and of each rank's sum."""
     flags = [*_flags("dense", f"--bf16 {layout}"), "--device", "cpu"]

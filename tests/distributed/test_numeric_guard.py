@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.in_turn import in_turn
-from tests.support.selection import chosen
+from tests.support.selection import chosen, marked
 
 FLAGS = (
     "--device cpu --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
@@ -111,6 +111,15 @@ LAYOUTS: dict[str, tuple[int, str, list[Plant]]] = {
             Plant(1, f"{FIRST}.mlp.router.weight"),
         ],
     ),
+}
+
+# Two of what others have one by one, or a precision that another has: left to --all.
+REPEATED = {
+    "tensor parallel, bf16",
+    "tensor parallel, FSDP2 offloaded",
+    "tensor parallel, ZeRO-3",
+    "tensor parallel, ZeRO-1",
+    "optimizer instances",
 }
 
 
@@ -222,7 +231,7 @@ def sabotaged(request: pytest.FixtureRequest) -> Callable[[str], list[Found]]:
     return lambda name: of_ranks(LAYOUTS[name][0])[name]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", marked(LAYOUTS, slow=REPEATED))
 def test_a_bad_gradient_on_one_rank_is_named_and_changes_nothing(
     name: str, sabotaged: Callable[[str], list[Found]]
 ) -> None:
@@ -319,7 +328,7 @@ def _overflowing(flags: str, plants: Sequence[Plant]) -> list[tuple[bool, bool, 
     return found
 
 
-@pytest.mark.parametrize("scheme", ["", ZERO_1, "--use-megatron-fsdp"])
+@pytest.mark.parametrize("scheme", [pytest.param("", marks=pytest.mark.slow), ZERO_1, "--use-megatron-fsdp"])
 def test_an_overflow_of_any_rank_is_skipped_by_all(scheme: str) -> None:
     flags = f"{TP2} {scheme} --fp16 --initial-loss-scale 1024 --hysteresis 1"
     plants = [Plant(0, NORM, INF), Plant(1, NORM, INF), Plant(1, PROJ_BIAS, INF, microbatch=-1)]

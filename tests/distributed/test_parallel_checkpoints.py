@@ -10,6 +10,7 @@ import torch
 
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.resaving import FLAGS, assert_same_tensors, resave, saved_by
+from tests.support.selection import marked
 
 EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --expert-model-parallel-size 2"
 LAYOUTS = {
@@ -30,7 +31,7 @@ def _written_by_rank(folder: str) -> Counter[int]:
     return sizes
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", marked(LAYOUTS, slow={"TP2 DP2"}))
 def test_ranks_write_the_same_checkpoint_together(layout: str, tmp_path: Path) -> None:
     ranks, words = LAYOUTS[layout]
     alone = saved_by((ranks, words), FLAGS, None, tmp_path / "alone")

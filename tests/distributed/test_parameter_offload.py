@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ext.verify.memory import Bytes
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.selection import marked
 
 BASE = shlex.split("""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --seq-length 16
@@ -79,7 +80,7 @@ def _train(words: str) -> Trace:
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", marked(LAYOUTS, slow={"fp32", "SGD"}))
 def test_host_memory_holds_all_and_changes_nothing(layout: str) -> None:
     ranks, words = LAYOUTS[layout]
     for without, offloaded in run_ranks(ranks, _trace, words):

@@ -29,7 +29,12 @@ def _loss_and_gradients(config: Config) -> tuple[torch.Tensor, dict[str, torch.T
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}]
+    "layout",
+    [
+        {},
+        pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ],
 )
 @pytest.mark.parametrize("model", [DROPOUT, {**LLAMA, **DROPOUT}], ids=["GPT-2", "Llama"])
 def test_recompute_is_bitwise_the_same(model: dict[str, Any], layout: dict[str, Any]) -> None:

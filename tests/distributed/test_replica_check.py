@@ -10,7 +10,7 @@ from megatron_ext.verify.ranks import run_ranks
 
 FLAGS = (
     "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 12 --train-iters 20 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+    "--global-batch-size 6 --train-iters 20 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
     "--eval-iters 0 --make-vocab-size-divisible-by 8 "
 )
 DP = "--check-weight-hash-across-dp-replicas-interval"

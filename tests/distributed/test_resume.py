@@ -16,12 +16,12 @@ from tests.support.run_state import state_hash
 from tests.support.selection import marked
 
 MODEL = shlex.split("""
-    --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --seq-length 16 --max-position-embeddings 16 --mock-data --vocab-size 61
     --make-vocab-size-divisible-by 16 --attention-dropout 0.1 --hidden-dropout 0.1
 """)
 SCHEDULE = shlex.split("""
-    --micro-batch-size 1 --global-batch-size 8 --rampup-batch-size 4 4 30 --train-samples 72 --lr 1e-2 --min-lr 1e-3
+    --micro-batch-size 2 --global-batch-size 8 --rampup-batch-size 4 4 30 --train-samples 72 --lr 1e-2 --min-lr 1e-3
     --lr-decay-style cosine --lr-warmup-samples 40 --weight-decay 0.1 --start-weight-decay 0.0 --end-weight-decay 0.1
     --weight-decay-incr-style linear --eval-interval 0
 """)
@@ -38,9 +38,9 @@ LION = shlex.split("--optimizer lion --lr 1e-3")
 DP2_OVERLAPPED = shlex.split(
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
 )
-TP2_PP2_VPP2_DP2 = shlex.split("""
+TP2_PP2_VPP2 = shlex.split("""
     --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
-    --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer
+    --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer --num-layers 4 --micro-batch-size 1
 """)
 
 CASES: dict[str, tuple[int, list[str]]] = {
@@ -54,8 +54,17 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "fp32, distributed optimizer": (2, [*LLAMA, *DP2_OVERLAPPED]),
     "bf16, distributed optimizer": (2, [*GPT2, *BF16, *DP2_OVERLAPPED]),
     "fp16, distributed optimizer": (2, [*LLAMA, *FP16, *DP2_OVERLAPPED]),
-    "fp32, TP2 PP2 VPP2 DP2": (8, [*LLAMA, *TP2_PP2_VPP2_DP2]),
-    "bf16, TP2 PP2 VPP2 DP2, tied": (8, [*GPT2, *BF16, *TP2_PP2_VPP2_DP2]),
+    "bf16, TP2 PP2 VPP2, tied": (4, [*GPT2, *BF16, *TP2_PP2_VPP2]),
+    "fp32, TP2 PP2 VPP2 DP2": (8, [*LLAMA, *TP2_PP2_VPP2]),
+    "bf16, TP2 PP2 VPP2 DP2, tied": (8, [*GPT2, *BF16, *TP2_PP2_VPP2]),
+}
+# A precision, an optimizer and a layout that others have, in another combination: left to --all.
+REPEATED = {
+    "fp32",
+    "bf16, distributed optimizer",
+    "fp16, distributed optimizer",
+    "fp32, TP2 PP2 VPP2 DP2",
+    "bf16, TP2 PP2 VPP2 DP2, tied",
 }
 
 
@@ -106,7 +115,7 @@ def _train_whole_and_begin_again(flags: list[str], save: str) -> tuple[Trace, Tr
     return whole, _train(flags, None, 3, save)
 
 
-@pytest.mark.parametrize("case", marked(CASES, slow={"fp32, TP2 PP2 VPP2 DP2"}))  # in bf16 in every run
+@pytest.mark.parametrize("case", marked(CASES, slow=REPEATED))
 def test_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     world_size, flags = CASES[case]
     flags = [*MODEL, *SCHEDULE, *flags]

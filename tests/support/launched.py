@@ -79,7 +79,12 @@ def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
 def start(flags: Sequence[str], log: Path, torchrun: Sequence[str] = ()) -> Launched:
     """Start pretrain_gpt.py on the CPU, alone or with the flags of torchrun; its output goes to `log`."""
     program = ["pretrain_gpt.py", "--device", "cpu", *flags]
-    return _Forked(program, log, {}) if not torchrun else start_torchrun([*torchrun, *program], log)
+    return start_python(program, log) if not torchrun else start_torchrun([*torchrun, *program], log)
+
+
+def start_python(words: Sequence[str], log: Path) -> Launched:
+    """Start a script with its own flags, as `python *words` would in the root of the repository."""
+    return _Forked(words, log, {})
 
 
 def start_torchrun(words: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Launched:

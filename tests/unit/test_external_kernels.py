@@ -62,7 +62,7 @@ def engine_takes(folder: Path, packages: tuple[str, ...], asked: str) -> list[st
             "Adam, norm and clipping are torch's; apex and Transformer Engine are installed and not used "
             "(--external-kernels apex or --external-kernels transformer_engine takes it)",
         ),
-        ((), "None"),
+        pytest.param((), "None", marks=pytest.mark.slow),  # as all other tests run
     ],
 )
 def test_what_is_installed_changes_nothing(tmp_path: Path, packages: tuple[str, ...], said: str) -> None:
