@@ -1,12 +1,16 @@
 """The state of megatron-core's distributed optimizer: each rank keeps a flat range of all weights one after another,
 which cuts through weights anywhere. It is saved as whole weights, so that any layout can read it."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed import ProcessGroup
 
+from megatron_ext.parallel.rows import RowShard
 from megatron_ext.sharding.parts import MASTER, Exchange, OptimizerPart, State
 
 
@@ -21,18 +25,53 @@ class FlatPart(OptimizerPart):
             yield parameter, self.core.optimizer.param_groups[group]["params"][index]
 
     def own(self, weight: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-        own = self.core._get_model_param_range_map(weight)["param"]
+        own = self._range(weight)
         return values.view(-1)[own.start : own.end]
 
+    def rows_to_read(self, weight: torch.nn.Parameter) -> list[RowShard]:
+        """The rows that the flat range touches: it may begin and end within one.
+
+        A row that ranks share is read by itself. Where ranks read together, the engine takes pieces that begin at one
+        place for one and the same, and sends what one rank has read to the others.
+        """
+        first, stop = self._rows(weight)
+        shared = {first + 1, stop - 1} if weight.dim() > 1 else set()
+        ends = [first, *sorted(end for end in shared if first < end < stop), stop]
+        return [_rows_of(weight, start, end) for start, end in pairwise(ends)]
+
     def to_read(self, weight: torch.nn.Parameter, state: State) -> State:
-        """No rectangular cut of the saved tensor gives a flat range: whole weights are read."""
-        return {name: torch.empty(weight.shape, dtype=torch.float32) for name in state}
+        first, stop = self._rows(weight)
+        return {name: torch.empty((stop - first, *weight.shape[1:]), dtype=torch.float32) for name in state}
+
+    def own_of_rows(self, weight: torch.nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
+        own = self._range(weight)
+        begin = self._rows(weight)[0] * _row_size(weight)
+        return rows.view(-1)[own.start - begin : own.end - begin]
+
+    def _range(self, weight: torch.nn.Parameter) -> Any:
+        """Return where this rank's range of `weight` starts and ends."""
+        return self.core._get_model_param_range_map(weight)["param"]
+
+    def _rows(self, weight: torch.nn.Parameter) -> tuple[int, int]:
+        """Return the first of the rows that the range touches, and the one after the last."""
+        own, size = self._range(weight), _row_size(weight)
+        return own.start // size, -(-own.end // size)
 
     def to_save(
         self, states: Mapping[int, State], moments: Sequence[str], exchange: Exchange
     ) -> tuple[Mapping[int, State], int | None]:
         gathered = _gather(self.core, states, moments, exchange)
         return {id(weight): state for weight, state in gathered}, self.core.data_parallel_group.rank()
+
+
+def _row_size(weight: torch.Tensor) -> int:
+    return math.prod(weight.shape[1:])
+
+
+def _rows_of(weight: torch.Tensor, first: int, stop: int) -> RowShard:
+    """Return a place in `weight`, without values."""
+    place = torch.empty((stop - first, *weight.shape[1:]), dtype=weight.dtype, device="meta")
+    return RowShard(place, first, tuple(weight.shape), None)
 
 
 def _gather(

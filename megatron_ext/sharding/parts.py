@@ -9,6 +9,8 @@ import torch
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from torch.distributed import ProcessGroup
 
+from megatron_ext.parallel.rows import RowShard, row_shard
+
 MASTER = "param"
 """The state that a 16-bit weight's fp32 master copy is saved as, under megatron-core's name."""
 
@@ -108,13 +110,23 @@ class OptimizerPart:
         """Return those of `values`, which are shaped as `weight` is on this rank, that this rank updates."""
         return values
 
+    def rows_to_read(self, weight: torch.nn.Parameter) -> Sequence[RowShard] | None:
+        """Return the rows of `weight`, in their order, whose state holds what this rank keeps of it; None for all."""
+        shard = row_shard(weight)
+        return None if shard is None else [shard]
+
     def to_read(self, weight: torch.nn.Parameter, state: State) -> State:
-        """Return tensors that a checkpoint's state of `weight` can be read into.
+        """Return tensors that a checkpoint's state of `weight` can be read into: of all its rows, or of those of
+        `rows_to_read`.
 
         Args:
             state: of `weight`, as this rank keeps it.
         """
         return state
+
+    def own_of_rows(self, weight: torch.nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
+        """Return what this rank keeps of the state of `weight`, from that of the rows of `rows_to_read`."""
+        return rows
 
     def to_save(
         self, states: Mapping[int, State], moments: Sequence[str], exchange: Exchange

@@ -44,24 +44,24 @@ def test_ranks_write_the_same_checkpoint_together(layout: str, tmp_path: Path) -
 
 
 def _reads(flags: list[str], folder: str) -> tuple[int, list[float]]:
-    """Bytes of tensors that this rank read from the files, and the losses of the run that goes on."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
+    """Elements of tensors that this rank read from the files, and the losses of the run that goes on."""
     from megatron_ext import device
 
     device.install("cpu")
+    from megatron_ext.checkpoint.native.safe_reading import SafeReader
+
     read: list[int] = []
-    original = FileSystemReader.read_data
+    original = SafeReader.read_data
 
     def counted(self: Any, plan: Any, planner: Any) -> Any:
         read.extend(item.lengths.numel() for item in plan.items if isinstance(item.lengths, torch.Size))
         return original(self, plan, planner)
 
-    FileSystemReader.read_data = counted  # pyright: ignore[reportAttributeAccessIssue]
+    SafeReader.read_data = counted
     try:
         losses = resave(flags, folder, f"{folder}/again")
     finally:
-        FileSystemReader.read_data = original
+        SafeReader.read_data = original
     return sum(read), losses
 
 
@@ -73,8 +73,20 @@ def test_ranks_read_together_what_they_hold_in_common(words: str, tmp_path: Path
     together = run_ranks(2, _reads, [*flags, "--ckpt-fully-parallel-load"], saved.folder)
     assert [losses for _, losses in own] == [losses for _, losses in together] == [saved.losses] * 2
     each, shared = own[0][0], sum(read for read, _ in together)
-    if words:  # the weights once; each rank its own shard of the optimizer, as before
-        assert shared < 0.8 * 2 * each
+    if words:  # the weights once, and each rank its own half of the fp32 master and the two moments
+        assert shared == pytest.approx(each * (1 + 3) / (1 + 3 / 2), rel=0.01)
     else:
         assert shared == pytest.approx(each, rel=0.01)
         assert all(read < 0.6 * each for read, _ in together)
+
+
+def test_a_rank_reads_its_own_part_of_the_optimizers_state(tmp_path: Path) -> None:
+    """Buckets of a few weights: every rank has a part of nearly every weight."""
+    flags = [*FLAGS, "--use-distributed-optimizer", "--ddp-bucket-size", "3000"]
+    saved = saved_by((4, "--use-distributed-optimizer"), FLAGS, None, tmp_path)
+    ranks = run_ranks(4, _reads, flags, saved.folder)
+    [(alone, losses)] = run_ranks(1, _reads, FLAGS, saved.folder)
+    assert [own for _, own in ranks] == [losses] * 4 or losses == pytest.approx(ranks[0][1], rel=1e-6)
+    weights = alone / 3  # beside two moments
+    for read, _ in ranks:
+        assert weights + 2 * weights / 4 * 0.7 < read < weights + 2 * weights / 4 * 1.4

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 
 from megatron_ext.checkpoint.native.saved_rows import Pieces, joined, pieces
 from megatron_ext.checkpoint.native.snapshot import Copy
 from megatron_ext.config.optimizers import traits_of
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.torch_optimizer import is_torchs
-from megatron_ext.parallel.rows import row_shard
+from megatron_ext.parallel.rows import RowShard, row_shard
 from megatron_ext.sharding.parts import MASTER, Exchange, OptimizerPart, State
 
 Contents = dict[str, dict[str, ShardedBase | Pieces]]
@@ -71,7 +71,8 @@ def state_to_save(
         values |= states
         if writer is not None:
             writers |= dict.fromkeys(states, writer)
-    contents = _like_weights(values, weights)
+    rows = {id(weight.data): row_shard(weight.data) for weight in weights.values()}
+    contents = _like_weights(values, weights, {key: shard and [shard] for key, shard in rows.items()})
     for tensors in contents.values():
         for name, tensor in tensors.items():
             if id(weights[name].data) in writers:
@@ -82,12 +83,13 @@ def state_to_save(
 
 def state_to_load(parts: Sequence[OptimizerPart], config: OptimizerConfig, weights: Mapping[str, Any]) -> Contents:
     """Return tensors to read the state into; then call `restore` with what was read."""
-    values = {}
+    values, rows = {}, {}
     for part in parts:
         initialize_state(part, config)
         for parameter, tensors in _own_state(part, config):
             values[id(parameter)] = part.to_read(parameter, tensors)
-    return _like_weights(values, weights)
+            rows[id(parameter)] = part.rows_to_read(parameter)
+    return _like_weights(values, weights, rows)
 
 
 def restore(
@@ -101,14 +103,13 @@ def restore(
     with torch.no_grad():
         for part in parts:
             for parameter, tensors in _own_state(part, config):
+                rows = part.rows_to_read(parameter)
                 for state, tensor in tensors.items():
-                    shard = row_shard(parameter)
-                    if shard is not None:
-                        if tensor.numel():
-                            tensor.copy_(joined(shard, loaded[state][names[id(parameter)]]))
+                    if not tensor.numel():
                         continue
-                    whole = loaded[state][names[id(parameter)]]
-                    tensor.copy_(part.own(parameter, whole))
+                    read = loaded[state][names[id(parameter)]]
+                    own = read if rows is None else part.own_of_rows(parameter, joined(rows[0], read))
+                    tensor.copy_(own)
             part.updater.refresh()
 
 
@@ -189,17 +190,31 @@ def _written_by(tensor: Any, replica: int, rank: int) -> Any:
     return replace(tensor, replica_id=(*others, replica - rank))
 
 
-def _like_weights(values: Mapping[int, State], weights: Mapping[str, Any]) -> Contents:
-    """Cut every tensor as its weight is cut. Weights without values (another rank writes them) are left out."""
+def _pieces(weight: Any, shards: Sequence[RowShard], values: torch.Tensor, key: str) -> Pieces:
+    """Return how to save, or where to load, the values of rows that follow one another, shard by shard."""
+    found: list[ShardedTensor] = []
+    for shard in shards:
+        own = values[shard.first - shards[0].first : shard.stop - shards[0].first]
+        found += pieces(weight, shard, own, key).values()
+    return {str(index): piece for index, piece in enumerate(found)}
+
+
+def _like_weights(
+    values: Mapping[int, State], weights: Mapping[str, Any], rows: Mapping[int, Sequence[RowShard] | None]
+) -> Contents:
+    """Cut every tensor as its weight is cut. Weights without values (another rank writes them) are left out.
+
+    Args:
+        rows: those of the weight that the values are of, by the id() that `values` has; None where they are of all.
+    """
     contents: Contents = {}
     for name, weight in weights.items():
         for state, tensor in values.get(id(weight.data), {}).items():
             key = f"optimizer.state.{state}.{weight.key}"
-            shard = row_shard(weight.data)
-            if shard is not None:
-                if not shard.local.numel():
-                    continue
-                contents.setdefault(state, {})[name] = pieces(weight, shard, tensor, key)
+            shards = rows[id(weight.data)]
+            if shards is not None:
+                if tensor.numel():
+                    contents.setdefault(state, {})[name] = _pieces(weight, shards, tensor, key)
                 continue
             changes: dict[str, Any] = {"key": key, "data": tensor}
             if not isinstance(weight, ShardedTensorFactory):

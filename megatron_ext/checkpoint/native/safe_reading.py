@@ -10,19 +10,25 @@ more than to hold what they are given.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import torch
 import torch.serialization
 from megatron.core.dist_checkpointing.strategies import torch as engine_torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.native import torch_dist
+from megatron_ext.checkpoint.native.part_reading import place_of_tensor, read_part
 from megatron_ext.untrusted.folder import check_folder, file_inside
 
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch; it also overrides an explicit weights_only=False
@@ -50,6 +56,42 @@ class SafeReader(FileSystemReader):
             file_inside(path.parent, name)
         content.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return content
+
+    def set_up_storage_reader(self, metadata: metadata.Metadata, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, *args, **kwargs)
+        self._chunks = {
+            (name, chunk.offsets): (chunk.sizes, tensor.properties.dtype)
+            for name, tensor in metadata.state_dict_metadata.items()
+            if not isinstance(tensor, BytesStorageMetadata)
+            for chunk in tensor.chunks
+        }
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what `plan` asks for: of tensors, no more than the part of the file that holds what is asked for."""
+        left = []
+        for name, items in groupby(sorted(plan.items, key=self._file_of), self._file_of):
+            with Path(self.path, name).open("rb") as file:
+                left += [item for item in items if not self._read(file, item, planner)]
+        return super().read_data(replace(plan, items=left), planner)
+
+    def _file_of(self, item: ReadItem) -> str:
+        return self.storage_data[item.storage_index].relative_path
+
+    def _read(self, file: BinaryIO, item: ReadItem, planner: LoadPlanner) -> bool:
+        """Read a part of a tensor; return whether that was possible without unpickling it."""
+        index = item.storage_index
+        shape, dtype = self._chunks.get((index.fqn, index.offset), (None, None))
+        if shape is None or dtype is None or item.type is LoadItemType.BYTE_IO:
+            return False
+        stored = self.storage_data[index]
+        place = place_of_tensor(file, stored.offset, stored.length, shape, dtype)
+        part = None if place is None else read_part(file, place, shape, dtype, item.storage_offsets, item.lengths)
+        if part is None:
+            return False
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(part)
+        planner.commit_tensor(item, target)
+        return True
 
 
 def read_metadata(file: IO[bytes]) -> metadata.Metadata:
