@@ -74,12 +74,10 @@ COLLECTIVES = (
         f"{_C10D}._create_gloo_process_group",
         "replaced on a CPU, before torch looks it up for the first group: all groups share the first one's devices",
         ("opts", "backend_options"),
-        (f"{_C10D}._register_builtin_gloo_backend",),
+        newer=True,  # torch 2.11 has no function for it: there each group has a device of its own
     ),
-    Seam(
-        "torch.distributed.ProcessGroupGloo._Options",
-        "of a group: _devices (taken from the first group's), _threads and _timeout",
-    ),
+    Seam("torch.distributed.ProcessGroupGloo._Options", "of a group: _devices, _threads and _timeout"),
+    Seam("torch.distributed.ProcessGroupGloo._Options._devices", "taken from the first group's"),
     Seam(f"{_C10D}._get_default_group", "the group of a coalesced collective that names none"),
     Seam(
         f"{_C10D}._world",

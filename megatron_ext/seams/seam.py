@@ -26,6 +26,9 @@ class Seam:
     called_by: tuple[str, ...] = ()
     """Dotted paths of functions, classes or modules of the engine whose source must mention the attribute."""
 
+    newer: bool = False
+    """Whether older versions, which we work with, too, do not have it: its absence is then no problem."""
+
     @property
     def attribute(self) -> str:
         """The last part of the name."""
@@ -42,7 +45,7 @@ def _of_the_name(seam: Seam) -> Iterator[str]:
         return
     owner, found = _find(seam.name)
     if found is _MISSING:
-        if not _sets_on_instances(owner, seam.attribute):
+        if not seam.newer and not _sets_on_instances(owner, seam.attribute):
             yield "does not exist"
         return
     known = _parameters(found) if seam.parameters else ()
