@@ -29,7 +29,7 @@ class FlatPart(OptimizerPart):
         return values.view(-1)[own.start : own.end]
 
     def rows_to_read(self, weight: torch.nn.Parameter) -> list[RowShard]:
-        """The rows that the flat range touches: it may begin and end within one.
+        """Return the rows that the flat range touches, which may begin and end within one.
 
         A row that ranks share is read by itself. Where ranks read together, the engine takes pieces that begin at one
         place for one and the same, and sends what one rank has read to the others.

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ import pytest
 from megatron_ext.doctor.flight_recorder import explain, read_dumps
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.launched import end_all, rank_processes, start
+from tests.support.launched import Launched, end_all, rank_processes, start
 from tests.support.watched_ranks import WatchedRank, fork_program
 
 TIMEOUT = 6.0  # seconds
@@ -218,7 +217,7 @@ def last_iteration(save: Path) -> int:
     return max((row["iteration"] for row in read_rows(file)), default=0) if file.exists() else 0
 
 
-def wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def wait_until(reached: Callable[[], bool], process: Launched) -> None:
     deadline = time.monotonic() + 300
     while not reached():
         assert process.poll() is None, "the run ended early"

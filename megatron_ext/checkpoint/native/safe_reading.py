@@ -58,6 +58,7 @@ class SafeReader(FileSystemReader):
         return content
 
     def set_up_storage_reader(self, metadata: metadata.Metadata, *args: Any, **kwargs: Any) -> None:
+        """Remember where everything lies, and of which shape and dtype it is."""
         super().set_up_storage_reader(metadata, *args, **kwargs)
         self._chunks = {
             (name, chunk.offsets): (chunk.sizes, tensor.properties.dtype)
