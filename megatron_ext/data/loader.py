@@ -5,11 +5,6 @@ step computes, background threads load the batch that will follow if the sizes s
 (batch-size ramp-up, evaluation, a resume) the guess is dropped and the batch is loaded on the spot.
 """
 
-import contextlib
-import queue
-import threading
-import time
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -19,6 +14,7 @@ import torch
 from megatron_ext.data.batch import WHOLE, Batch, StageView, collate, divide, padding_sample
 from megatron_ext.data.sampler import microbatch_sample_ids
 from megatron_ext.data.samples import SampleDataset
+from megatron_ext.data.threads import DaemonThreads
 from megatron_ext.errors import DataError, TrainingError
 
 
@@ -62,7 +58,7 @@ class BatchLoader:
         self._view = view
         self._pin_memory = pin_memory
         self._describe = describe
-        self._threads = _Threads(num_workers) if num_workers > 0 else None
+        self._threads = DaemonThreads(num_workers, "batch-loader") if num_workers > 0 else None
         self._expected: tuple[int, int, int | None] | None = None
         self._pending: list[Future[Batch]] = []
 
@@ -143,50 +139,3 @@ class BatchLoader:
             raise
         except Exception as error:
             raise DataError(f"{self._describe(index)} cannot be read: {type(error).__name__}: {error}") from error
-
-
-class _Threads:
-    """A few daemon threads that run functions in the order they were submitted.
-
-    concurrent.futures' own pool makes the interpreter wait for its threads at exit, so a read that hangs would keep
-    a finished or failed program alive.
-    """
-
-    def __init__(self, count: int):
-        self._queue: queue.SimpleQueue[tuple[Future[Batch], Callable[[], Batch]] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_run, args=(self._queue,), name=f"batch-loader-{i}", daemon=True)
-            for i in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-        # Also called at exit: the threads must be outside torch before its libraries are torn down.
-        self.close = weakref.finalize(self, _stop, self._queue, self._threads)
-
-    def submit(self, function: Callable[[], Batch]) -> Future[Batch]:
-        """Queue `function` for one of the threads and return its future."""
-        future: Future[Batch] = Future()
-        self._queue.put((future, function))
-        return future
-
-
-def _run(tasks: queue.SimpleQueue) -> None:
-    while (task := tasks.get()) is not None:
-        future, function = task
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-        del task, future, function  # a thread that waits must not keep the last batch, nor the loader, alive
-
-
-def _stop(tasks: queue.SimpleQueue, threads: list[threading.Thread]) -> None:
-    while not tasks.empty():
-        with contextlib.suppress(queue.Empty):
-            tasks.get_nowait()
-    for _ in threads:
-        tasks.put(None)
-    deadline = time.monotonic() + 1.0
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))

@@ -10,6 +10,7 @@ from megatron_ext.config.batch import evaluation_batch, global_batch_size, sampl
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.manifest import Judged, judge, made_with
+from megatron_ext.data.mask import mask_path
 from megatron_ext.data.record import data_record, differences
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
@@ -74,6 +75,7 @@ def datasets_of_run(
         TrainingError: as `build_datasets`.
     """
     _check_tokenizer_made_the_data(config, tokenizer)
+    _warn_of_masks_that_are_not_read(config)
     wanted = samples_of_run(config)
     numbers = Splits(samples_of_order(config, resume), wanted.valid, wanted.test)
     return extensions.own_datasets(config, tokenizer, numbers) or build_datasets(config, tokenizer, numbers)
@@ -95,6 +97,19 @@ def _check_tokenizer_made_the_data(config: Config, tokenizer: Tokenizer) -> None
         )
     for one in found if os.environ.get("RANK", "0") == "0" else ():
         print(f"warning: {one.text}", file=sys.stderr)
+
+
+def _warn_of_masks_that_are_not_read(config: Config) -> None:
+    if config.data.mock_data or config.data.assistant_only_loss or os.environ.get("RANK", "0") != "0":
+        return
+    splits = [files for split in SPLITS if (files := split_files(config, split)) is not None]
+    masked = {prefix: files.flag for files in splits for prefix in files.blend.prefixes if mask_path(prefix).exists()}
+    for prefix, flag in masked.items():
+        print(
+            f"warning: {flag} {prefix} has a mask of what is trained on, and all its tokens count in the loss: "
+            "--assistant-only-loss reads the mask",
+            file=sys.stderr,
+        )
 
 
 def _judged_tokenizers(config: Config, tokenizer: Tokenizer) -> list[Judged]:
