@@ -13,10 +13,10 @@ work, 65 the data of --data-path is damaged.
 from functools import partial
 
 from megatron_ext.commandline import ToolParser
-from megatron_ext.data.inspect import token_count
-from megatron_ext.data.integrity import check_indexed_files, share_of
-from megatron_ext.data.mask import Mask, mask_path
+from megatron_ext.data.integrity import check_indexed_files, share_of, token_count
+from megatron_ext.data.mask import Mask
 from megatron_ext.data.splits import split_bounds
+from megatron_ext.data.stored import exists
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, read, translate
 
@@ -46,7 +46,7 @@ def samples_of_epoch(prefix: str, seq_length: int, split: str) -> int:
     if bounds is None:
         raise ConfigurationError(f"--split {split} has no share for training; give another val_set_size")
     share = share_of(prefix, bounds)
-    is_packed = mask_path(prefix).exists() and Mask(prefix, token_count(prefix)).packed_to > 0
+    is_packed = exists(prefix, ".mask") and Mask(prefix, token_count(prefix)).packed_to > 0
     return max(1, (share.tokens - (0 if is_packed else 1)) // seq_length)
 
 

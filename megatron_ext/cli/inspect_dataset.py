@@ -15,10 +15,11 @@ import sys
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.config.schema.data import DataConfig
-from megatron_ext.data.inspect import document_tokens, shown, summarize, token_count
-from megatron_ext.data.integrity import check_indexed_files, check_token_ids
+from megatron_ext.data.inspect import document_tokens, shown, summarize
+from megatron_ext.data.integrity import check_indexed_files, check_token_ids, token_count
 from megatron_ext.data.manifest import judge, made_with
-from megatron_ext.data.mask import Mask, mask_path
+from megatron_ext.data.mask import Mask
+from megatron_ext.data.stored import exists
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
@@ -60,7 +61,7 @@ def verify(prefix: str, vocab_size: int | None) -> None:
     if vocab_size is not None:
         check_token_ids(prefix, vocab_size)
     checked = "" if vocab_size is None else f", every token is below {vocab_size}"
-    if mask_path(prefix).exists():
+    if exists(prefix, ".mask"):
         tokens = token_count(prefix)
         checked += f", its mask names {Mask(prefix, tokens).check()} of {tokens} tokens to train on"
     print(f"{prefix}: whole{checked}")

@@ -8,13 +8,12 @@ documents; the last, incomplete sample is dropped, as in Megatron. Torch is impo
 """
 
 import hashlib
-import os
 from dataclasses import dataclass
 
 from megatron_ext.config.blend import Blend
 from megatron_ext.config.schema import Config
 from megatron_ext.data.formula import FormulaDataset, FormulaSource
-from megatron_ext.data.integrity import Share, check_indexed_files, check_some_token_ids, open_index, share_of
+from megatron_ext.data.integrity import Share, check_indexed_files, check_some_token_ids, share_of, token_count
 from megatron_ext.data.mask import Mask
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, SplitFiles, split_files
@@ -107,8 +106,7 @@ def _masks(config: Config, files: SplitFiles) -> dict[str, Mask]:
     """Return the mask of each pair, by its prefix."""
     masks = {}
     for prefix in files.blend.prefixes:
-        index = open_index(prefix)
-        mask = masks[prefix] = Mask(prefix, os.path.getsize(f"{prefix}.bin") // index.dtype.itemsize)
+        mask = masks[prefix] = Mask(prefix, token_count(prefix))
         if mask.packed_to not in (0, config.model.seq_length):
             raise ConfigurationError(
                 f"{files.flag} {prefix} was packed to sequences of {mask.packed_to} tokens, and --seq-length "

@@ -13,8 +13,6 @@ in every epoch: shuffle the documents before preprocessing, if they are sorted.
 """
 
 import hashlib
-import os
-import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -25,6 +23,7 @@ from megatron_ext.data.mask import BEGINS, COUNTS, Mask
 from megatron_ext.data.mixture import Mixture
 from megatron_ext.data.permutation import Permutation
 from megatron_ext.data.samples import SampleWindow, Source
+from megatron_ext.data.stored import open_bin
 from megatron_ext.errors import DataError
 
 
@@ -49,11 +48,10 @@ class FormulaSource:
         self._seq_length = seq_length
         self._first_token = share.first_token
         self._dtype = open_index(prefix).dtype.newbyteorder("<")
-        self._file = os.open(f"{prefix}.bin", os.O_RDONLY | os.O_CLOEXEC)
+        self._file = open_bin(prefix)
         self._order = lru_cache(maxsize=4)(
             lambda epoch: Permutation(self.windows, hashlib.sha256(key + epoch.to_bytes(8, "little")).digest())
         )
-        weakref.finalize(self, os.close, self._file)
 
     def number_at(self, index: int) -> int:
         """Return the window of sample `index`, counted through the epochs: epoch x windows + window."""
@@ -68,8 +66,7 @@ class FormulaSource:
         """
         start = self._first(number) * self._dtype.itemsize
         wanted = (self._seq_length + (0 if self._is_packed else 1)) * self._dtype.itemsize
-        # Not a memory map: that would end the process by a signal where the file has become shorter.
-        found = os.pread(self._file, wanted, start)
+        found = self._file.read(start, wanted)
         if len(found) != wanted:
             raise DataError(f"{self.prefix}.bin ends before byte {start + wanted}: it was truncated during the run")
         return self._whole(np.frombuffer(found, self._dtype).astype(np.int64))

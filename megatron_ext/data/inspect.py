@@ -1,7 +1,6 @@
 """What is in a .bin/.idx pair: counts, lengths, the tokens of one document, and a sample as text."""
 
 import itertools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.data.integrity import check_indexed_files, open_index
+from megatron_ext.data.stored import open_bin
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.protocol import Tokenizer
 
@@ -72,13 +72,8 @@ def document_tokens(prefix: str, document: int) -> list[int]:
     length = int(index.lengths[first:behind].sum())
     if length == 0:
         return []
-    tokens = np.memmap(f"{prefix}.bin", index.dtype.newbyteorder("<"), "r", int(index.pointers[first]), (length,))
-    return tokens.tolist()
-
-
-def token_count(prefix: str) -> int:
-    """Return the number of tokens of a pair that `check_indexed_files` has found to be whole."""
-    return os.path.getsize(f"{prefix}.bin") // open_index(prefix).dtype.itemsize
+    found = open_bin(prefix).read(int(index.pointers[first]), length * index.dtype.itemsize)
+    return np.frombuffer(found, index.dtype.newbyteorder("<")).tolist()
 
 
 _DOCUMENT = "--- document"

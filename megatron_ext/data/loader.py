@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_ext.data.batch import WHOLE, Batch, StageView, collate, divide, padding_sample
+from megatron_ext.data.read_ahead import STEPS, ReadAhead
 from megatron_ext.data.sampler import microbatch_sample_ids
 from megatron_ext.data.samples import SampleDataset
 from megatron_ext.data.threads import DaemonThreads
@@ -33,6 +34,7 @@ class BatchLoader:
         num_workers: background threads; 0 loads when asked.
         pin_memory: put the batches into page-locked memory, for copies to a GPU that overlap with computation.
         describe: where a sample comes from, for error texts.
+        reads_ahead: read the samples of the next steps ahead, many at a time: for data of a store, which answers late.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class BatchLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         describe: Callable[[int], str] = lambda index: f"sample {index}",
+        reads_ahead: bool = False,
     ):
         self.dataset = dataset
+        self._ahead = ReadAhead(dataset) if reads_ahead and view.reads_samples else None
         self._vocab_size = vocab_size
         self._padding = padding_sample(seq_length)
         self._micro_batch_size = micro_batch_size
@@ -77,6 +81,7 @@ class BatchLoader:
             DataError: a sample cannot be read, or holds a token id outside the vocabulary.
         """
         wanted = (consumed_samples, num_microbatches, end)
+        self._read_ahead(*wanted)
         if self._threads is None:
             return [self._load(consumed_samples, number, end) for number in range(num_microbatches)]
         current = self._pending if wanted == self._expected else self._submit(*wanted)
@@ -91,6 +96,27 @@ class BatchLoader:
         """End the background threads."""
         if self._threads is not None:
             self._threads.close()
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _read_ahead(self, consumed_samples: int, num_microbatches: int, end: int | None) -> None:
+        """Begin to read the samples of this step and of the next ones."""
+        if self._ahead is None:
+            return
+        # Microbatches are counted through the steps: all of a step's follow on those of the step before.
+        microbatches = range(num_microbatches * (STEPS + 1))
+        ids = (index for number in microbatches for index in self._ids(consumed_samples, number, end))
+        self._ahead.will_need([index for index in ids if index is not None])
+
+    def _ids(self, consumed_samples: int, microbatch: int, end: int | None) -> list[int | None]:
+        return microbatch_sample_ids(
+            consumed_samples,
+            microbatch,
+            micro_batch_size=self._micro_batch_size,
+            dp_rank=self._dp_rank,
+            dp_size=self._dp_size,
+            end=end,
+        )
 
     def _submit(self, consumed_samples: int, num_microbatches: int, end: int | None) -> list[Future[Batch]]:
         assert self._threads is not None
@@ -102,14 +128,7 @@ class BatchLoader:
     def _load(self, consumed_samples: int, microbatch: int, end: int | None) -> Batch:
         if not self._view.reads_samples:
             return Batch()
-        ids = microbatch_sample_ids(
-            consumed_samples,
-            microbatch,
-            micro_batch_size=self._micro_batch_size,
-            dp_rank=self._dp_rank,
-            dp_size=self._dp_size,
-            end=end,
-        )
+        ids = self._ids(consumed_samples, microbatch, end)
         samples = [self._padding if index is None else self._read(index) for index in ids]
         batch = collate(samples, self._view)
         for values in (batch.tokens, batch.labels):
@@ -134,7 +153,7 @@ class BatchLoader:
         if index >= len(self.dataset):
             raise DataError(f"sample {index} was asked of a dataset of {len(self.dataset)} samples")
         try:
-            return self.dataset[index]
+            return self.dataset[index] if self._ahead is None else self._ahead[index]
         except TrainingError:
             raise
         except Exception as error:

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megatron_ext.data.stored import local_file
 from megatron_ext.errors import ConfigurationError, DataError
 
 COUNTS, BEGINS = 1, 2
@@ -30,7 +31,7 @@ _REMEDY = "Copy .bin, .idx and .mask together again, or run tools/preprocess_dat
 
 
 def mask_path(prefix: str | Path) -> Path:
-    """Return the path of the mask of a pair."""
+    """Return the path of the mask of a pair on this machine."""
     return Path(f"{prefix}.mask")
 
 
@@ -52,10 +53,10 @@ class Mask:
     """
 
     def __init__(self, prefix: str, tokens: int):
-        path = mask_path(prefix)
+        path = local_file(prefix, ".mask")
         if not path.is_file():
             raise ConfigurationError(
-                f"{path} does not exist: {prefix}.bin has no mask of what is trained on. Make the data with "
+                f"{prefix}.mask does not exist: {prefix}.bin has no mask of what is trained on. Make the data with "
                 "tools/preprocess_data.py --data-format alpaca, sharegpt, messages or completion, or leave out "
                 "--assistant-only-loss"
             )

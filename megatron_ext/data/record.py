@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.data.integrity import file_fingerprint
+from megatron_ext.data.integrity import pair_fingerprint
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
 from megatron_ext.untrusted.text import load_json, read_file
@@ -71,7 +71,7 @@ def _files(config: Config, split: str) -> list[dict[str, Any]]:
         {
             "prefix": prefix,
             "weight": weight,
-            **{suffix: file_fingerprint(f"{prefix}{suffix}") for suffix in suffixes},
+            **{suffix: pair_fingerprint(prefix, suffix) for suffix in suffixes},
         }
         for prefix, weight in zip(prefixes, weights, strict=True)
     ]

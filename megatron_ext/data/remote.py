@@ -10,7 +10,6 @@ as they always do. No torch here.
 
 import io
 import os
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from typing import Any
 from megatron_ext.data.threads import DaemonThreads
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 
-_URL = re.compile(r"[a-z][a-z0-9+.\-]+://")
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between two tries
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, ImportError, TypeError)
 _BLOCK = 1 << 22
@@ -30,11 +28,6 @@ _AHEAD = 4  # blocks
 
 sleep = time.sleep
 """Waits between two tries; replaced by tests."""
-
-
-def is_remote(path: str) -> bool:
-    """Return whether a path is a URL of fsspec, and not one of a file on this machine."""
-    return _URL.match(path) is not None
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -92,6 +85,10 @@ class RemoteFile:
     def info(self) -> dict[str, Any]:
         """What the store says of the file when it is first asked. Raises StorageError."""
         return tried_again(self.url, lambda: self._system.info(self._path))
+
+    def exists(self) -> bool:
+        """Return whether there is such a file. Raises StorageError."""
+        return tried_again(self.url, lambda: bool(self._system.exists(self._path)))
 
     @property
     def size(self) -> int:

@@ -10,10 +10,10 @@ from megatron_ext.config.batch import evaluation_batch, global_batch_size, sampl
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.manifest import Judged, judge, made_with
-from megatron_ext.data.mask import mask_path
 from megatron_ext.data.record import data_record, differences
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
+from megatron_ext.data.stored import exists
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.null import NullTokenizer
@@ -103,7 +103,7 @@ def _warn_of_masks_that_are_not_read(config: Config) -> None:
     if config.data.mock_data or config.data.assistant_only_loss or os.environ.get("RANK", "0") != "0":
         return
     splits = [files for split in SPLITS if (files := split_files(config, split)) is not None]
-    masked = {prefix: files.flag for files in splits for prefix in files.blend.prefixes if mask_path(prefix).exists()}
+    masked = {prefix: files.flag for files in splits for prefix in files.blend.prefixes if exists(prefix, ".mask")}
     for prefix, flag in masked.items():
         print(
             f"warning: {flag} {prefix} has a mask of what is trained on, and all its tokens count in the loss: "

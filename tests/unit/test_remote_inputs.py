@@ -84,11 +84,12 @@ def unreliable(monkeypatch: pytest.MonkeyPatch, every: int) -> list[str]:
 
     def cat_file(self: MemoryFileSystem, path: str, start: int | None = None, end: int | None = None, **more: Any):
         happened.append("read")
-        if len(happened) % every == 0:
+        reads = happened.count("read")
+        if reads % every == 0:
             happened.append("failed")
             raise ConnectionResetError("the link is down")
         found = cat(self, path, start=start, end=end, **more)
-        if len(happened) % every == 1:
+        if reads % every == 1:
             happened.append("short")
             return found[:-1]
         return found

@@ -23,7 +23,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from megatron_ext.data.remote import RemoteFile, RemoteStream, file_system, is_remote, tried_again
+from megatron_ext.config.blend import is_url
+from megatron_ext.data.remote import RemoteFile, RemoteStream, file_system, tried_again
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.untrusted.text import load_json, read_file
 
@@ -50,7 +51,7 @@ class InputFile:
     @cached_property
     def remote(self) -> RemoteFile | None:
         """The file of a store; None for one of this machine."""
-        return RemoteFile(self.path) if is_remote(self.path) else None
+        return RemoteFile(self.path) if is_url(self.path) else None
 
     def size(self) -> int | None:
         """Return the size in bytes on the disk; None for the standard input."""
@@ -81,7 +82,7 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
         if name == STANDARD_INPUT:
             files.append(InputFile(name, "json", ""))
             continue
-        if is_remote(name):
+        if is_url(name):
             files += _find_remote(name)
             continue
         for path in _expand(name):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.data.indexed import HEADER, MAGIC, VERSION
-from megatron_ext.data.integrity import IndexArrays, check_indexed_files, open_index
+from megatron_ext.data.integrity import IndexArrays, check_indexed_files, open_index, token_count
 from megatron_ext.data.manifest import MadeWith, made_with, read_manifest
 from megatron_ext.data.mask import Mask, copy_flags, mask_path
 from megatron_ext.data.prepare.journal import write_manifest
@@ -120,7 +120,7 @@ def _packing_of_masks(prefixes: Sequence[str]) -> int | None:
             f"{with_mask[0]} has a mask of what is trained on, {without[0]} has none: preprocess that one with "
             "--data-format completion, which masks nothing, or move the masks away"
         )
-    masks = [Mask(prefix, os.path.getsize(f"{prefix}.bin") // open_index(prefix).dtype.itemsize) for prefix in prefixes]
+    masks = [Mask(prefix, token_count(prefix)) for prefix in prefixes]
     lengths = {mask.packed_to for mask in masks}
     return lengths.pop() if len(lengths) == 1 else 0
 

@@ -3,6 +3,7 @@
 An Arrow file is a stream of record batches, as the library datasets keeps them on the disk.
 """
 
+import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ def _arrow_batches(file: InputFile) -> Iterator[Any]:
     ipc = import_for("pyarrow.ipc", "pyarrow", file.path)
     row = 0
     try:
-        source = pyarrow.memory_map(file.path) if file.remote is None else open_bytes(file)
+        source = _source(file) or pyarrow.memory_map(file.path)
         with ipc.open_stream(source) as reader:
             for batch in reader:
                 yield batch
@@ -139,10 +140,15 @@ def _value(column: Any) -> Any:
     return value.as_py()
 
 
+def _source(file: InputFile) -> io.BufferedReader | None:
+    """Return a stream over a file of a store, each of whose reads is as long as is asked; None for a local file."""
+    return None if file.remote is None else io.BufferedReader(open_bytes(file), 1 << 16)
+
+
 def _open(file: InputFile) -> Any:
     parquet = import_for("pyarrow.parquet", "pyarrow", file.path)
     try:
         # A buffer: otherwise a column's pages of a whole row group are read into memory at once.
-        return parquet.ParquetFile(file.path if file.remote is None else open_bytes(file), buffer_size=1 << 20)
+        return parquet.ParquetFile(_source(file) or file.path, buffer_size=1 << 20)
     except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise DataError(f"{file.path}: not a readable parquet file: {error}") from error
