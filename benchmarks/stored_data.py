@@ -27,7 +27,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from recording import heading, keep, sentence
 
 from megatron_ext import device
-
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.indexed import IndexedWriter

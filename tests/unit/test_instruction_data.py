@@ -311,3 +311,29 @@ def test_the_template_is_part_of_what_a_run_is_continued_from(tokenizer: str, tm
     )
     own = made(tmp_path, "--input", lines, "--data-format", "messages", *with_hf(tokenizer), name="own")
     assert documents(by_file) == documents(own)
+
+
+def test_what_is_trained_on_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = write_lines(tmp_path / "in.jsonl", [{"prompt": "2+2=", "completion": "four"}] * 9)
+    common = ["--tokenizer-type", "ByteTokenizer"]
+    prefix = made(tmp_path, "--input", lines, "--data-format", "completion", "--seq-length", "24", *common)
+    flags = ["sample", "--sample", "0", "--data-path", str(prefix), "--split", "1", "--seq-length", "24", *common]
+    flags += ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--micro-batch-size", "1"]
+    flags += ["--train-iters", "2", "--lr", "1", "--data-order", "formula", "--assistant-only-loss"]
+    capsys.readouterr()
+    assert inspect(flags) == 0
+    document = "\n--- document\n"
+    plain = document.join(["2+2=\u27e6four\u27e7", "2+2=\u27e6four\u27e7", "2+2=\u27e6four\u27e7"])
+    assert capsys.readouterr().out.splitlines()[1:] == plain.splitlines()
+    assert inspect([*flags, "--color", "always"]) == 0
+    colored = plain.replace("\u27e6", "\x1b[32m").replace("\u27e7", "\x1b[0m")
+    assert capsys.readouterr().out.splitlines()[1:] == colored.splitlines()
+    assert inspect([flag for flag in flags if flag != "--assistant-only-loss"]) == 0
+    shown = capsys.readouterr()
+    assert "2+2=four" in shown.out
+    assert "\u27e6" not in shown.out
+    assert "has a mask of what is trained on, and all its tokens count" in shown.err
+    with pytest.raises(ConfigurationError, match="packed to sequences of 24 tokens, and --seq-length 12"):
+        inspect([*flags, "--seq-length", "12"])
+    with pytest.raises(ConfigurationError, match="--assistant-only-loss needs data with a mask"):
+        inspect([*(flag for flag in flags if flag not in ("--data-path", str(prefix))), "--mock-data"])
