@@ -62,7 +62,7 @@ def alone(prepared: Prepared) -> RunRecord:
     return record(prepared.flags, 1, STEPS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["TP2 x DP2", "PP2", pytest.param("CP2", marks=pytest.mark.slow)])
 def test_every_layout_is_one_process(layout: str, prepared: Prepared, alone: RunRecord) -> None:
     ranks, flags = LAYOUTS[layout]
     assert compare(alone, record([*prepared.flags, *flags.split()], ranks, STEPS)).problems() == []
