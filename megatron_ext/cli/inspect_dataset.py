@@ -11,12 +11,16 @@ the flags of the training, and shows the text of the samples that a step uses, o
 Exit codes: 0 done, 64 the flags cannot work, 65 the pair is damaged or holds a token outside the vocabulary.
 """
 
+import sys
+
 from megatron_ext.commandline import ToolParser
 from megatron_ext.config.schema.data import DataConfig
 from megatron_ext.data.checksums import first_damage, known_blocks
-from megatron_ext.data.inspect import document_tokens, summarize
-from megatron_ext.data.integrity import check_indexed_files, check_token_ids
+from megatron_ext.data.inspect import document_tokens, shown, summarize
+from megatron_ext.data.integrity import check_indexed_files, check_token_ids, token_count
 from megatron_ext.data.manifest import judge, made_with
+from megatron_ext.data.mask import Mask
+from megatron_ext.data.stored import exists
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.terminal import say, warn
 from megatron_ext.tokenizer.build import tokenizer_from_flags
@@ -64,6 +68,9 @@ def verify(prefix: str, vocab_size: int | None) -> None:
         check_token_ids(prefix, vocab_size)
     checked = "" if vocab_size is None else f", every token is below {vocab_size}"
     checked += ", as the checksums of its manifest say" if blocks else ""
+    if exists(prefix, ".mask"):
+        tokens = token_count(prefix)
+        checked += f", its mask names {Mask(prefix, tokens).check()} of {tokens} tokens to train on"
     say(f"{prefix}: whole{checked}")
 
 
@@ -73,7 +80,14 @@ def sample(argv: list[str]) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, help="the step, from 1")
     which.add_argument("--sample", type=int, help="the position of one sample in the training, from 0")
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="with --assistant-only-loss, show what is trained on in green (auto: on a terminal), else in ⟦ ⟧",
+    )
     options, flags = parser.parse_known_args(argv)
+    is_terminal = options.color == "auto" and sys.stdout.isatty()
     # As a dry run, for which --world-size, or that of --config, counts and not the ranks of this process.
     configured = configure([*flags, "--dry-run"])
     config = configured.config
@@ -91,7 +105,11 @@ def sample(argv: list[str]) -> None:
             raise ConfigurationError(f"sample {position}: the training has samples 0 to {len(samples) - 1}")
         place = samples.place(position)
         say(f"--- sample {position}: window {place.number} of {samples.sources[place.source].name}")
-        print(tokenizer.decode([int(token) for token in samples[position]["tokens"]]))
+        found = samples[position]
+        if config.data.assistant_only_loss:
+            print(shown(tokenizer, found, in_color=options.color == "always" or is_terminal))
+        else:
+            print(tokenizer.decode([int(token) for token in found["tokens"]]))
 
 
 def main(argv: list[str]) -> int:

@@ -13,14 +13,17 @@ import sys
 import time
 
 from megatron_ext.commandline import ToolParser
+from megatron_ext.data.prepare.conversations import DATA_FORMATS
 from megatron_ext.data.prepare.journal import Progress
 from megatron_ext.data.prepare.old_flags import add_old_flags, old_flags
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
+from megatron_ext.tokenizer.chat_templates import TEMPLATES
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 
 _INPUTS = (
-    "files, folders or patterns of .jsonl (also .json), .txt and .parquet; all but .parquet also .gz, .zst, .xz or "
-    ".bz2; - is JSON lines from the standard input"
+    "files, folders or patterns of .jsonl (also .json), .txt, .parquet and .arrow; the first two also .gz, .zst, .xz "
+    "or .bz2; a folder of the library datasets; a URL of these (s3://, gs://, hf://datasets/...); - is JSON lines from "
+    "the standard input"
 )
 
 
@@ -31,7 +34,26 @@ def make_parser() -> ToolParser:
     add("--input", nargs="+", required=True, metavar="FILE", help=_INPUTS)
     add("--output-prefix", required=True, help="the files get this name plus _{key}_document.bin and .idx")
     add_tokenizer_flags(parser, required=True)
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text is encoded")
+    add(
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help="keys whose text is encoded, by default text; of instruction data the one that holds the conversation",
+    )
+    add(
+        "--data-format",
+        choices=DATA_FORMATS,
+        default="text",
+        help="what a record is; all but text get a .mask file of what is trained on (--assistant-only-loss)",
+    )
+    add(
+        "--chat-template",
+        metavar="NAME",
+        help=f"of alpaca, sharegpt and messages: {', '.join(TEMPLATES)}, tokenizer (its own), or a file of jinja; "
+        "default alpaca for alpaca, else tokenizer",
+    )
+    add("--seq-length", type=int, metavar="N", help="pack whole conversations into sequences of this many tokens")
+    add("--train-on-inputs", action="store_true", help="of a conversation, train on what the user says as well")
     add("--append-eod", action="store_true", help="end each document that is not empty with the end-of-document id")
     add("--split-on", metavar="TEXT", help="what stands between two documents of a .txt file")
     add("--workers", type=int, default=1, help="processes that encode; the output does not depend on it")
@@ -103,7 +125,11 @@ def main(argv: list[str]) -> int:
         inputs=tuple(options.input),
         output_prefix=options.output_prefix,
         **tokenizer_values(options),
-        json_keys=tuple(options.json_keys),
+        json_keys=tuple(options.json_keys) if options.json_keys else None,
+        data_format=options.data_format,
+        chat_template=options.chat_template,
+        seq_length=options.seq_length,
+        train_on_inputs=options.train_on_inputs,
         append_eod=options.append_eod,
         split_on=options.split_on,
         workers=options.workers,

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,11 @@ def read_blend(items: Sequence[str]) -> Blend:
     return Blend(tuple(items[1::2]), tuple(numbers))
 
 
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL of fsspec (s3://bucket/name), and not one of a file on this machine."""
+    return re.match(r"[a-z][a-z0-9+.\-]+://", path) is not None
+
+
 def missing_paths(typed: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the files that the typed values name and that do not exist, each after its flag: `--data-path x.idx`."""
     return tuple(f"{flag} {path}" for flag, path in _needed_paths(typed) if not os.path.exists(path))
@@ -53,6 +59,8 @@ def _needed_paths(typed: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         except ValueError:
             continue  # validate says what is wrong with the blend itself
         for prefix in blend.prefixes:
+            if is_url(prefix):
+                continue  # a store is asked when the data is opened
             for suffix in (".bin", ".idx"):
                 yield flag_of(name), prefix + suffix
 

@@ -79,22 +79,28 @@ WHOLE = StageView()
 
 
 def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Batch:
-    """Stack samples, whose fields are tensors or arrays of [S], into what one stage reads, for all positions."""
+    """Stack samples, whose fields are tensors or arrays of [S], into what one stage reads, for all positions.
+
+    A sample may say where its documents begin (`document_begins`, bool); else each begins after an end of document.
+    """
 
     def stack(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.stack([torch.as_tensor(sample[name]).to(dtype) for sample in samples])
 
     tokens = stack("tokens", torch.int64) if view.reads_tokens else None
-    position_ids = documents = None
+    position_ids = documents = begins = None
+    if any("document_begins" in sample for sample in samples):  # a padding sample is one document
+        nothing = torch.zeros(len(samples[0]["tokens"]), dtype=torch.bool)
+        begins = torch.stack([torch.as_tensor(sample.get("document_begins", nothing)) for sample in samples])
     if view.restarts_positions:
         assert tokens is not None
-        position_ids = restarted_positions(tokens, view.eod)
+        position_ids = restarted_positions(tokens, view.eod, begins)
     elif view.is_first_stage:
         position_ids = stack("position_ids", torch.int64)
     if view.separates_documents:
         assert tokens is not None
         divided = (0, 1) if view.documents_are_whole else (view.cp_rank, view.cp_size)
-        documents = documents_of(tokens, view.eod, *divided)
+        documents = documents_of(tokens, view.eod, *divided, begins_BS=begins)
     return Batch(
         tokens=tokens if view.is_first_stage else None,
         position_ids=position_ids,

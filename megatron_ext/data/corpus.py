@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from megatron_ext.config.blend import Blend
 from megatron_ext.config.schema import Config
 from megatron_ext.data.formula import FormulaDataset, FormulaSource
-from megatron_ext.data.integrity import Share, check_indexed_files, check_some_token_ids, share_of
+from megatron_ext.data.integrity import Share, check_indexed_files, check_some_token_ids, share_of, token_count
+from megatron_ext.data.mask import Mask
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, SplitFiles, split_files
 from megatron_ext.data.synthetic import MockDataset
@@ -83,12 +84,16 @@ def _build(config: Config, tokenizer: Tokenizer, files: SplitFiles, num_samples:
         check_indexed_files(prefix, whole_index_up_to=_WHOLE_INDEX_UP_TO if by_formula else None)
         check_some_token_ids(prefix, tokenizer.vocab_size)
     shares = [share_of(prefix, files.bounds) for prefix in files.blend.prefixes]
-    blend, shares = _usable(config, files, shares, one_pass=num_samples is None)
+    masks = _masks(config, files) if config.data.assistant_only_loss else None
+    # The order by formula reads packed documents whole; megatron-core's takes one token more for the last label.
+    packed = by_formula and masks is not None and all(mask.packed_to for mask in masks.values())
+    needed = config.model.seq_length + (0 if packed else 1)
+    blend, shares = _usable(config, files, shares, needed, one_pass=num_samples is None)
     if by_formula:
-        return _by_formula(config, tokenizer, files.split, blend, shares, num_samples)
+        return _by_formula(config, tokenizer, files.split, blend, shares, num_samples, masks or {})
     from megatron_ext.data.shuffled import build_shuffled
 
-    dataset = build_shuffled(config, tokenizer, files, blend, shares, num_samples)
+    dataset = build_shuffled(config, tokenizer, files, blend, shares, num_samples, masks)
     if num_samples is not None and len(dataset) < num_samples:
         raise ConfigurationError(
             f"{files.flag} without weights is one pass over {len(blend.prefixes)} sources, {len(dataset)} samples, "
@@ -97,30 +102,52 @@ def _build(config: Config, tokenizer: Tokenizer, files: SplitFiles, num_samples:
     return dataset
 
 
+def _masks(config: Config, files: SplitFiles) -> dict[str, Mask]:
+    """Return the mask of each pair, by its prefix."""
+    masks = {}
+    for prefix in files.blend.prefixes:
+        mask = masks[prefix] = Mask(prefix, token_count(prefix))
+        if mask.packed_to not in (0, config.model.seq_length):
+            raise ConfigurationError(
+                f"{files.flag} {prefix} was packed to sequences of {mask.packed_to} tokens, and --seq-length "
+                f"{config.model.seq_length} would cut them: use --seq-length {mask.packed_to}, or preprocess the data "
+                f"again with --seq-length {config.model.seq_length}"
+            )
+    return masks
+
+
 def _by_formula(
-    config: Config, tokenizer: Tokenizer, split: str, blend: Blend, shares: list[Share], num_samples: int | None
+    config: Config,
+    tokenizer: Tokenizer,
+    split: str,
+    blend: Blend,
+    shares: list[Share],
+    num_samples: int | None,
+    masks: dict[str, Mask],
 ) -> FormulaDataset:
     def key(number: int) -> bytes:
         return hashlib.sha256(f"sample order:{config.training.seed}:{split}:{number}".encode()).digest()
 
     parts = [
-        FormulaSource(prefix, share, config.model.seq_length, key(number))
+        FormulaSource(prefix, share, config.model.seq_length, key(number), masks.get(prefix))
         for number, (prefix, share) in enumerate(zip(blend.prefixes, shares, strict=True))
     ]
     return FormulaDataset(parts, blend.weights, num_samples, tokenizer.eod if config.data.eod_mask_loss else None)
 
 
-def _usable(config: Config, files: SplitFiles, shares: list[Share], *, one_pass: bool) -> tuple[Blend, list[Share]]:
-    """Leave out of a pass the files whose share is too small for one sample; elsewhere that is an error."""
-    needed = config.model.seq_length + 1
+def _usable(
+    config: Config, files: SplitFiles, shares: list[Share], needed: int, *, one_pass: bool
+) -> tuple[Blend, list[Share]]:
+    """Leave out of a pass the files whose share has less than the `needed` tokens of a sample; elsewhere that is an
+    error."""
     prefixes = files.blend.prefixes
     enough = [number for number, share in enumerate(shares) if share.tokens >= needed]
     if len(enough) < len(prefixes) and not (one_pass and enough):
         smallest = min(range(len(shares)), key=lambda number: shares[number].tokens)
-        share = shares[smallest]
+        share, more = shares[smallest], "" if needed == config.model.seq_length else " + 1"
         raise ConfigurationError(
             f"{files.flag} {prefixes[smallest]} gives {files.split} {share.end - share.first} sequences with "
-            f"{share.tokens} tokens, but one sample takes {needed} (--seq-length + 1): give more data, "
+            f"{share.tokens} tokens, but one sample takes {needed} (--seq-length{more}): give more data, "
             f"--train-data-path and --valid-data-path instead of --data-path with --split {config.data.split}, or a "
             "smaller --seq-length"
         )

@@ -13,17 +13,17 @@ in every epoch: shuffle the documents before preprocessing, if they are sorted.
 """
 
 import hashlib
-import os
-import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from megatron_ext.data.integrity import Share, open_index
+from megatron_ext.data.mask import BEGINS, COUNTS, Mask
 from megatron_ext.data.mixture import Mixture
 from megatron_ext.data.permutation import Permutation
 from megatron_ext.data.samples import SampleWindow, Source
+from megatron_ext.data.stored import open_bin
 from megatron_ext.errors import DataError
 
 
@@ -35,20 +35,23 @@ class FormulaSource:
         share: the split's part of it.
         seq_length: tokens in a sample, without the label of the last.
         key: the order depends on it, and not on the name or the place of the files.
+        mask: which tokens count in the loss; None for all. Of documents that were packed to `seq_length` a window is
+            one sequence: the label of its last token belongs to another document, and does not count.
     """
 
-    def __init__(self, prefix: str, share: Share, seq_length: int, key: bytes):
+    def __init__(self, prefix: str, share: Share, seq_length: int, key: bytes, mask: Mask | None = None):
         self.prefix = prefix
-        self.windows = (share.tokens - 1) // seq_length
+        self.mask = mask
+        self._is_packed = mask is not None and mask.packed_to > 0
+        self.windows = (share.tokens - (0 if self._is_packed else 1)) // seq_length
         assert self.windows > 0
         self._seq_length = seq_length
         self._first_token = share.first_token
         self._dtype = open_index(prefix).dtype.newbyteorder("<")
-        self._file = os.open(f"{prefix}.bin", os.O_RDONLY | os.O_CLOEXEC)
+        self._file = open_bin(prefix)
         self._order = lru_cache(maxsize=4)(
             lambda epoch: Permutation(self.windows, hashlib.sha256(key + epoch.to_bytes(8, "little")).digest())
         )
-        weakref.finalize(self, os.close, self._file)
 
     def number_at(self, index: int) -> int:
         """Return the window of sample `index`, counted through the epochs: epoch x windows + window."""
@@ -61,13 +64,24 @@ class FormulaSource:
         Raises:
             DataError: the file has become shorter since it was opened.
         """
-        start = (self._first_token + number % self.windows * self._seq_length) * self._dtype.itemsize
-        wanted = (self._seq_length + 1) * self._dtype.itemsize
-        # Not a memory map: that would end the process by a signal where the file has become shorter.
-        found = os.pread(self._file, wanted, start)
+        start = self._first(number) * self._dtype.itemsize
+        wanted = (self._seq_length + (0 if self._is_packed else 1)) * self._dtype.itemsize
+        found = self._file.read(start, wanted)
         if len(found) != wanted:
             raise DataError(f"{self.prefix}.bin ends before byte {start + wanted}: it was truncated during the run")
-        return np.frombuffer(found, self._dtype).astype(np.int64)
+        return self._whole(np.frombuffer(found, self._dtype).astype(np.int64))
+
+    def flags(self, number: int) -> np.ndarray:
+        """Return the flags of the tokens of a window, as `megatron_ext.data.mask` says: int64 [seq_length + 1]."""
+        assert self.mask is not None
+        count = self._seq_length + (0 if self._is_packed else 1)
+        return self._whole(self.mask.read(self._first(number), count).astype(np.int64))
+
+    def _first(self, number: int) -> int:
+        return self._first_token + number % self.windows * self._seq_length
+
+    def _whole(self, values: np.ndarray) -> np.ndarray:
+        return np.append(values, 0) if self._is_packed else values
 
 
 class FormulaDataset:
@@ -95,17 +109,25 @@ class FormulaDataset:
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return tokens, labels and position_ids, int64 [seq], and loss_mask, float32 [seq]."""
+        """Return tokens, labels and position_ids, int64 [seq], and loss_mask, float32 [seq]; with a mask also
+        document_begins, bool [seq]."""
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
         place = self.place(index)
         text = self._parts[place.source].window(place.number)
         tokens = text[:-1]
-        return {
+        sample = {
             "tokens": tokens,
             "labels": text[1:],
             "loss_mask": (np.ones(len(tokens)) if self._eod is None else tokens != self._eod).astype(np.float32),
             "position_ids": np.arange(len(tokens)),
+        }
+        if self._parts[place.source].mask is None:
+            return sample
+        flags = self._parts[place.source].flags(place.number)
+        return sample | {
+            "loss_mask": sample["loss_mask"] * (flags[1:] & COUNTS != 0),
+            "document_begins": flags[:-1] & BEGINS != 0,
         }
 
     def counts(self, samples: int) -> list[int]:

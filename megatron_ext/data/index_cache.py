@@ -16,11 +16,21 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
+from megatron_ext.config.blend import is_url
+from megatron_ext.data.integrity import open_index
+from megatron_ext.data.stored import cache_root, open_bin
 from megatron_ext.durable import replacing
 
 
 class CachedGPTDataset(GPTDataset):
-    """A GPTDataset that finds its three index files in the cache, or makes them."""
+    """A GPTDataset that finds its three index files in the cache, or makes them, and reads tokens from a store too."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
+        """Return the sequences of a pair: megatron-core's reader, or ours where they lie behind a URL."""
+        if is_url(dataset_path):
+            return StoredSequences(dataset_path)
+        return GPTDataset.build_low_level_dataset(dataset_path, config)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         files: Any = self.dataset
@@ -34,6 +44,26 @@ class CachedGPTDataset(GPTDataset):
             lambda: _in_memory(self, build),
         )
         return document, sample, shuffle
+
+
+class StoredSequences:
+    """What GPTDataset asks of an IndexedDataset, of a pair behind a URL."""
+
+    def __init__(self, prefix: str):
+        self.path_prefix = prefix
+        index = open_index(prefix)
+        self.sequence_lengths, self._pointers = index.lengths, index.pointers
+        self._dtype = index.dtype.newbyteorder("<")
+        self._file = open_bin(prefix)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Return `length` tokens of sequence `idx` from `offset` on, by default all that follow."""
+        count = int(self.sequence_lengths[idx]) - offset if length is None else int(length)
+        start = int(self._pointers[idx]) + offset * self._dtype.itemsize
+        return np.frombuffer(self._file.read(start, count * self._dtype.itemsize), self._dtype)
 
 
 class CachedBlendedDataset(BlendedDataset):
@@ -71,7 +101,10 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
 
 
 def cache_folder(path_to_cache: str | None, prefix: str) -> Path:
-    """Return --data-cache-path, or megatron-core's default folder next to the data."""
+    """Return --data-cache-path, or megatron-core's default folder next to the data; for data behind a URL one of this
+    machine."""
+    if not path_to_cache and is_url(prefix):
+        return cache_root() / "GPTDataset_indices"
     return Path(path_to_cache) if path_to_cache else Path(prefix) / "cache" / "GPTDataset_indices"
 
 

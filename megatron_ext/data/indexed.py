@@ -18,6 +18,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megatron_ext.data.mask import HEADER as MASK_HEADER
+from megatron_ext.data.mask import header as mask_header
+from megatron_ext.data.mask import mask_path
 from megatron_ext.durable import sync, sync_file
 from megatron_ext.errors import ConfigurationError
 
@@ -63,6 +66,8 @@ class IndexedWriter:
         prefix: path without suffix.
         dtype: dtype of the tokens.
         start: what `commit` of an earlier, killed writer returned; what it wrote after that is dropped.
+        packed_to: write `<prefix>.mask` too; the sequence length that documents are packed to, or 0. None for no mask:
+            one of an earlier pair is removed.
 
     Raises:
         ConfigurationError: another process is writing these files.
@@ -73,19 +78,35 @@ class IndexedWriter:
         prefix: str | Path,
         dtype: type[np.uint16] | type[np.int32],
         start: Written = Written(),
+        packed_to: int | None = None,
     ):
         self._bin_path, self._idx_path = (Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
+        self._mask_path = mask_path(prefix)
         self._lengths_path = Path(f"{prefix}.lengths")
         self._dtype = np.dtype(dtype)
         self.written = start
         self._bin = _open_locked(_partial(self._bin_path), start.token_bytes)
         self._lengths = _open_locked(_partial(self._lengths_path), start.documents * _LENGTH.itemsize)
+        self._mask: BinaryIO | None = None
+        if packed_to is not None:
+            flags = start.token_bytes // self._dtype.itemsize
+            self._mask = _open_locked(_partial(self._mask_path), MASK_HEADER.size + flags if flags else 0)
+            if not flags:
+                self._mask.write(mask_header(packed_to))
 
     @staticmethod
-    def holds(prefix: str | Path, written: Written) -> bool:
+    def holds(prefix: str | Path, written: Written, mask_itemsize: int | None = None) -> bool:
         """Return whether the partial files of an earlier writer are there, with at least what it said it had
-        written."""
+        written.
+
+        Args:
+            prefix: path without suffix.
+            written: what the earlier writer said.
+            mask_itemsize: bytes of a token, where it wrote a mask too.
+        """
         sizes = {".bin": written.token_bytes, ".lengths": written.documents * _LENGTH.itemsize}
+        if mask_itemsize is not None:
+            sizes[".mask"] = MASK_HEADER.size + written.token_bytes // mask_itemsize
         paths = {_partial(Path(f"{prefix}{suffix}")): size for suffix, size in sizes.items()}
         return all(path.is_file() and path.stat().st_size >= size for path, size in paths.items())
 
@@ -98,16 +119,26 @@ class IndexedWriter:
         else:
             self.discard()
 
-    def add_tokens(self, tokens: bytes | memoryview, document_lengths: Sequence[int] | np.ndarray) -> None:
+    def add_tokens(
+        self,
+        tokens: bytes | memoryview,
+        document_lengths: Sequence[int] | np.ndarray,
+        flags: np.ndarray | None = None,
+    ) -> None:
         """Append documents of one sequence each.
 
         Args:
             tokens: the tokens of all these documents, already in the file's dtype.
             document_lengths: integers, tokens in each document; a document of none gets no sequence.
+            flags: where a mask is written, uint8, the flags of each token as `megatron_ext.data.mask` says.
         """
         lengths = np.asarray(document_lengths, _LENGTH)
         token_bytes = memoryview(tokens).nbytes
         assert token_bytes == int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize
+        assert (flags is None) == (self._mask is None)
+        if self._mask is not None and flags is not None:
+            assert len(flags) * self._dtype.itemsize == token_bytes
+            self._mask.write(flags.data)
         self._bin.write(tokens)
         self._lengths.write(lengths.tobytes())
         self.written = Written(
@@ -118,7 +149,7 @@ class IndexedWriter:
 
     def commit(self) -> Written:
         """Put everything so far on the disk, so that a later writer can start from here."""
-        for file in (self._bin, self._lengths):
+        for file in self._files():
             sync_file(file)
         return self.written
 
@@ -129,7 +160,10 @@ class IndexedWriter:
             self._write_index(idx)
             sync_file(idx)
         self._idx_path.unlink(missing_ok=True)
+        self._mask_path.unlink(missing_ok=True)
         os.replace(_partial(self._bin_path), self._bin_path)
+        if self._mask is not None:
+            os.replace(_partial(self._mask_path), self._mask_path)
         os.replace(_partial(self._idx_path), self._idx_path)
         self.close()
         _partial(self._lengths_path).unlink()
@@ -160,17 +194,20 @@ class IndexedWriter:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors of the open files, which are locked."""
-        return [self._bin.fileno(), self._lengths.fileno()]
+        return [file.fileno() for file in self._files()]
+
+    def _files(self) -> list[BinaryIO]:
+        return [self._bin, self._lengths, *([] if self._mask is None else [self._mask])]
 
     def close(self) -> None:
         """Let go of the files and leave them for a later writer."""
-        self._bin.close()
-        self._lengths.close()
+        for file in self._files():
+            file.close()
 
     def discard(self) -> None:
         """Forget everything written so far."""
         self.close()
-        for path in (self._bin_path, self._idx_path, self._lengths_path):
+        for path in (self._bin_path, self._idx_path, self._lengths_path, self._mask_path):
             _partial(path).unlink(missing_ok=True)
 
 

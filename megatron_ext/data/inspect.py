@@ -1,11 +1,16 @@
-"""What is in a .bin/.idx pair: counts, lengths, and the tokens of one document."""
+"""What is in a .bin/.idx pair: counts, lengths, the tokens of one document, and a sample as text."""
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megatron_ext.data.integrity import check_indexed_files, open_index
+from megatron_ext.data.stored import open_bin
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.tokenizer.protocol import Tokenizer
 
 _BLOCK = 1 << 20
 
@@ -67,5 +72,31 @@ def document_tokens(prefix: str, document: int) -> list[int]:
     length = int(index.lengths[first:behind].sum())
     if length == 0:
         return []
-    tokens = np.memmap(f"{prefix}.bin", index.dtype.newbyteorder("<"), "r", int(index.pointers[first]), (length,))
-    return tokens.tolist()
+    found = open_bin(prefix).read(int(index.pointers[first]), length * index.dtype.itemsize)
+    return np.frombuffer(found, index.dtype.newbyteorder("<")).tolist()
+
+
+_DOCUMENT = "--- document"
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+def shown(tokenizer: Tokenizer, sample: Mapping[str, Any], *, in_color: bool) -> str:
+    """Return a sample with a mask as text: what is trained on in green or between ⟦ and ⟧, a line for each document.
+
+    A token is trained on where the loss of predicting it counts, at the token before it. The first token of a sample
+    is predicted by none of it.
+    """
+    ids = [int(token) for token in sample["tokens"]]
+    trained = [False, *(bool(counts) for counts in sample["loss_mask"])][: len(ids)]
+    documents = list(itertools.accumulate(int(begins) for begins in sample["document_begins"]))
+    before, behind = (_GREEN, _PLAIN) if in_color else ("⟦", "⟧")
+    text = ""
+    runs = itertools.groupby(range(len(ids)), key=lambda place: (documents[place], trained[place]))
+    last = None
+    for (document, counts), places in runs:
+        if document != last and last is not None:
+            text += f"\n{_DOCUMENT}\n"
+        last = document
+        part = tokenizer.decode([ids[place] for place in places])
+        text += f"{before}{part}{behind}" if counts else part
+    return text

@@ -5,16 +5,19 @@ A truncated .bin otherwise fails hours later, at the sample that reaches the hol
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from megatron_ext.config.blend import is_url
 from megatron_ext.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION
+from megatron_ext.data.stored import exists, local_file, open_bin, read_many
 from megatron_ext.errors import ConfigurationError, DataError
 
 _BLOCK = 1 << 16  # sequences checked at a time: bounds memory, whatever the size of the index
+_TOKENS = 1 << 20  # tokens checked at a time
 _SAMPLED_BLOCKS = 64
 _SAMPLED_BLOCK = 512  # sequences in a sampled block
 
@@ -31,14 +34,14 @@ def check_indexed_files(prefix: str, *, whole_index_up_to: int | None = None) ->
         ConfigurationError: a file is missing.
         DataError: the pair is truncated or altered; the text names the file and the sizes.
     """
-    idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    for path in (idx, bin_):
-        if not path.is_file():
+    for suffix in (".idx", ".bin"):
+        if not exists(prefix, suffix):
             raise ConfigurationError(
-                f"data prefix {prefix}: {path} does not exist; give the path without .bin or .idx, "
+                f"data prefix {prefix}: {prefix}{suffix} does not exist; give the path without .bin or .idx, "
                 "as --output-prefix of tools/preprocess_data.py plus _text_document"
             )
-    idx_size, bin_size = idx.stat().st_size, bin_.stat().st_size
+    idx = local_file(prefix, ".idx")
+    idx_size, bin_size = idx.stat().st_size, open_bin(prefix).size
     dtype, sequences, document_entries = _read_header(idx, idx_size)
     # Megatron's multimodal index has one more byte per sequence, the mode; GPTDataset does not read it.
     expected = HEADER.size + 12 * sequences + 8 * document_entries
@@ -51,8 +54,8 @@ def check_indexed_files(prefix: str, *, whole_index_up_to: int | None = None) ->
     token_bytes = _check_sequences(idx, sequences, dtype.itemsize, sampled)
     if token_bytes != bin_size:
         raise DataError(
-            f"{bin_} has {bin_size} bytes, but {idx.name} places {token_bytes} bytes of tokens in it: one of the two "
-            f"is truncated or belongs to other data. {_REMEDY}"
+            f"{prefix}.bin has {bin_size} bytes, but {idx.name} places {token_bytes} bytes of tokens in it: one of the "
+            f"two is truncated or belongs to other data. {_REMEDY}"
         )
     _check_documents(idx, sequences, document_entries, sampled)
 
@@ -150,7 +153,7 @@ class IndexArrays:
 
 def open_index(prefix: str) -> IndexArrays:
     """Map the index of a pair that `check_indexed_files` has found to be whole."""
-    idx = Path(f"{prefix}.idx")
+    idx = local_file(prefix, ".idx")
     dtype, sequences, entries = _read_header(idx, idx.stat().st_size)
     code = next(code for code, kind in DTYPE_CODES.items() if kind == dtype)
 
@@ -172,9 +175,10 @@ def check_token_ids(prefix: str, vocab_size: int) -> None:
         DataError: one is not; the text names the first such token and its document.
     """
     index = open_index(prefix)
-    tokens = np.memmap(f"{prefix}.bin", index.dtype.newbyteorder("<"), "r")
-    for first in range(0, len(tokens), _BLOCK):
-        _check_block(prefix, index, tokens[first : first + _BLOCK], first, vocab_size)
+    file, dtype = open_bin(prefix), index.dtype.newbyteorder("<")
+    for first in range(0, file.size // dtype.itemsize, _TOKENS):
+        block = np.frombuffer(file.read(first * dtype.itemsize, _TOKENS * dtype.itemsize), dtype)
+        _check_block(prefix, index, block, first, vocab_size)
 
 
 def _check_block(prefix: str, index: IndexArrays, block: np.ndarray, first: int, vocab_size: int) -> None:
@@ -197,13 +201,19 @@ def check_some_token_ids(prefix: str, vocab_size: int) -> None:
     This finds data of another tokenizer before training begins; a single wrong token is found when it is read.
     """
     index = open_index(prefix)
-    path, dtype = f"{prefix}.bin", index.dtype.newbyteorder("<")
-    tokens, size, count = os.path.getsize(path) // dtype.itemsize, 1024, 256
+    dtype = index.dtype.newbyteorder("<")
+    tokens, size, count = token_count(prefix), 1024, 256
     starts = range(0, tokens, size)
     if len(starts) > count:
         starts = [number * (tokens - size) // (count - 1) for number in range(count)]
-    for first in starts:
-        _check_block(prefix, index, _read(path, dtype, 0, first, min(first + size, tokens)), first, vocab_size)
+    found = read_many(prefix, [(first * dtype.itemsize, size * dtype.itemsize) for first in starts])
+    for first, block in zip(starts, found, strict=True):
+        _check_block(prefix, index, np.frombuffer(block, dtype), first, vocab_size)
+
+
+def token_count(prefix: str) -> int:
+    """Return the number of tokens of a pair that `check_indexed_files` has found to be whole."""
+    return open_bin(prefix).size // open_index(prefix).dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -252,10 +262,22 @@ def file_fingerprint(path: str) -> str:
     change of a single byte in the middle of a large file; `index_digest` does, of an index.
     """
     size = os.path.getsize(path)
-    digest = hashlib.sha256(size.to_bytes(8, "little"))
     with open(path, "rb", buffering=0) as file:
-        for at, length in _probes(size):
-            digest.update(os.pread(file.fileno(), length, at))
+        return _digest(size, (os.pread(file.fileno(), length, at) for at, length in _probes(size)))
+
+
+def pair_fingerprint(prefix: str, suffix: str) -> str:
+    """Return `file_fingerprint` of a file of a pair, which may lie behind a URL."""
+    if suffix != ".bin" or not is_url(prefix):
+        return file_fingerprint(str(local_file(prefix, suffix)))
+    size = open_bin(prefix).size
+    return _digest(size, read_many(prefix, list(_probes(size))))
+
+
+def _digest(size: int, probes: Iterable[bytes]) -> str:
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    for probe in probes:
+        digest.update(probe)
     return digest.hexdigest()
 
 
@@ -269,5 +291,5 @@ def _probes(size: int) -> Iterator[tuple[int, int]]:
 
 def index_digest(prefix: str) -> str:
     """Return a digest of the whole index, from which the order of the samples is made."""
-    with open(f"{prefix}.idx", "rb") as file:
+    with open(local_file(prefix, ".idx"), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

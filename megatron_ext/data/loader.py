@@ -5,11 +5,6 @@ step computes, background threads load the batch that will follow if the sizes s
 (batch-size ramp-up, evaluation, a resume) the guess is dropped and the batch is loaded on the spot.
 """
 
-import contextlib
-import queue
-import threading
-import time
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -17,8 +12,10 @@ from typing import Any
 import torch
 
 from megatron_ext.data.batch import WHOLE, Batch, StageView, collate, divide, padding_sample
+from megatron_ext.data.read_ahead import STEPS, ReadAhead
 from megatron_ext.data.sampler import microbatch_sample_ids
 from megatron_ext.data.samples import SampleDataset
+from megatron_ext.data.threads import DaemonThreads
 from megatron_ext.errors import DataError, TrainingError
 
 
@@ -37,6 +34,7 @@ class BatchLoader:
         num_workers: background threads; 0 loads when asked.
         pin_memory: put the batches into page-locked memory, for copies to a GPU that overlap with computation.
         describe: where a sample comes from, for error texts.
+        reads_ahead: read the samples of the next steps ahead, many at a time: for data of a store, which answers late.
     """
 
     def __init__(
@@ -52,8 +50,10 @@ class BatchLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         describe: Callable[[int], str] = lambda index: f"sample {index}",
+        reads_ahead: bool = False,
     ):
         self.dataset = dataset
+        self._ahead = ReadAhead(dataset) if reads_ahead and view.reads_samples else None
         self._vocab_size = vocab_size
         self._padding = padding_sample(seq_length)
         self._micro_batch_size = micro_batch_size
@@ -62,7 +62,7 @@ class BatchLoader:
         self._view = view
         self._pin_memory = pin_memory
         self._describe = describe
-        self._threads = _Threads(num_workers) if num_workers > 0 else None
+        self._threads = DaemonThreads(num_workers, "batch-loader") if num_workers > 0 else None
         self._expected: tuple[int, int, int | None] | None = None
         self._pending: list[Future[Batch]] = []
 
@@ -81,6 +81,7 @@ class BatchLoader:
             DataError: a sample cannot be read, or holds a token id outside the vocabulary.
         """
         wanted = (consumed_samples, num_microbatches, end)
+        self._read_ahead(*wanted)
         if self._threads is None:
             return [self._load(consumed_samples, number, end) for number in range(num_microbatches)]
         current = self._pending if wanted == self._expected else self._submit(*wanted)
@@ -95,6 +96,27 @@ class BatchLoader:
         """End the background threads."""
         if self._threads is not None:
             self._threads.close()
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _read_ahead(self, consumed_samples: int, num_microbatches: int, end: int | None) -> None:
+        """Begin to read the samples of this step and of the next ones."""
+        if self._ahead is None:
+            return
+        # Microbatches are counted through the steps: all of a step's follow on those of the step before.
+        microbatches = range(num_microbatches * (STEPS + 1))
+        ids = (index for number in microbatches for index in self._ids(consumed_samples, number, end))
+        self._ahead.will_need([index for index in ids if index is not None])
+
+    def _ids(self, consumed_samples: int, microbatch: int, end: int | None) -> list[int | None]:
+        return microbatch_sample_ids(
+            consumed_samples,
+            microbatch,
+            micro_batch_size=self._micro_batch_size,
+            dp_rank=self._dp_rank,
+            dp_size=self._dp_size,
+            end=end,
+        )
 
     def _submit(self, consumed_samples: int, num_microbatches: int, end: int | None) -> list[Future[Batch]]:
         assert self._threads is not None
@@ -106,14 +128,7 @@ class BatchLoader:
     def _load(self, consumed_samples: int, microbatch: int, end: int | None) -> Batch:
         if not self._view.reads_samples:
             return Batch()
-        ids = microbatch_sample_ids(
-            consumed_samples,
-            microbatch,
-            micro_batch_size=self._micro_batch_size,
-            dp_rank=self._dp_rank,
-            dp_size=self._dp_size,
-            end=end,
-        )
+        ids = self._ids(consumed_samples, microbatch, end)
         samples = [self._padding if index is None else self._read(index) for index in ids]
         batch = collate(samples, self._view)
         for values in (batch.tokens, batch.labels):
@@ -138,55 +153,8 @@ class BatchLoader:
         if index >= len(self.dataset):
             raise DataError(f"sample {index} was asked of a dataset of {len(self.dataset)} samples")
         try:
-            return self.dataset[index]
+            return self.dataset[index] if self._ahead is None else self._ahead[index]
         except (TrainingError, MemoryError):
             raise
         except Exception as error:
             raise DataError(f"{self._describe(index)} cannot be read: {type(error).__name__}: {error}") from error
-
-
-class _Threads:
-    """A few daemon threads that run functions in the order they were submitted.
-
-    concurrent.futures' own pool makes the interpreter wait for its threads at exit, so a read that hangs would keep
-    a finished or failed program alive.
-    """
-
-    def __init__(self, count: int):
-        self._queue: queue.SimpleQueue[tuple[Future[Batch], Callable[[], Batch]] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_run, args=(self._queue,), name=f"batch-loader-{i}", daemon=True)
-            for i in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-        # Also called at exit: the threads must be outside torch before its libraries are torn down.
-        self.close = weakref.finalize(self, _stop, self._queue, self._threads)
-
-    def submit(self, function: Callable[[], Batch]) -> Future[Batch]:
-        """Queue `function` for one of the threads and return its future."""
-        future: Future[Batch] = Future()
-        self._queue.put((future, function))
-        return future
-
-
-def _run(tasks: queue.SimpleQueue) -> None:
-    while (task := tasks.get()) is not None:
-        future, function = task
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-        del task, future, function  # a thread that waits must not keep the last batch, nor the loader, alive
-
-
-def _stop(tasks: queue.SimpleQueue, threads: list[threading.Thread]) -> None:
-    while not tasks.empty():
-        with contextlib.suppress(queue.Empty):
-            tasks.get_nowait()
-    for _ in threads:
-        tasks.put(None)
-    deadline = time.monotonic() + 1.0
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))

@@ -5,12 +5,13 @@ data/corpus_manifest.json; `tools/merge_datasets.py --output-prefix data/all` wr
 without one, as Megatron-LM writes it, or one that was replaced since, has no known tokenizer. No torch here.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.data.stored import local_file, open_bin
+from megatron_ext.errors import StorageError
 from megatron_ext.tokenizer.protocol import Tokenizer
 from megatron_ext.tokenizer.record import describe_tokenizer, same_tokenizer, short_record, tokenizer_record
 from megatron_ext.untrusted.text import load_json, read_file
@@ -30,20 +31,21 @@ class MadeWith:
 def made_with(prefix: str) -> MadeWith | None:
     """Return the tokenizer that made `<prefix>.bin`; None where no manifest next to it speaks of a file of its size."""
     try:
-        size = os.path.getsize(f"{prefix}.bin")
-    except OSError:
+        size = open_bin(prefix).size
+    except (OSError, StorageError):
         return None
-    for path in _possible_manifests(prefix):
-        content = read_manifest(path)
+    for stem in _possible_stems(prefix):
+        path = f"{stem}_manifest.json"
+        content = read_manifest(local_file(stem, "_manifest.json"))
         if content is not None and size in [output.get("token_bytes") for output in content["outputs"].values()]:
-            return MadeWith(content["tokenizer"], str(path))
+            return MadeWith(content["tokenizer"], path)
     return None
 
 
 def manifests_of(prefix: str) -> Iterator[dict[str, Any]]:
     """Yield the content of every manifest that may speak of `<prefix>.bin`, that of the longest name first."""
-    for path in _possible_manifests(prefix):
-        content = read_manifest(path)
+    for stem in _possible_stems(prefix):
+        content = read_manifest(local_file(stem, "_manifest.json"))
         if content is not None:
             yield content
 
@@ -61,12 +63,13 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     return content if all(isinstance(part, dict) for part in parts) else None
 
 
-def _possible_manifests(prefix: str) -> Iterator[Path]:
-    """Yield a/b_text_document_manifest.json, a/b_text_manifest.json, a/b_manifest.json for `a/b_text_document`."""
-    path = Path(prefix)
-    words = path.name.split("_")
+def _possible_stems(prefix: str) -> Iterator[str]:
+    """Yield a/b_text_document, a/b_text and a/b for `a/b_text_document`: a manifest is named after one of these."""
+    folder, _, name = prefix.rpartition("/")
+    words = name.split("_")
     for count in range(len(words), 0, -1):
-        yield path.with_name("_".join(words[:count]) + "_manifest.json")
+        stem = "_".join(words[:count])
+        yield f"{folder}/{stem}" if folder or prefix.startswith("/") else stem
 
 
 @dataclass(frozen=True)

@@ -54,27 +54,42 @@ class Documents:
         return Documents(self.segments, query_ends, key_ends, index, self.longest)
 
 
-def document_starts(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
+def begins_after_eod(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
+    """Return whether a document begins with each token, bool [B, S], where only the end of each is known."""
+    begins = torch.zeros_like(tokens_BS, dtype=torch.bool)
+    begins[:, 1:] = tokens_BS[:, :-1] == eod
+    return begins
+
+
+def document_starts(begins_BS: torch.Tensor) -> torch.Tensor:
     """Return for every token the position of its document's first token, int64 [B, S]. A sample begins a document."""
-    starts = torch.zeros_like(tokens_BS)
-    after_eod = tokens_BS[:, :-1] == eod
-    starts[:, 1:] = torch.where(after_eod, torch.arange(1, tokens_BS.size(1)), 0)
-    return starts.cummax(dim=1).values
+    return torch.where(begins_BS, torch.arange(begins_BS.size(1)), 0).cummax(dim=1).values
 
 
-def restarted_positions(tokens_BS: torch.Tensor, eod: int) -> torch.Tensor:
-    """Return positions that count from the beginning of each document, int64 [B, S]."""
-    return torch.arange(tokens_BS.size(1)) - document_starts(tokens_BS, eod)
+def restarted_positions(tokens_BS: torch.Tensor, eod: int, begins_BS: torch.Tensor | None = None) -> torch.Tensor:
+    """Return positions that count from the beginning of each document, int64 [B, S].
+
+    Args:
+        tokens_BS: the samples.
+        eod: the token that ends a document.
+        begins_BS: bool, whether a document begins with each token; by default one begins after each `eod`.
+    """
+    begins = begins_after_eod(tokens_BS, eod) if begins_BS is None else begins_BS
+    return torch.arange(tokens_BS.size(1)) - document_starts(begins)
 
 
-def documents_of(tokens_BS: torch.Tensor, eod: int, cp_rank: int = 0, cp_size: int = 1) -> Documents:
+def documents_of(
+    tokens_BS: torch.Tensor, eod: int, cp_rank: int = 0, cp_size: int = 1, begins_BS: torch.Tensor | None = None
+) -> Documents:
     """Return the documents of whole samples, as the queries of one of `cp_size` context-parallel ranks see them.
 
-    A rank has two chunks of every sample, and begins a segment wherever a document or a chunk begins.
+    A rank has two chunks of every sample, and begins a segment wherever a document or a chunk begins. `begins_BS` is as
+    in `restarted_positions`.
     """
     segments, first_query = [], 0
-    for sample, row in enumerate(tokens_BS):
-        borders = [0, *((row[:-1] == eod).nonzero().flatten() + 1).tolist(), len(row)]
+    begins = begins_after_eod(tokens_BS, eod) if begins_BS is None else begins_BS
+    for sample, row in enumerate(begins):
+        borders = [0, *(row[1:].nonzero().flatten() + 1).tolist(), len(row)]
         for first, last, document in _held(borders, cp_rank, cp_size):
             segments.append(Segment(first_query, last - first, sample * len(row) + document, last - document))
             first_query += last - first

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.data.integrity import file_fingerprint
+from megatron_ext.data.integrity import pair_fingerprint
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
 from megatron_ext.untrusted.text import load_json, read_file
@@ -66,11 +66,12 @@ def _files(config: Config, split: str) -> list[dict[str, Any]]:
     if files is None:
         return []
     prefixes, weights = files.blend.prefixes, files.blend.weights or [None] * len(files.blend.prefixes)
+    suffixes = (".idx", ".bin", ".mask") if config.data.assistant_only_loss else (".idx", ".bin")
     return [
         {
             "prefix": prefix,
             "weight": weight,
-            **{suffix: file_fingerprint(f"{prefix}{suffix}") for suffix in (".idx", ".bin")},
+            **{suffix: pair_fingerprint(prefix, suffix) for suffix in suffixes},
         }
         for prefix, weight in zip(prefixes, weights, strict=True)
     ]
@@ -86,11 +87,9 @@ def _different_files(split: str, saved: list[dict[str, Any]], now: list[dict[str
                 names = [entry["prefix"] if entry else "nothing" for entry in (is_, was)]
                 found.append(f"the training data has {names[0]} where it had {names[1]}")
         else:
-            found += [
-                f"{is_['prefix']}{suffix} has other content"
-                for suffix in (".idx", ".bin")
-                if was[suffix] != is_[suffix]
-            ]
+            # Whether the mask is read is a flag, which may change.
+            suffixes = [suffix for suffix in (".idx", ".bin", ".mask") if suffix in was and suffix in is_]
+            found += [f"{is_['prefix']}{suffix} has other content" for suffix in suffixes if was[suffix] != is_[suffix]]
         if was and is_ and split == "train" and was["weight"] != is_["weight"]:
             found.append(f"the weight of {is_['prefix']} is {is_['weight']}, not {was['weight']}")
     return found

@@ -8,7 +8,10 @@ from typing import Any, Protocol
 
 
 class SampleDataset(Protocol):
-    """A map-style dataset whose samples have tokens, labels, loss_mask and position_ids of [seq]."""
+    """A map-style dataset whose samples have tokens, labels, loss_mask and position_ids of [seq].
+
+    With a mask they also have document_begins, bool [seq]: whether a document begins with each of the tokens.
+    """
 
     def __len__(self) -> int: ...
 

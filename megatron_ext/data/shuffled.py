@@ -4,6 +4,7 @@ Documents are shuffled for all epochs together, laid end to end, cut into sample
 samples are shuffled. megatron-core writes that down in index files, which are kept in a cache.
 """
 
+import copy
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -17,7 +18,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron_ext.config.blend import Blend
 from megatron_ext.config.schema import Config
 from megatron_ext.data.index_cache import CachedGPTDataset, LocalBuilder, cache_folder
-from megatron_ext.data.integrity import Share, index_digest
+from megatron_ext.data.integrity import Share, index_digest, open_index
+from megatron_ext.data.mask import BEGINS, COUNTS, Mask, MaskOfSequences
 from megatron_ext.data.samples import SampleDataset, SampleWindow, Source
 from megatron_ext.data.splits import SPLITS, SplitFiles
 from megatron_ext.errors import StorageError, TrainingError
@@ -27,8 +29,15 @@ from megatron_ext.tokenizer.protocol import Tokenizer
 class ShuffledDataset:
     """megatron-core's dataset of one split, and what it knows of where its samples come from."""
 
-    def __init__(self, dataset: GPTDataset | BlendedDataset, sources: list[Source], num_samples: int | None):
+    def __init__(
+        self,
+        dataset: GPTDataset | BlendedDataset,
+        sources: list[Source],
+        num_samples: int | None,
+        masks: list[MaskOfSequences] | None = None,
+    ):
         self._dataset: Any = dataset
+        self._masks = masks
         self.sources = sources
         self._num_samples = num_samples
         self._counted = 0, np.zeros(len(sources), np.int64)
@@ -41,7 +50,10 @@ class ShuffledDataset:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._dataset[index]
+        if self._masks is None:
+            return self._dataset[index]
+        source, index = self._source(index)
+        return self.part(source)[index]
 
     @property
     def order_depends_on(self) -> list[int]:
@@ -63,14 +75,40 @@ class ShuffledDataset:
 
     def place(self, index: int) -> SampleWindow:
         """Return where sample `index` lies: its number is that in megatron-core's stream of shuffled documents."""
-        source = 0
-        if isinstance(self._dataset, BlendedDataset):
-            source, index = int(self._dataset.dataset_index[index]), int(self._dataset.dataset_sample_index[index])
+        source, index = self._source(index)
         return SampleWindow(source, int(self._parts[source].shuffle_index[index]))
+
+    def _source(self, index: int) -> tuple[int, int]:
+        """Return the source of a sample, and its position there."""
+        if not isinstance(self._dataset, BlendedDataset):
+            return 0, index
+        return int(self._dataset.dataset_index[index]), int(self._dataset.dataset_sample_index[index])
 
     def part(self, source: int) -> SampleDataset:
         """Return the samples of one source alone, in the order in which they appear here."""
-        return self._parts[source]
+        part = self._parts[source]
+        return part if self._masks is None else _Masked(part, self._masks[source])
+
+
+class _Masked:
+    """megatron-core's samples of one source, of which only those tokens count that the mask names."""
+
+    def __init__(self, dataset: GPTDataset, mask: MaskOfSequences):
+        self._dataset = dataset
+        # The same order over other values: what it calls tokens and labels are the flags of these.
+        self._flags: Any = copy.copy(dataset)
+        self._flags.dataset = mask
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        sample, flags = self._dataset[index], self._flags[index]
+        return {
+            **sample,
+            "loss_mask": sample["loss_mask"] * (flags["labels"] & COUNTS != 0),
+            "document_begins": flags["tokens"] & BEGINS != 0,
+        }
 
 
 def build_shuffled(
@@ -80,9 +118,10 @@ def build_shuffled(
     blend: Blend,
     shares: list[Share],
     num_samples: int | None,
+    masks: Mapping[str, Mask] | None = None,
 ) -> ShuffledDataset:
-    """Build one split through megatron-core's builder; `num_samples` None means one pass. Collective, if there are
-    ranks."""
+    """Build one split through megatron-core's builder; `num_samples` None means one pass, `masks` None that all tokens
+    count. Collective, if there are ranks."""
     folder = cache_folder(config.data.data_cache_path, blend.prefixes[0])
 
     def build() -> ShuffledDataset:
@@ -114,9 +153,16 @@ def build_shuffled(
             Source(prefix, share.tokens / config.model.seq_length)
             for prefix, share in zip(blend.prefixes, shares, strict=True)
         ]
-        return ShuffledDataset(dataset, sources, num_samples)
+        if masks is None:
+            return ShuffledDataset(dataset, sources, num_samples)
+        return ShuffledDataset(dataset, sources, num_samples, [_by_sequence(masks[one], one) for one in blend.prefixes])
 
     return one_rank_of_a_node_first(folder, build)
+
+
+def _by_sequence(mask: Mask, prefix: str) -> MaskOfSequences:
+    index = open_index(prefix)
+    return MaskOfSequences(mask, index.pointers, index.lengths, index.dtype.itemsize)
 
 
 def one_rank_of_a_node_first[T](folder: os.PathLike[str], build: Callable[[], T]) -> T:

@@ -8,9 +8,10 @@ A flag that this version refuses is not printed: the parser's own reason takes i
 """
 
 import json
+import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.config.optimizers import OPTIMIZERS, OptimizerTraits
 from megatron_ext.config.options import flag_of, options_by_name
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.foreign import accelerate, axolotl, deepspeed
+from megatron_ext.foreign import accelerate, axolotl, axolotl_data, deepspeed
 from megatron_ext.foreign.meanings import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart, OfOptimizer
 from megatron_ext.foreign.parallel_sizes import Layout, solve
 from megatron_ext.untrusted.text import MOST_YAML, load_json, load_yaml, read_file
@@ -43,6 +44,7 @@ KINDS = {
     "flags": "flags",
     "layout": "sizes of the layout",
     "launch": "given to torchrun",
+    "data": "given to tools/preprocess_data.py",
     "default": "needs no flag",
     "none": "no counterpart",
     "unknown": "unknown",
@@ -68,6 +70,8 @@ class Translation:
     layout: Layout
     command: dict[str, str]
     """Flag -> its values as one text, empty for a switch."""
+    preparing: tuple[str, ...] = ()
+    """Command lines that make the data, to be run before."""
 
     def words(self) -> list[str]:
         """Return the flags as a command line."""
@@ -92,8 +96,20 @@ def read(path: str) -> dict[str, Any]:
     return content
 
 
-def translate(source: str, content: Mapping[str, Any], world_size: int | None = None) -> Translation:
+def translate(
+    source: str,
+    content: Mapping[str, Any],
+    world_size: int | None = None,
+    samples_of_epoch: Callable[[int, str], int] | None = None,
+) -> Translation:
     """Translate `content`, a file of the program `source` (a key of SOURCES).
+
+    Args:
+        source: a key of SOURCES.
+        content: the file.
+        world_size: number of ranks, where the file does not say it.
+        samples_of_epoch: returns the samples of a pass over the training data, for --seq-length and --split; without
+            it passes over the data have no counterpart.
 
     Raises:
         ConfigurationError: the file's sizes contradict each other.
@@ -105,6 +121,8 @@ def translate(source: str, content: Mapping[str, Any], world_size: int | None = 
     present = {key.name for key in found if key.became == "flags"}
     found = [_shadow(key, module.SHADOWED, present) for key in found]
     layout = solve(facts, world_size, module.DEFAULT_ACCUMULATION)
+    data = axolotl_data.prepare(content) if module is axolotl else axolotl_data.PreparedData()
+    found = [_of_data(key, data) for key in found]
     command: dict[str, str] = {}
     for index, key in enumerate(found):
         found[index] = accepted = _refused(key)
@@ -112,6 +130,8 @@ def translate(source: str, content: Mapping[str, Any], world_size: int | None = 
         # An optimizer brings defaults with it, in whose place other keys may have put something else already.
         brought = command.keys() & flags.keys() if "--optimizer" in flags else ()
         command |= {flag: value for flag, value in flags.items() if flag not in brought}
+    command |= split_flags(data.flags)
+    found = [_of_epochs(key, command, layout, samples_of_epoch) for key in found]
     sizes = {flag: value for flag, value in layout.flags().items() if _refusal(f"{flag} {value}") is None}
     missing = [f"{flag} {value}" for flag, value in layout.flags().items() if flag not in sizes]
     found += [Key(flags, "", "none", reason=_refusal(flags) or "") for flags in missing]
@@ -120,7 +140,7 @@ def translate(source: str, content: Mapping[str, Any], world_size: int | None = 
             found = [_contained(key, flag, reason) for key in found]
     if "shard" in facts and not _SHARDING & command.keys():
         found = [_unsharded(key) for key in found]
-    return Translation(tuple(found), layout, sizes | command)
+    return Translation(tuple(found), layout, sizes | command, data.commands)
 
 
 def leaves(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -226,6 +246,31 @@ def _shadow(key: Key, shadowed: Mapping[str, str], present: set[str]) -> Key:
 
 def _contained(key: Key, flag: str, reason: str) -> Key:
     return Key(key.name, key.value, "default", reason=reason) if key.flags.split()[:1] == [flag] else key
+
+
+def _of_data(key: Key, data: axolotl_data.PreparedData) -> Key:
+    if key.name not in data.reasons:
+        return key
+    return Key(key.name, key.value, "none" if key.name in data.unread else "data", reason=data.reasons[key.name])
+
+
+def _of_epochs(
+    key: Key, command: dict[str, str], layout: Layout, samples_of_epoch: Callable[[int, str], int] | None
+) -> Key:
+    """Return passes over the data as steps, where all that it takes is known, and add the flag to `command`."""
+    if key.name != "num_epochs" or samples_of_epoch is None:
+        return key
+    if "--train-iters" in command:
+        return replace(key, reason="max_steps takes its place in that program too")
+    batch, length = layout.global_batch_size, command.get("--seq-length")
+    if batch is None or length is None:
+        missing = "--world-size" if batch is None else "sequence_len"
+        return replace(key, reason=f"the steps of an epoch follow from the batch and the length: give {missing}")
+    samples = samples_of_epoch(int(length), command.get("--split", options_by_name()["split"].default))
+    steps = max(1, math.ceil(float(key.value) * samples / batch))
+    command["--train-iters"] = str(steps)
+    said = f"{key.value} x {samples} samples of {length} tokens / {batch}"
+    return replace(key, became="flags", flags=f"--train-iters {steps}", reason=said)
 
 
 def _unsharded(key: Key) -> Key:

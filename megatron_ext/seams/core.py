@@ -161,6 +161,11 @@ DATA = (
         (f"{_DATASETS}.gpt_dataset.GPTDataset",),
     ),
     Seam(
+        f"{_DATASETS}.gpt_dataset.GPTDataset.build_low_level_dataset",
+        "overridden: tokens behind a URL are read through fsspec; returns what has sequence_lengths and get",
+        ("dataset_path", "config"),
+    ),
+    Seam(
         f"{_DATASETS}.blended_dataset.BlendedDataset._build_indices",
         "overridden likewise; returns two arrays",
         ("self",),

@@ -52,6 +52,13 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         super().__init__(tokenizer, self._end_of_document(tokenizer, settings), special_tokens)
         added = b"".join(b"\0" + text.encode() for text in special_tokens)
         self._digest = hashlib.sha256(model + b"\0" + config + added).hexdigest()
+        self.settings: dict[str, Any] = settings
+        """Content of tokenizer_config.json."""
+
+    @property
+    def folder(self) -> str:
+        """Folder that it was read from."""
+        return self._folder
 
     def identity(self) -> dict[str, str | int]:
         """Return what tells this tokenizer from any other."""
@@ -71,7 +78,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             ) from error
 
     def _end_of_document(self, tokenizer: Tokenizer, settings: dict[str, Any]) -> str:
-        token = _content(settings.get("eos_token")) or _content(settings.get("sep_token"))
+        token = content_of(settings.get("eos_token")) or content_of(settings.get("sep_token"))
         if token is None or tokenizer.token_to_id(token) is None:
             raise ConfigurationError(
                 f"--tokenizer-model {self._folder} names no token that ends a document: "
@@ -84,7 +91,7 @@ def _add_missing_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
     """Add the tokens that only tokenizer_config.json knows, as transformers does on loading."""
     added = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     for token in [fields for _, fields in added] + [settings.get(name) for name in _SPECIAL_TOKENS]:
-        content = _content(token)
+        content = content_of(token)
         if content is None or tokenizer.token_to_id(content) is not None:
             continue
         flags = {key: token[key] for key in ("single_word", "lstrip", "rstrip", "normalized") if key in token}
@@ -92,7 +99,7 @@ def _add_missing_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
         tokenizer.add_tokens([AddedToken(content, special=special, **flags)])
 
 
-def _content(token: Any) -> str | None:
+def content_of(token: Any) -> str | None:
     """Return the text of a token, which the files give as a string or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -39,6 +39,11 @@ class LibraryTokenizer:
         # This one leaves out the offsets of the tokens in the text: 1.2 times as fast as encode().
         return self._tokenizer.encode_batch_fast([text])[0].ids
 
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text that holds its special tokens already, and begin and end of each in characters."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)

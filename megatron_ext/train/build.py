@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.batch import evaluation_batch
+from megatron_ext.config.blend import is_url
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import StageView
 from megatron_ext.data.loader import BatchLoader
@@ -135,6 +136,8 @@ def build_loaders(
     datasets = datasets_of_run(config, tokenizer, resume, extensions)
     wanted = samples_of_run(config).valid
     assert datasets.train is not None
+    there = [one for one in (datasets.train, datasets.valid, datasets.test) if one is not None]
+    from_store = any(is_url(source.name) for one in there for source in one.sources)
 
     def loader(dataset: SampleDataset, micro_batch_size: int, describe: Callable[[int], str]) -> BatchLoader:
         return BatchLoader(
@@ -158,6 +161,7 @@ def build_loaders(
             num_workers=data.num_workers,
             pin_memory=device.kind == "cuda",
             describe=describe,
+            reads_ahead=from_store,
         )
 
     def held_out(dataset: Samples | None) -> HeldOut | None:

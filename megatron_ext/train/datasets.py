@@ -12,6 +12,7 @@ from megatron_ext.data.manifest import Judged, judge, made_with
 from megatron_ext.data.record import data_record, differences
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, split_files
+from megatron_ext.data.stored import exists
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.terminal import say, warn
 from megatron_ext.tokenizer.build import tokenizer_from_flags
@@ -76,6 +77,7 @@ def datasets_of_run(
     """
     _check_tokenizer_made_the_data(config, tokenizer)
     check_before_the_first_step(config)
+    _warn_of_masks_that_are_not_read(config)
     wanted = samples_of_run(config)
     numbers = Splits(samples_of_order(config, resume), wanted.valid, wanted.test)
     return extensions.own_datasets(config, tokenizer, numbers) or build_datasets(config, tokenizer, numbers)
@@ -97,6 +99,18 @@ def _check_tokenizer_made_the_data(config: Config, tokenizer: Tokenizer) -> None
         )
     for one in found if os.environ.get("RANK", "0") == "0" else ():
         warn(one.text)
+
+
+def _warn_of_masks_that_are_not_read(config: Config) -> None:
+    if config.data.mock_data or config.data.assistant_only_loss or os.environ.get("RANK", "0") != "0":
+        return
+    splits = [files for split in SPLITS if (files := split_files(config, split)) is not None]
+    masked = {prefix: files.flag for files in splits for prefix in files.blend.prefixes if exists(prefix, ".mask")}
+    for prefix, flag in masked.items():
+        warn(
+            f"{flag} {prefix} has a mask of what is trained on, and all its tokens count in the loss: "
+            "--assistant-only-loss reads the mask"
+        )
 
 
 def _judged_tokenizers(config: Config, tokenizer: Tokenizer) -> list[Judged]:

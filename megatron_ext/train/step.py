@@ -13,7 +13,7 @@ from megatron_ext.config.batch import evaluation_batch, num_microbatches
 from megatron_ext.config.layers import stack
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import Batch
-from megatron_ext.errors import NumericError
+from megatron_ext.errors import DataError, NumericError
 from megatron_ext.model.loss import token_loss
 from megatron_ext.model.moe import take_auxiliary_losses
 from megatron_ext.model.names import global_named_parameters
@@ -66,6 +66,7 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
     Raises:
         NumericError: the loss or a gradient is NaN or infinite on some rank (unless the check is off); no weight
             has been changed then. An overflow that the dynamic loss scale handles is no error.
+        DataError: no token counts in the loss.
     """
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
@@ -88,6 +89,8 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
     loss, tokens, bad_ranks, overflowed_ranks = share.summed()
     loss_scale = float(run.optimizer.get_loss_scale().item())
     if not run.config.training.no_check_for_nan_in_loss_and_grad:
+        if tokens == 0:
+            raise _nothing_counts(run, global_batch)
         if not math.isfinite(loss):
             raise _numeric_error(run, "loss")
         if bad_ranks or 0 < overflowed_ranks < run.world_size:
@@ -211,6 +214,14 @@ def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     output = model(batch.tokens, batch.position_ids, labels=batch.labels, documents=batch.documents)
     # A stage before the last has no mask, and the engine never calls its loss.
     return output, partial(token_loss, cast(torch.Tensor, batch.loss_mask))
+
+
+def _nothing_counts(run: Run, global_batch: int) -> DataError:
+    return DataError(
+        f"iteration {run.state.iteration + 1} (samples from {run.state.consumed_samples}): not one token of its "
+        f"{global_batch} samples counts in the loss. Look at them (tools/inspect_dataset.py sample), and give a larger "
+        "--global-batch-size or other data"
+    )
 
 
 def _numeric_error(run: Run, what: str) -> NumericError:

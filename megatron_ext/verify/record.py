@@ -56,7 +56,7 @@ def record(
     """Train `steps` steps with `flags` on `world_size` ranks of this machine.
 
     Args:
-        flags: as for pretrain_gpt.py.
+        flags: as for pretrain_gpt.py; a run begins with the weights of --load-hf.
         world_size: number of ranks.
         steps: optimizer steps to run, whatever --train-iters says (which shapes the learning-rate curve).
         sabotage: called on every rank before the run is built; plants a fault.
@@ -125,6 +125,10 @@ def _train(
     if sabotage is not None:
         sabotage()
     run = build_run(config, installed, configured.resume, extensions)
+    if config.checkpoint.load_hf is not None:
+        from megatron_ext.checkpoint.huggingface.load import load_huggingface
+
+        load_huggingface(run, config.checkpoint.load_hf)
     shards = {"initial weights": gather.weights(run)}
 
     class CaptureGradients(Callback):

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_commands_of_the_page(tmp_path: Path):
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     shutil.copy(ROOT / "tests" / "golden" / "preprocess" / "input.jsonl", tmp_path / "corpus.jsonl")
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -1,12 +1,17 @@
 """Other programs' configuration files become flags that our parser takes, and no key of them is dropped."""
 
+import json
+import math
 import shlex
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.cli.import_config import main as import_config
 from megatron_ext.cli.import_config import report
+from megatron_ext.cli.preprocess_data import main as preprocess
 from megatron_ext.config.arguments import parse
+from megatron_ext.data.integrity import open_index
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, leaves, read, translate
 from megatron_ext.train.configure import configure
@@ -189,3 +194,80 @@ def test_files_that_cannot_be_read(name: str, text: str, problem: str, tmp_path:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigurationError, match=problem):
         read(str(tmp_path / name))
+
+
+ALPACA = {
+    "base_model": "models/tiny",
+    "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}],
+    "val_set_size": 0.1,
+    "sequence_len": 64,
+    "sample_packing": True,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_epochs": 3,
+}
+
+
+def test_the_data_of_an_axolotl_file() -> None:
+    result = translate("axolotl", ALPACA, 1)
+    assert result.preparing == (
+        "python tools/preprocess_data.py --input 'hf://datasets/tatsu-lab/alpaca/**/train*' --output-prefix data/train "
+        "--data-format alpaca --seq-length 64 --on-error skip --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
+        "models/tiny",
+    )
+    assert result.command["--data-path"] == "data/train_alpaca_document"
+    assert result.command["--assistant-only-loss"] == ""
+    assert result.command["--split"] == "90,10,0"
+    assert by_name(result)["datasets.0.type"] == by_name(result)["val_set_size"] == "data"
+    assert by_name(result)["num_epochs"] == "none"
+    assert report(result).startswith("before\n    python tools/preprocess_data.py")
+
+
+def test_several_datasets_and_their_settings() -> None:
+    datasets = [
+        {"path": "./chats.jsonl", "type": "chat_template", "field_messages": "turns", "chat_template": "chatml"},
+        {"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "completion", "field": "body"},
+        {"path": "org/chats", "type": "sharegpt", "split": "test", "shards": 4},
+        {"path": "org/other", "type": "orpo.chat_template"},
+    ]
+    content = {"datasets": datasets, "chat_template": "tokenizer_default", "train_on_inputs": True}
+    result = translate("axolotl", content)
+    assert [command.split("preprocess_data.py ")[1] for command in result.preparing] == [
+        "--input ./chats.jsonl --output-prefix data/train-0 --data-format messages --json-keys turns "
+        "--chat-template chatml --train-on-inputs",
+        "--input a.jsonl b.jsonl --output-prefix data/train-1 --data-format completion --json-keys body --append-eod "
+        "--train-on-inputs",
+        "--input 'hf://datasets/org/chats/**/test*' --output-prefix data/train-2 --data-format sharegpt "
+        "--chat-template tokenizer --train-on-inputs",
+    ]
+    assert result.command["--data-path"] == (
+        "data/train-0_messages_document data/train-1_completion_document data/train-2_sharegpt_document"
+    )
+    assert "--assistant-only-loss" not in result.command
+    became = by_name(result)
+    assert became["datasets.3.type"] == "none"
+    assert became["datasets.2.shards"] == "none"
+    assert became["train_on_inputs"] == "data"
+
+
+def test_epochs_become_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The printed command runs on a file of this machine, and its data says how many steps three epochs are."""
+    lines = [json.dumps({"instruction": f"say {n}", "input": "", "output": "x" * (n % 7 + 1)}) for n in range(50)]
+    (tmp_path / "alpaca.jsonl").write_text("\n".join(lines))
+    content = {**ALPACA, "sequence_len": 512, "datasets": [{"path": str(tmp_path / "alpaca.jsonl"), "type": "alpaca"}]}
+    del content["base_model"]
+    (command,) = translate("axolotl", content, 2).preparing
+    words = shlex.split(command)[2:]
+    words[words.index("--output-prefix") + 1] = str(tmp_path / "train")
+    assert preprocess([*words, "--tokenizer-type", "ByteTokenizer"]) == 0
+    prefix = f"{tmp_path}/train_alpaca_document"
+    sequences = len(open_index(prefix).lengths)
+    assert sequences > 16
+    (tmp_path / "config.yaml").write_text(json.dumps(content))
+    capsys.readouterr()
+    flags = ["--from", "axolotl", "--world-size", "2", "--data-path", prefix, str(tmp_path / "config.yaml")]
+    assert import_config(flags) == 0
+    steps = math.ceil(3 * round(sequences * 0.9) / 16)
+    assert f"num_epochs: 3 -> --train-iters {steps}; 3 x {round(sequences * 0.9)} samples" in capsys.readouterr().out
+    assert translate("axolotl", {**content, "max_steps": 7}, 2, lambda *_: 100).command["--train-iters"] == "7"
+    assert by_name(translate("axolotl", content, None, lambda *_: 100))["num_epochs"] == "none"

@@ -26,6 +26,7 @@ OUR_OWN = {
     "--log-sample-ids",
     "--accept-changed-data",
     "--accept-other-tokenizer",
+    "--assistant-only-loss",
     "--device",
     "--eval-at-start",
     "--metrics-file",

@@ -70,11 +70,18 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "fine-tuning on conversations and distillation are not in this version; leave it out",
+        "conversations are tokenized once, before training: tools/preprocess_data.py --data-format messages, then "
+        "--assistant-only-loss",
         """
-        --sft, --sft-tokenizer-prompt-format N =nemotron-h-aligned, --logits-save-top-k N, --logits-save-top-p N,
-        --logits-save-top-p-min-k N =1, --logits-save-dir N, --logits-save-dtype N =fp16, --logits-load-dir N,
-        --logits-load-decode-threads N =4, --logits-load-prefetch-factor N =3, --logits-load-msc-prefetch-depth N =2,
+        --sft, --sft-tokenizer-prompt-format N =nemotron-h-aligned
+        """,
+    ),
+    (
+        "distillation is not in this version; leave it out",
+        """
+        --logits-save-top-k N, --logits-save-top-p N, --logits-save-top-p-min-k N =1, --logits-save-dir N,
+        --logits-save-dtype N =fp16, --logits-load-dir N, --logits-load-decode-threads N =4,
+        --logits-load-prefetch-factor N =3, --logits-load-msc-prefetch-depth N =2,
         --logits-load-kd-loss-alpha N =1.0, --logits-load-ignore-errors
         """,
     ),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.schema.option import free, option
+from megatron_ext.config.schema.option import Need, free, option
 
 TOKENIZER_TYPES = (
     "ByteTokenizer",
@@ -84,6 +84,11 @@ class DataConfig:
     )
     reset_attention_mask: bool = free(False, "Let no token see another document of its sample.")
     eod_mask_loss: bool = free(False, "Do not train on predicting what follows an end of document.")
+    assistant_only_loss: bool = free(
+        False,
+        "Train only on the tokens that the .mask file next to the data names: the assistant's.",
+        needs={True: (Need("mock_data", False, "data with a mask"),)},
+    )
     no_mmap_bin_files: bool = free(
         False, "Read tokens from their place in the .bin files; default map the files into memory."
     )

@@ -1,8 +1,9 @@
 """Documents out of files, in the order of the files: the input side of the tools.
 
-A .jsonl file holds one JSON object a line, a .parquet file one document a row, a .txt file one document, or several
-with a separator. The reading process only cuts the files into blocks of whole records; parsing happens where the block
-ends up (`RawDocument.texts`). A block knows the place where the next one begins, so that reading can go on from there.
+A .jsonl file holds one JSON object a line, a .parquet or .arrow file one document a row, a .txt file one document, or
+several with a separator. The reading process only cuts the files into blocks of whole records; parsing happens where
+the block ends up (`RawDocument.texts`). A block knows the place where the next one begins, so that reading can go on
+from there.
 """
 
 import json
@@ -70,6 +71,21 @@ class RawDocument(NamedTuple):
         except UnicodeDecodeError as error:
             raise DataError(f"{self.where}: not UTF-8 at byte {error.start}: {error.reason}") from error
         return self._values(self._parse(text), keys) if self.is_json else [text for _ in keys]
+
+    def fields(self) -> dict[str, Any]:
+        """Return all fields of a JSON line or a parquet row.
+
+        Raises:
+            DataError: the record is not UTF-8, not a JSON object, or a piece of a text file.
+        """
+        if isinstance(self.payload, dict):
+            return self.payload
+        if not self.is_json:
+            raise DataError(f"{self.where}: a text file has no fields; give JSON lines or parquet (--data-format)")
+        try:
+            return self._parse(str(self.payload, "utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where}: not UTF-8 at byte {error.start}: {error.reason}") from error
 
     def _long_texts(self, payload: bytes | memoryview, keys: Sequence[str]) -> list[Text] | None:
         """Return what `texts` does; None if the usual way has to judge the record."""
@@ -156,6 +172,7 @@ def read_blocks(
     split_on: str | None = None,
     start: ReadPosition = ReadPosition(),
     hashes: InputHashes | None = None,
+    needs_all_keys: bool = True,
 ) -> Iterator[Block]:
     """Cut files into blocks.
 
@@ -165,6 +182,7 @@ def read_blocks(
         split_on: what stands between two documents of a .txt file; without it the file is one document.
         start: the `end` of an earlier block, to go on behind it.
         hashes: filled with the hashes of the files.
+        needs_all_keys: whether a parquet file must have all of the columns, or any.
 
     Raises:
         DataError: a file is damaged, or a parquet file lacks a column.
@@ -174,8 +192,8 @@ def read_blocks(
     for number, file in enumerate(files[start.file :], start=start.file):
         place = start if number == start.file else ReadPosition(number)
         with open_input(file) as (stream, hashing):
-            if file.kind == "parquet":
-                yield from _row_blocks(file, keys, place, before)
+            if file.kind in ("parquet", "arrow"):
+                yield from _row_blocks(file, keys, place, before, needs_all_keys)
             else:
                 cut = _cut_lines if file.kind == "json" else partial(_cut_text, split_on)
                 cuts = cut(stream, place, file.path)
@@ -195,13 +213,16 @@ def read_documents(files: Sequence[InputFile], keys: Sequence[str] = ("text",)) 
 _Cut = tuple[bytes | bytearray | list[bytes | None], int, int, ReadPosition]  # payload, position, size, end
 
 
-def _row_blocks(file: InputFile, keys: Sequence[str], place: ReadPosition, bytes_before: int) -> Iterator[Block]:
+def _row_blocks(
+    file: InputFile, keys: Sequence[str], place: ReadPosition, bytes_before: int, needs_all_keys: bool
+) -> Iterator[Block]:
     size, total = file.size() or 0, row_count(file)
-    for rows, first, text_bytes in read_rows(file, keys, place.offset):
+    for rows, first, text_bytes in read_rows(file, keys, place.offset, needs_all_keys):
         behind = first + len(rows)
         end = ReadPosition(place.file, behind, behind + 1)
         # A parquet file is not read from front to back: its rows tell how far it is.
-        yield Block(file.path, first + 1, rows, text_bytes, end, bytes_before + size * behind // total)
+        share = size * behind // total if total else 0
+        yield Block(file.path, first + 1, rows, text_bytes, end, bytes_before + share)
 
 
 def _cut_lines(stream: BufferedIOBase, place: ReadPosition, path: str) -> Iterator[_Cut]:

@@ -1,7 +1,7 @@
 """Encodes one block of records to the bytes of a .bin file: what each worker of tools/preprocess_data.py does."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +37,12 @@ class EncodedBlock:
     problems: list[str]  # one for each document that is left out
     columns: list[tuple[np.ndarray, np.ndarray]]
     sample: Sample | None
+    flags: np.ndarray | None = None
+    """Of instruction data, whose documents are one column: flags of its tokens, as `megatron_ext.data.mask` says."""
+
+
+type MakeBlock = Callable[[Block], EncodedBlock]
+"""Encodes a block: `BlockEncoder`, or that of conversations."""
 
 
 class BlockEncoder:

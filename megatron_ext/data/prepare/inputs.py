@@ -2,7 +2,9 @@
 
     find_files(["corpus/", "more-*.jsonl.zst"])  ->  InputFile(path, "json", ".zst"), ...
 
-`-` is the standard input, as JSON lines. Everything is read as a stream, so that memory does not grow with a file.
+`-` is the standard input, as JSON lines. A URL of fsspec (s3://bucket/corpus/*.jsonl) names files of a store; a folder
+that `datasets.Dataset.save_to_disk` wrote is its Arrow files. Everything is read as a stream, so that memory does not
+grow with a file.
 """
 
 import bz2
@@ -17,14 +19,18 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
+from megatron_ext.config.blend import is_url
+from megatron_ext.data.remote import RemoteFile, RemoteStream, file_system, tried_again
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.untrusted.text import load_json, read_file
 
-Kind = Literal["json", "text", "parquet"]
+Kind = Literal["json", "text", "parquet", "arrow"]
 STANDARD_INPUT = "-"
-_KINDS: dict[str, Kind] = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
+_KINDS: dict[str, Kind] = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow"}
 _COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 _ACCEPTED = f"{', '.join(_KINDS)}, or one of the first three with {', '.join(_COMPRESSIONS)}"
 
@@ -42,14 +48,27 @@ class InputFile:
         """Whether this is the standard input."""
         return self.path == STANDARD_INPUT
 
+    @cached_property
+    def remote(self) -> RemoteFile | None:
+        """The file of a store; None for one of this machine."""
+        return RemoteFile(self.path) if is_url(self.path) else None
+
     def size(self) -> int | None:
         """Return the size in bytes on the disk; None for the standard input."""
+        if self.remote is not None:
+            return self.remote.size
         return None if self.is_standard_input else Path(self.path).stat().st_size
 
     def state(self) -> list[str | int | None]:
         """Return what tells that the file is still the one that a run began with: path, size and time of change."""
+        if self.remote is not None:
+            return [self.path, self.remote.size, self.remote.version]
         changed = None if self.is_standard_input else Path(self.path).stat().st_mtime_ns
         return [self.path, self.size(), changed]
+
+    def __getstate__(self) -> dict[str, str]:
+        """Return the fields alone, for another process."""
+        return {"path": self.path, "kind": self.kind, "compression": self.compression}
 
 
 def find_files(inputs: Sequence[str]) -> list[InputFile]:
@@ -63,8 +82,13 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
         if name == STANDARD_INPUT:
             files.append(InputFile(name, "json", ""))
             continue
+        if is_url(name):
+            files += _find_remote(name)
+            continue
         for path in _expand(name):
-            if path.is_dir():
+            if (path / "state.json").is_file():
+                files += _of_datasets(path)
+            elif path.is_dir():
                 found = sorted(file for file in path.rglob("*") if _classify(file) and file.is_file())
                 if not found:
                     raise ConfigurationError(f"--input {path} is a folder with no {_ACCEPTED} file in it")
@@ -74,6 +98,46 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
             else:
                 raise ConfigurationError(f"--input {path}: the name of an input must end in one of {_ACCEPTED}")
     return files
+
+
+def _find_remote(url: str) -> list[InputFile]:
+    """Return the files that a URL names: a file, a folder, or a pattern."""
+    system, path = file_system(url)
+
+    def look() -> list[str]:
+        if any(sign in path for sign in "*?["):
+            return sorted(one for one in system.glob(path) if _classify(Path(one)))
+        if system.isdir(path):
+            return sorted(one for one in system.find(path) if _classify(Path(one)))
+        return [path] if system.exists(path) else []
+
+    found = tried_again(f"--input {url}", look)
+    if not found:
+        raise ConfigurationError(f"--input {url} does not exist, or holds no {_ACCEPTED} file")
+    files = []
+    for one in found:
+        file = _classify(Path(one))
+        if file is None:
+            raise ConfigurationError(f"--input {url}: the name of an input must end in one of {_ACCEPTED}")
+        files.append(InputFile(system.unstrip_protocol(one), file.kind, file.compression))
+    return files
+
+
+def _of_datasets(folder: Path) -> list[InputFile]:
+    """Return the Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote, in their order."""
+    try:
+        state = load_json(read_file(folder / "state.json", 1 << 26))
+        names = [one["filename"] for one in state["_data_files"]]
+        rows = state.get("_indices_data_files") or state.get("_indices_files")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"--input {folder}: state.json is not one of the library datasets: {error}") from error
+    if rows:
+        raise ConfigurationError(
+            f"--input {folder} holds an order of its rows next to them: save it again after dataset.flatten_indices()"
+        )
+    if any(Path(name).name != name for name in names):
+        raise ConfigurationError(f"--input {folder}: state.json names a file outside of the folder")
+    return [InputFile(str(folder / name), "arrow", "") for name in names]
 
 
 def _expand(name: str) -> list[Path]:
@@ -88,7 +152,7 @@ def _expand(name: str) -> list[Path]:
 def _classify(path: Path) -> InputFile | None:
     compression = path.suffix if path.suffix in _COMPRESSIONS else ""
     kind = _KINDS.get(Path(path.name.removesuffix(compression)).suffix)
-    if kind is None or (kind == "parquet" and compression):
+    if kind is None or (kind in ("parquet", "arrow") and compression):
         return None
     return InputFile(str(path), kind, compression)
 
@@ -128,13 +192,15 @@ def open_input(file: InputFile) -> Iterator[tuple[io.BufferedIOBase, HashingRead
         ConfigurationError: the compression needs a package that is not installed.
         DataError: inside the block, the compressed data is damaged or ends too soon.
     """
-    source = sys.stdin.buffer if file.is_standard_input else open(file.path, "rb", buffering=0)  # noqa: SIM115
+    source = open_bytes(file)
     hashing = HashingReader(source)  # type: ignore[arg-type]
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
     if file.compression == ".zst":
         damage += (zstd_module(file.path).ZstdError,)
     try:
         yield _decompressed(hashing, file), hashing
+        if file.remote is not None:
+            file.remote.check_unchanged()
     except damage as error:
         raise _damaged(file, hashing, error) from error
     except OSError as error:
@@ -144,6 +210,13 @@ def open_input(file: InputFile) -> Iterator[tuple[io.BufferedIOBase, HashingRead
     finally:
         if not file.is_standard_input:
             source.close()
+
+
+def open_bytes(file: InputFile) -> Any:
+    """Open a file as a stream of its bytes as they are stored, which the standard input alone cannot seek in."""
+    if file.is_standard_input:
+        return sys.stdin.buffer
+    return open(file.path, "rb", buffering=0) if file.remote is None else RemoteStream(file.remote)
 
 
 def _decompressed(hashing: HashingReader, file: InputFile) -> io.BufferedIOBase:

@@ -10,8 +10,9 @@ import numpy as np
 
 from megatron_ext.data.checksums import checksums
 from megatron_ext.data.indexed import HEADER, MAGIC, VERSION
-from megatron_ext.data.integrity import IndexArrays, check_indexed_files, open_index
+from megatron_ext.data.integrity import IndexArrays, check_indexed_files, open_index, token_count
 from megatron_ext.data.manifest import MadeWith, made_with, read_manifest
+from megatron_ext.data.mask import Mask, copy_flags, mask_path
 from megatron_ext.data.prepare.journal import write_manifest
 from megatron_ext.durable import sync, sync_file
 from megatron_ext.errors import ConfigurationError, DataError
@@ -55,7 +56,7 @@ def merge_indexed_files(prefixes: Sequence[str], output: str, *, accept_other_to
     Raises:
         ConfigurationError: a file is missing, or the output is one of the inputs.
         DataError: a pair is damaged, the tokens of two have different types, or (unless that is accepted) the
-            manifests of two name different tokenizers.
+            manifests of two name different tokenizers; or some have a mask and some have none.
     """
     for prefix in prefixes:
         if Path(prefix).resolve() == Path(output).resolve():
@@ -73,7 +74,9 @@ def merge_indexed_files(prefixes: Sequence[str], output: str, *, accept_other_to
         _check_one_tokenizer(prefixes, makers)
     sequences = sum(len(part.lengths) for part in parts)
     documents = sum(len(part.document_indices) - 1 for part in parts)
+    packed_to = _packing_of_masks(prefixes)
     bin_partial, idx_partial = Path(f"{output}.bin.partial"), Path(f"{output}.idx.partial")
+    mask_partial = Path(f"{output}.mask.partial")
     try:
         with open(bin_partial, "wb") as out:
             for prefix in prefixes:
@@ -86,17 +89,41 @@ def merge_indexed_files(prefixes: Sequence[str], output: str, *, accept_other_to
             for block in _index_blocks(parts):
                 out.write(block.data)
             sync_file(out)
+        if packed_to is not None:
+            with open(mask_partial, "wb") as out:
+                copy_flags(prefixes, packed_to, out)
+                sync_file(out)
         Path(f"{output}.idx").unlink(missing_ok=True)
+        mask_path(output).unlink(missing_ok=True)
         os.replace(bin_partial, f"{output}.bin")
+        if packed_to is not None:
+            os.replace(mask_partial, mask_path(output))
         os.replace(idx_partial, f"{output}.idx")
     except BaseException:
         bin_partial.unlink(missing_ok=True)
         idx_partial.unlink(missing_ok=True)
+        mask_partial.unlink(missing_ok=True)
         raise
     merged = Merged(documents, sequences, token_bytes)
     _write_manifest(prefixes, makers, output, merged)
     sync(Path(output).parent)
     return merged
+
+
+def _packing_of_masks(prefixes: Sequence[str]) -> int | None:
+    """Return the sequence length that all pairs were packed to, 0 where they differ; None where no pair has a mask."""
+    with_mask = [prefix for prefix in prefixes if mask_path(prefix).exists()]
+    if not with_mask:
+        return None
+    without = [prefix for prefix in prefixes if prefix not in with_mask]
+    if without:
+        raise DataError(
+            f"{with_mask[0]} has a mask of what is trained on, {without[0]} has none: preprocess that one with "
+            "--data-format completion, which masks nothing, or move the masks away"
+        )
+    masks = [Mask(prefix, token_count(prefix)) for prefix in prefixes]
+    lengths = {mask.packed_to for mask in masks}
+    return lengths.pop() if len(lengths) == 1 else 0
 
 
 def _check_one_tokenizer(prefixes: Sequence[str], makers: Sequence[MadeWith | None]) -> None:

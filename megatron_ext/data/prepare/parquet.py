@@ -1,9 +1,13 @@
-"""Reads the rows of parquet files, a few at a time. This needs the package pyarrow."""
+"""Reads the rows of parquet and Arrow files, a few at a time. This needs the package pyarrow.
 
+An Arrow file is a stream of record batches, as the library datasets keeps them on the disk.
+"""
+
+import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_ext.data.prepare.inputs import InputFile, import_for
+from megatron_ext.data.prepare.inputs import InputFile, import_for, open_bytes
 from megatron_ext.data.prepare.long_texts import check_utf8
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.text import LONG
@@ -15,14 +19,17 @@ _BLOCK_BYTES = 1 << 20  # of text in what is handed on, or one row
 
 
 def row_count(file: InputFile) -> int:
-    """Return the number of rows of the whole file. Raises as `read_rows` does."""
+    """Return the number of rows of the whole file, or 0 where one would have to fetch it all. Raises as `read_rows`
+    does."""
+    if file.kind == "arrow":
+        return 0 if file.remote is not None else sum(batch.num_rows for batch in _arrow_batches(file))
     return _open(file).metadata.num_rows
 
 
 def read_rows(
-    file: InputFile, columns: Sequence[str], start: int = 0
+    file: InputFile, columns: Sequence[str], start: int = 0, needs_all_columns: bool = True
 ) -> Iterator[tuple[list[dict[str, Any]], int, int]]:
-    """Read the columns from row `start` (from 0) on.
+    """Read the columns, or where not all are needed those that the file has, from row `start` (from 0) on.
 
     Yields:
         Rows (column -> value; a long text as UTF-8), the number of the first of them, and about how many bytes they
@@ -32,11 +39,11 @@ def read_rows(
         ConfigurationError: pyarrow is not installed.
         DataError: the file is damaged or lacks a column.
     """
+    if file.kind == "arrow":
+        yield from _read_arrow(file, columns, start, needs_all_columns)
+        return
     table = _open(file)
-    names = table.schema_arrow.names
-    missing = [column for column in columns if column not in names]
-    if missing:
-        raise DataError(f'{file.path}: no column "{missing[0]}"; the columns are {names} (--json-keys)')
+    columns = _present(file, table.schema_arrow.names, columns, needs_all_columns)
     row = 0
     for group in range(table.num_row_groups):
         group_end = row + table.metadata.row_group(group).num_rows
@@ -52,6 +59,40 @@ def read_rows(
                     yield from _blocks(batch.slice(skipped), row - batch.num_rows + skipped)
         except (ValueError, OSError) as error:
             raise DataError(f"{file.path}: damaged after row {row}: {error}. Copy the file again") from error
+
+
+def _present(file: InputFile, names: Sequence[str], columns: Sequence[str], needs_all_columns: bool) -> list[str]:
+    missing = [column for column in columns if column not in names]
+    present = [column for column in columns if column in names]
+    if missing and (needs_all_columns or not present):
+        raise DataError(f'{file.path}: no column "{missing[0]}"; the columns are {names} (--json-keys)')
+    return present
+
+
+def _read_arrow(
+    file: InputFile, columns: Sequence[str], start: int, needs_all_columns: bool
+) -> Iterator[tuple[list[dict[str, Any]], int, int]]:
+    row = 0
+    for batch in _arrow_batches(file):
+        first, row = row, row + batch.num_rows
+        chosen = batch.select(_present(file, batch.schema.names, columns, needs_all_columns))
+        for begin in range(max(0, start - first), batch.num_rows, _ROWS):
+            yield from _blocks(chosen.slice(begin, _ROWS), first + begin)
+
+
+def _arrow_batches(file: InputFile) -> Iterator[Any]:
+    """Yield the record batches; a local file is mapped, so that only what is looked at is read."""
+    pyarrow = import_for("pyarrow", "pyarrow", file.path)
+    ipc = import_for("pyarrow.ipc", "pyarrow", file.path)
+    row = 0
+    try:
+        source = _source(file) or pyarrow.memory_map(file.path)
+        with ipc.open_stream(source) as reader:
+            for batch in reader:
+                yield batch
+                row += batch.num_rows
+    except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise DataError(f"{file.path}: not a stream of Arrow, or damaged after row {row}: {error}") from error
 
 
 def _rows_at_once(group: Any, columns: Sequence[str]) -> int:
@@ -99,10 +140,15 @@ def _value(column: Any) -> Any:
     return value.as_py()
 
 
+def _source(file: InputFile) -> io.BufferedReader | None:
+    """Return a stream over a file of a store, each of whose reads is as long as is asked; None for a local file."""
+    return None if file.remote is None else io.BufferedReader(open_bytes(file), 1 << 16)
+
+
 def _open(file: InputFile) -> Any:
     parquet = import_for("pyarrow.parquet", "pyarrow", file.path)
     try:
         # A buffer: otherwise a column's pages of a whole row group are read into memory at once.
-        return parquet.ParquetFile(file.path, buffer_size=1 << 20)
+        return parquet.ParquetFile(_source(file) or file.path, buffer_size=1 << 20)
     except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise DataError(f"{file.path}: not a readable parquet file: {error}") from error

@@ -16,13 +16,16 @@ from pathlib import Path
 
 from megatron_ext.data.checksums import checksums
 from megatron_ext.data.indexed import IndexedWriter, Written, token_dtype
+from megatron_ext.data.prepare.conversations import ConversationFormat
 from megatron_ext.data.prepare.documents import Block, read_blocks
-from megatron_ext.data.prepare.encode import BlockEncoder, EncodedBlock, OnError, Sample
+from megatron_ext.data.prepare.encode import BlockEncoder, EncodedBlock, MakeBlock, OnError, Sample
+from megatron_ext.data.prepare.encode_conversations import ConversationEncoder
 from megatron_ext.data.prepare.inputs import InputFile, find_files
 from megatron_ext.data.prepare.journal import Journal, Progress, write_manifest
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.batch import fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import tokenizer_from_flags
+from megatron_ext.tokenizer.chat import chat_template, missing_tokens
 from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer
 from megatron_ext.tokenizer.record import tokenizer_record
 from megatron_ext.tokenizer.text import beginning
@@ -45,13 +48,32 @@ class EncodeJob:
     tokenizer_special_tokens: tuple[str, ...] | None = None
     tiktoken_pattern: str | None = None
     tiktoken_num_special_tokens: int = 1000
-    json_keys: tuple[str, ...] = ("text",)
+    json_keys: tuple[str, ...] | None = None
+    data_format: str = "text"
+    chat_template: str | None = None
+    seq_length: int | None = None
+    train_on_inputs: bool = False
     append_eod: bool = False
     split_on: str | None = None
     workers: int = 1
     on_error: OnError = "fail"
     fast_tokenizer: bool = True
     commit_interval: float = 2.0  # seconds
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the documents are plain text, and not instruction data."""
+        return self.data_format == "text"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the pairs that are written: the JSON keys of text, else the format."""
+        return (self.json_keys or ("text",)) if self.is_text else (self.data_format,)
+
+    @property
+    def packed_to(self) -> int | None:
+        """The argument of IndexedWriter: None for text, which has no mask."""
+        return None if self.is_text else self.seq_length or 0
 
     def output(self, key: str) -> str:
         """Return the prefix of the pair of one key."""
@@ -76,6 +98,7 @@ def encode_files(
     """
     if job.workers < 1:
         raise ConfigurationError(f"--workers {job.workers} must be 1 or more")
+    _check_format(job)
     folder = Path(job.output_prefix).parent
     if not folder.is_dir():
         raise ConfigurationError(f"--output-prefix {job.output_prefix}: the folder {folder} does not exist; make it")
@@ -110,8 +133,8 @@ class _Run:
         self._can_continue = not any(file.is_standard_input for file in files)
         self._journal = self._find_journal()
         dtype = token_dtype(tokenizer.vocab_size)
-        starts = zip(job.json_keys, self._journal.written, strict=True)
-        self._writers = [IndexedWriter(job.output(key), dtype, written) for key, written in starts]
+        starts = zip(job.keys, self._journal.written, strict=True)
+        self._writers = [IndexedWriter(job.output(key), dtype, written, job.packed_to) for key, written in starts]
 
     def encode(self, report: Callable[[Progress], None]) -> Progress:
         report(self._journal.progress)
@@ -145,17 +168,20 @@ class _Run:
         identity = {
             "inputs": [file.state() for file in self._files],
             "tokenizer": self._tokenizer.identity(),
-            "json_keys": list(job.json_keys),
+            "json_keys": list(job.json_keys or job.keys),
             "append_eod": job.append_eod,
             "split_on": job.split_on,
+            **_format_identity(job, self._tokenizer),
         }
         sizes = [file.size() for file in self._files]
         total = None if None in sizes else sum(size for size in sizes if size)
-        fresh = Journal(job=identity, progress=Progress(bytes_total=total), written=[Written() for _ in job.json_keys])
+        fresh = Journal(job=identity, progress=Progress(bytes_total=total), written=[Written() for _ in job.keys])
         found = Journal.load(self._journal_path) if self._can_continue else None
         if found is not None:
-            outputs = zip(job.json_keys, found.written, strict=False)
-            if found.job == identity and all(IndexedWriter.holds(job.output(key), done) for key, done in outputs):
+            outputs = zip(job.keys, found.written, strict=False)
+            itemsize = None if job.is_text else token_dtype(self._tokenizer.vocab_size)().itemsize
+            is_there = all(IndexedWriter.holds(job.output(key), done, itemsize) for key, done in outputs)
+            if found.job == identity and is_there:
                 self._note(f"going on behind {found.progress.documents} documents that an earlier run encoded")
                 return found
             self._note(f"{self._journal_path} is of other inputs or flags: starting from the beginning")
@@ -164,13 +190,12 @@ class _Run:
 
     def _encode_all(self, report: Callable[[Progress], None]) -> None:
         job, journal = self._job, self._journal
-        blocks = read_blocks(self._files, job.json_keys, job.split_on, journal.place, journal.hashes)
+        columns = job.keys if job.is_text else conversation_format(job, self._tokenizer).columns
+        blocks = read_blocks(self._files, columns, job.split_on, journal.place, journal.hashes, job.is_text)
         first = next(blocks, None)
         if first is None:
             return
-        encoder = BlockEncoder(
-            self._tokenizer, self._choose_encoder(first), job.json_keys, job.append_eod, job.on_error
-        )
+        encoder = self._block_encoder(first)
         blocks = _behind([first], blocks)
         del first  # it can be a document of 100 MB
         if job.workers == 1:
@@ -190,10 +215,21 @@ class _Run:
                 journal.save(self._journal_path)
                 committed = time.monotonic()
 
+    def _block_encoder(self, first: Block) -> MakeBlock:
+        job = self._job
+        if job.is_text:
+            return BlockEncoder(self._tokenizer, self._choose_encoder(first), job.keys, job.append_eod, job.on_error)
+        for token in missing_tokens(job.chat_template or "", self._tokenizer):
+            self._note(
+                f"warning: {token} of --chat-template {job.chat_template} is no token of this tokenizer: its "
+                "characters are encoded"
+            )
+        return _conversation_encoder(job, self._tokenizer)
+
     def _add(self, encoded: EncodedBlock) -> None:
         journal = self._journal
         for writer, (tokens, lengths) in zip(self._writers, encoded.columns, strict=True):
-            writer.add_tokens(tokens.data, lengths)
+            writer.add_tokens(tokens.data, lengths, encoded.flags)
         if self._job.on_error == "log":
             for problem in encoded.problems:
                 self._note(f"left out: {problem}")
@@ -221,7 +257,7 @@ class _Run:
         except ValueError as error:
             self._note(f"no fast tokenizer: {error}")
             return self._reference
-        texts = probe_texts(self._tokenizer) + _first_sample(first, self._job.json_keys)
+        texts = probe_texts(self._tokenizer) + _first_sample(first, self._job.keys)
         different = first_difference(fast, self._reference, texts)
         if different is not None:
             kind = self._job.tokenizer_type
@@ -253,22 +289,71 @@ class _Run:
                 "tokenizer": tokenizer_record(self._tokenizer),
                 "append_eod": self._job.append_eod,
                 "split_on": self._job.split_on,
+                **_format_identity(self._job, self._tokenizer),
                 "documents": progress.documents,
                 "skipped": progress.skipped,
                 "tokens": progress.tokens,
                 "outputs": {
                     self._job.output(key): asdict(writer.written)
-                    for key, writer in zip(self._job.json_keys, self._writers, strict=True)
+                    for key, writer in zip(self._job.keys, self._writers, strict=True)
                 },
                 "checksums": checksums([self._job.output(key) for key in self._job.json_keys]),
             },
         )
 
 
-def _start_worker(job: EncodeJob, is_fast: bool) -> BlockEncoder:
+def _check_format(job: EncodeJob) -> None:
+    """Refuse flags that the format of the documents does not read."""
+    given = {"--chat-template": job.chat_template, "--seq-length": job.seq_length}
+    if job.is_text or job.data_format == "completion":
+        unread = ["--chat-template"] if job.data_format == "completion" else [*given, "--train-on-inputs"]
+        given["--train-on-inputs"] = job.train_on_inputs or None
+        for flag in unread:
+            if given[flag] is not None:
+                raise ConfigurationError(
+                    f"{flag} is not read by --data-format {job.data_format}; leave it out, or give --data-format "
+                    "alpaca, sharegpt or messages"
+                )
+    if job.seq_length is not None and job.seq_length < 2:
+        raise ConfigurationError(f"--seq-length {job.seq_length} must be 2 or more")
+    if not job.is_text and len(job.json_keys or ()) > 1:
+        raise ConfigurationError(f"--data-format {job.data_format} reads one column; give one name to --json-keys")
+    if job.data_format == "alpaca" and job.json_keys:
+        raise ConfigurationError("--data-format alpaca reads instruction, input and output; leave out --json-keys")
+
+
+def _format_identity(job: EncodeJob, tokenizer: Tokenizer) -> dict[str, object]:
+    """Return what a mask depends on besides the tokens; nothing for text."""
+    if job.is_text:
+        return {}
+    form = conversation_format(job, tokenizer)
+    template = None if form.template is None else form.template.digest
+    return {
+        "data_format": job.data_format,
+        "chat_template_sha256": template,
+        "seq_length": job.seq_length,
+        "train_on_inputs": job.train_on_inputs,
+    }
+
+
+def conversation_format(job: EncodeJob, tokenizer: Tokenizer) -> ConversationFormat:
+    """Return how a record of instruction data becomes text. Raises ConfigurationError where a template is missing."""
+    choice = job.chat_template or ("alpaca" if job.data_format == "alpaca" else "tokenizer")
+    template = None if job.data_format == "completion" else chat_template(choice, tokenizer)
+    return ConversationFormat(job.data_format, (job.json_keys or (None,))[0], template)
+
+
+def _conversation_encoder(job: EncodeJob, tokenizer: Tokenizer) -> ConversationEncoder:
+    form = conversation_format(job, tokenizer)
+    return ConversationEncoder(tokenizer, form, job.append_eod, job.on_error, job.seq_length or 0, job.train_on_inputs)
+
+
+def _start_worker(job: EncodeJob, is_fast: bool) -> MakeBlock:
     tokenizer = tokenizer_from_flags(job)
+    if not job.is_text:
+        return _conversation_encoder(job, tokenizer)
     encoder = fast_encoder(tokenizer) if is_fast else plain_encoder(tokenizer)
-    return BlockEncoder(tokenizer, encoder, job.json_keys, job.append_eod, job.on_error)
+    return BlockEncoder(tokenizer, encoder, job.keys, job.append_eod, job.on_error)
 
 
 def _first_sample(block: Block, keys: Sequence[str]) -> list[str]:

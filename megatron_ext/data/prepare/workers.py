@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 
 from megatron_ext.data.prepare.documents import Block
-from megatron_ext.data.prepare.encode import BlockEncoder, EncodedBlock
+from megatron_ext.data.prepare.encode import EncodedBlock, MakeBlock
 
 _IN_FLIGHT_BYTES = 1 << 25
 _LONG_BLOCK = 1 << 23
@@ -20,8 +20,8 @@ _LONG_BLOCK = 1 << 23
 
 def encode_in_processes(
     workers: int,
-    encoder: BlockEncoder,
-    start: Callable[[], BlockEncoder],
+    encoder: MakeBlock,
+    start: Callable[[], MakeBlock],
     locked: Sequence[int],
     blocks: Iterable[Block],
 ) -> Iterator[EncodedBlock]:
@@ -59,17 +59,17 @@ def encode_in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-_encoder: BlockEncoder | None = None
+_encoder: MakeBlock | None = None
 
 
-def _adopt(encoder: BlockEncoder, locked: Sequence[int]) -> None:
+def _adopt(encoder: MakeBlock, locked: Sequence[int]) -> None:
     """Begin a forked worker."""
     for descriptor in locked:
         os.close(descriptor)
     _begin(lambda: encoder)
 
 
-def _begin(start: Callable[[], BlockEncoder]) -> None:
+def _begin(start: Callable[[], MakeBlock]) -> None:
     global _encoder
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = start()

@@ -1,0 +1,272 @@
+"""Preprocessing from a store gives the bytes of the same files on the disk: through failures, and continued."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from megatron_ext.data import remote
+from megatron_ext.data.prepare.inputs import find_files
+from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
+from megatron_ext.data.remote import RemoteFile, RemoteStream
+from megatron_ext.errors import ConfigurationError, DataError, StorageError
+
+LINES = [{"text": f"line {n} " + "é" * (n % 70), "other": str(n)} for n in range(2000)]
+TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+
+
+def lines_of(records: list[dict[str, str]]) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryFileSystem]:
+    """An empty memory://."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    yield system
+    system.store.clear()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_BLOCK", 5000)
+
+
+def encoded(folder: Path, *inputs: str, name: str = "out", **settings: Any) -> dict[str, bytes]:
+    """The bytes of the pair that these inputs give."""
+    encode_files(EncodeJob(inputs, str(folder / name), "ByteTokenizer", append_eod=True, **settings))
+    key = settings.get("json_keys", ("text",))[0]
+    return {suffix: (folder / f"{name}_{key}_document{suffix}").read_bytes() for suffix in (".bin", ".idx")}
+
+
+def write_all(folder: Path) -> None:
+    """The same 2,000 records in files of every kind but text, and parts of them."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir(exist_ok=True)
+    (folder / "a.jsonl").write_bytes(lines_of(LINES[:700]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines_of(LINES[700:1500])))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(LINES[1500:]), folder / "c.parquet", row_group_size=100)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.usefixtures("small_blocks")
+def test_a_store_gives_the_bytes_of_the_disk(workers: int, store: MemoryFileSystem, tmp_path: Path) -> None:
+    write_all(tmp_path / "in")
+    expected = encoded(tmp_path, str(tmp_path / "in"))
+    for file in sorted((tmp_path / "in").iterdir()):
+        store.pipe(f"/bucket/in/{file.name}", file.read_bytes())
+    for inputs in (["memory://bucket/in"], ["memory://bucket/in/*.jsonl*", "memory://bucket/in/c.parquet"]):
+        assert encoded(tmp_path, *inputs, name="far", workers=workers) == expected
+    manifest, far = (json.loads((tmp_path / f"{name}_manifest.json").read_text()) for name in ("out", "far"))
+    assert [one["sha256"] for one in manifest["inputs"]] == [one["sha256"] for one in far["inputs"]]
+    assert far["inputs"][0]["path"] == "memory:///bucket/in/a.jsonl"
+    other = encoded(tmp_path, "memory://bucket/in", name="other", json_keys=("other",))
+    assert other == encoded(tmp_path, str(tmp_path / "in"), name="near", json_keys=("other",))
+
+
+def unreliable(monkeypatch: pytest.MonkeyPatch, every: int) -> list[str]:
+    """Let every n-th read of memory:// fail or end early, and return what happened, which grows."""
+    happened: list[str] = []
+    cat = MemoryFileSystem.cat_file
+
+    def cat_file(self: MemoryFileSystem, path: str, start: int | None = None, end: int | None = None, **more: Any):
+        happened.append("read")
+        reads = happened.count("read")
+        if reads % every == 0:
+            happened.append("failed")
+            raise ConnectionResetError("the link is down")
+        found = cat(self, path, start=start, end=end, **more)
+        if reads % every == 1:
+            happened.append("short")
+            return found[:-1]
+        return found
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    return happened
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_link_that_fails_is_tried_again(
+    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(remote, "sleep", pauses.append)
+    (tmp_path / "in.jsonl").write_bytes(lines_of(LINES))
+    store.pipe("/in.jsonl", lines_of(LINES))
+    happened = unreliable(monkeypatch, 4)
+    assert encoded(tmp_path, "memory://in.jsonl", name="far") == encoded(tmp_path, str(tmp_path / "in.jsonl"))
+    assert happened.count("failed") > 2
+    assert happened.count("short") > 2
+    assert len(pauses) == happened.count("failed") + happened.count("short")
+
+
+def test_a_store_that_stays_away_ends_the_run(
+    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(remote, "sleep", pauses.append)
+    store.pipe("/in.jsonl", lines_of(LINES))
+    unreliable(monkeypatch, 1)
+    with pytest.raises(StorageError, match=r"in\.jsonl, bytes 0 to \d+ failed 7 times"):
+        encoded(tmp_path, "memory://in.jsonl")
+    assert pauses[:6] == [0.5, 1, 2, 4, 8, 16]
+    assert not list(tmp_path.glob("out_*"))
+
+
+def stopping(count: int) -> Callable[[object], None]:
+    calls = []
+
+    def report(progress: object) -> None:
+        calls.append(progress)
+        if len(calls) > count:
+            raise KeyboardInterrupt
+
+    return report
+
+
+def test_stopped_and_continued_from_a_store(store: MemoryFileSystem, tmp_path: Path, monkeypatch: Any) -> None:
+    from megatron_ext.data.prepare import documents
+
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 5000)
+    write_all(tmp_path / "in")
+    expected = encoded(tmp_path, str(tmp_path / "in"))
+    for file in sorted((tmp_path / "in").iterdir()):
+        store.pipe(f"/in/{file.name}", file.read_bytes())
+    job = EncodeJob(("memory://in",), str(tmp_path / "far"), "ByteTokenizer", append_eod=True, commit_interval=0)
+    notes: list[str] = []
+    for count in (5, 20, 40):
+        with pytest.raises(KeyboardInterrupt):
+            encode_files(job, stopping(count), notes.append)
+    encode_files(job, note=notes.append)
+    assert sum("going on behind" in note for note in notes) == 3
+    assert {suffix: (tmp_path / f"far_text_document{suffix}").read_bytes() for suffix in expected} == expected
+    with pytest.raises(KeyboardInterrupt):
+        encode_files(job, stopping(20))
+    store.pipe("/in/a.jsonl", (tmp_path / "in" / "a.jsonl").read_bytes())  # the same bytes at another time
+    encode_files(job, note=notes.append)
+    assert "is of other inputs or flags" in notes[-1] or "is of other inputs or flags" in " ".join(notes)
+
+
+def test_a_file_that_is_replaced_meanwhile(store: MemoryFileSystem) -> None:
+    store.pipe("/a.txt", b"one")
+    file = RemoteFile("memory://a.txt")
+    assert file.read(0, 100) == b"one"
+    file.check_unchanged()
+    store.pipe("/a.txt", b"two")
+    with pytest.raises(DataError, match="was replaced while it was read"):
+        file.check_unchanged()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_stream_reads_as_a_file_does(store: MemoryFileSystem) -> None:
+    content = lines_of(LINES)
+    store.pipe("/a", content)
+    stream = RemoteStream(RemoteFile("memory://a"))
+    for place, length in ((0, 10), (4990, 20), (12345, 30000), (len(content) - 5, 50), (7, 3), (len(content) + 9, 1)):
+        stream.seek(place)
+        found = b""
+        while len(found) < length and (part := stream.read(length - len(found))):
+            found += part
+        assert found == content[place : place + length]
+        assert stream.tell() == max(place, min(place + length, len(content)))
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "message"),
+    [
+        ("memory://nothing.jsonl", ConfigurationError, "does not exist"),
+        ("memory://bucket/a.csv", ConfigurationError, "must end in one of"),
+        ("nosuch://bucket/a.jsonl", ConfigurationError, "cannot be read"),
+    ],
+)
+def test_urls_that_cannot_be_read(url: str, error: type[Exception], message: str, store: MemoryFileSystem) -> None:
+    store.pipe("/bucket/a.csv", b"")
+    with pytest.raises(error, match=message):
+        find_files([url])
+
+
+def test_a_folder_of_the_library_datasets(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    names = [f"data-{number:05}-of-00012.arrow" for number in (0, 1)]
+    for name, rows in zip(names, (LINES[:900], LINES[900:]), strict=True):
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.OSFile(str(folder / name), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=130)
+    (folder / "cache-0.arrow").write_bytes(b"of another run")
+    (folder / "dataset_info.json").write_text("{}")
+    state: dict[str, Any] = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (tmp_path / "in.jsonl").write_bytes(lines_of(LINES))
+    assert encoded(tmp_path, str(folder)) == encoded(tmp_path, str(tmp_path / "in.jsonl"), name="lines")
+    for broken, message in (
+        ({**state, "_indices_data_files": [{"filename": "x"}]}, "flatten_indices"),
+        ({"_data_files": [{"filename": "../in.arrow"}]}, "outside of the folder"),
+        ({}, "is not one of the library datasets"),
+    ):
+        (folder / "state.json").write_text(json.dumps(broken))
+        with pytest.raises(ConfigurationError, match=message):
+            find_files([str(folder)])
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / names[1]).write_bytes((folder / names[1]).read_bytes()[:5000])
+    with pytest.raises(DataError, match="not a stream of Arrow, or damaged after row"):
+        encoded(tmp_path, str(folder))
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server on this machine that answers as S3 does."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    server = pytest.importorskip("moto.server", reason="moto[server] is not installed").ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "key"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+        ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
+    ):
+        monkeypatch.setenv(name, value)
+    system = fsspec.filesystem("s3")
+    system.mkdir("bucket")
+    yield system
+    fsspec.filesystem("s3").clear_instance_cache()
+    server.stop()
+
+
+def test_s3_killed_and_continued(s3: Any, tmp_path: Path) -> None:
+    write_all(tmp_path / "in")
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines_of(LINES) * 30)
+    expected = encoded(tmp_path, str(tmp_path / "in"))
+    for file in sorted((tmp_path / "in").iterdir()):
+        s3.put(str(file), f"bucket/in/{file.name}")
+    assert encoded(tmp_path, "s3://bucket/in", name="far", workers=2) == expected
+    command = [sys.executable, str(TOOL), "--input", "s3://bucket/in", "--tokenizer-type", "ByteTokenizer"]
+    command += ["--append-eod", "--commit-interval", "0", "--log-interval", "1", "--output-prefix", "killed"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith("processed "):
+        pass
+    process.stderr.readline()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+    assert not list(tmp_path.glob("killed*.idx"))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "going on behind" in done.stderr
+    assert {suffix: (tmp_path / f"killed_text_document{suffix}").read_bytes() for suffix in expected} == expected
+    shutil.rmtree(tmp_path / "in")
