@@ -29,7 +29,7 @@ from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.kernels import Kernels
 from megatron_ext.plan.links import seconds
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.simulate import by_formula, simulate
+from megatron_ext.plan.simulate import by_formula, with_and_without
 from megatron_ext.plan.traffic import Term
 from megatron_ext.plan.workload import Workload
 
@@ -128,9 +128,10 @@ def time_of(work: Workload, machine: Machine, *, quick: bool = False) -> StepTim
     passes = [of_distinct[stage] for stage in alike]
     forward, backward = [each[0] for each in passes], [each[1] for each in passes]
     group, send = layout.microbatch_group_size, estimate.send()
-    simulated = by_formula if quick else simulate
-    times = simulated(forward, backward, microbatches, group, send)
-    at_once = simulated(forward, backward, microbatches, group, 0.0) if send else times
+    if quick:
+        times, at_once = (by_formula(forward, backward, microbatches, group, delay) for delay in (send, 0.0))
+    else:
+        times, at_once = with_and_without(forward, backward, microbatches, group, send)
     busiest = max(distinct, key=lambda stage: sum(map(sum, passes[stage])))
     stage = stages[busiest]
     dp, hidden_dp = estimate.data_parallel(stage, sum(forward[busiest]), sum(backward[busiest]))
