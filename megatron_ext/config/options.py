@@ -38,6 +38,9 @@ class Option:
     share: bool
     saves_memory: bool
     choices: tuple[Any, ...] | None
+    refused: tuple[tuple[Any, str], ...]
+    """Pairs of a value of Megatron's that is none of the choices, and why."""
+
     needs: tuple[tuple[Any, Need], ...]
     """Pairs of a value, and what it needs."""
 
@@ -145,7 +148,9 @@ def _read_text(option: Option, text: str) -> Any:
         if option.type is float and not math.isfinite(value):
             raise ValueError(f"{text!r} is not a finite number")
     if option.choices and value not in option.choices:
-        raise ValueError(f"{text!r} is not one of {', '.join(map(str, option.choices))}")
+        reason = dict(option.refused).get(value)
+        why = "is not" if reason is None else f"is not supported: {reason}; use"
+        raise ValueError(f"{text!r} {why} one of {', '.join(map(str, option.choices))}")
     return value
 
 
