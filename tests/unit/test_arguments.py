@@ -66,8 +66,8 @@ def test_the_last_of_a_repeated_flag_counts():
         (
             "--moe-router-load-balancing-type global_aux_loss",
             "--moe-router-load-balancing-type: 'global_aux_loss' is not supported: it weighs each microbatch by the "
-            "experts' load in the microbatches before it on all data-parallel ranks, so that another layout, or another "
-            "micro batch, trains another model; use one of aux_loss, seq_aux_loss, sinkhorn, none",
+            "experts' load in the microbatches before it on all data-parallel ranks, so that another layout, or "
+            "another micro batch, trains another model; use one of aux_loss, seq_aux_loss, sinkhorn, none",
         ),
         (
             "--exp-avg-dtype fp16",

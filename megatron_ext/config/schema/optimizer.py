@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from megatron_ext.config.optimizers import OPTIMIZERS
 from megatron_ext.config.schema.option import free, option
 
-
-_SCALED = {
-    short: "its range does not hold a moment without a scale of its own, which Transformer Engine's Adam alone keeps"
-    for short in ("fp16", "fp8")
-}
+_SCALED = dict.fromkeys(
+    ("fp16", "fp8"),
+    "its range does not hold a moment without a scale of its own, which Transformer Engine's Adam alone keeps",
+)
+"""Values that are refused, and why."""
 
 
 @dataclass(frozen=True)
