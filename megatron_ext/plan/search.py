@@ -1,7 +1,7 @@
 """Searches every combination that the program's own rules allow: what it needs, and which fit and are fastest."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,6 +92,9 @@ class Answer:
     contenders: list[Candidate] = field(default_factory=list)
     """The layouts that were simulated: the best and those next to them."""
 
+    tight: list[Candidate] = field(default_factory=list)
+    """The layouts that do not fit, or only with something computed anew."""
+
 
 def search(question: Question, number: int) -> Answer:
     """Return the `number` best layouts, each another way to share the model."""
@@ -108,26 +111,44 @@ def search(question: Question, number: int) -> Answer:
 
 def _search(question: Question, number: int) -> Answer:
     fitting: list[Candidate] = []
+    tight: list[Candidate] = []
     nearest: Candidate | None = None
     legal = 0
     for candidate in _candidates(question):
         legal += 1
         if nearest is None or candidate.memory.total < nearest.memory.total:
             nearest = candidate
-        if candidate.memory.total <= question.usable_bytes:
+        fits = candidate.memory.total <= question.usable_bytes
+        if fits:
             fitting.append(candidate)
+        if not fits or candidate.recomputation not in ("none", "as given"):
+            tight.append(candidate)
     shortlist = _fastest_ways(fitting, question, 3 * number)
     best = sorted((_timed(candidate, question) for candidate in shortlist), key=_rank)
     refusals = [] if legal else _refusals(question)
-    return Answer(best[:number], len(fitting), legal, nearest, refusals, best)
+    return Answer(best[:number], len(fitting), legal, nearest, refusals, best, tight)
 
 
-def faster_than(question: Question, limit: float, number: int) -> list[Candidate]:
-    """Return up to `number` layouts whose step takes less than `limit` seconds, as `search` does."""
-    usable = question.usable_bytes
-    fitting = [each for each in _candidates(question, limit) if each.memory.total <= usable]
+def tried_again(
+    question: Question, candidates: Iterable[Candidate], training: Mapping[str, Any], limit: float, number: int
+) -> list[Candidate]:
+    """Return up to `number` of some layouts that fit and take less than `limit` seconds with other values of training,
+    fastest first, each with the least recomputation that fits then."""
+    fitting = []
+    ways = recomputations(question.values)
+    chosen = {name for way in ways.values() for name in way}
+    for each in candidates:
+        values = {**dict.fromkeys(chosen), **training}
+        config = replace(each.config, training=replace(each.config.training, **values))
+        work = _work(question, config, each.work.shapes)
+        if at_least(work, question.machine) >= limit:
+            continue
+        choice = {name: value for name, value in each.choice.items() if name not in chosen}
+        found, _ = _with_least_recomputation(question, choice, work, each.sharding, 0)
+        if found is not None and found.memory.total <= question.usable_bytes:
+            fitting.append(found)
     best = sorted((_timed(each, question) for each in _fastest_ways(fitting, question, number)), key=_rank)
-    return [each for each in best if each.seconds < limit]
+    return [each for each in best if each.seconds < limit and broken_rule(each.config, question.facts) is None]
 
 
 def _fastest_ways(fitting: list[Candidate], question: Question, number: int) -> list[Candidate]:
@@ -203,11 +224,8 @@ _AXES = (
 _PLAIN = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline_model_parallel_size": 1}
 
 
-def _candidates(question: Question, limit: float = math.inf) -> Iterator[Candidate]:
-    """Yield every legal layout, sharding and micro batch, with the least recomputation that fits (or else the most).
-
-    Those that cannot take less than `limit` seconds are left out.
-    """
+def _candidates(question: Question) -> Iterator[Candidate]:
+    """Yield every legal layout, sharding and micro batch, with the least recomputation that fits (or else the most)."""
     values = question.values
     batch = values["global_batch_size"]
     refused: set[tuple[str, tuple[bool, ...]]] = set()
@@ -240,8 +258,6 @@ def _candidates(question: Question, limit: float = math.inf) -> Iterator[Candida
                     continue
                 legal, shapes = found, shapes or Shapes(found)
                 work = _work(question, found, shapes)
-                if limit < math.inf and at_least(work, question.machine) >= limit:
-                    continue
                 candidate, least = _with_least_recomputation(question, choice, work, name, least)
                 if candidate is None:
                     continue

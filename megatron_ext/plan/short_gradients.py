@@ -7,7 +7,7 @@ NVIDIA's own benchmarks are run so (NeMo-Framework-Launcher, examples/training/l
 
 from dataclasses import replace
 
-from megatron_ext.plan.search import Answer, Candidate, Question, faster_than
+from megatron_ext.plan.search import Answer, Candidate, Question, tried_again
 
 _LEAST_GAIN = 0.01
 
@@ -21,7 +21,8 @@ def with_short_gradients(question: Question, answer: Answer, number: int = 3) ->
         return []
     limit = answer.best[0].seconds / (1 + _LEAST_GAIN)
     short = {"grad_reduce_in_bf16": True}
+    resolved = {**short, "accumulate_allreduce_grads_in_fp32": False}
     # What host memory had to take before is part of the flags of the best.
     moved = {name: True for name in ("optimizer_cpu_offload",) if answer.best[0].choice.get(name)}
-    found = faster_than(replace(question, values={**values, **moved, **short}), limit, number)
+    found = tried_again(question, answer.tight, resolved, limit, number)
     return [replace(each, choice={**each.choice, **moved, **short}) for each in found]

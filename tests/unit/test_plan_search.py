@@ -105,6 +105,7 @@ def test_what_gradients_of_2_bytes_make_possible(eight: tuple[Question, Answer])
     assert first.seconds < answer.best[0].seconds / 1.01
     assert first.memory.total <= question.usable_bytes
     assert command(first.choice).endswith("--grad-reduce-in-bf16")
+    assert search_module.resolved(question, first.choice) == first.config
     exact = {**first.choice, "grad_reduce_in_bf16": None}
     assert memory_of(search_module.resolved(question, exact)) - first.memory.total == 2 * 8_030_261_248
     assert memory_of(search_module.resolved(question, exact)) > question.usable_bytes
