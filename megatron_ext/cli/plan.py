@@ -78,18 +78,22 @@ def _question(options: argparse.Namespace, typed: Typed, world_size: int) -> Que
     machine = Machine(devices, options.gpus_per_node, options.efficiency, options.link_efficiency, constants)
     values = {name: value for name, value in typed.values.items() if name != "world_size"}
     facts = gather_facts(typed, look(typed.values))
-    if options.hf_config is not None:
-        # The file's models are trained without dropout; with ours by default attention would be a slower kernel's.
-        model = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **read_hf_config(options.hf_config)[1]}
-        facts = replace(facts, huggingface={**model, **facts.huggingface})
-    return question(values, facts, world_size, machine, options.memory_share)
+    return question({**_model(options), **values}, facts, world_size, machine, options.memory_share)
+
+
+def _model(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the model of --hf-config; nothing without it."""
+    if options.hf_config is None:
+        return {}
+    # The file's models are trained without dropout; with ours by default attention would be a slower kernel's.
+    return {"hidden_dropout": 0.0, "attention_dropout": 0.0, **read_hf_config(options.hf_config)[1]}
 
 
 def _calibrated(options: argparse.Namespace, asked: Question) -> Machine:
     """Return the machine as a measured run corrects it."""
     if options.calibrate_flags is not None:
         words = parse(shlex.split(options.calibrate_flags)).values
-        values = {**asked.facts.huggingface, **words, **placeholders(words)}
+        values = {**asked.facts.huggingface, **_model(options), **words, **placeholders(words)}
     else:
         values = saved_values(options.calibrate) or asked.values
     return corrected(asked.machine, values, asked.facts, read_metrics(options.calibrate))
