@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.planner_searches import CASES, Case
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
@@ -14,6 +15,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import search as search_module
 from megatron_ext.plan.choices import RECOMPUTATIONS, hybrid, layouts
 from megatron_ext.plan.estimate import at_least, time_of
+from megatron_ext.plan.evaluation import Evaluation, evaluate
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import worst_stage
 from megatron_ext.plan.presentation import command
@@ -111,6 +113,14 @@ def test_what_gradients_of_2_bytes_make_possible(eight: tuple[Question, Answer])
     assert memory_of(search_module.resolved(question, exact)) > question.usable_bytes
     for given in ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"):
         assert with_short_gradients(replace(question, values={**question.values, given: True}), answer) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+def test_what_was_trained_is_legal_and_takes_about_as_long_as_published(case: Case) -> None:
+    found = evaluate(case.question(case.practice))
+    assert isinstance(found, Evaluation), found
+    if case.seconds is not None:
+        assert found.time.total == pytest.approx(case.seconds, rel=0.15)
 
 
 def memory_of(config: Config) -> float:
