@@ -10,6 +10,7 @@ torch is needed; the fit needs numpy.
 """
 
 import argparse
+import csv
 import dataclasses
 import json
 import math
@@ -27,28 +28,35 @@ from megatron_ext.config.arguments import parse  # noqa: E402
 from megatron_ext.config.resolve import Facts, resolve  # noqa: E402
 from megatron_ext.config.schema import Config  # noqa: E402
 from megatron_ext.plan.constants import Constants  # noqa: E402
-from megatron_ext.plan.estimate import step_time  # noqa: E402
+from megatron_ext.plan.estimate import step_time, time_of  # noqa: E402
 from megatron_ext.plan.evaluation import evaluate_config  # noqa: E402
 from megatron_ext.plan.hardware import TABLE, Machine, hardware  # noqa: E402
 from megatron_ext.plan.question import placeholders  # noqa: E402
 from megatron_ext.plan.shapes import Shapes  # noqa: E402
+from megatron_ext.plan.workload import Workload  # noqa: E402
 
 RUNS = ROOT / "tests/golden/published_runs.jsonl"
+FOUNDRY = ROOT / "tests/golden/published_runs_llm_foundry.csv"
 PAGE = ROOT / "docs/planner.md"
 _BEGIN, _END = "<!-- benchmarks/planner.py --write -->", "<!-- end -->"
 _DEVICES = ("a100", "h100", "h100-96-500w")
+
+_FOUNDRY = "mosaicml/llm-foundry scripts/train/benchmarking"
 
 # Of each fitted constant: its prior, and the standard deviation of its logarithm.
 PRIORS = {
     "a100": (0.85, 0.05),
     "h100": (0.78, 0.04),
     "h100-96-500w": (0.70, 0.06),
+    "a100 fsdp attention": (0.45, 0.25),
+    "h100 fsdp attention": (0.33, 0.25),
     "edge": (100.0, 0.7),
     "activations": (2.6, 0.25),
-    "unfused": (1.5, 0.3),
     "straggling": (0.006, 0.2),
+    "fsdp_shown": (0.4, 0.5),
 }
 _NOISE, _FAR = 0.05, 0.12
+_FOUNDRY_WEIGHT = 0.5  # of a run of the long table, which is of one program on few nodes
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,27 @@ class Run:
 def published() -> list[Run]:
     """Return the runs of the file."""
     return [_run(json.loads(line)) for line in RUNS.read_text().splitlines()]
+
+
+def foundry() -> list[Run]:
+    """Return llm-foundry's other runs in bf16: MPT of 125M to 70B under FSDP, 512 to 65,536 tokens long."""
+    with FOUNDRY.open() as file:
+        return [_foundry_run(row) for row in csv.DictReader(file)]
+
+
+def _foundry_run(row: Mapping[str, str]) -> Run:
+    flags = (
+        f"--num-layers {row['layers']} --hidden-size {row['hidden']} --num-attention-heads {row['heads']} "
+        f"--seq-length {row['length']} --vocab-size 50368 --bf16 --hidden-dropout 0 --attention-dropout 0 "
+        f"--disable-bias-linear --micro-batch-size {row['micro_batch']} --global-batch-size {row['global_batch']} "
+        "--use-torch-fsdp2"
+    )
+    if row["recompute"] == "1":
+        flags += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    name = f"MPT {row['model']} {row['length']} @{row['gpus']} {row['device']} mbs{row['micro_batch']}"
+    seconds = int(row["global_batch"]) * int(row["length"]) / float(row["tokens_per_second"])
+    run = {"source": _FOUNDRY, "name": name, "flags": flags, "gpus": int(row["gpus"]), "device": row["device"]}
+    return _run({**run, "step_seconds": seconds})
 
 
 def _run(row: Mapping[str, Any]) -> Run:
@@ -118,31 +147,44 @@ def sources(runs: Iterable[Run]) -> dict[str, list[Run]]:
 class Fit:
     """Least squares over some runs, whose simulated bubbles are kept from the first estimate."""
 
-    def __init__(self, runs: list[Run]):
-        self.runs = runs
-        self.exact = {run.name: run.estimate() / self._quick(run, run.machine) for run in runs}
+    def __init__(self, runs: list[Run], lighter: list[Run]):
+        self.runs, self.lighter = runs, lighter
+        self._best: list[float] | None = None
+        """The fit of all runs, from which those of some of them begin."""
+        self.work = {run.name: Workload(run.config, Shapes(run.config), fused=True) for run in (*runs, *lighter)}
+        self.exact = {run.name: run.estimate() / self._quick(run, run.machine) for run in (*runs, *lighter)}
 
-    def constants(self, runs: list[Run], steps: int = 6) -> dict[str, float]:
+    def constants(self, runs: list[Run]) -> dict[str, float]:
         """Return the constants that fit these runs."""
+        start = [0.0] * len(PRIORS) if self._best is None else self._best
+        found = self._fitted(runs, start, 6 if self._best is None else 3)
+        if runs == self.runs:
+            self._best = found
+        return self._values(found)
+
+    def _fitted(self, runs: list[Run], start: list[float], steps: int) -> list[float]:
+        """Return the logarithms of the constants over their priors, after some steps of Gauss and Newton."""
         import numpy as np
 
-        at = np.zeros(len(PRIORS))
+        left_out = {run.source for run in self.runs} - {run.source for run in runs}
+        fitted = [*runs, *(run for run in self.lighter if run.source not in left_out)]
+        at = np.array(start)
         for _ in range(steps):
-            now = np.array(self._residuals(runs, at))
-            moved = [np.array(self._residuals(runs, at + 1e-3 * unit)) for unit in np.eye(len(at))]
+            now = np.array(self._residuals(fitted, at))
+            moved = [np.array(self._residuals(fitted, at + 1e-3 * unit)) for unit in np.eye(len(at))]
             slopes = np.stack([(each - now) / 1e-3 for each in moved], axis=1)
             weights = np.ones(len(now))
-            weights[: len(runs)] = 1 / np.sqrt(1 + (now[: len(runs)] / _FAR) ** 2)
+            weights[: len(fitted)] = 1 / np.sqrt(1 + (now[: len(fitted)] / _FAR) ** 2)
             change = np.linalg.lstsq(slopes * weights[:, None], -now * weights, rcond=None)[0]
             at = at + np.clip(change, -0.5, 0.5)
-        return self._values(at)
+        return list(at)
 
     def ratio(self, run: Run, constants: Mapping[str, float]) -> float:
         """Return estimated over published seconds under other constants."""
         return self._quick(run, _machine(run.machine, constants)) * self.exact[run.name] / run.seconds
 
     def _quick(self, run: Run, machine: Machine) -> float:
-        return step_time(run.config, Shapes(run.config), machine, quick=True).total
+        return time_of(self.work[run.name], machine, quick=True).total
 
     def _values(self, at: Iterable[float]) -> dict[str, float]:
         return {name: prior * math.exp(each) for (name, (prior, _)), each in zip(PRIORS.items(), at, strict=True)}
@@ -150,24 +192,31 @@ class Fit:
     def _residuals(self, runs: list[Run], at: Any) -> list[float]:
         constants = self._values(at)
         priors = [each / spread * _NOISE for each, (_, spread) in zip(at, PRIORS.values(), strict=True)]
-        return [math.log(self.ratio(run, constants)) for run in runs] + priors
+        return [self._weight(run) * math.log(self.ratio(run, constants)) for run in runs] + priors
+
+    def _weight(self, run: Run) -> float:
+        return _FOUNDRY_WEIGHT if run in self.lighter else 1.0
 
 
 def _machine(machine: Machine, values: Mapping[str, float]) -> Machine:
-    name = machine.devices.name
-    share = values[name]
+    name = "a100" if machine.devices.name == "a100-40" else machine.devices.name
+    share, chip = values[name], name[:4]
     # What limits a chip's power limits attention as much.
-    attention = TABLE["h100"].attention_share * share / values["h100"] if name == "h100-96-500w" else None
+    limited = share / values["h100"] if name == "h100-96-500w" else 1.0
     devices = dataclasses.replace(
-        machine.devices, matmul_share=share, attention_share=attention or machine.devices.attention_share
+        machine.devices,
+        matmul_share=share,
+        attention_share=TABLE[chip].attention_share * limited,
+        fsdp_attention_share=values[f"{chip} fsdp attention"] * limited,
     )
-    fitted = {key: value for key, value in values.items() if key not in _DEVICES}
+    fitted = {key: value for key, value in values.items() if not key.startswith(_DEVICES)}
     return dataclasses.replace(machine, devices=devices, constants=dataclasses.replace(Constants(), **fitted))
 
 
 def cross_validated(fit: Fit) -> dict[str, float]:
     """Return the ratios of each source's runs under the constants that the other sources' runs give."""
     found = {}
+    fit.constants(fit.runs)
     for own in sources(fit.runs).values():
         constants = fit.constants([run for run in fit.runs if run not in own])
         found |= {run.name: fit.ratio(run, constants) for run in own}
@@ -210,19 +259,40 @@ def conclusions(runs: list[Run], found: Mapping[str, float], left_out: Mapping[s
     return lines
 
 
+def by_regime(runs: list[Run]) -> list[str]:
+    """Return the sums of llm-foundry's other runs by length and by model."""
+    found = ratios(runs)
+    lines = [
+        f"The other {len(runs)} runs of llm-foundry's table (bf16, FSDP, 8 to 512 A100 and H100):",
+        "",
+        "| runs | number | mean error | bias | worst |",
+        "|---|---|---|---|---|",
+    ]
+    lengths = sorted({run.config.model.seq_length for run in runs})
+    sizes = sorted({run.config.model.hidden_size for run in runs})
+    rows = [
+        (f"{length:,} tokens", [run for run in runs if run.config.model.seq_length == length]) for length in lengths
+    ]
+    rows += [(f"hidden size {size:,}", [run for run in runs if run.config.model.hidden_size == size]) for size in sizes]
+    for title, own in [*rows, ("all", runs)]:
+        mean, bias, worst = summary(found[run.name] for run in own)
+        lines.append(f"| {title} | {len(own)} | {mean:.1%} | {bias:.3f} | {worst:+.1%} |")
+    return lines
+
+
 def main() -> None:
     """Print, fit or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    runs = published()
+    runs, others = published(), foundry()
     found = ratios(runs)
-    fit = Fit(runs) if options.fit or options.write else None
+    fit = Fit(runs, others) if options.fit or options.write else None
     if fit is not None and options.fit:
         print({name: float(f"{value:.4g}") for name, value in fit.constants(runs).items()})
     left_out = None if fit is None else cross_validated(fit)
-    lines = [*table(runs, found, left_out), "", *conclusions(runs, found, left_out)]
+    lines = [*table(runs, found, left_out), "", *conclusions(runs, found, left_out), "", *by_regime(others)]
     print("\n".join(lines))
     if options.write:
         before, rest = PAGE.read_text().split(_BEGIN)

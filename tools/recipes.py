@@ -2,10 +2,11 @@
 
     python tools/recipes.py list
     python tools/recipes.py reduce llama3.1-8b tiny.yaml    # writes a configuration of seconds, prints its ranks
+    python tools/recipes.py measure                         # trains all tiny copies, keeps their losses
     python tools/recipes.py table                           # writes docs/recipes.md
 
-Memory and times in the table are what tools/plan.py answers for each recipe's own layout. Exit codes: 0 done, 64 the
-recipe is unknown or cannot work.
+Memory and times in the table are what tools/plan.py answers for each recipe's own layout; the losses are those of the
+last `measure` (benchmarks/results/recipes.json). Exit codes: 0 done, 64 the recipe is unknown or cannot work.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from tools import plan
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples/recipes"
 PAGE = ROOT / "docs/recipes.md"
+LOSSES = ROOT / "benchmarks/results/recipes.json"
 SYNTHETIC = ["--mock-data", "--tokenizer-type", "NullTokenizer"]
 """Flags that stand for the data, which a recipe does not name."""
 
@@ -93,19 +95,22 @@ class Recipe:
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("List recipes, make tiny copies of them, write their table.")
-    parser.add_argument("action", choices=("list", "reduce", "table"), help="what to do")
-    parser.add_argument("name", nargs="?", help="reduce: of a recipe")
+    parser.add_argument("action", choices=("list", "reduce", "measure", "table"), help="what to do")
+    parser.add_argument("name", nargs="?", help="reduce: of a recipe; measure: of the only one")
     parser.add_argument("file", nargs="?", type=Path, help="reduce: the YAML file to write")
-    parser.add_argument("--most-ranks", type=int, default=8, metavar="N", help="reduce: of the copy")
+    parser.add_argument("--most-ranks", type=int, metavar="N", help="of a copy; reduce: default 8, measure: 2")
     options = parser.parse_args(argv)
     if options.action == "reduce" and options.file is None:
         parser.error("reduce needs the name of a recipe and the file to write")
     if options.action == "list":
         print("\n".join(f"{recipe.name:<29} {recipe.title}" for recipe in recipes()))
     elif options.action == "reduce":
-        values, ranks = reduce(find(options.name).values, options.most_ranks)
+        values, ranks = reduce(find(options.name).values, options.most_ranks or 8)
         options.file.write_text(yaml.safe_dump(values, sort_keys=False))
         print(ranks)
+    elif options.action == "measure":
+        names = [recipe.name for recipe in recipes() if recipe.devices] if options.name is None else [options.name]
+        keep(measured(names, options.most_ranks or 2), LOSSES)
     else:
         PAGE.write_text(page(PAGE.read_text()))
     return 0
@@ -218,6 +223,55 @@ def _layers(values: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
     return 2 * sizes["pipeline_model_parallel_size"] * chunks - sum(counted)
 
 
+# ---- their losses
+
+
+def measured(names: Sequence[str], most_ranks: int) -> dict[str, list[float]]:
+    """Return the losses of the steps of each tiny copy, trained on CPU ranks; copies with as many ranks share them."""
+    from megatron_ext.verify.ranks import run_ranks
+    from tools import recipes as module  # ranks find a function by its module, which is not __main__
+
+    losses: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        by_ranks: dict[int, dict[str, list[str]]] = {}
+        for name in names:
+            values, ranks = reduce(find(name).values, most_ranks)
+            file = Path(folder) / f"{name}.yaml"
+            file.write_text(yaml.safe_dump(values))
+            by_ranks.setdefault(ranks, {})[name] = ["--config", str(file)]
+        for ranks, flags in by_ranks.items():
+            last_rank = run_ranks(ranks, module.trained, list(flags.values()))[-1]
+            losses |= dict(zip(flags, last_rank, strict=True))
+    return losses
+
+
+def trained(runs: Sequence[Sequence[str]]) -> list[list[float]]:
+    """On a rank of `run_ranks`: the losses of each run, one after the other."""
+    from tests.support.in_turn import in_turn
+
+    return in_turn(_losses, runs)
+
+
+def _losses(flags: Sequence[str]) -> list[float]:
+    from megatron_ext import device
+
+    configured = configure(flags)
+    installed = device.install("cpu")
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.trainer import Trainer
+
+    trainer = Trainer(build_run(configured.config, installed, None), [])
+    return [trainer.step().loss for _ in range(configured.config.training.train_iters or 0)]
+
+
+def keep(losses: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Write losses into a file, next to those of other recipes that are there."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    known = {recipe.name for recipe in recipes()}
+    both = {name: steps for name, steps in {**kept, **losses}.items() if name in known}
+    path.write_text(json.dumps(dict(sorted(both.items())), indent=1) + "\n")
+
+
 # ---- the table
 
 
@@ -229,14 +283,18 @@ def page(text: str) -> str:
 
 def table() -> Iterator[str]:
     """Yield the lines of the table, one for each recipe and number of devices."""
-    yield "| recipe | parameters | published | devices | layout | GB of a device | s/step | tokens/s each | run |"
-    yield "|---|---:|---:|---|---|---:|---:|---:|---|"
+    yield (
+        "| recipe | parameters | published | devices | layout | GB of a device | s/step | tokens/s each | run | "
+        "tiny copy's loss |"
+    )
+    yield "|---|---:|---:|---|---|---:|---:|---:|---|---|"
+    losses = json.loads(LOSSES.read_text()) if LOSSES.exists() else {}
     for recipe in recipes():
         for devices in recipe.devices:
-            yield "| " + " | ".join(_row(recipe, devices)) + " |"
+            yield "| " + " | ".join(_row(recipe, devices, losses.get(recipe.name))) + " |"
 
 
-def _row(recipe: Recipe, devices: Devices) -> list[str]:
+def _row(recipe: Recipe, devices: Devices, losses: Sequence[float] | None) -> list[str]:
     config, answer = configuration(recipe, devices), planned(recipe, devices)
     best, seconds = answer["best"][0], answer["best"][0]["seconds"]["total"]
     batch_tokens = config.training.global_batch_size * config.model.seq_length
@@ -252,6 +310,7 @@ def _row(recipe: Recipe, devices: Devices) -> list[str]:
         f"{seconds:.3g}",
         f"{batch_tokens / seconds / devices.number:,.0f}",
         f"{steps:,} steps of {batch_tokens:,} tokens, {_duration(steps * seconds)}",
+        f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses and first else "",
     ]
 
 

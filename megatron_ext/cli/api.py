@@ -2,7 +2,7 @@
 
     megatron-ext api                    # the rooms and their modules, a line each
     megatron-ext api train              # the page of one room, as Markdown
-    megatron-ext api --write docs/api   # every page as a file
+    megatron-ext api --output docs/api  # every page as a file
 
 A page has every public class, function and method with its signature, its docstring and its place in the source.
 """
@@ -26,14 +26,16 @@ def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Print the reference of the library, made from its docstrings.", __doc__)
     parser.add_argument("room", nargs="?", help="the room whose page is printed; without one, the list of them")
-    parser.add_argument("--write", type=Path, metavar="DIR", help="write the list and every page there, as Markdown")
+    parser.add_argument(
+        "--output", "--write", type=Path, metavar="FOLDER", help="write the list and every page there, as Markdown"
+    )
     options = parser.parse_args(argv)
-    if options.write is not None:
-        options.write.mkdir(parents=True, exist_ok=True)
-        (options.write / "README.md").write_text(index(), encoding="utf-8")
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "README.md").write_text(index(), encoding="utf-8")
         for room in rooms():
-            (options.write / f"{room}.md").write_text(page(room), encoding="utf-8")
-        print(f"wrote {len(rooms()) + 1} files to {options.write}")
+            (options.output / f"{room}.md").write_text(page(room), encoding="utf-8")
+        print(f"wrote {len(rooms()) + 1} files to {options.output}")
     else:
         print(index() if options.room is None else page(options.room), end="")
     return 0

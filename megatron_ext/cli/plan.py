@@ -35,6 +35,7 @@ from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
 from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.search import Question, fewest_ranks, search, simpler_layouts, with_offloads
 from megatron_ext.plan.sensitivity import alternatives, hinges
+from megatron_ext.plan.short_gradients import with_short_gradients
 from megatron_ext.plan.verdict import USABLE
 from megatron_ext.train.configure import gather_facts
 
@@ -49,9 +50,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(own)
     if not training and options.hf_config is None:
         parser.error("no training flags: give them after --")
-    if _BF16_GRADIENTS in training:
-        options.grad_reduce_in_bf16 = True
-        training = [word for word in training if word != _BF16_GRADIENTS]
+    if options.grad_reduce_in_bf16 and _BF16_GRADIENTS not in training:
+        training = [*training, _BF16_GRADIENTS]
     typed = parse(training)
     world_size = options.world_size or typed.values.get("world_size")
     if world_size is None:
@@ -78,17 +78,22 @@ def _question(options: argparse.Namespace, typed: Typed, world_size: int) -> Que
     machine = Machine(devices, options.gpus_per_node, options.efficiency, options.link_efficiency, constants)
     values = {name: value for name, value in typed.values.items() if name != "world_size"}
     facts = gather_facts(typed, look(typed.values))
-    if options.hf_config is not None:
-        facts = replace(facts, huggingface={**read_hf_config(options.hf_config)[1], **facts.huggingface})
-    asked = question(values, facts, world_size, machine, options.memory_share)
-    return replace(asked, gradients_in_16_bits=options.grad_reduce_in_bf16)
+    return question({**_model(options), **values}, facts, world_size, machine, options.memory_share)
+
+
+def _model(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the model of --hf-config; nothing without it."""
+    if options.hf_config is None:
+        return {}
+    # The file's models are trained without dropout; with ours by default attention would be a slower kernel's.
+    return {"hidden_dropout": 0.0, "attention_dropout": 0.0, **read_hf_config(options.hf_config)[1]}
 
 
 def _calibrated(options: argparse.Namespace, asked: Question) -> Machine:
     """Return the machine as a measured run corrects it."""
     if options.calibrate_flags is not None:
         words = parse(shlex.split(options.calibrate_flags)).values
-        values = {**asked.facts.huggingface, **words, **placeholders(words)}
+        values = {**asked.facts.huggingface, **_model(options), **words, **placeholders(words)}
     else:
         values = saved_values(options.calibrate) or asked.values
     return corrected(asked.machine, values, asked.facts, read_metrics(options.calibrate))
@@ -117,7 +122,8 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
             ]
         )
     beyond = economics(asked, answer.best, options) if answer.best else None
-    _write_json(options, report.as_json(asked, answer) | (beyond.json if beyond else {}))
+    short = with_short_gradients(asked, answer)
+    _write_json(options, report.as_json(asked, answer, short) | (beyond.json if beyond else {}))
     if _is_stdout(options):
         return 0 if answer.best else 1
     lines = report.head(asked, answer.nearest)
@@ -127,7 +133,9 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
         print("\n".join([*lines, "", *report.nothing_fits(answer, asked, ranks, offloads)]))
         return 1
     lines += ["", f"{answer.fitting:,} of {answer.legal:,} layouts fit; the best ways to share the model:", ""]
-    lines += [*report.table(answer.best, asked.machine), "", report.why(answer.best, asked)]
+    lines += [*report.table(answer.best, asked.machine), ""]
+    lines += report.with_short_gradients(short, asked.machine)
+    lines.append(report.why(answer.best, asked))
     lines += hinges(asked, answer)
     lines += report.simpler(simpler_layouts(asked), asked)
     lines += beyond.lines if beyond else []
@@ -188,7 +196,9 @@ def _parser() -> ToolParser:
     parser.add_argument(
         "--inter-node-gb-s", type=float, metavar="X", help="a device to other nodes; default the table's"
     )
-    parser.add_argument("--hf-config", metavar="FOLDER", help="take the model from the config.json in this folder")
+    parser.add_argument(
+        "--hf-config", metavar="FOLDER", help="take the model from the config.json in this folder; no dropout"
+    )
     parser.add_argument(
         _BF16_GRADIENTS, action="store_true", help="plan with 2-byte gradients, also where given after --"
     )

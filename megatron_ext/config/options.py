@@ -39,6 +39,9 @@ class Option:
     share: bool
     saves_memory: bool
     choices: tuple[Any, ...] | None
+    refused: tuple[tuple[Any, str], ...]
+    """Pairs of a value of Megatron's that is none of the choices, and why."""
+
     needs: tuple[tuple[Any, Need], ...]
     """Pairs of a value, and what it needs."""
 
@@ -150,7 +153,9 @@ def _read_text(option: Option, text: str) -> Any:
     else:
         check_text(text)
     if option.choices and value not in option.choices:
-        raise ValueError(f"{text!r} is not one of {', '.join(map(str, option.choices))}")
+        reason = dict(option.refused).get(value)
+        why = "is not" if reason is None else f"is not supported: {reason}; use"
+        raise ValueError(f"{text!r} {why} one of {', '.join(map(str, option.choices))}")
     return value
 
 

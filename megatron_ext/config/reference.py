@@ -103,4 +103,7 @@ def _choices(option: Option) -> str:
 
 
 def _choice_sentence(option: Option) -> str:
-    return f" One of {', '.join(f'`{choice}`' for choice in option.choices)}." if option.choices else ""
+    if not option.choices:
+        return ""
+    refused = (f" `{value}` is refused: {reason}." for value, reason in option.refused)
+    return f" One of {', '.join(f'`{choice}`' for choice in option.choices)}.{''.join(refused)}"

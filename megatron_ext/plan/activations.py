@@ -19,6 +19,7 @@ tests/distributed/test_plan_bytes.py, on ranks, within 0.5% (5% with experts, wh
 Source of the scheme: Korthikanti et al. 2022 (arXiv:2205.05198, section 4), who store an unfused softmax as well.
 """
 
+import copy
 import functools
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class LayerBytes:
     mlp: float
     dropout: float
 
-    @property
+    @functools.cached_property
     def total(self) -> float:
         """Sum over the parts."""
         return self.residual + self.norms + self.heads + self.core + self.projection + self.mlp + self.dropout
@@ -90,12 +91,20 @@ class Activations:
         self.stream = self.width * self.tokens * model.hidden_size / self.divided
         """Bytes of one residual stream."""
         self._of_kinds: dict[Layer, LayerBytes] = {}
+        self._of_chunks: dict[tuple[object, bool, bool], ChunkBytes] = {}
+
+    def recomputing(self, config: Config) -> "Activations":
+        """Return the formulas of a configuration that differs from this one in what it recomputes alone."""
+        other = copy.copy(self)
+        other.config, other._of_chunks = config, {}
+        return other
 
     def layer(self, layer: Layer) -> LayerBytes:
         """Return the bytes of one layer, without recomputation."""
-        if layer not in self._of_kinds:
-            self._of_kinds[layer] = self._layer(layer)
-        return self._of_kinds[layer]
+        found = self._of_kinds.get(layer)
+        if found is None:
+            found = self._of_kinds[layer] = self._layer(layer)
+        return found
 
     def _layer(self, layer: Layer) -> LayerBytes:
         attention, width = layer.attention, self.width * self.tokens
@@ -114,10 +123,13 @@ class Activations:
 
     def chunk(self, layers: Stack, *, first: bool, last: bool) -> ChunkBytes:
         """Return the bytes of one chunk of these layers; the first has the embedding, the last the loss."""
-        held, recomputed = self._layers(layers)
-        loss, logits = self._loss() if last else (0.0, 0.0)
-        rest = self._dropout_mask() if first else 0.0
-        return ChunkBytes(held, loss, rest + self._rotary_table, recomputed, logits)
+        key = layers.kinds, first, last
+        if key not in self._of_chunks:
+            held, recomputed = self._layers(layers)
+            loss, logits = self._loss() if last else (0.0, 0.0)
+            rest = self._dropout_mask() if first else 0.0
+            self._of_chunks[key] = ChunkBytes(held, loss, rest + self._rotary_table, recomputed, logits)
+        return self._of_chunks[key]
 
     def total(self, layers: Stack) -> float:
         """Return the bytes of some layers, without recomputation."""
@@ -139,6 +151,8 @@ class Activations:
                 again = layers[:units]
                 largest = max(self.layer(kind).total for kind, _ in again.kinds)
                 return len(again) * self.stream + self.total(layers[units:]), largest - shared
+            if units == 1:
+                return len(layers) * self.stream, max(self.layer(kind).total for kind, _ in layers.kinds) - shared
             parts = [layers[start : start + units] for start in range(0, len(layers), units)]
             return len(parts) * self.stream, max(map(self.total, parts)) - shared
         if training.recompute_granularity == "selective":

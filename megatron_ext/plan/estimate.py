@@ -22,20 +22,20 @@ experts are not in it.
 import math
 from dataclasses import dataclass, field, fields
 
-from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.layers import Stack, stack
 from megatron_ext.config.schema import Config
-from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.kernels import Kernels
 from megatron_ext.plan.links import seconds
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.simulate import by_formula, simulate
-from megatron_ext.plan.state_bytes import sharding, state_bytes
-from megatron_ext.plan.traffic import Term, sent
+from megatron_ext.plan.simulate import by_formula, with_and_without
+from megatron_ext.plan.traffic import Term
+from megatron_ext.plan.workload import Workload
 
 _IN_A_MICROBATCH = ("tp", "cp", "ep")
 _DATA = ("dp", "edp", "between")
+_Passes = tuple[float, float]
 _BESIDE = ("hidden", "sent_bytes", "bubble_share", "hidden_by_axis")
 
 
@@ -107,25 +107,32 @@ class _Stage:
         return forward, backward
 
 
-def step_time(config: Config, shapes: Shapes, machine: Machine, *, quick: bool = False) -> StepTime:
-    """Estimate a step of a resolved and validated configuration.
+def step_time(config: Config, shapes: Shapes, machine: Machine) -> StepTime:
+    """Estimate a step of a resolved and validated configuration."""
+    return time_of(Workload(config, shapes, fused=machine.devices.is_gpu), machine)
+
+
+def time_of(work: Workload, machine: Machine, *, quick: bool = False) -> StepTime:
+    """Estimate a step of a workload.
 
     Args:
         quick: take the bubble from its formula, (p-1)/(v m), instead of a simulation: for stages that are alike.
     """
-    layout = config.layout
-    estimate = _Estimate(config, shapes, machine)
-    alike = shapes.representatives()
+    layout = work.config.layout
+    estimate = _Estimate(work, machine)
+    alike = work.shapes.representatives()
     distinct = {stage: estimate.stage(stage) for stage in sorted(set(alike))}
     stages = [distinct[stage] for stage in alike]
     microbatches = estimate.microbatches
-    passes = [stage.passes() for stage in stages]
+    of_distinct = {stage: each.passes() for stage, each in distinct.items()}
+    passes = [of_distinct[stage] for stage in alike]
     forward, backward = [each[0] for each in passes], [each[1] for each in passes]
     group, send = layout.microbatch_group_size, estimate.send()
-    simulated = by_formula if quick else simulate
-    times = simulated(forward, backward, microbatches, group, send)
-    at_once = simulated(forward, backward, microbatches, group, 0.0) if send else times
-    busiest = max(range(len(stages)), key=lambda stage: sum(map(sum, passes[stage])))
+    if quick:
+        times, at_once = (by_formula(forward, backward, microbatches, group, delay) for delay in (send, 0.0))
+    else:
+        times, at_once = with_and_without(forward, backward, microbatches, group, send)
+    busiest = max(distinct, key=lambda stage: sum(map(sum, passes[stage])))
     stage = stages[busiest]
     dp, hidden_dp = estimate.data_parallel(stage, sum(forward[busiest]), sum(backward[busiest]))
     hidden = {axis: microbatches * each for axis, each in stage.hidden.items()} | {"dp": hidden_dp}
@@ -138,9 +145,8 @@ def step_time(config: Config, shapes: Shapes, machine: Machine, *, quick: bool =
         "dp": dp,
         "optimizer": stage.optimizer,
     }
-    nodes = max(layout.world_size / machine.gpus_per_node, 1.0)
     correction = machine.correction or 1.0
-    parts["wait"] = sum(parts.values()) * machine.constants.straggling * math.log2(nodes)
+    parts["wait"] = sum(parts.values()) * _waiting(work, machine)
     return StepTime(
         **{part: seconds * correction for part, seconds in parts.items()},
         hidden=sum(hidden.values()),
@@ -148,6 +154,27 @@ def step_time(config: Config, shapes: Shapes, machine: Machine, *, quick: bool =
         bubble_share=times.bubble_share,
         hidden_by_axis=hidden,
     )
+
+
+def at_least(work: Workload, machine: Machine) -> float:
+    """Return seconds below which no estimate of this workload is: products, attention and what is bound by the memory,
+    shared evenly by all stages, and the bubble of that."""
+    layout, estimate, whole = work.config.layout, _Estimate(work, machine), stack(work.config)
+    computed = sum(estimate.layers(whole)) + sum(estimate.kernels.output())
+    kept = work.formulas.total(whole)
+    moved = 3 * kept
+    if work.config.training.recompute_num_layers in (None, 1):
+        moved += 2 * max(kept - work.formulas.chunk(whole, first=False, last=False).layers, 0.0)
+    each = (computed + moved / estimate.bandwidth) / layout.pipeline_model_parallel_size
+    passes = work.microbatches + (layout.pipeline_model_parallel_size - 1) / layout.virtual_pipeline_model_parallel_size
+    # Sums in another order round differently.
+    return passes * each * (1 + _waiting(work, machine)) * (machine.correction or 1.0) * (1 - 1e-9)
+
+
+def _waiting(work: Workload, machine: Machine) -> float:
+    """Return the share of a step by which waiting for the slowest makes it longer."""
+    nodes = max(work.config.layout.world_size / machine.gpus_per_node, 1.0)
+    return machine.constants.straggling * math.log2(nodes)
 
 
 @dataclass(frozen=True)
@@ -166,7 +193,7 @@ class PassTimes:
 
 def pass_times(config: Config, shapes: Shapes, machine: Machine) -> PassTimes:
     """Return how long each pass of a resolved and validated configuration takes."""
-    estimate = _Estimate(config, shapes, machine)
+    estimate = _Estimate(Workload(config, shapes, fused=machine.devices.is_gpu), machine)
     alike = shapes.representatives()
     distinct = {stage: estimate.stage(stage) for stage in sorted(set(alike))}
     stages = [distinct[stage] for stage in alike]
@@ -178,28 +205,30 @@ def pass_times(config: Config, shapes: Shapes, machine: Machine) -> PassTimes:
 class _Estimate:
     """What all stages of one configuration share."""
 
-    def __init__(self, config: Config, shapes: Shapes, machine: Machine):
-        self.config, self.shapes, self.machine = config, shapes, machine
+    def __init__(self, work: Workload, machine: Machine):
+        self.work, self.machine = work, machine
+        self.config, self.shapes, self.formulas = work.config, work.shapes, work.formulas
         self.constants = machine.constants
-        self.formulas = Activations(config, fused=machine.devices.is_gpu)
-        self.kernels = Kernels(config, shapes, machine)
-        self.microbatches = num_microbatches(config, config.training.global_batch_size)
-        self.fsdp = sharding(config) not in ("ddp", "optim")
+        self.microbatches = work.microbatches
+        self.fsdp = work.kind not in ("ddp", "optim")
+        self.kernels = Kernels(work.config, work.shapes, machine, fsdp=self.fsdp)
+        self.bandwidth = self.kernels.bandwidth / self.constants.activations
+        """Bytes a second of what is bound by the memory."""
+        self._of_chunks: dict[tuple[object, bool, bool], tuple[_Passes, _Passes]] = {}
 
     def stage(self, stage: int) -> _Stage:
         """Return the seconds of a stage."""
-        chunks = range(len(self.shapes.counts[stage]))
-        terms = sent(self.config, stage, self.shapes)
+        chunks = [self._chunk(stage, chunk) for chunk in range(len(self.shapes.counts[stage]))]
+        terms = self.work.sent(stage)
         timed = [(term, seconds(term, self.config.layout, self.machine)) for term in terms]
-        compute = [self._compute(stage, chunk) for chunk in chunks]
         links, hidden = {}, {}
         for axis in _IN_A_MICROBATCH:
             all_of_it = sum(time for term, time in timed if term.axis == axis) / self.microbatches
             hidden[axis] = self._hidden(axis, all_of_it, stage)
             links[axis] = all_of_it - (1 - self.constants.contention) * hidden[axis]
         return _Stage(
-            compute=compute,
-            memory=[self._memory(stage, chunk) for chunk in chunks],
+            compute=[compute for compute, _ in chunks],
+            memory=[memory for _, memory in chunks],
             links=links,
             hidden=hidden,
             data=[(term, time) for term, time in timed if term.axis in _DATA],
@@ -211,9 +240,8 @@ class _Estimate:
     def _optimizer(self, stage: int) -> float:
         """Return the seconds of an update: moments and master copy are read and written, gradients read, weights
         written."""
-        config = self.config
         dense, experts = self.shapes.parameters_of_stage(stage)
-        state = [(dense, state_bytes(config)), (experts, state_bytes(config, expert=True))]
+        state = [(dense, self.work.state), (experts, self.work.state_of_experts)]
         updated = sum(
             parameters * (2 * each.sizes[2] + (2 * each.gradients + each.weights) / each.shares[2])
             for parameters, each in state
@@ -250,30 +278,42 @@ class _Estimate:
             return 2 / (5 + 2 * repeats)
         return 1 / (2 + repeats)
 
-    def _compute(self, stage: int, chunk: int) -> tuple[float, float]:
+    def _chunk(self, stage: int, chunk: int) -> tuple[_Passes, _Passes]:
+        """Return the seconds of `_compute` and `_memory`, the same for chunks with the same contents."""
+        held = self.shapes.stacks[stage][chunk]
+        first, last = self.shapes.is_first(stage, chunk), self.shapes.is_last(stage, chunk)
+        key = held.kinds, first, last
+        if key not in self._of_chunks:
+            self._of_chunks[key] = self._compute(held, last), self._memory(held, first, last)
+        return self._of_chunks[key]
+
+    def _compute(self, held: Stack, last: bool) -> _Passes:
         """Return the seconds of matrix products and attention, forward and backward."""
-        held, kernels = self.shapes.stacks[stage][chunk], self.kernels
+        forward, backward = self.layers(held)
+        if last:
+            ahead, back = self.kernels.output()
+            forward, backward = forward + ahead, backward + back
+        return forward, backward
+
+    def layers(self, held: Stack) -> _Passes:
+        """Return the same of some layers alone, with what recomputation repeats of them."""
+        kernels = self.kernels
         forward = held.total(lambda kind: sum(ahead for ahead, _ in kernels.layer(kind)))
         backward = held.total(lambda kind: sum(back for _, back in kernels.layer(kind)))
         again = repeated(self.config, held)
         for index, part in enumerate(("attention", "core", "mlp")):
             backward += again[part].total(lambda kind, index=index: kernels.layer(kind)[index][0])
-        if self.shapes.is_last(stage, chunk):
-            ahead, back = kernels.output()
-            forward, backward = forward + ahead, backward + back
         return forward, backward
 
-    def _memory(self, stage: int, chunk: int) -> tuple[float, float]:
+    def _memory(self, layers: Stack, first: bool, last: bool) -> _Passes:
         """Return the seconds of everything that is bound by the memory: norms, activations, additions."""
-        shapes, formulas = self.shapes, self.formulas
-        layers, last = shapes.stacks[stage][chunk], shapes.is_last(stage, chunk)
-        kept = formulas.total(layers)
-        held = formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=last)
-        written = kept + held.loss + held.logits
+        kept = self.formulas.total(layers)
+        held = self.formulas.chunk(layers, first=first, last=last)
         # What is computed anew is written and read once more.
         again = 2 * max(kept - held.layers, 0.0)
-        bandwidth = self.kernels.bandwidth / self.constants.activations / (self.constants.unfused if self.fsdp else 1)
-        return 2 * written / bandwidth, (written + again) / bandwidth
+        # The logits' few operations are long reads and writes.
+        logits = (held.loss + held.logits) / self.kernels.stream
+        return 2 * kept / self.bandwidth + 2 * logits, (kept + again) / self.bandwidth + logits
 
     def send(self) -> float:
         """Return the seconds of one message between two stages."""
@@ -294,4 +334,5 @@ class _Estimate:
             group = min(layout.microbatch_group_size, self.microbatches) if len(stage.compute) > 1 else 1
             hidden = min(sums, group * backward) if layout.overlap_grad_reduce else 0.0
             hidden += min(gathers, group * forward) if layout.overlap_param_gather else 0.0
-        return gathers + sums - (1 - self.constants.contention) * hidden, hidden
+        shown = self.constants.fsdp_shown if self.fsdp else self.constants.contention
+        return gathers + sums - (1 - shown) * hidden, hidden

@@ -40,6 +40,10 @@ class Hardware:
     attention_share: float
     """Share of the peak that fused attention reaches on long sequences."""
 
+    fsdp_attention_share: float
+    """The same in programs of FSDP: those published have kernels before FlashAttention-3, with ALiBi. On A100 and H100
+    fitted, elsewhere in proportion."""
+
     fitted: bool
     """Whether the shares come from published runs on this device, or are assumed."""
 
@@ -84,6 +88,11 @@ class Machine:
         return self.devices.attention_share * self.matmul_share / self.devices.matmul_share
 
     @property
+    def fsdp_attention_share(self) -> float:
+        """The same in programs of FSDP."""
+        return self.devices.fsdp_attention_share * self.matmul_share / self.devices.matmul_share
+
+    @property
     def intra_share(self) -> float:
         """Share of the links inside of a node that collectives reach."""
         return self.constants.intra_share if self.link_efficiency is None else self.link_efficiency
@@ -112,47 +121,47 @@ TABLE = {
     hardware.name: hardware
     for hardware in (
         Hardware(
-            "a100", 312.0, 156.0, 19.5, 85.0, 2039.0, 300.0, 25.0, 400.0, 0.863, 0.60, True,
+            "a100", 312.0, 156.0, 19.5, 85.0, 2039.0, 300.0, 25.0, 400.0, 0.877, 0.60, 0.33, True,
             f"NVIDIA A100 80GB SXM {_SHEETS}DGX, 200 Gb/s a GPU. Shares: fit; FlashAttention-2 (arXiv:2307.08691)",
         ),
         Hardware(
-            "a100-40", 312.0, 156.0, 19.5, 42.3, 1555.0, 300.0, 25.0, 400.0, 0.863, 0.60, True,
+            "a100-40", 312.0, 156.0, 19.5, 42.3, 1555.0, 300.0, 25.0, 400.0, 0.877, 0.60, 0.33, True,
             f"NVIDIA A100 40GB SXM {_SHEETS}DGX, 200 Gb/s a GPU. Shares as A100 80GB",
         ),
         Hardware(
-            "h100", 989.5, 494.5, 67.0, 85.0, 3350.0, 450.0, 50.0, 700.0, 0.743, 0.60, True,
+            "h100", 989.5, 494.5, 67.0, 85.0, 3350.0, 450.0, 50.0, 700.0, 0.735, 0.60, 0.186, True,
             f"NVIDIA H100 SXM {_SHEETS}DGX, 400 Gb/s a GPU. Shares: fit; FlashAttention-3 (arXiv:2407.08608)",
         ),
         Hardware(
-            "h100-96-500w", 989.5, 494.5, 67.0, 102.0, 2400.0, 450.0, 50.0, 500.0, 0.7015, 0.565, True,
+            "h100-96-500w", 989.5, 494.5, 67.0, 102.0, 2400.0, 450.0, 50.0, 500.0, 0.740, 0.604, 0.188, True,
             "H100 of 96 GB HBM2e at 500 W, Meta's Grand Teton (pytorch/torchtitan, benchmarks). Shares: fit",
         ),
         Hardware(
-            "h100-pcie", 756.0, 378.0, 51.2, 85.0, 2039.0, 64.0, 25.0, 350.0, 0.60, 0.50, False,
+            "h100-pcie", 756.0, 378.0, 51.2, 85.0, 2039.0, 64.0, 25.0, 350.0, 0.60, 0.50, 0.155, False,
             f"NVIDIA H100 PCIe {_SHEETS}PCIe 5.0 x16 between devices. Shares assumed: 350 W",
         ),
         Hardware(
-            "h200", 989.5, 494.5, 67.0, 149.8, 4800.0, 450.0, 50.0, 700.0, 0.743, 0.60, False,
+            "h200", 989.5, 494.5, 67.0, 149.8, 4800.0, 450.0, 50.0, 700.0, 0.735, 0.60, 0.186, False,
             f"NVIDIA H200 SXM {_SHEETS}DGX, 400 Gb/s a GPU. Shares as H100, the same chip",
         ),
         Hardware(
-            "b200", 2250.0, 1125.0, 75.0, 191.5, 8000.0, 900.0, 50.0, 1000.0, 0.70, 0.50, False,
+            "b200", 2250.0, 1125.0, 75.0, 191.5, 8000.0, 900.0, 50.0, 1000.0, 0.70, 0.50, 0.155, False,
             f"NVIDIA HGX B200 {_SHEETS}DGX, 400 Gb/s a GPU. Shares assumed",
         ),
         Hardware(
-            "gb200", 2500.0, 1250.0, 80.0, 198.0, 8000.0, 900.0, 50.0, 1200.0, 0.70, 0.50, False,
+            "gb200", 2500.0, 1250.0, 80.0, 198.0, 8000.0, 900.0, 50.0, 1200.0, 0.70, 0.50, 0.155, False,
             f"NVIDIA GB200 NVL72 {_SHEETS}400 Gb/s a GPU; --gpus-per-node 72 for a rack of one NVLink. Shares assumed",
         ),
         Hardware(
-            "mi300x", 1307.4, 653.7, 163.4, 206.1, 5300.0, 448.0, 50.0, 750.0, 0.55, 0.40, False,
+            "mi300x", 1307.4, 653.7, 163.4, 206.1, 5300.0, 448.0, 50.0, 750.0, 0.55, 0.40, 0.20, False,
             f"AMD Instinct MI300X {_SHEETS}400 Gb/s a GPU, 7 links of 64 GB/s inside. Shares assumed",
         ),
         Hardware(
-            "l40s", 362.0, 183.0, 91.6, 47.7, 864.0, 32.0, 25.0, 350.0, 0.60, 0.45, False,
+            "l40s", 362.0, 183.0, 91.6, 47.7, 864.0, 32.0, 25.0, 350.0, 0.60, 0.45, 0.25, False,
             f"NVIDIA L40S {_SHEETS}PCIe 4.0 x16 between devices, 200 Gb/s a GPU. Shares assumed",
         ),
         Hardware(
-            "cpu", 0.1, 0.1, 0.1, 8.0, 10.0, 2.0, 1.0, 65.0, 0.5, 0.3, False,
+            "cpu", 0.1, 0.1, 0.1, 8.0, 10.0, 2.0, 1.0, 65.0, 0.5, 0.3, 0.3, False,
             "no data sheet: round figures for one process of a laptop",
         ),
     )

@@ -20,13 +20,13 @@ Passes = tuple[float, float]
 class Kernels:
     """The seconds of one resolved configuration on a machine, of one microbatch."""
 
-    def __init__(self, config: Config, shapes: Shapes, machine: Machine):
+    def __init__(self, config: Config, shapes: Shapes, machine: Machine, *, fsdp: bool):
         self.config, self.constants = config, machine.constants
         self.products = Products(config, shapes)
         share = machine.processes_share(config.layout.world_size)
         peak = machine.devices.peak_flops(config.training) * share
         self.rate = peak * machine.matmul_share
-        self.attention_rate = peak * machine.attention_share
+        self.attention_rate = peak * (machine.fsdp_attention_share if fsdp else machine.attention_share)
         self.bandwidth = machine.devices.memory_bandwidth_gb_s * 1e9 * share
         """Bytes a second of the data sheet."""
         self.stream = self.bandwidth * self.constants.stream

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ext.plan.estimate import step_time
+from megatron_ext.plan.estimate import time_of
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.search import Candidate, Question, search
-from megatron_ext.plan.shapes import Shapes
 
 PARTS = {
     "matrix products": ("peak_16bit_tflops", "peak_tf32_tflops", "peak_fp32_tflops"),
@@ -84,7 +83,7 @@ def _winner(seconds: Sequence[float]) -> int:
 
 
 def _retimed(best: Sequence[Candidate], machine: Machine) -> list[float]:
-    return [step_time(candidate.config, Shapes(candidate.config), machine).total for candidate in best]
+    return [time_of(candidate.work, machine).total for candidate in best]
 
 
 def _scaled(machine: Machine, names: Sequence[str], factor: float) -> Machine:

@@ -10,13 +10,11 @@ left for these.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megatron_ext.config.batch import num_microbatches
-from megatron_ext.config.layers import Layer, stack
 from megatron_ext.config.schema import Config
-from megatron_ext.plan.activations import Activations, ChunkBytes
+from megatron_ext.plan.activations import ChunkBytes
 from megatron_ext.plan.schedule import few_microbatches, most_held, order
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.state_bytes import sharding, state_bytes
+from megatron_ext.plan.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class MemoryEstimate:
     @property
     def total(self) -> float:
         """Sum over the parts."""
-        return sum(self.parts.values())
+        return self.weights + self.gradients + self.optimizer + self.activations + self.loss + self.work
 
     @property
     def parts(self) -> dict[str, float]:
@@ -68,101 +66,81 @@ class OverTime:
 
 def over_time(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> OverTime:
     """Return what makes up the memory of this stage at any time; its most is the total of `memory`."""
-    dense, experts = shapes.parameters_of_stage(stage)
-    of_dense, of_experts = state_bytes(config).sizes, state_bytes(config, expert=True).sizes
-    state = dense * sum(of_dense) + experts * sum(of_experts)
-    formulas = Activations(config, fused=fused)
-    chunks = _chunks(formulas, shapes, stage)
-    for_a_while = [
-        max(chunk.logits, later) for chunk, later in zip(chunks, _in_layers(formulas, shapes, chunks), strict=True)
-    ]
-    return OverTime(state + _gathered(config, formulas, shapes, stage), [chunk.held for chunk in chunks], for_a_while)
+    work = Workload(config, shapes, fused=fused)
+    chunks = _chunks(work, stage)
+    for_a_while = [max(chunk.logits, later) for chunk, later in zip(chunks, _in_layers(work, chunks), strict=True)]
+    return OverTime(sum(work.kept(stage)) + _gathered(work, stage), [chunk.held for chunk in chunks], for_a_while)
 
 
-def memory(
-    config: Config, stage: int, shapes: Shapes, *, fused: bool, formulas: Activations | None = None
-) -> MemoryEstimate:
+def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> MemoryEstimate:
     """Return what a rank of this stage needs.
 
     Args:
         fused: whether this is a GPU, as for `activations.Activations`.
-        formulas: those of the configuration; by default made from it.
     """
-    dense, experts = shapes.parameters_of_stage(stage)
-    of_dense, of_experts = state_bytes(config).sizes, state_bytes(config, expert=True).sizes
-    weights, gradients, optimizer = (
-        dense * each + experts * other for each, other in zip(of_dense, of_experts, strict=True)
-    )
-    formulas, layout = formulas or Activations(config, fused=fused), config.layout
-    chunks = _chunks(formulas, shapes, stage)
+    return stage_memory(Workload(config, shapes, fused=fused), stage)
+
+
+def stage_memory(work: Workload, stage: int) -> MemoryEstimate:
+    """Return what a rank of this stage needs."""
+    layout, chunks = work.config.layout, _chunks(work, stage)
     stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
-    microbatches = num_microbatches(config, config.training.global_batch_size)
-    few = few_microbatches(stages, len(chunks), microbatches, group)
-    in_layers = _in_layers(formulas, shapes, chunks)
+    few = few_microbatches(stages, len(chunks), work.microbatches, group)
+    in_layers = _in_layers(work, chunks)
     for_a_while = [max(chunk.logits, later) for chunk, later in zip(chunks, in_layers, strict=True)]
     most = most_held(order(stage, stages, len(chunks), few, group), [chunk.held for chunk in chunks], for_a_while)
     activations = sum(number * (chunk.layers + chunk.rest) for number, chunk in zip(most.flight, chunks, strict=True))
     loss = sum(number * chunk.loss for number, chunk in zip(most.flight, chunks, strict=True))
     running = chunks[most.chunk]
     loss += running.logits if in_layers[most.chunk] < running.logits else -running.loss
+    weights, gradients, optimizer = work.kept(stage)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
         loss=loss,
-        work=most.bytes - activations - loss + _gathered(config, formulas, shapes, stage),
+        work=most.bytes - activations - loss + _gathered(work, stage),
     )
 
 
 def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, MemoryEstimate]:
     """Return the stage that needs most, and what it needs."""
+    return worst_stage_of(Workload(config, shapes, fused=fused))
+
+
+def worst_stage_of(work: Workload) -> tuple[int, MemoryEstimate]:
+    """Return the stage that needs most, and what it needs."""
     # Of stages that are alike the first has most microbatches in flight.
-    formulas = Activations(config, fused=fused)
-    stages = set(shapes.representatives())
-    found = {stage: memory(config, stage, shapes, fused=fused, formulas=formulas) for stage in stages}
-    stage = max(sorted(found), key=lambda stage: found[stage].total)
+    found = {stage: stage_memory(work, stage) for stage in sorted(set(work.shapes.representatives()))}
+    stage = max(found, key=lambda stage: found[stage].total)
     return stage, found[stage]
 
 
-def _chunks(formulas: Activations, shapes: Shapes, stage: int) -> list[ChunkBytes]:
+def _chunks(work: Workload, stage: int) -> list[ChunkBytes]:
+    formulas, shapes = work.formulas, work.shapes
     return [
         formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=shapes.is_last(stage, chunk))
         for chunk, layers in enumerate(shapes.stacks[stage])
     ]
 
 
-def _in_layers(formulas: Activations, shapes: Shapes, chunks: Sequence[ChunkBytes]) -> list[float]:
+def _in_layers(work: Workload, chunks: Sequence[ChunkBytes]) -> list[float]:
     """Return the bytes held for a while in the backward pass of each chunk's layers, beyond what it held before."""
-    gradients = _gradients_of_a_layer(formulas.config, formulas, shapes)
     # Before the gradients of the first layer are there, the logits are gone, and all that the loss held.
-    return [chunk.recomputed + gradients - chunk.loss for chunk in chunks]
+    return [chunk.recomputed + work.gradients_of_a_layer - chunk.loss for chunk in chunks]
 
 
-def _gradients_of_a_layer(config: Config, formulas: Activations, shapes: Shapes) -> float:
-    """Return the bytes held in a backward pass: gradients of a layer's widest activations and, before it is added up,
-    of one matrix.
-
-    Of the kinds of layers in the model, the one that needs most counts.
-    """
-
-    def of(kind: Layer) -> float:
-        held, matrix = formulas.layer(kind), formulas.width * shapes.part(kind).largest
-        return 2 * formulas.stream + max(held.mlp / 2 if kind.experts else held.mlp, held.heads) + matrix
-
-    return max(of(kind) for kind, _ in stack(config).kinds)
-
-
-def _gathered(config: Config, formulas: Activations, shapes: Shapes, stage: int) -> float:
+def _gathered(work: Workload, stage: int) -> float:
     """Return what ZeRO-2 and ZeRO-3 have whole for a while: the gradient of a layer, as computed and as it is summed,
     in fp32; and of divided weights those of a layer and the next one (the two largest), all where they are kept, and
     what belongs to no layer."""
-    kind = sharding(config)
-    if kind in ("ddp", "optim"):
+    if work.kind in ("ddp", "optim"):
         return 0.0
-    gradient = (formulas.width + 4) * shapes.largest_layer
-    if kind == "optim_grads":
+    shapes, width = work.shapes, work.formulas.width
+    gradient = (width + 4) * shapes.largest_layer
+    if work.kind == "optim_grads":
         return gradient
     layers = sorted(shapes.layer_sizes(stage), reverse=True)
-    kept = layers if config.layout.torch_fsdp2_no_reshard_after_forward else layers[:2]
-    return formulas.width * (sum(kept) + sum(shapes.parameters_of_stage(stage)) - sum(layers)) + gradient
+    kept = layers if work.config.layout.torch_fsdp2_no_reshard_after_forward else layers[:2]
+    return width * (sum(kept) + sum(shapes.parameters_of_stage(stage)) - sum(layers)) + gradient

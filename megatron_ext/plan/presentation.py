@@ -74,6 +74,18 @@ def table(best: Sequence[Candidate], machine: Machine) -> list[str]:
     ]
 
 
+def with_short_gradients(found: Sequence[Candidate], machine: Machine) -> list[str]:
+    """Return the rows of layouts that 2-byte gradients would make possible, and the flags of the first of them."""
+    if not found:
+        return []
+    return [
+        "faster with --grad-reduce-in-bf16, which keeps and sums gradients in 2 bytes instead of 4, less exactly:",
+        *(f"    {line}" for line in table(found, machine)),
+        f"    flags of 1: {command(found[0].choice)}",
+        "",
+    ]
+
+
 def name(candidate: Candidate) -> str:
     """Return a layout's name: `TP2 CP1 PP4x2 DP8, ZeRO-1, recompute none, micro batch 1`."""
     layout = candidate.config.layout
@@ -160,8 +172,12 @@ def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloads
     return lines
 
 
-def as_json(question: Question, answer: Answer) -> dict[str, Any]:
-    """Return everything that the report is made of."""
+def as_json(question: Question, answer: Answer, short: Sequence[Candidate]) -> dict[str, Any]:
+    """Return everything that the report is made of.
+
+    Args:
+        short: what is faster with 2-byte gradients.
+    """
     return {
         "world_size": question.world_size,
         "device": vars(question.machine.devices),
@@ -176,6 +192,7 @@ def as_json(question: Question, answer: Answer) -> dict[str, Any]:
         "legal": answer.legal,
         "fitting": answer.fitting,
         "best": [_row(candidate) for candidate in answer.best],
+        "faster_with_grad_reduce_in_bf16": [_row(candidate) for candidate in short],
         "nearest": None if answer.nearest is None else _row(answer.nearest),
     }
 

@@ -82,18 +82,20 @@ def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequenc
         held: bytes of one microbatch in each chunk, between its forward and its backward pass.
         for_a_while: further bytes while a chunk's pass runs.
     """
+    now, most, place = 0.0, -1.0, 0
+    for at, (forward, chunk, _) in enumerate(works):
+        if forward:
+            now += held[chunk]
+        if now + for_a_while[chunk] > most:
+            most, place = now + for_a_while[chunk], at
+        if not forward:
+            now -= held[chunk]
     flight = [0] * len(held)
-    now, most = 0.0, Most(-1.0, 0, flight)
-    for work in works:
-        if work.forward:
-            flight[work.chunk] += 1
-            now += held[work.chunk]
-        if now + for_a_while[work.chunk] > most.bytes:
-            most = Most(now + for_a_while[work.chunk], work.chunk, list(flight))
-        if not work.forward:
-            flight[work.chunk] -= 1
-            now -= held[work.chunk]
-    return most
+    for forward, chunk, _ in works[:place]:
+        flight[chunk] += 1 if forward else -1
+    last = works[place]
+    flight[last.chunk] += last.forward
+    return Most(most, last.chunk, flight)
 
 
 def few_microbatches(stages: int, chunks: int, microbatches: int, group: int) -> int:

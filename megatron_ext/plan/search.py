@@ -1,6 +1,7 @@
 """Searches every combination that the program's own rules allow: what it needs, and which fit and are fastest."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,12 +18,13 @@ from megatron_ext.plan.choices import (
     recomputations,
     shardings,
 )
-from megatron_ext.plan.estimate import StepTime, step_time
+from megatron_ext.plan.estimate import StepTime, at_least, time_of
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.memory import MemoryEstimate, worst_stage
+from megatron_ext.plan.memory import MemoryEstimate, worst_stage_of
 from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.workload import Workload
 from megatron_ext.rules.sharding import RULES_OF_KINDS
-from megatron_ext.rules.validate import Rule, broken_rule, is_legal, problems
+from megatron_ext.rules.validate import RULES_OF_MICRO_BATCHES, RULES_OF_RECOMPUTATION, Rule, broken_rule, problems
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,6 @@ class Question:
     usable_bytes: float
     """Bytes of memory of one device that a layout may fill."""
 
-    gradients_in_16_bits: bool = False
-    """Whether gradients are kept and summed in 16 bits, which pretrain_gpt.py itself does in fp16 alone."""
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -54,6 +53,7 @@ class Candidate:
     """Pipeline stage that needs most memory."""
 
     memory: MemoryEstimate
+    work: Workload
     time: StepTime | None = None
 
     @property
@@ -92,6 +92,9 @@ class Answer:
     contenders: list[Candidate] = field(default_factory=list)
     """The layouts that were simulated: the best and those next to them."""
 
+    tight: list[Candidate] = field(default_factory=list)
+    """The layouts that do not fit, or only with something computed anew."""
+
 
 def search(question: Question, number: int) -> Answer:
     """Return the `number` best layouts, each another way to share the model."""
@@ -108,20 +111,64 @@ def search(question: Question, number: int) -> Answer:
 
 def _search(question: Question, number: int) -> Answer:
     fitting: list[Candidate] = []
+    tight: list[Candidate] = []
     nearest: Candidate | None = None
     legal = 0
     for candidate in _candidates(question):
         legal += 1
         if nearest is None or candidate.memory.total < nearest.memory.total:
             nearest = candidate
-        if candidate.memory.total <= question.usable_bytes:
-            fitting.append(_timed(candidate, question, quick=True))
-    fitting.sort(key=_rank)
-    different = list({_way(candidate): candidate for candidate in reversed(fitting)}.values())
-    shortlist = sorted(different, key=_rank)[: 3 * number]
+        fits = candidate.memory.total <= question.usable_bytes
+        if fits:
+            fitting.append(candidate)
+        if not fits or candidate.recomputation not in ("none", "as given"):
+            tight.append(candidate)
+    shortlist = _fastest_ways(fitting, question, 3 * number)
     best = sorted((_timed(candidate, question) for candidate in shortlist), key=_rank)
     refusals = [] if legal else _refusals(question)
-    return Answer(best[:number], len(fitting), legal, nearest, refusals, best)
+    return Answer(best[:number], len(fitting), legal, nearest, refusals, best, tight)
+
+
+def tried_again(
+    question: Question, candidates: Iterable[Candidate], training: Mapping[str, Any], limit: float, number: int
+) -> list[Candidate]:
+    """Return up to `number` of some layouts that fit and take less than `limit` seconds with other values of training,
+    fastest first, each with the least recomputation that fits then."""
+    fitting = []
+    ways = recomputations(question.values)
+    chosen = {name for way in ways.values() for name in way}
+    for each in candidates:
+        values = {**dict.fromkeys(chosen), **training}
+        config = replace(each.config, training=replace(each.config.training, **values))
+        work = _work(question, config, each.work.shapes)
+        if at_least(work, question.machine) >= limit:
+            continue
+        choice = {name: value for name, value in each.choice.items() if name not in chosen}
+        found, _ = _with_least_recomputation(question, choice, work, each.sharding, 0)
+        if found is not None and found.memory.total <= question.usable_bytes:
+            fitting.append(found)
+    best = sorted((_timed(each, question) for each in _fastest_ways(fitting, question, number)), key=_rank)
+    return [each for each in best if each.seconds < limit and broken_rule(each.config, question.facts) is None]
+
+
+def _fastest_ways(fitting: list[Candidate], question: Question, number: int) -> list[Candidate]:
+    """Return the fastest layout of each of the fastest ways to share the model.
+
+    Those that cannot be among them, by a time below which none is, are not estimated.
+    """
+    bounds = sorted((at_least(each.work, question.machine), place) for place, each in enumerate(fitting))
+    found: dict[tuple[object, ...], tuple[_Rank, int, Candidate]] = {}
+    slowest = math.inf
+    for bound, place in bounds:
+        if _rounded(bound) > slowest:
+            break
+        candidate = _timed(fitting[place], question, quick=True)
+        entry, way = (_rank(candidate), place, candidate), _way(candidate)
+        if way not in found or entry[:2] < found[way][:2]:
+            found[way] = entry
+            if len(found) >= number:
+                slowest = sorted(rank[0] for rank, _, _ in found.values())[number - 1]
+    return [candidate for _, _, candidate in sorted(found.values(), key=lambda entry: entry[:2])[:number]]
 
 
 def simpler_layouts(question: Question) -> Iterator[Candidate]:
@@ -135,8 +182,8 @@ def simpler_layouts(question: Question) -> Iterator[Candidate]:
             micro = question.values.get("micro_batch_size") or 1
             choice = {**plain, **sharding, **ways[recomputation], "micro_batch_size": micro}
             found = _legal(question, choice)
-            if isinstance(found, tuple):
-                yield _candidate(question, choice, found, name, recomputation)
+            if isinstance(found, Config):
+                yield _candidate(choice, _work(question, found), name, recomputation)
 
 
 def fewest_ranks(question: Question, most: int) -> int | None:
@@ -162,9 +209,9 @@ def with_offloads(question: Question, candidate: Candidate) -> dict[str, Candida
     for name in ("optimizer_cpu_offload", "torch_fsdp2_cpu_offload"):
         choice = {**candidate.choice, name: True}
         found = _legal(question, choice)
-        if isinstance(found, tuple):
-            other = _candidate(question, choice, found, candidate.sharding, candidate.recomputation)
-            others[flag_of(name)] = other
+        if isinstance(found, Config):
+            work = _work(question, found)
+            others[flag_of(name)] = _candidate(choice, work, candidate.sharding, candidate.recomputation)
     return others
 
 
@@ -190,6 +237,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
         alone = data_ranks * layout["context_parallel_size"] == 1
         seen = set()
         kinds = tuple(layout.get(axis, 1) > 1 for axis in _AXES)
+        shapes = None
         ways = dict(reversed(shardings(values).items()))
         if "FSDP2" in ways and (flags := hybrid(values, layout, question.world_size, question.machine.gpus_per_node)):
             ways["HSDP"] = flags
@@ -198,16 +246,19 @@ def _candidates(question: Question) -> Iterator[Candidate]:
                 continue
             if (name, kinds) in refused:
                 continue
+            least, legal = 0, None
             for micro in micro_batches(values, batch // data_ranks):
                 choice = {**layout, **({} if alone else sharding), "micro_batch_size": micro}
-                found = _legal(question, choice)
+                found = _legal(question, choice) if legal is None else _of_micro_batch(question, legal, micro)
                 if found in RULES_OF_KINDS:
                     # With other sizes of the same axes it would be refused as well.
                     refused.add((name, kinds))
                     break
-                if not isinstance(found, tuple):
+                if not isinstance(found, Config):
                     continue
-                candidate = _with_least_recomputation(question, choice, found, name)
+                legal, shapes = found, shapes or Shapes(found)
+                work = _work(question, found, shapes)
+                candidate, least = _with_least_recomputation(question, choice, work, name, least)
                 if candidate is None:
                     continue
                 seen.add(name)
@@ -217,50 +268,59 @@ def _candidates(question: Question) -> Iterator[Candidate]:
 
 
 def _with_least_recomputation(
-    question: Question, choice: Choice, found: tuple[Config, Shapes], sharding: str
-) -> Candidate | None:
-    """Return the candidate with the least recomputation that fits; None where the choice is illegal whatever is
-    recomputed."""
-    candidate, last = None, list(recomputations(question.values))[-1]
-    for name, recomputation in recomputations(question.values).items():
-        training = replace(found[0].training, **recomputation)
-        config = replace(found[0], training=training)
-        tried = _candidate(question, {**choice, **recomputation}, (config, found[1]), sharding, name)
-        fits = tried.memory.total <= question.usable_bytes
-        # Rules are asked where it matters: they take longer than the sums.
-        if recomputation and (fits or name == last) and not is_legal(config, question.facts):
-            continue
-        candidate = tried
-        if fits:
+    question: Question, choice: Choice, work: Workload, sharding: str, least: int
+) -> tuple[Candidate | None, int]:
+    """Return the candidate with the least recomputation that fits, or else the most that is legal (None where none is),
+    and the place of its kind in the list.
+
+    Args:
+        work: that of the choice, without recomputation but for what was given.
+        least: place of the first kind to try, since those before did not fit with a smaller micro batch.
+    """
+    candidate, ways = None, list(recomputations(question.values).items())
+    for place in range(least, len(ways)):
+        name, recomputation = ways[place]
+        config = work.config
+        if recomputation:
+            config = replace(config, training=replace(config.training, **recomputation))
+            if broken_rule(config, question.facts, RULES_OF_RECOMPUTATION):
+                continue
+        own = work.recomputing(config) if recomputation else work
+        candidate, least = _candidate({**choice, **recomputation}, own, sharding, name), place
+        if candidate.memory.total <= question.usable_bytes:
             break
-    return candidate
+    return candidate, least
 
 
-def _legal(question: Question, choice: Choice) -> tuple[Config, Shapes] | Rule:
+def _legal(question: Question, choice: Choice) -> Config | Rule:
     """Return what the choice resolves to, or a rule of the program that it breaks."""
     config = resolved(question, choice)
-    return broken_rule(config, question.facts) or (config, Shapes(config))
+    return broken_rule(config, question.facts) or config
+
+
+def _of_micro_batch(question: Question, config: Config, micro: int) -> Config | Rule:
+    """Return the same for a choice that differs from that of a legal configuration in its micro batch alone."""
+    config = replace(config, training=replace(config.training, micro_batch_size=micro))
+    return broken_rule(config, question.facts, RULES_OF_MICRO_BATCHES) or config
+
+
+def _work(question: Question, config: Config, shapes: Shapes | None = None) -> Workload:
+    return Workload(config, shapes or Shapes(config), fused=question.machine.devices.is_gpu)
 
 
 def resolved(question: Question, choice: Choice) -> Config:
     """Return what the question's values and a choice resolve to."""
     chosen = {name: value for name, value in choice.items() if value is not None}
-    config = resolve({**question.values, **chosen, "world_size": question.world_size}, question.facts)
-    if not question.gradients_in_16_bits:
-        return config
-    return replace(config, training=replace(config.training, accumulate_allreduce_grads_in_fp32=False))
+    return resolve({**question.values, **chosen, "world_size": question.world_size}, question.facts)
 
 
-def _candidate(
-    question: Question, choice: Choice, found: tuple[Config, Shapes], sharding: str, recomputation: str
-) -> Candidate:
-    config, shapes = found
-    stage, needed = worst_stage(config, shapes, fused=question.machine.devices.is_gpu)
-    return Candidate(choice, config, sharding, recomputation, stage, needed)
+def _candidate(choice: Choice, work: Workload, sharding: str, recomputation: str) -> Candidate:
+    stage, needed = worst_stage_of(work)
+    return Candidate(choice, work.config, sharding, recomputation, stage, needed, work)
 
 
 def _timed(candidate: Candidate, question: Question, *, quick: bool = False) -> Candidate:
-    return replace(candidate, time=step_time(candidate.config, Shapes(candidate.config), question.machine, quick=quick))
+    return replace(candidate, time=time_of(candidate.work, question.machine, quick=quick))
 
 
 def _way(candidate: Candidate) -> tuple[object, ...]:
@@ -270,9 +330,16 @@ def _way(candidate: Candidate) -> tuple[object, ...]:
     return (*sizes, layout.expert_model_parallel_size, candidate.sharding)
 
 
-def _rank(candidate: Candidate) -> tuple[float, tuple[int, ...]]:
+_Rank = tuple[float, tuple[int, ...]]
+
+
+def _rank(candidate: Candidate) -> _Rank:
+    return _rounded(candidate.seconds), candidate.simplicity
+
+
+def _rounded(seconds: float) -> float:
     # A thousandth more or less is no difference.
-    return float(f"{candidate.seconds:.4g}"), candidate.simplicity
+    return float(f"{seconds:.4g}")
 
 
 def _refusals(question: Question) -> list[str]:

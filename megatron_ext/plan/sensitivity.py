@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_ext.plan.choices import layouts
-from megatron_ext.plan.estimate import step_time
+from megatron_ext.plan.estimate import time_of
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.presentation import name
 from megatron_ext.plan.search import Answer, Candidate, Question
-from megatron_ext.plan.shapes import Shapes
 
 _LEAST_GAIN = 0.005
 
@@ -46,7 +45,7 @@ def _others(machine: Machine) -> Iterator[tuple[str, Machine]]:
 
 
 def _quick(candidate: Candidate, machine: Machine) -> float:
-    return step_time(candidate.config, Shapes(candidate.config), machine, quick=True).total
+    return time_of(candidate.work, machine, quick=True).total
 
 
 def alternatives(question: Question) -> list[str]:

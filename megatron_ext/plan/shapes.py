@@ -63,6 +63,8 @@ class Shapes:
         ]
         """The layers of every chunk, `[stage][chunk]`."""
         self._sums: dict[Stack, tuple[int, int]] = {}
+        self._of_stages: dict[int, tuple[int, int]] = {}
+        self._alike: list[int] | None = None
         self.tied = not config.model.untie_embeddings_and_output_weights
         layout = config.layout
         self.embedding, self.table, self.layers, self.output = _parts(
@@ -75,17 +77,20 @@ class Shapes:
 
     def representatives(self) -> list[int]:
         """Return the first stage of each kind, for every stage that has the same contents."""
-        last = len(self.counts) - 1
-        contents = [
-            ([chunk.kinds for chunk in chunks], stage == 0, stage == last) for stage, chunks in enumerate(self.stacks)
-        ]
-        return [contents.index(held) for held in contents]
+        if self._alike is None:
+            last = len(self.counts) - 1
+            contents = [
+                ([chunk.kinds for chunk in chunks], stage == 0, stage == last)
+                for stage, chunks in enumerate(self.stacks)
+            ]
+            self._alike = [contents.index(held) for held in contents]
+        return self._alike
 
     def part(self, layer: Layer) -> ElementCounts:
         """Return what a rank holds of a layer."""
         return self.layers[layer]
 
-    @property
+    @functools.cached_property
     def largest_layer(self) -> int:
         """Elements that a rank holds of the largest layer of the model."""
         return max(part.dense + part.experts for part in self.layers.values())
@@ -102,11 +107,13 @@ class Shapes:
     def parameters_of_stage(self, stage: int) -> tuple[int, int]:
         """Return the parameters of a rank of this stage: those outside of routed experts, then those of routed
         experts."""
-        held = [self.parameters_of_chunk(stage, chunk) for chunk in range(len(self.counts[stage]))]
-        dense = sum(part[0] for part in held)
-        if self.tied and len(self.counts) == 1:
-            dense -= self.table  # one matrix serves both ends
-        return dense, sum(part[1] for part in held)
+        if stage not in self._of_stages:
+            held = [self.parameters_of_chunk(stage, chunk) for chunk in range(len(self.counts[stage]))]
+            dense = sum(part[0] for part in held)
+            if self.tied and len(self.counts) == 1:
+                dense -= self.table  # one matrix serves both ends
+            self._of_stages[stage] = dense, sum(part[1] for part in held)
+        return self._of_stages[stage]
 
     def parameters_of_chunk(self, stage: int, chunk: int) -> tuple[int, int]:
         """Return the same of one chunk; a tied embedding counts where it is looked up and where it is multiplied."""

@@ -44,19 +44,34 @@ def simulate(
         group: microbatches that one chunk takes before the next one's turn.
         delay: seconds of one send.
     """
+    return with_and_without(forward, backward, microbatches, group, delay)[0]
+
+
+def with_and_without(
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    microbatches: int,
+    group: int,
+    delay: float,
+) -> tuple[Times, Times]:
+    """Simulate a step whose sends take `delay` seconds, and the same one with sends that take none."""
     stages, chunks = len(forward), len(forward[0])
     works = [sum(map(sum, zip(f, b, strict=True))) for f, b in zip(forward, backward, strict=True)]
     busiest = microbatches * max(works)
     if stages == 1:
-        return Times(busiest, busiest)
+        return Times(busiest, busiest), Times(busiest, busiest)
     few = few_microbatches(stages, chunks, microbatches, group)
-    total = finish(forward, backward, few, group, delay)
+    totals = finish(forward, backward, few, group, delay)
     if few < microbatches:
         # In the middle of a long step each group takes as long as the one before.
         period = group if chunks > 1 else 1
-        each = (total - finish(forward, backward, few - period, group, delay)) / period
-        total += (microbatches - few) * each
-    return Times(total, busiest)
+        before = finish(forward, backward, few - period, group, delay)
+        ahead, at_once = (
+            total + (microbatches - few) * ((total - earlier) / period)
+            for total, earlier in zip(totals, before, strict=True)
+        )
+        totals = ahead, at_once
+    return Times(totals[0], busiest), Times(totals[1], busiest)
 
 
 def by_formula(
@@ -80,18 +95,22 @@ def finish(
     microbatches: int,
     group: int,
     delay: float,
-) -> float:
-    """Return when the last stage to finish has finished."""
+) -> tuple[float, float]:
+    """Return when the last stage to finish has finished, and when it would with sends that take no time.
+
+    Which pass waits for which does not depend on times, so that one walk computes both.
+    """
     stages, chunks = len(forward), len(forward[0])
     plans = [_plan(stage, stages, chunks, microbatches, group) for stage in range(stages)]
     seconds = [[*backward[stage], *forward[stage]] for stage in range(stages)]
     done = [-1.0] * (2 * chunks * microbatches * stages)
-    clock, place = [0.0] * stages, [0] * stages
+    done_at_once = list(done)
+    clock, clock_at_once, place = [0.0] * stages, [0.0] * stages, [0] * stages
     waiting: dict[int, int] = {}
     ready = list(range(stages))
     while ready:
         stage = ready.pop()
-        plan, times, now = plans[stage], seconds[stage], clock[stage]
+        plan, times, now, at_once = plans[stage], seconds[stage], clock[stage], clock_at_once[stage]
         at = place[stage]
         while at < len(plan):
             work, need, other, kind = plan[at]
@@ -100,15 +119,21 @@ def finish(
                 if arrived < 0.0:
                     waiting[need] = stage
                     break
-                now = max(now, arrived + delay if other else arrived)
+                if other:
+                    arrived += delay
+                now = arrived if arrived > now else now
+                arrived = done_at_once[need]
+                at_once = arrived if arrived > at_once else at_once
             now += times[kind]
+            at_once += times[kind]
             done[work] = now
+            done_at_once[work] = at_once
             if work in waiting:
                 ready.append(waiting.pop(work))
             at += 1
-        clock[stage], place[stage] = now, at
+        clock[stage], clock_at_once[stage], place[stage] = now, at_once, at
     assert not waiting, "a schedule that waits for itself"
-    return max(clock)
+    return max(clock), max(clock_at_once)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,7 +1,7 @@
 """Computes bytes of weights, gradients and optimizer state that a rank keeps between steps, for each of its
 parameters."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_ext.config.optimizers import traits_of
 from megatron_ext.config.schema import Config
@@ -60,8 +60,13 @@ def divided(weights: int, gradients: int, optimizer: int, kind: str, ranks: int)
 
     Source: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 5).
     """
-    of_weights, of_gradients, of_optimizer = (ranks if shared else 1 for shared in _SHARED[kind])
-    return StateBytes(weights, gradients, optimizer, (of_weights, of_gradients, of_optimizer))
+    return StateBytes(weights, gradients, optimizer, _shares(kind, ranks))
+
+
+def _shares(kind: str, ranks: int) -> tuple[int, int, int]:
+    """Return over how many ranks weights, gradients and optimizer state are divided."""
+    weights, gradients, optimizer = _SHARED[kind]
+    return ranks if weights else 1, ranks if gradients else 1, ranks if optimizer else 1
 
 
 def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
@@ -81,10 +86,10 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     gradients = 4 if not mixed or in_fp32 else 2
     states = traits_of(config.optimizer).bytes_each(config.optimizer)
     ranks = sharing_ranks(config, expert=expert)
-    found = divided(2 if mixed else 4, gradients, states + (4 if mixed else 0), kind, ranks)
+    shares = _shares(kind, ranks)
     if config.layout.outer_dp_sharding_strategy == "optim":
-        found = replace(found, shares=(ranks, ranks, ranks * config.layout.num_distributed_optimizer_instances))
-    return replace(found, on_device=_on_device(config))
+        shares = (ranks, ranks, ranks * config.layout.num_distributed_optimizer_instances)
+    return StateBytes(2 if mixed else 4, gradients, states + (4 if mixed else 0), shares, _on_device(config))
 
 
 def _on_device(config: Config) -> tuple[float, float, float]:

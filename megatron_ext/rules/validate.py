@@ -5,7 +5,7 @@ that value speaks. Each problem names flags, their values, and a setting that wo
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import Facts
@@ -27,6 +27,19 @@ RULES: tuple[Rule, ...] = (
     *profiling.RULES,
 )
 
+RULES_OF_RECOMPUTATION: tuple[Rule, ...] = (training.recomputation_is_complete, training.recomputed_parts_are_known)
+"""All rules that ask what is recomputed: where nothing else changes, a search asks no others."""
+
+RULES_OF_MICRO_BATCHES: tuple[Rule, ...] = (
+    pipeline.interleaving_needs_stages,
+    pipeline.microbatches_pass_in_whole_groups,
+    training.global_batch_divides,
+    training.rampup_is_well_formed,
+    training.schedule_of_batches_is_well_formed,
+    training.evaluation_batch_divides,
+)
+"""All rules that ask for the micro batch size."""
+
 
 def problems(config: Config, facts: Facts) -> list[str]:
     """Return all problems of the configuration, in the order of the rules; empty where the run may start.
@@ -38,10 +51,10 @@ def problems(config: Config, facts: Facts) -> list[str]:
     return [problem for problem in found if not any(flag.search(problem) for flag in unread)]
 
 
-def broken_rule(config: Config, facts: Facts) -> Rule | None:
+def broken_rule(config: Config, facts: Facts, rules: Sequence[Rule] = RULES) -> Rule | None:
     """Return a rule that the configuration breaks, or None; once one is found no other is asked. Those about layouts,
     which a search breaks most, come first."""
-    return next((rule for rule in reversed(RULES) if any(rule(config, facts))), None)
+    return next((rule for rule in reversed(rules) if any(rule(config, facts))), None)
 
 
 def is_legal(config: Config, facts: Facts) -> bool:

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shlex
+import shutil
 import tarfile
 import zipfile
 from argparse import Namespace
@@ -134,6 +135,18 @@ def test_every_other_flag_is_listed(written: Path) -> None:
         "a vocabulary that is padded to 64 entries (given: --vocab-size 100",
     ):
         assert words in str(caught.value)
+
+
+def test_norms_that_are_kept_less_one_are_refused(written: Path, tmp_path: Path) -> None:
+    """A run with --apply-layernorm-1p keeps weight - 1: taken as it is, every norm would begin at zero."""
+    shutil.copytree(written / "fp32", tmp_path / "fp32")
+    common = tmp_path / "fp32" / "iter_0000003" / "common.pt"
+    content = torch.load(common, weights_only=False)  # written by us, from Megatron-LM's
+    content["args"].apply_layernorm_1p = True
+    torch.save(content, common)
+    flags = [*_flags(written, "fp32", *UNTIED), "--load", str(tmp_path / "fp32")]
+    with pytest.raises(RankError, match=r"DataError: .*has --apply-layernorm-1p True \(here a norm's weights"):
+        run_ranks(1, _go_on, flags, 0, None)
 
 
 def test_a_router_that_had_no_precision_of_its_own_is_another(written: Path) -> None:

@@ -1,45 +1,14 @@
 """The tiny copy of a recipe of each family trains its 5 steps on CPU ranks, and the loss goes down."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
-from tools.recipes import find, recipes, reduce
+from tools.recipes import LOSSES, keep, measured, recipes
 
 FAMILIES = ("gpt2-124m", "llama3.1-8b", "qwen2.5-7b", "qwen3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "olmo2-7b")
-
-
-def train(flags: Sequence[str]) -> list[float]:
-    """On a rank of `run_ranks`: the losses of 5 steps."""
-    from megatron_ext import device
-    from megatron_ext.train.configure import configure
-
-    configured = configure(flags)
-    installed = device.install("cpu")
-    from megatron_ext.train.build import build_run
-    from megatron_ext.train.trainer import Trainer
-
-    trainer = Trainer(build_run(configured.config, installed, None), [])
-    return [trainer.step().loss for _ in range(configured.config.training.train_iters or 0)]
-
-
-def trained(names: Sequence[str], most_ranks: int, folder: Path) -> Mapping[str, list[float]]:
-    """The losses of each tiny copy; those with as many ranks share them."""
-    by_ranks: dict[int, dict[str, list[str]]] = {}
-    for name in names:
-        values, ranks = reduce(find(name).values, most_ranks)
-        file = folder / f"{name}.yaml"
-        file.write_text(json.dumps(values))
-        by_ranks.setdefault(ranks, {})[name] = ["--config", str(file)]
-    losses: dict[str, list[float]] = {}
-    for ranks, flags in by_ranks.items():
-        last_rank = run_ranks(ranks, in_turn, train, list(flags.values()))[-1]
-        losses |= dict(zip(flags, last_rank, strict=True))
-    return losses
 
 
 def check(losses: Mapping[str, list[float]]) -> None:
@@ -50,9 +19,18 @@ def check(losses: Mapping[str, list[float]]) -> None:
 
 
 def test_a_tiny_copy_of_every_family_trains(tmp_path: Path) -> None:
-    check(trained(FAMILIES, 2, tmp_path))
+    """The losses are those of docs/recipes.md, which `python tools/recipes.py measure` keeps."""
+    losses = measured(FAMILIES, 2)
+    check(losses)
+    kept = json.loads(LOSSES.read_text())
+    assert set(kept) == {recipe.name for recipe in recipes() if recipe.devices}
+    for name, steps in losses.items():
+        assert steps == pytest.approx(kept[name], abs=5e-4), name
+    keep({"qwen3-8b": [1.0]}, tmp_path / "losses.json")
+    keep({"gpt2-124m": [2.0], "no recipe": [3.0]}, tmp_path / "losses.json")
+    assert json.loads((tmp_path / "losses.json").read_text()) == {"gpt2-124m": [2.0], "qwen3-8b": [1.0]}
 
 
 @pytest.mark.slow
-def test_a_tiny_copy_of_every_recipe_trains_in_its_own_layout(tmp_path: Path) -> None:
-    check(trained([recipe.name for recipe in recipes() if recipe.devices], 8, tmp_path))
+def test_a_tiny_copy_of_every_recipe_trains_in_its_own_layout() -> None:
+    check(measured([recipe.name for recipe in recipes() if recipe.devices], 8))

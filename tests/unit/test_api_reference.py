@@ -40,7 +40,7 @@ def test_every_module_is_listed_once() -> None:
 
 
 def test_the_pages_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--write", str(tmp_path / "api")]) == 0
+    assert main(["--output", str(tmp_path / "api")]) == 0
     written = {path.stem for path in (tmp_path / "api").glob("*.md")}
     assert written == {*rooms(), "README"}
     assert capsys.readouterr().out == f"wrote {len(written)} files to {tmp_path / 'api'}\n"

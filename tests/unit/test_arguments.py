@@ -63,6 +63,17 @@ def test_the_last_of_a_repeated_flag_counts():
         ("--lr nan", "--lr: 'nan' is not a finite number"),
         ("--optimizer muon", "--optimizer: 'muon' is not one of adam, sgd, lion"),
         ("--timing-log-level 3", "--timing-log-level: '3' is not one of 0, 1, 2"),
+        (
+            "--moe-router-load-balancing-type global_aux_loss",
+            "--moe-router-load-balancing-type: 'global_aux_loss' is not supported: it weighs each microbatch by the "
+            "experts' load in the microbatches before it on all data-parallel ranks, so that another layout, or "
+            "another micro batch, trains another model; use one of aux_loss, seq_aux_loss, sinkhorn, none",
+        ),
+        (
+            "--exp-avg-dtype fp16",
+            "--exp-avg-dtype: 'fp16' is not supported: its range does not hold a moment without a scale of its own, "
+            "which Transformer Engine's Adam alone keeps; use one of fp32, bf16",
+        ),
         ("--bf16 true", "unexpected argument 'true' after --bf16"),
         ("--bf16=yes", "--bf16: 'yes' is not true or false"),
         ("--num-layers 4 5", "unexpected argument '5' after --num-layers"),

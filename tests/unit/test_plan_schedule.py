@@ -36,8 +36,10 @@ def test_a_long_step_is_its_beginning_repeated(stages: int, chunks: int, group: 
     forward = [[1.0 + 0.3 * ((3 * stage + chunk) % 4) for chunk in range(chunks)] for stage in range(stages)]
     backward = [[2.1 * seconds for seconds in chunk] for chunk in forward]
     assert few_microbatches(stages, chunks, microbatches, group) < microbatches
-    whole = finish(forward, backward, microbatches, group, 0.25)
+    whole, at_once = finish(forward, backward, microbatches, group, 0.25)
     assert simulate(forward, backward, microbatches, group, 0.25).total == pytest.approx(whole, rel=1e-9)
+    assert simulate(forward, backward, microbatches, group).total == pytest.approx(at_once, rel=1e-9)
+    assert at_once < whole
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(4, 8, 1), (4, 2, 1), (4, 8, 2), (2, 4, 2), (4, 16, 3)])

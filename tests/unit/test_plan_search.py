@@ -1,17 +1,32 @@
 """What the search tries beyond stages that are alike, and what it says of its own assumptions."""
 
-from dataclasses import replace
+import shlex
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
+from benchmarks.planner_searches import CASES, Case
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.resolve import Facts
+from megatron_ext.config.options import options_by_name
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config, TrainingConfig
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan.choices import hybrid, layouts
+from megatron_ext.plan import search as search_module
+from megatron_ext.plan.choices import RECOMPUTATIONS, hybrid, layouts
+from megatron_ext.plan.estimate import at_least, time_of
+from megatron_ext.plan.evaluation import Evaluation, evaluate
 from megatron_ext.plan.hardware import Machine, hardware
+from megatron_ext.plan.memory import worst_stage
+from megatron_ext.plan.presentation import command
 from megatron_ext.plan.question import question
-from megatron_ext.plan.search import Question, search
+from megatron_ext.plan.search import Answer, Question, search
 from megatron_ext.plan.sensitivity import alternatives, hinges
+from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.short_gradients import with_short_gradients
+from megatron_ext.rules.run import nothing_needed_is_missing, values_are_in_range, values_have_what_they_need
+from megatron_ext.rules.validate import RULES, RULES_OF_MICRO_BATCHES, RULES_OF_RECOMPUTATION
+from tests.support.wrong_flags import BASE, EXAMPLES
 from tools.plan import main
 
 _LLAMA = (
@@ -21,6 +36,7 @@ _LLAMA = (
 )
 BIG = f"--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 {_LLAMA}"
 SMALL = f"--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 {_LLAMA}"
+_NOTHING_AGAIN = {name: None for choice in RECOMPUTATIONS.values() for name in choice}
 
 
 def asked(world_size: int, line: str, memory_gb: float = 85.0) -> Question:
@@ -65,12 +81,101 @@ def test_a_batch_that_nothing_divides_has_alternatives() -> None:
         main(["--world-size", "1000", "--", *line.split()])
 
 
-def test_the_winner_hangs_on_what_another_assumption_would_change() -> None:
-    """The same layouts, the second put first: the assumption that it is best is broken at once."""
+@pytest.fixture(scope="module")
+def eight() -> tuple[Question, Answer]:
+    """Llama 3.1 8B on a node of 8."""
     question = asked(8, f"{SMALL} --global-batch-size 128")
-    answer = search(question, 4)
-    assert answer.best[1].seconds > 1.0005 * answer.best[0].seconds
+    return question, search(question, 4)
+
+
+def test_the_winner_hangs_on_what_another_assumption_would_change(eight: tuple[Question, Answer]) -> None:
+    """The same layouts, the second put first: the assumption that it is best is broken at once."""
+    question, answer = eight
     slowest = max(answer.contenders, key=lambda candidate: candidate.seconds)
+    assert slowest.seconds > 1.005 * answer.best[0].seconds
     said = hinges(question, replace(answer, best=[slowest]))
     assert said[0] == "the winner hangs on assumptions:"
     assert any("10% more efficiency of matrix products" in line and "wins by" in line for line in said)
+
+
+def test_what_gradients_of_2_bytes_make_possible(eight: tuple[Question, Answer]) -> None:
+    """TP1 CP2 is what dgxc-benchmarking trains Llama 3.1 8B with; 4-byte gradients leave it no room (84.9 GB)."""
+    question, answer = eight
+    first = with_short_gradients(question, answer)[0]
+    sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    assert [first.choice[size] for size in sizes] == [1, 2, 1]
+    assert first.seconds < answer.best[0].seconds / 1.01
+    assert first.memory.total <= question.usable_bytes
+    assert command(first.choice).endswith("--grad-reduce-in-bf16")
+    assert search_module.resolved(question, first.choice) == first.config
+    exact = {**first.choice, "grad_reduce_in_bf16": None}
+    assert memory_of(search_module.resolved(question, exact)) - first.memory.total == 2 * 8_030_261_248
+    assert memory_of(search_module.resolved(question, exact)) > question.usable_bytes
+    for given in ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"):
+        assert with_short_gradients(replace(question, values={**question.values, given: True}), answer) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+def test_what_was_trained_is_legal_and_takes_about_as_long_as_published(case: Case) -> None:
+    found = evaluate(case.question(case.practice))
+    assert isinstance(found, Evaluation), found
+    if case.seconds is not None:
+        assert found.time.total == pytest.approx(case.seconds, rel=0.15)
+
+
+def memory_of(config: Config) -> float:
+    return worst_stage(config, Shapes(config), fused=True)[1].total
+
+
+def _unread(training: TrainingConfig) -> tuple[TrainingConfig, set[str]]:
+    """Return the same values, and a set that fills with the names of those that are read."""
+    names: set[str] = set()
+
+    class Watched(TrainingConfig):
+        def __getattribute__(self, name: str) -> Any:
+            names.add(name)
+            return super().__getattribute__(name)
+
+    watched = Watched(**{field.name: getattr(training, field.name) for field in fields(training)})
+    names.clear()
+    return watched, names
+
+
+def test_rules_that_a_search_does_not_ask_again_read_nothing_that_it_changes() -> None:
+    """Over all wrong launches of the page of errors, whose rules take every turn."""
+    of_every_value = {values_are_in_range, values_have_what_they_need, nothing_needed_is_missing}
+    recomputation = {name for choice in RECOMPUTATIONS.values() for name in choice} | {"recompute_activations"}
+    for line in ["", "--rampup-batch-size 8 8 64", *(wrong for wrong, _ in EXAMPLES.values())]:
+        try:
+            config = resolve(parse(shlex.split(f"{BASE} {line}")).values, Facts(cuda_available=True))
+        except ConfigurationError:
+            continue  # no value could be read
+        for rule in set(RULES) - of_every_value:
+            training, names = _unread(config.training)
+            list(rule(replace(config, training=training), Facts(cuda_available=True)))
+            assert rule in RULES_OF_RECOMPUTATION or not names & recomputation, (rule, line)
+            assert rule in RULES_OF_MICRO_BATCHES or "micro_batch_size" not in names, (rule, line)
+    for name in (*recomputation, "micro_batch_size"):
+        assert options_by_name()[name].needs == ()
+
+
+def test_what_a_search_leaves_out_would_not_have_changed_it() -> None:
+    """Every layout estimated, every kind of recomputation tried: the same fastest ways."""
+    question = asked(32, f"{SMALL} --global-batch-size 64", memory_gb=60.0)
+    candidates = list(search_module._candidates(question))
+    for candidate in candidates:
+        held = []
+        for name, recomputation in RECOMPUTATIONS.items():
+            config = search_module.resolved(question, {**candidate.choice, **_NOTHING_AGAIN, **recomputation})
+            held.append((name, memory_of(config)))
+        fit = [each for each in held if each[1] <= question.usable_bytes] or held[-1:]
+        assert (candidate.recomputation, candidate.memory.total) == fit[0]
+    fitting = [each for each in candidates if each.memory.total <= question.usable_bytes]
+    assert {"none", "full"} < {each.recomputation for each in fitting}
+    timed = [replace(each, time=time_of(each.work, question.machine, quick=True)) for each in fitting]
+    assert all(at_least(each.work, question.machine) <= each.seconds for each in timed)
+    timed.sort(key=search_module._rank)
+    ways = {search_module._way(each): each for each in reversed(timed)}
+    expected = sorted(ways.values(), key=search_module._rank)[:6]
+    found = search_module._fastest_ways(fitting, question, 6)
+    assert [(each.choice, each.seconds) for each in found] == [(each.choice, each.seconds) for each in expected]

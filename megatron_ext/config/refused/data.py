@@ -15,8 +15,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "samples are shuffled once an epoch, in an order that is a function of the seed and the same in every layout, "
-        "so that a run can go on in another one; cyclic would shuffle them anew by data-parallel rank, and external "
-        "needs a loader of one's own; leave it out",
+        "so that a run can go on in another one; cyclic would shuffle what is shuffled once more, in an order that "
+        "depends on the number of data-parallel ranks; for external, a loader of one's own, docs/extending.md has "
+        "pretrain(datasets=...); leave it out",
         """
         --dataloader-type N =single, --sample-rate N =1.0, --no-data-sharding
         """,

@@ -130,6 +130,10 @@ class ModelConfig:
         "Sinkhorn's assignment of each microbatch, or nothing.",
         resume="free",
         choices=("aux_loss", "seq_aux_loss", "sinkhorn", "none"),
+        refused={
+            "global_aux_loss": "it weighs each microbatch by the experts' load in the microbatches before it on all "
+            "data-parallel ranks, so that another layout, or another micro batch, trains another model"
+        },
     )
     moe_aux_loss_coeff: tuple[float, ...] | None = option(
         None, "Weight of the load-balancing loss in the total loss; default 0.", resume="free"

@@ -5,6 +5,12 @@ from dataclasses import dataclass
 from megatron_ext.config.optimizers import OPTIMIZERS
 from megatron_ext.config.schema.option import free, option
 
+_SCALED = dict.fromkeys(
+    ("fp16", "fp8"),
+    "its range does not hold a moment without a scale of its own, which Transformer Engine's Adam alone keeps",
+)
+"""Values that are refused, and why."""
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -79,8 +85,12 @@ class OptimizerConfig:
     adam_beta1: float = free(0.9, "Decay of Adam's first moment.", share=True)
     adam_beta2: float = free(0.999, "Decay of Adam's second moment.", share=True)
     adam_eps: float = free(1e-8, "Adam's epsilon.", positive=True)
-    exp_avg_dtype: str = free("fp32", "Precision in which Adam keeps its first moment.", choices=("fp32", "bf16"))
-    exp_avg_sq_dtype: str = free("fp32", "Precision in which Adam keeps its second moment.", choices=("fp32", "bf16"))
+    exp_avg_dtype: str = free(
+        "fp32", "Precision in which Adam keeps its first moment.", choices=("fp32", "bf16"), refused=_SCALED
+    )
+    exp_avg_sq_dtype: str = free(
+        "fp32", "Precision in which Adam keeps its second moment.", choices=("fp32", "bf16"), refused=_SCALED
+    )
     main_grads_dtype: str = free(
         "fp32",
         "Precision in which gradients are kept and reduced with --bf16; bf16 is the same as --grad-reduce-in-bf16.",

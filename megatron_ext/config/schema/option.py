@@ -49,6 +49,7 @@ def option(
     share: bool = False,
     saves_memory: bool = False,
     choices: Sequence[Any] | None = None,
+    refused: Mapping[Any, str] | None = None,
     needs: Mapping[Any, Sequence[Need]] | None = None,
     metavar: str | None = None,
     aliases: Sequence[str] = (),
@@ -66,6 +67,7 @@ def option(
         share: whether values must be at least 0 and below 1.
         saves_memory: whether it only says how memory is saved: no result depends on it beyond rounding.
         choices: the accepted values, if they are a closed set.
+        refused: value of Megatron's that is none of them -> why not, which its message and the page of flags say.
         needs: value -> what it cannot do without. `rules.run.values_have_what_they_need` refuses it without.
         metavar: the placeholder in `--help`.
         aliases: further spellings of the flag that Megatron accepts.
@@ -80,6 +82,7 @@ def option(
         "share": share,
         "saves_memory": saves_memory,
         "choices": tuple(choices) if choices else None,
+        "refused": tuple((refused or {}).items()),
         "needs": tuple((value, need) for value, needed in (needs or {}).items() for need in needed),
         "metavar": metavar,
         "aliases": tuple(aliases),

@@ -1,0 +1,164 @@
+"""Searches layouts of models that practitioners have trained, and puts what they chose next to what is found.
+
+    python benchmarks/planner_searches.py [--write] [--only NAME]
+
+Every choice of practice is evaluated exactly (tools/plan.py --evaluate): its time, and whether it fits by the formula.
+--write puts the table into docs/planner.md.
+"""
+
+import argparse
+import gc
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_ext.config.arguments import parse  # noqa: E402
+from megatron_ext.config.resolve import Facts  # noqa: E402
+from megatron_ext.plan.evaluation import Evaluation, evaluate  # noqa: E402
+from megatron_ext.plan.hardware import Machine, hardware  # noqa: E402
+from megatron_ext.plan.presentation import name  # noqa: E402
+from megatron_ext.plan.question import question  # noqa: E402
+from megatron_ext.plan.search import Candidate, Question, search  # noqa: E402
+from megatron_ext.plan.short_gradients import with_short_gradients  # noqa: E402
+from megatron_ext.plan.verdict import USABLE  # noqa: E402
+
+PAGE = ROOT / "docs/planner.md"
+_BEGIN, _END = "<!-- benchmarks/planner_searches.py --write -->", "<!-- end of searches -->"
+_ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size 1"
+_LLAMA = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --bf16 "
+    "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --group-query-attention "
+    "--num-query-groups 8"
+)
+_LONG = f"{_LLAMA} --seq-length 8192 --vocab-size 128256"
+_MODELS = {
+    "8B": f"--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 {_LONG}",
+    "70B": f"--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 {_LONG}",
+    "405B": f"--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 {_LONG}",
+    "Mixtral 8x7B": "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    f"{_LLAMA} --seq-length 4096 --vocab-size 32000 --num-experts 8 --moe-router-topk 2",
+    "Mixtral 8x22B": "--num-layers 56 --hidden-size 6144 --ffn-hidden-size 16384 --num-attention-heads 48 "
+    f"{_LLAMA} --seq-length 65536 --vocab-size 32000 --num-experts 8 --moe-router-topk 2",
+    "MPT 13B": "--num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 --vocab-size 50368 "
+    "--bf16 --hidden-dropout 0 --attention-dropout 0 --disable-bias-linear",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is searched, and what was trained."""
+
+    model: str
+    gpus: int
+    batch: int
+    practice: str
+    source: str
+    seconds: float | None = None
+    """Published seconds of a step."""
+
+    device: str = "h100"
+
+    @property
+    def title(self) -> str:
+        """Name of the row."""
+        return f"{self.model} on {self.gpus:,} {self.device}, {self.batch:,}"
+
+    def question(self, layout: str = "") -> Question:
+        """Return what tools/plan.py would ask, with the flags of a layout where one is given."""
+        values = parse(f"{_MODELS[self.model]} --global-batch-size {self.batch} {layout}".split()).values
+        return question(values, Facts(), self.gpus, Machine(hardware(self.device)), USABLE)
+
+
+def _layout(tensor: int, context: int, stages: int, chunks: int, more: str = "") -> str:
+    sizes = f"--tensor-model-parallel-size {tensor} --context-parallel-size {context}"
+    sizes += " --sequence-parallel" if tensor > 1 else ""
+    sizes += f" --pipeline-model-parallel-size {stages}"
+    sizes += f" --num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""
+    return f"{sizes} {_ZERO} {more}"
+
+
+_DGXC = "NVIDIA/dgxc-benchmarking"
+_NEMO = "NVIDIA/NeMo, recommended_model_configs/model_configs_h100.csv"
+_SHORT = "--grad-reduce-in-bf16"
+_COUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+_EXPERTS = "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
+CASES = (
+    Case("8B", 8, 128, _layout(1, 2, 1, 1, _SHORT), _DGXC, 12.27),
+    Case("8B", 128, 2048, _layout(1, 2, 1, 1), _DGXC, 12.33),
+    Case("70B", 64, 128, _layout(4, 2, 4, 5), _NEMO),
+    Case("70B", 2048, 4096, _layout(4, 2, 4, 5), _DGXC, 14.66),
+    Case("405B", 576, 252, _layout(8, 2, 9, 7, _SHORT), _DGXC, 17.2),
+    Case("405B", 2048, 1024, _layout(8, 2, 8, 8, _COUNTED), _DGXC, 19.87),
+    Case("405B", 16384, 2048, _layout(8, 1, 16, 8, _COUNTED), "arXiv 2407.21783, table 4", 6.46),
+    Case("Mixtral 8x7B", 64, 256, _layout(1, 1, 4, 8, _EXPERTS), _NEMO),
+    Case("Mixtral 8x22B", 256, 256, _layout(4, 8, 4, 14, _EXPERTS), _NEMO),
+    Case(
+        "MPT 13B", 16, 160,
+        "--micro-batch-size 10 --use-torch-fsdp2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1", "mosaicml/llm-foundry", 10.28, "a100-40",
+    ),
+)  # fmt: skip
+
+
+def row(case: Case) -> str:
+    """Search, evaluate what was trained, and return the row of the table."""
+    asked = case.question()
+    begin = time.process_time()
+    answer = search(asked, 8)
+    short = with_short_gradients(asked, answer)
+    spent = time.process_time() - begin
+    print(f"{case.title}: {spent:.1f} s of CPU", file=sys.stderr)
+    found = "<br>".join(_proposal(each) for each in answer.best[:3])
+    if short:
+        found += f"<br>2-byte gradients: {_proposal(short[0])}"
+    trained = evaluate(case.question(case.practice))
+    assert isinstance(trained, Evaluation), trained
+    published = "-" if case.seconds is None else f"{case.seconds:.4g}"
+    return f"| {case.title} | {found} | {_practice(case, trained)} | {trained.time.total:.3g} | {published} |"
+
+
+def _proposal(candidate: Candidate) -> str:
+    return f"{name(candidate)}: {candidate.seconds:.3g}"
+
+
+def _practice(case: Case, trained: Evaluation) -> str:
+    layout = trained.config.layout
+    sizes = [
+        f"{word}{size}"
+        for word, size in (
+            ("TP", layout.tensor_model_parallel_size),
+            ("CP", layout.context_parallel_size),
+            ("PP", layout.pipeline_model_parallel_size),
+            ("x", layout.virtual_pipeline_model_parallel_size),
+            ("EP", layout.expert_model_parallel_size),
+        )
+        if size > 1
+    ]
+    text = " ".join(sizes).replace(" x", "x") or "FSDP, full recomputation"
+    text += ", 2-byte gradients" if trained.config.training.grad_reduce_in_bf16 else ""
+    gigabytes = f"{trained.memory_bytes / 1e9:.1f} GB"
+    fits = gigabytes if trained.fits else f"does not fit: {gigabytes} of {trained.usable_bytes / 1e9:.1f}"
+    return f"{text} ({case.source}; {fits})"
+
+
+def main() -> None:
+    """Print the table, and write it where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", metavar="NAME", default="", help="searches whose title contains this")
+    options = parser.parse_args()
+    gc.disable()
+    lines = ["| model, devices, batch | first three proposals: s | practice | estimate s | published s |"]
+    lines += ["|---|---|---|---|---|", *(row(case) for case in CASES if options.only in case.title)]
+    print("\n".join(lines))
+    if options.write:
+        before, rest = PAGE.read_text().split(_BEGIN)
+        PAGE.write_text("\n".join([f"{before}{_BEGIN}", "", *lines, "", f"{_END}{rest.split(_END)[1]}"]))
+
+
+if __name__ == "__main__":
+    main()
