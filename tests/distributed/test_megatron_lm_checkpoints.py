@@ -3,12 +3,12 @@
 import os
 import pickle
 import shlex
-import shutil
 import tarfile
 import zipfile
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ import torch
 from megatron_ext.checkpoint.megatron_lm.arguments import read_args, saved_model
 from megatron_ext.checkpoint.megatron_lm.state import different_flags
 from megatron_ext.checkpoint.native.folder import TRACKER
+from megatron_ext.checkpoint.native.load import _as_ours
 from megatron_ext.checkpoint.native.tensors import Tensors
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.corpora import write_corpus
@@ -137,16 +138,15 @@ def test_every_other_flag_is_listed(written: Path) -> None:
         assert words in str(caught.value)
 
 
-def test_norms_that_are_kept_less_one_are_refused(written: Path, tmp_path: Path) -> None:
-    """A run with --apply-layernorm-1p keeps weight - 1: taken as it is, every norm would begin at zero."""
-    shutil.copytree(written / "fp32", tmp_path / "fp32")
-    common = tmp_path / "fp32" / "iter_0000003" / "common.pt"
-    content = torch.load(common, weights_only=False)  # written by us, from Megatron-LM's
-    content["args"].apply_layernorm_1p = True
-    torch.save(content, common)
-    flags = [*_flags(written, "fp32", *UNTIED), "--load", str(tmp_path / "fp32")]
-    with pytest.raises(RankError, match=r"DataError: .*has --apply-layernorm-1p True \(here a norm's weights"):
-        run_ranks(1, _go_on, flags, 0, None)
+def test_norms_that_are_kept_less_one_are_refused(written: Path) -> None:
+    """A run with --apply-layernorm-1p keeps weight - 1: taken as it is, every norm would begin near zero."""
+    config = configure(_flags(written, "fp32", *UNTIED)).config
+    saved = read_args(written / "fp32" / "iter_0000003") or {}
+    assert saved["apply_layernorm_1p"] is False
+    assert different_flags({"args": Namespace(**saved)}, config) == []
+    common = {"args": Namespace(**{**saved, "apply_layernorm_1p": True})}
+    with pytest.raises(DataError, match=r"has --apply-layernorm-1p True \(here a norm's weights are kept as they mult"):
+        _as_ours(SimpleNamespace(config=config), written, common)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_router_that_had_no_precision_of_its_own_is_another(written: Path) -> None:
