@@ -19,7 +19,7 @@ FLAGS = shlex.split(
     "--global-batch-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
     "--eval-interval 0 --log-interval 1 --save-interval 5 --train-iters 100000"
 )
-TORCHRUN = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+TORCHRUN = ["--standalone", "--nproc-per-node", "2", "--max-restarts"]
 
 
 # In every run test_kill_and_resume.py kills a rank that comes back.
@@ -29,7 +29,7 @@ def test_a_killed_rank_comes_back_a_stop_stays_and_ranks_end_with_their_launcher
     flags = [*FLAGS, "--save", str(save), "--load", str(save)]
     first, second = tmp_path / "first.log", tmp_path / "second.log"
 
-    process = start(flags, first, TORCHRUN)
+    process = start(flags, first, [*TORCHRUN, str(kills + 1)])
     try:
         wait_until(lambda: last_iteration(save) >= 6, process)
         if kills:
@@ -49,7 +49,7 @@ def test_a_killed_rank_comes_back_a_stop_stays_and_ranks_end_with_their_launcher
     told = rf"^rank [01]: stopped at iteration {stopped_at}: .*\(restart {kills + 1} of this launch: nothing was "
     assert 1 <= len(re.findall(told, said, re.MULTILINE)) <= 2, "whichever rank ends first says why"
 
-    process = start(flags, second, TORCHRUN)
+    process = start(flags, second, [*TORCHRUN, "1"])
     ranks = {}
     try:
         wait_until(lambda: last_iteration(save) >= stopped_at + 2, process)
