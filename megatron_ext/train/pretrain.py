@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext import device, environment
+from megatron_ext.checkpoint.native.folder import saved_iterations
 from megatron_ext.checkpoint.native.lock import hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.optimizers import OptimizerTraits
@@ -14,6 +15,7 @@ from megatron_ext.config.schema import CheckpointConfig
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record, launch
+from megatron_ext.resilience.deadline import StopDeadline
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
 from megatron_ext.telemetry.banner import Begun, banner
@@ -123,7 +125,10 @@ def _build_and_train(configured: Configured, here: "Device", status: RunStatus, 
     if run.rank == 0:
         print(banner(config, _begun(run, extensions)), flush=True)
     # One rank watches the stop file and tells the others at the end of a step.
-    with SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before()) as signals:
+    with (
+        SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before()) as signals,
+        StopDeadline(config.training.exit_signal_deadline, signals, status, lambda: _saved(config.checkpoint)),
+    ):
         callbacks = [*standard_callbacks(run, signals, status), *extensions.made_callbacks()]
         trainer = Trainer(run, callbacks, extensions.learning_rate)
         try:
@@ -169,6 +174,10 @@ def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
         load_huggingface(run, flags.load_hf)
         if run.rank == 0:
             say(f"checkpoint: beginning with the weights of {flags.load_hf}")
+
+
+def _saved(flags: CheckpointConfig) -> list[int]:
+    return [] if flags.save is None else saved_iterations(flags.save)
 
 
 def _check_stop_file(save: str) -> None:
