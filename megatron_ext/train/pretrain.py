@@ -95,9 +95,11 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
     store = groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
     status.watch = begin_watch(status, config.layout, here, store)
     if configured.search is not None:
+        from megatron_ext.checkpoint.local.agreement import newest_snapshot
         from megatron_ext.checkpoint.native.agreement import agree
 
-        configured = configure_for(configured, agree(configured.search, config.checkpoint))
+        found = newest_snapshot(config, configured.search) or agree(configured.search, config.checkpoint)
+        configured = configure_for(configured, found)
         config = extensions.applied(configured.config)
     resume = configured.resume
     _require_checkpoint(config.checkpoint, resume)
@@ -158,16 +160,21 @@ def _require_checkpoint(flags: CheckpointConfig, resume: Resume | None) -> None:
 def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
     """Load the checkpoint that was found, or the Hugging Face model that the flags name in its place; say which."""
     if resume is not None:
+        from megatron_ext.checkpoint.local.writer import restore_snapshot
         from megatron_ext.checkpoint.native.load import load_found
         from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
 
-        load_found(run, resume)
+        if resume.is_snapshot:
+            restore_snapshot(run, resume.iteration)
+        else:
+            load_found(run, resume)
         if not flags.finetune:
             check_data_is_that_of_the_checkpoint(run, resume)
     if flags.load is not None and run.rank == 0:
         verb = "finetuning from" if flags.finetune else "resuming at"
         found = f"{verb} iteration {resume.iteration} of" if resume is not None else "starting afresh: none in"
-        say(f"checkpoint: {found} {flags.load}")
+        where = f"the snapshots in {resume.path.parent}" if resume is not None and resume.is_snapshot else flags.load
+        say(f"checkpoint: {found} {where}")
     if flags.load_hf is not None and resume is None:
         from megatron_ext.checkpoint.huggingface.load import load_huggingface
 

@@ -294,6 +294,20 @@ EXAMPLES = {
         "--use-tp-pp-dp-mapping",
         "--use-tp-pp-dp-mapping=false",
     ),
+    "Snapshots without a kind": Example(
+        "--non-persistent-save-interval 10",
+        "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir /dev/shm/snapshots --save checkpoints",
+    ),
+    "Snapshots without an interval, a folder and a run": Example(
+        "--non-persistent-ckpt-type local",
+        "--non-persistent-save-interval 10 --non-persistent-local-ckpt-dir /dev/shm/snapshots --save checkpoints",
+    ),
+    "Copies of no snapshots": Example("--replication", "--replication=false"),
+    "A distance of no copies": Example(
+        "--replication-jump 8",
+        "--replication --non-persistent-save-interval 10 --non-persistent-ckpt-type local "
+        "--non-persistent-local-ckpt-dir /dev/shm/snapshots --save checkpoints",
+    ),
     "Two precisions": Example("--fp16 --bf16", "--fp16=false"),
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""

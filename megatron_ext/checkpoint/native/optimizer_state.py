@@ -48,7 +48,7 @@ def take(
             id(parameter): {
                 name: copy(("optimizer", number, index, name), tensor.detach()) for name, tensor in tensors.items()
             }
-            for index, (parameter, tensors) in enumerate(_own_state(part, config))
+            for index, (parameter, tensors) in enumerate(own_state(part, config))
             if part.divides_state or id(parameter) in written
         }
         taken.append(OptimizerSnapshot(part, traits_of(config).state_names(config), own))
@@ -85,7 +85,7 @@ def state_to_load(parts: Sequence[OptimizerPart], config: OptimizerConfig, weigh
     values = {}
     for part in parts:
         initialize_state(part, config)
-        for parameter, tensors in _own_state(part, config):
+        for parameter, tensors in own_state(part, config):
             values[id(parameter)] = part.to_read(parameter, tensors)
     return _like_weights(values, weights)
 
@@ -100,7 +100,7 @@ def restore(
     """
     with torch.no_grad():
         for part in parts:
-            for parameter, tensors in _own_state(part, config):
+            for parameter, tensors in own_state(part, config):
                 for state, tensor in tensors.items():
                     shard = row_shard(parameter)
                     if shard is not None:
@@ -168,10 +168,10 @@ def _begin(
         state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
 
 
-def _own_state(
+def own_state(
     part: OptimizerPart, config: OptimizerConfig
 ) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Return for every weight of this rank the tensors of its state; with the distributed optimizer, this rank's
+    """Yield for every weight of this rank the tensors of its state; with the distributed optimizer, this rank's
     shards."""
     for parameter, main in part.main_parameters():
         torch_optimizer, updated = part.updater.updated_by(main)
