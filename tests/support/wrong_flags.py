@@ -308,6 +308,12 @@ EXAMPLES = {
         "--replication --non-persistent-save-interval 10 --non-persistent-ckpt-type local "
         "--non-persistent-local-ckpt-dir /dev/shm/snapshots --save checkpoints",
     ),
+    "Machines that come and go, with nothing to go on from": Example(
+        "--elastic --global-batch-size 8", "--save checkpoints --load checkpoints"
+    ),
+    "Machines that come and go, and the batch with them": Example(
+        "--elastic --save checkpoints --load checkpoints", "--global-batch-size 8"
+    ),
     "Two precisions": Example("--fp16 --bf16", "--fp16=false"),
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""

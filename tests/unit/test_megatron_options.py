@@ -28,6 +28,7 @@ OUR_OWN = {
     "--accept-other-tokenizer",
     "--device",
     "--eval-at-start",
+    "--elastic",
     "--exit-signal-deadline",
     "--metrics-file",
     "--keep-last-checkpoints",
