@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import stat
+import time
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -31,6 +32,11 @@ class SignalWatcher:
     def __init__(self, stop_file: Path | None = None, reason: str | None = None):
         self._stop_file = stop_file
         self._reason = reason
+        self.terminated_at: float | None = None
+        """When the first SIGTERM came (time.monotonic())."""
+        self.for_good = True
+        """Whether a stop is one for all restarts of the launch; with --elastic, SIGTERM is none: machines come and
+        go."""
         self._interrupted = False
         self._before: dict[signal.Signals, signal._HANDLER] = {}
         self._process = os.getpid()
@@ -79,5 +85,7 @@ class SignalWatcher:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
+        if number == signal.SIGTERM and self.terminated_at is None:
+            self.terminated_at = time.monotonic()
         if self._reason is None:
             self._reason = signal.Signals(number).name

@@ -95,6 +95,8 @@ class Watch:
     ):
         self.ending = threading.Event()
         """Set once this process is about to be ended by the watch."""
+        self.terminated_at: float | None = None
+        """When SIGTERM came (time.monotonic()), even while the main thread waits in C++."""
         self._status, self._progress, self._timeout = status, status.progress, timeout
         self._board, self._describe, self._marks, self._runs_ahead = board, describe, marks, device_runs_ahead
         self._flight_recorder = flight_recorder
@@ -159,6 +161,7 @@ class Watch:
             for rank, status in self._processes.ended(self._until_the_next_look()).items():
                 self._see_end(rank, status)
             if signal.SIGTERM in self._wake_up.signals():
+                self.terminated_at = self.terminated_at or time.monotonic()
                 self._noticed_at = self._noticed_at or time.monotonic()
             if self._closing.is_set():
                 break

@@ -180,6 +180,45 @@ def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def snapshots_have_a_place(config: Config, facts: Facts) -> Iterator[str]:
+    """Require what --non-persistent-save-interval needs."""
+    flags = config.checkpoint
+    interval, kind = flags.non_persistent_save_interval, flags.non_persistent_ckpt_type
+    if interval is not None and kind is None:
+        yield f"--non-persistent-save-interval {interval} needs a kind; add --non-persistent-ckpt-type local"
+    if kind is not None and interval is None:
+        yield f"--non-persistent-ckpt-type {kind} needs --non-persistent-save-interval, the steps between; add it"
+    if kind is not None and flags.non_persistent_local_ckpt_dir is None:
+        yield (
+            f"--non-persistent-ckpt-type {kind} needs a folder in the machine's memory; add "
+            "--non-persistent-local-ckpt-dir /dev/shm/snapshots"
+        )
+    if kind is not None and flags.save is None:
+        yield f"--non-persistent-ckpt-type {kind} needs --save, whose run the snapshots are of; add --save checkpoints"
+    if flags.replication and kind is None:
+        yield "--replication needs snapshots to copy; add --non-persistent-ckpt-type local, or leave the switch out"
+    if flags.replication_jump is not None and not flags.replication:
+        yield f"--replication-jump {flags.replication_jump} needs --replication; add it, or leave the number out"
+
+
+def elastic_runs_go_on(config: Config, facts: Facts) -> Iterator[str]:
+    """Require for --elastic what each of its worlds goes on with."""
+    if not config.layout.elastic:
+        return
+    flags = config.checkpoint
+    if flags.save is None or flags.load != flags.save:
+        folder = flags.save or flags.load or "checkpoints"
+        yield (
+            "--elastic needs one folder to save to and to go on from, since each number of ranks is a new start; add "
+            f"--save {folder} --load {folder}"
+        )
+    if not facts.global_batch_is_given:
+        yield (
+            "--elastic needs --global-batch-size, which would otherwise change with the number of ranks; add "
+            f"--global-batch-size {config.training.global_batch_size}"
+        )
+
+
 def load_names_checkpoints(config: Config, facts: Facts) -> Iterator[str]:
     """Require that --load can be what the user means."""
     if facts.load_problem is not None:
@@ -293,6 +332,8 @@ RULES = (
     vocabulary_covers_the_tokenizer,
     model_is_the_one_to_load,
     saving_has_a_folder,
+    snapshots_have_a_place,
+    elastic_runs_go_on,
     load_names_checkpoints,
     model_is_that_of_the_checkpoint,
     checkpoint_options_have_a_checkpoint,

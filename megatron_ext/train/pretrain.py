@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext import device, environment
+from megatron_ext.checkpoint.native.folder import saved_iterations
 from megatron_ext.checkpoint.native.lock import hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.optimizers import OptimizerTraits
 from megatron_ext.config.schema import CheckpointConfig
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
-from megatron_ext.resilience import exit_record, launch
+from megatron_ext.resilience import elastic, exit_record, launch
+from megatron_ext.resilience.deadline import StopDeadline
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
 from megatron_ext.telemetry.banner import Begun, banner
@@ -90,12 +92,15 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
     if configured.search is None:  # before the ranks meet, where it can be known
         _require_checkpoint(config.checkpoint, configured.resume)
     # The group of all ranks follows from typed flags alone, which no checkpoint changes.
+    elastic.keep_spares()
     store = groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
     status.watch = begin_watch(status, config.layout, here, store)
     if configured.search is not None:
+        from megatron_ext.checkpoint.local.agreement import newest_snapshot
         from megatron_ext.checkpoint.native.agreement import agree
 
-        configured = configure_for(configured, agree(configured.search, config.checkpoint))
+        found = newest_snapshot(config, configured.search) or agree(configured.search, config.checkpoint)
+        configured = configure_for(configured, found)
         config = extensions.applied(configured.config)
     resume = configured.resume
     _require_checkpoint(config.checkpoint, resume)
@@ -123,13 +128,20 @@ def _build_and_train(configured: Configured, here: "Device", status: RunStatus, 
     if run.rank == 0:
         print(banner(config, _begun(run, extensions)), flush=True)
     # One rank watches the stop file and tells the others at the end of a step.
-    with SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before()) as signals:
+    watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before())
+    watched.for_good = not config.layout.elastic
+    with (
+        watched as signals,
+        StopDeadline(config.training.exit_signal_deadline, signals, status, lambda: _saved(config.checkpoint)),
+    ):
         callbacks = [*standard_callbacks(run, signals, status), *extensions.made_callbacks()]
         trainer = Trainer(run, callbacks, extensions.learning_rate)
         try:
             trainer.fit()
         except StoppedBySignal as stop:
-            launch.remember_stop(stop.exit_code, str(stop))
+            if signals.for_good:
+                launch.remember_stop(stop.exit_code, str(stop))
+                elastic.dismiss_spares()
             raise
         if trainer.stop_reason is not None:
             launch.remember_stop(0, trainer.stop_reason)
@@ -139,6 +151,7 @@ def _build_and_train(configured: Configured, here: "Device", status: RunStatus, 
     groups.destroy()
     if status.rank == 0:
         _record_end(status, run.state.iteration, trainer.stop_reason)
+    elastic.dismiss_spares()
 
 
 def _require_checkpoint(flags: CheckpointConfig, resume: Resume | None) -> None:
@@ -153,22 +166,31 @@ def _require_checkpoint(flags: CheckpointConfig, resume: Resume | None) -> None:
 def _load(run: "Run", flags: CheckpointConfig, resume: Resume | None) -> None:
     """Load the checkpoint that was found, or the Hugging Face model that the flags name in its place; say which."""
     if resume is not None:
+        from megatron_ext.checkpoint.local.writer import restore_snapshot
         from megatron_ext.checkpoint.native.load import load_found
         from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
 
-        load_found(run, resume)
+        if resume.is_snapshot:
+            restore_snapshot(run, resume.iteration)
+        else:
+            load_found(run, resume)
         if not flags.finetune:
             check_data_is_that_of_the_checkpoint(run, resume)
     if flags.load is not None and run.rank == 0:
         verb = "finetuning from" if flags.finetune else "resuming at"
         found = f"{verb} iteration {resume.iteration} of" if resume is not None else "starting afresh: none in"
-        say(f"checkpoint: {found} {flags.load}")
+        where = f"the snapshots in {resume.path.parent}" if resume is not None and resume.is_snapshot else flags.load
+        say(f"checkpoint: {found} {where}")
     if flags.load_hf is not None and resume is None:
         from megatron_ext.checkpoint.huggingface.load import load_huggingface
 
         load_huggingface(run, flags.load_hf)
         if run.rank == 0:
             say(f"checkpoint: beginning with the weights of {flags.load_hf}")
+
+
+def _saved(flags: CheckpointConfig) -> list[int]:
+    return [] if flags.save is None else saved_iterations(flags.save)
 
 
 def _check_stop_file(save: str) -> None:

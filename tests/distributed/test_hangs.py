@@ -210,6 +210,8 @@ def test_under_torchrun_a_stopped_rank_holds_up_neither_the_end_nor_the_restart(
         r"rank 0: rank 1 was killed by SIGSEGV \(process \d+ on .*\), last heard of at iteration ", second
     ), second
     assert json.loads((save / "exit.json").read_text())["message"] == second
+    box = log.read_text().rpartition("Root Cause")[2]
+    assert re.search(r"rank +: 1 .*\n +exitcode +: -11 ", box), "torchrun names the same rank"
 
 
 def last_iteration(save: Path) -> int:

@@ -1,6 +1,7 @@
 """Every way in which a run ends before or at its plan, with the real program."""
 
 import json
+import re
 import shlex
 import signal
 import time
@@ -12,6 +13,7 @@ from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import Launched, end_all, start
 from tests.support.program import run_program
+from tests.support.watched_ranks import fork_program
 
 FLAGS = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
@@ -87,3 +89,25 @@ def test_exit_interval_duration_and_samples(tmp_path: Path) -> None:
         assert ended.code == 0, ended.errors
         assert iterations(save) == list(range(1, steps + 1)), name
         assert (save / "latest_checkpointed_iteration.txt").read_text() == str(steps)
+
+
+def test_a_save_that_does_not_fit_the_deadline_is_given_up(tmp_path: Path) -> None:
+    """Rank 1's disk does not answer, and the main thread of rank 0 waits for it in C++."""
+    save = tmp_path / "save"
+    flags = [*FLAGS, "--train-iters", "100000", "--save-interval", "3", "--save", str(save)]
+    deadline = ["--exit-signal-deadline", "4"]
+    [ranks] = run_ranks(1, fork_program, 2, [*flags, *deadline], tmp_path, "hang_in_save", 1, True)
+    record = json.loads((save / "exit.json").read_text())
+    assert re.search(
+        r"^rank [01]: stopped at iteration \d+: SIGTERM; --exit-signal-deadline 4 \(seconds\) is over before this step "
+        r"was saved; the newest checkpoint in .*save is that of iteration 3; start again with --load ",
+        record["message"],
+    )
+    assert [line for rank in ranks for line in rank.last_words] == [record["message"]], "one rank says it"
+    assert record["code"] == 75
+    codes = {rank.code for rank in ranks}
+    assert 75 in codes
+    assert codes <= {75, 76}, "76: it lost the one that had said why"
+    # The signal comes half a second after the mark.
+    assert max(rank.ended for rank in ranks) - (tmp_path / "fault").stat().st_mtime < 0.5 + 4.0 + 1.0
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "3"

@@ -108,6 +108,16 @@ def crash(mark: Path) -> None:
     _in_step_4(mark, lambda: os.kill(os.getpid(), signal.SIGSEGV))
 
 
+def hang_in_save(mark: Path) -> None:
+    """No save ends from step 4 on."""
+    from megatron_ext.checkpoint.native import save
+
+    def hung_save(*args: Any, **kwargs: Any) -> None:
+        time.sleep(600)
+
+    _in_step_4(mark, lambda: setattr(save, "write_shards", hung_save))
+
+
 def sleep_in_loader(mark: Path) -> None:
     """The batch never comes."""
     from megatron_ext.data.loader import BatchLoader

@@ -294,6 +294,26 @@ EXAMPLES = {
         "--use-tp-pp-dp-mapping",
         "--use-tp-pp-dp-mapping=false",
     ),
+    "Snapshots without a kind": Example(
+        "--non-persistent-save-interval 10",
+        "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir /dev/shm/snapshots --save checkpoints",
+    ),
+    "Snapshots without an interval, a folder and a run": Example(
+        "--non-persistent-ckpt-type local",
+        "--non-persistent-save-interval 10 --non-persistent-local-ckpt-dir /dev/shm/snapshots --save checkpoints",
+    ),
+    "Copies of no snapshots": Example("--replication", "--replication=false"),
+    "A distance of no copies": Example(
+        "--replication-jump 8",
+        "--replication --non-persistent-save-interval 10 --non-persistent-ckpt-type local "
+        "--non-persistent-local-ckpt-dir /dev/shm/snapshots --save checkpoints",
+    ),
+    "Machines that come and go, with nothing to go on from": Example(
+        "--elastic --global-batch-size 8", "--save checkpoints --load checkpoints"
+    ),
+    "Machines that come and go, and the batch with them": Example(
+        "--elastic --save checkpoints --load checkpoints", "--global-batch-size 8"
+    ),
     "Two precisions": Example("--fp16 --bf16", "--fp16=false"),
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""

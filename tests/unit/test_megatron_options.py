@@ -29,6 +29,8 @@ OUR_OWN = {
     "--assistant-only-loss",
     "--device",
     "--eval-at-start",
+    "--elastic",
+    "--exit-signal-deadline",
     "--metrics-file",
     "--keep-last-checkpoints",
     "--no-fallback",
@@ -57,6 +59,7 @@ FEWER_CHOICES = {
     "--moe-token-dispatcher-type": "flex is taken as alltoall",
     "--moe-router-score-function": "the square root of the softplus is not in this version",
     "--moe-router-load-balancing-type": "what is averaged over a step, or over steps, depends on the layout",
+    "--non-persistent-ckpt-type": "snapshots that all machines share are checkpoints; in memory is the folder's matter",
     "--ckpt-format": "torch_dist is the one that reshards",
     "--tokenizer-type": "six kinds that need no torch; ByteTokenizer is ours",
 }

@@ -28,7 +28,7 @@ def agree(search: Search, flags: CheckpointConfig) -> Resume | None:
     if chosen is None:
         return None
     found, damaged = chosen
-    return _told_by_the_first_rank(
+    return told_by_the_first_rank(
         lambda: read_resume(found, use_checkpoint_args=flags.use_checkpoint_args, damaged=damaged)
     )
 
@@ -45,7 +45,7 @@ def first_whole(search: Callable[[], Search], flags: CheckpointConfig) -> tuple[
         DataError: no checkpoint is as it was written, or --load names none.
         StorageError: the folder cannot be read.
     """
-    folder, candidates = _told_by_the_first_rank(lambda: _candidates(search()))
+    folder, candidates = told_by_the_first_rank(lambda: _candidates(search()))
     damaged: list[str] = []
     for found in candidates:
         if found.warning:
@@ -77,7 +77,7 @@ def _candidates(search: Search) -> tuple[str, tuple[Found, ...]]:
     return search.folder, search.candidates
 
 
-def _told_by_the_first_rank[T](make: Callable[[], T]) -> T:
+def told_by_the_first_rank[T](make: Callable[[], T]) -> T:
     """Return on every rank what the first rank makes, or raise the error that it meets."""
     answer: list[T | TrainingError | None] = [None]
     if torch.distributed.get_rank() == 0:

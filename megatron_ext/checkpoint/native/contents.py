@@ -85,10 +85,10 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapsh
             for weight in models.weights.values()
             if is_main_replica(weight.replica_id)  # pyright: ignore[reportAttributeAccessIssue]
         }
-        taken = optimizer_state.take(_optimizer_parts(run), run.config.optimizer, copy, written)
+        taken = optimizer_state.take(optimizer_parts(run), run.config.optimizer, copy, written)
         others |= {
-            "optimizer_step": optimizer_state.step_count(_optimizer_parts(run)),
-            "grad_scaler": _grad_scaler_state(run),
+            "optimizer_step": optimizer_state.step_count(optimizer_parts(run)),
+            "grad_scaler": grad_scaler_state(run),
         }
     if not run.config.checkpoint.no_save_rng:
         others |= {"rng_grid": rng_grid(run), "rng_state": _rng_state(run)}
@@ -173,7 +173,7 @@ def to_load(run: Saveable, parts: Parts) -> Contents:
     contents = models_of(run)
     if parts.optimizer:
         contents.state_dict["optimizer"] = optimizer_state.state_to_load(
-            _optimizer_parts(run), run.config.optimizer, contents.weights
+            optimizer_parts(run), run.config.optimizer, contents.weights
         )
     if parts.rng:
         contents.state_dict["rng_state"] = _rng_state(run)
@@ -204,19 +204,15 @@ def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, A
             run.state.scheduled_samples = 0  # as Megatron-LM: the curve's position goes with the optimizer
     if parts.rng:
         run.device.set_rng_state(loaded["rng_state"]["dropout"])
-        _tracker().set_states(loaded["rng_state"]["tracker"])
+        random_tracker().set_states(loaded["rng_state"]["tracker"])
 
 
 def _restore_optimizer(run: Saveable, contents: Contents, loaded: dict[str, Any]) -> None:
-    optimizer_state.restore(_optimizer_parts(run), run.config.optimizer, contents.names, loaded.get("optimizer", {}))
+    optimizer_state.restore(optimizer_parts(run), run.config.optimizer, contents.names, loaded.get("optimizer", {}))
     if contents.rows:
         run.sharding.reload_masters(run.optimizer)  # where rows are the masters: from rows to weights
-    optimizer_state.set_step_count(_optimizer_parts(run), run.config.optimizer, loaded["optimizer_step"])
-    if loaded["grad_scaler"]:
-        for scaler in _grad_scalers(run):
-            scaler.load_state_dict(
-                {**loaded["grad_scaler"], "scale": torch.tensor([loaded["grad_scaler"]["scale"]], dtype=torch.float32)}
-            )
+    optimizer_state.set_step_count(optimizer_parts(run), run.config.optimizer, loaded["optimizer_step"])
+    set_grad_scaler(run, loaded["grad_scaler"])
 
 
 def rng_grid(run: Saveable) -> list[int]:
@@ -226,12 +222,13 @@ def rng_grid(run: Saveable) -> list[int]:
 
 def _rng_state(run: Saveable) -> ShardedObject:
     place = (run.groups.pp.rank(), run.groups.dp_cp.rank(), run.groups.tp.rank())
-    tracked = {name: state.clone() for name, state in _tracker().get_states().items()}
+    tracked = {name: state.clone() for name, state in random_tracker().get_states().items()}
     state = {"dropout": run.device.rng_state(), "tracker": tracked}
     return ShardedObject("rng_state", state, tuple(rng_grid(run)), place)
 
 
-def _tracker() -> Any:
+def random_tracker() -> Any:
+    """Return the engine's generators of dropout, by name."""
     return tensor_parallel.get_cuda_rng_tracker()
 
 
@@ -270,16 +267,24 @@ def _dtype(run: Saveable) -> torch.dtype:
     return getattr(torch, run.config.training.params_dtype)
 
 
-def _optimizer_parts(run: Saveable) -> list[OptimizerPart]:
+def optimizer_parts(run: Saveable) -> list[OptimizerPart]:
+    """Return the parts of the run's optimizer that update weights on this rank."""
     return run.sharding.parts(run.optimizer)
 
 
 def _grad_scalers(run: Saveable) -> list[Any]:
-    scalers = [getattr(part.core, "grad_scaler", None) for part in _optimizer_parts(run)]
+    scalers = [getattr(part.core, "grad_scaler", None) for part in optimizer_parts(run)]
     return [scaler for scaler in scalers if scaler is not None]
 
 
-def _grad_scaler_state(run: Saveable) -> dict[str, float | int]:
+def grad_scaler_state(run: Saveable) -> dict[str, float | int]:
     """Return the state of the dynamic loss scale; empty without one. All parts scale alike."""
     state = next((scaler.state_dict() for scaler in _grad_scalers(run)), {})
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def set_grad_scaler(run: Saveable, state: dict[str, float | int]) -> None:
+    """Restore what `grad_scaler_state` returned."""
+    if state:
+        for scaler in _grad_scalers(run):
+            scaler.load_state_dict({**state, "scale": torch.tensor([state["scale"]], dtype=torch.float32)})

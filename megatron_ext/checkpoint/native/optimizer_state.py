@@ -48,7 +48,7 @@ def take(
             id(parameter): {
                 name: copy(("optimizer", number, index, name), tensor.detach()) for name, tensor in tensors.items()
             }
-            for index, (parameter, tensors) in enumerate(_own_state(part, config))
+            for index, (parameter, tensors) in enumerate(own_state(part, config))
             if part.divides_state or id(parameter) in written
         }
         taken.append(OptimizerSnapshot(part, traits_of(config).state_names(config), own))
@@ -86,7 +86,7 @@ def state_to_load(parts: Sequence[OptimizerPart], config: OptimizerConfig, weigh
     values, rows = {}, {}
     for part in parts:
         initialize_state(part, config)
-        for parameter, tensors in _own_state(part, config):
+        for parameter, tensors in own_state(part, config):
             values[id(parameter)] = part.to_read(parameter, tensors)
             rows[id(parameter)] = part.rows_to_read(parameter)
     return _like_weights(values, weights, rows)
@@ -102,7 +102,7 @@ def restore(
     """
     with torch.no_grad():
         for part in parts:
-            for parameter, tensors in _own_state(part, config):
+            for parameter, tensors in own_state(part, config):
                 rows = part.rows_to_read(parameter)
                 for state, tensor in tensors.items():
                     if not tensor.numel():
@@ -169,10 +169,10 @@ def _begin(
         state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
 
 
-def _own_state(
+def own_state(
     part: OptimizerPart, config: OptimizerConfig
 ) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Return for every weight of this rank the tensors of its state; with the distributed optimizer, this rank's
+    """Yield for every weight of this rank the tensors of its state; with the distributed optimizer, this rank's
     shards."""
     for parameter, main in part.main_parameters():
         torch_optimizer, updated = part.updater.updated_by(main)

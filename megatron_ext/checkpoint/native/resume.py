@@ -34,6 +34,8 @@ class Resume(Found):
     """What its samples follow from (`data.record`); None where it has none."""
     damaged: tuple[str, ...] = ()
     """What is wrong with each checkpoint that comes before it and was passed over."""
+    is_snapshot: bool = False
+    """Whether it is one of the snapshots in the machines' memory (`checkpoint.local`) and no checkpoint."""
 
     def gives_the_flags_of(self, other: "Resume | None") -> bool:
         """Return whether a configuration that was made with `other` is the one that this gives."""

@@ -41,10 +41,14 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "checkpoints are complete and kept until deleted in this version; use --save and --save-interval",
         """
-        --non-persistent-save-interval N, --non-persistent-ckpt-type N, --non-persistent-global-ckpt-dir N,
-        --non-persistent-local-ckpt-dir N, --non-persistent-local-ckpt-algo N =fully_parallel, --replication,
-        --replication-jump N, --replication-factor N =2, --ckpt-convert-format N, --ckpt-convert-save N,
-        --ckpt-convert-update-legacy-dist-opt-format
+        --ckpt-convert-format N, --ckpt-convert-save N, --ckpt-convert-update-legacy-dist-opt-format
+        """,
+    ),
+    (
+        "snapshots are each rank's own, with one copy on another machine; use --non-persistent-ckpt-type local",
+        """
+        --non-persistent-global-ckpt-dir N, --non-persistent-local-ckpt-algo N =fully_parallel,
+        --replication-factor N =2
         """,
     ),
 )

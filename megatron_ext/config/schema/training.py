@@ -57,6 +57,12 @@ class TrainingConfig:
     exit_signal_handler: bool = free(
         False, "Accepted for Megatron's sake: SIGTERM always saves and stops here (exit code 75)."
     )
+    exit_signal_deadline: float | None = free(
+        None,
+        "Seconds from SIGTERM to the end of the process: a save that does not fit is given up, and the newest finished "
+        "checkpoint stays; default as long as the save takes.",
+        positive=True,
+    )
     seed: int = free(1234, "Seed of weights, dropout and sample order.", at_least=0)
     bf16: bool = free(False, "Compute in bfloat16, with fp32 master weights.")
     fp16: bool = free(False, "Compute in float16, with fp32 master weights and a loss scale.")

@@ -1,0 +1,105 @@
+"""Moves snapshots between machines, in pieces, over host memory."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PIECE = 1 << 26  # bytes
+
+
+def send_file(source: Path | None, target: Path | None, sender: int, receiver: int, group: Any) -> str | None:
+    """Send a file from one rank to another; return what failed. Both call it.
+
+    Args:
+        source: the file, on the sender.
+        target: its place, on the receiver.
+        group: over gloo.
+    """
+    if source is not None:
+        return _send(source, receiver, group)
+    assert target is not None
+    return _receive(target, sender, group)
+
+
+def exchange(source: Path, to: int, target: Path, origin: int, group: Any) -> str | None:
+    """Send a file to rank `to` while one comes from rank `origin`, in pieces in turn; return what failed.
+
+    Without a file, nothing is sent; what cannot be written is received all the same, or the other rank would wait.
+    """
+    size = torch.tensor([source.stat().st_size if source.exists() else 0])
+    coming = torch.zeros(1, dtype=torch.int64)
+    _both(size, to, coming, origin, group)
+    temporary, problem = target.with_name(f"{target.name}.partial"), None
+    with contextlib.ExitStack() as files:
+        file = files.enter_context(source.open("rb", buffering=0)) if int(size) else None
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            into = files.enter_context(temporary.open("wb", buffering=0))
+        except OSError as error:
+            into, problem = None, f"{error.strerror}: {error.filename}"
+        for begin in range(0, max(int(size), int(coming)), _PIECE):
+            sending = _read_piece(file, int(size) - begin)
+            receiving = torch.empty(max(0, min(_PIECE, int(coming) - begin)), dtype=torch.uint8)
+            _both(sending, to, receiving, origin, group)
+            problem = problem or _write_piece(into, receiving)
+    if problem is None and int(coming):
+        os.replace(temporary, target)
+    else:
+        temporary.unlink(missing_ok=True)
+    return problem
+
+
+def _both(sending: torch.Tensor, to: int, receiving: torch.Tensor, origin: int, group: Any) -> None:
+    works = []
+    if sending.numel():
+        works.append(torch.distributed.isend(sending, to, group))
+    if receiving.numel():
+        works.append(torch.distributed.irecv(receiving, origin, group))
+    for work in works:
+        work.wait()
+
+
+def _send(source: Path, receiver: int, group: Any) -> str | None:
+    size = torch.tensor([source.stat().st_size])
+    torch.distributed.send(size, receiver, group)
+    with source.open("rb", buffering=0) as file:
+        for begin in range(0, int(size), _PIECE):
+            torch.distributed.send(_read_piece(file, int(size) - begin), receiver, group)
+    return None
+
+
+def _receive(target: Path, sender: int, group: Any) -> str | None:
+    size = torch.zeros(1, dtype=torch.int64)
+    torch.distributed.recv(size, sender, group)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary, problem = target.with_name(f"{target.name}.partial"), None
+    with temporary.open("wb", buffering=0) as into:
+        for begin in range(0, int(size), _PIECE):
+            piece = torch.empty(min(_PIECE, int(size) - begin), dtype=torch.uint8)
+            torch.distributed.recv(piece, sender, group)
+            problem = problem or _write_piece(into, piece)
+    if problem is None:
+        os.replace(temporary, target)
+    return problem
+
+
+def _read_piece(file: Any, left: int) -> torch.Tensor:
+    """Return the next bytes; zeros where the file has fewer than it had, which its checksum shows."""
+    piece = torch.zeros(max(0, min(_PIECE, left)), dtype=torch.uint8)
+    view = memoryview(piece.numpy())
+    while file is not None and view.nbytes and (count := file.readinto(view)):
+        view = view[count:]
+    return piece
+
+
+def _write_piece(file: Any, piece: torch.Tensor) -> str | None:
+    left = memoryview(piece.numpy())
+    try:
+        while left.nbytes:
+            left = left[file.write(left) :]
+    except OSError as error:
+        return f"{error.strerror}: {file.name}"
+    return None

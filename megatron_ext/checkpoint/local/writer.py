@@ -1,0 +1,143 @@
+"""Takes snapshots: the training stops for the copy into host memory, a thread writes it."""
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext import environment
+from megatron_ext.checkpoint.local import rank_file, rank_state
+from megatron_ext.checkpoint.local.folder import file_of, folder_of, layout_of, remove_all, remove_later, remove_old
+from megatron_ext.checkpoint.local.peers import exchange
+from megatron_ext.checkpoint.native.folder import CONFIG, DATA, saved_iterations
+from megatron_ext.checkpoint.native.saveable import Saveable
+from megatron_ext.checkpoint.native.snapshot import HostMemory
+from megatron_ext.config.files import to_yaml
+from megatron_ext.errors import DataError
+
+
+class SnapshotWriter:
+    """Takes the snapshots of a run, one at a time.
+
+    A snapshot that cannot be written is none, and the training goes on: `problem` says why, and none is taken any more
+    on this rank.
+    """
+
+    def __init__(self, run: Saveable):
+        folder = folder_of(run.config)
+        assert folder is not None
+        self.run, self.folder = run, folder
+        self.problem: str | None = None
+        self.bytes = 0
+        """Bytes of this rank's last snapshot."""
+        self._memory = HostMemory()
+        self._thread: threading.Thread | None = None
+        self._jump = self._peer_distance()
+        self._group: Any = None
+
+    def take(self) -> float:
+        """Take a snapshot of the run as it is; return for how many seconds the training stopped. The first call is
+        collective where there are copies."""
+        self.join()
+        if self._jump and self._group is None:
+            self._group = torch.distributed.new_group(backend="gloo")
+        if self.problem is not None and not self._jump:
+            return 0.0
+        began = time.perf_counter()
+        run = self.run
+        with run.gathered_parameters():
+            tensors = {name: self._memory.copy(name, one) for name, one in rank_state.tensors_of(run).items()}
+        tensors |= rank_state.random_states(run)
+        numbers = rank_state.numbers_of(run)
+        run.device.synchronize()
+        stopped = time.perf_counter() - began
+        arguments = (run.state.iteration, tensors, numbers)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="snapshot", daemon=True)
+        self._thread.start()
+        return stopped
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the snapshot that is being written."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def forget(self) -> None:
+        """Remove the snapshots of the run, which is saved."""
+        self.join()
+        torch.distributed.barrier()
+        remove_all(self.folder)
+
+    def remove_later(self) -> None:
+        """Remove what other courses of the run have left, before the training."""
+        remove_later(self.folder, self.run.state.iteration)
+
+    def _write(self, iteration: int, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+        self.run.device.bind_thread()
+        rank = self.run.rank
+        path = file_of(self.folder, iteration, rank)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._check_space(path.parent, tensors)
+            self.bytes = rank_file.write(path, self._facts(iteration, numbers), tensors)
+            remove_old(self.folder, iteration)
+        except OSError as error:
+            self.problem = f"{error.strerror}: {error.filename or path}"
+        if self._jump:
+            self._copy_to_peer(iteration, path)
+
+    def _copy_to_peer(self, iteration: int, path: Path) -> None:
+        size = torch.distributed.get_world_size()
+        to, origin = (self.run.rank + self._jump) % size, (self.run.rank - self._jump) % size
+        target = file_of(self.folder, iteration, origin, copy=True)
+        try:
+            self.problem = exchange(path, to, target, origin, self._group) or self.problem
+        except (OSError, RuntimeError) as error:
+            self.problem = f"the copy in another machine failed: {error}"
+
+    def _check_space(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        free = shutil.disk_usage(folder).free
+        if size > free:
+            raise OSError(28, f"{size:,} bytes are needed for a rank, {free:,} are free", str(folder))
+
+    def _facts(self, iteration: int, numbers: dict[str, Any]) -> dict[str, Any]:
+        run = self.run
+        saved = saved_iterations(run.config.checkpoint.save or "")
+        record = run.data_record
+        return {
+            "iteration": iteration,
+            "layout": layout_of(run.config),
+            "checkpoint": max((step for step in saved if step <= iteration), default=0),
+            "numbers": numbers,
+            CONFIG: to_yaml(run.config),
+            DATA: None if record is None else json.dumps(record),
+        }
+
+    def _peer_distance(self) -> int:
+        """Return how many ranks further the copy goes; 0 where there is none."""
+        flags, size = self.run.config.checkpoint, torch.distributed.get_world_size()
+        return (flags.replication_jump or environment.local_world_size()) % size if flags.replication else 0
+
+
+def restore_snapshot(run: Saveable, iteration: int) -> None:
+    """Put the snapshot, which all ranks have agreed on, into `run`.
+
+    Raises:
+        DataError: it is of another run.
+    """
+    folder = folder_of(run.config)
+    assert folder is not None
+    path = file_of(folder, iteration, run.rank)
+    header = rank_file.read_header(path) or {}
+    random = rank_state.random_states(run)
+    with run.gathered_parameters():
+        rank_file.restore(path, rank_state.tensors_of(run) | random)
+    try:
+        rank_state.set_numbers(run, header["numbers"])
+    except (KeyError, TypeError) as error:
+        raise DataError(f"the snapshot {path} lacks {error}; remove the folder to go on from the checkpoint") from error
+    rank_state.set_random_states(run, random)
