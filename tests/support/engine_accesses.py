@@ -20,8 +20,9 @@ _FOLDERS = ("megatron_ext", "tools", "benchmarks")
 _TABLE = "megatron_ext/seams/"
 _ENGINE = ("torch", "megatron")
 _OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}
-# Text that looks like a private name and is the end of another word.
-_SUFFIXES = {"_document", "_text_document", "_model_parallel_size", "_data_path"}
+# Text that looks like a private name and is the end of another word, or a key in a file of the library datasets.
+_SUFFIXES = {"_document", "_text_document", "_model_parallel_size", "_data_path", "_token"}
+_SUFFIXES |= {"_data_files", "_indices_data_files", "_indices_files"}
 # What sets attributes whose names are computed, by its own name: on parameters, on our objects, or on the engine as
 # another table says.
 _SETS_ANY = {
@@ -31,6 +32,7 @@ _SETS_ANY = {
     "WrappedMethods.wrap": "names are those of the lists in its file; private ones are found there as texts",
     "_optimized": "copies marks of parameters, which the table names",
     "restore": "sets fields of our own state",
+    "set_numbers": "sets fields of our own state",
 }
 # Settings that torch documents.
 _SETTINGS = ("torch.backends.",)

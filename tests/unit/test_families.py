@@ -262,7 +262,7 @@ def _entry(begin: int, end: int, shape: list[int] | None = None) -> dict[str, An
         (_file({"a": _entry(0, 8, [1 << 62, 1 << 62])}), "contradicts itself"),
         (_file({"a": _entry(-8, 0)}), "contradicts itself"),
         (_file({"a": 1}), "contradicts itself"),
-        (_file(b'{"a": 1, "a": 2}'), "a name occurs twice"),
+        (_file(b'{"a": 1, "a": 2}'), "named twice: a"),
         (_file(b"[" * 100_000), "is not valid JSON"),
         (_file([]), "is not a JSON object"),
     ],

@@ -297,7 +297,7 @@ class _Run:
                     self._job.output(key): asdict(writer.written)
                     for key, writer in zip(self._job.keys, self._writers, strict=True)
                 },
-                "checksums": checksums([self._job.output(key) for key in self._job.json_keys]),
+                "checksums": checksums([self._job.output(key) for key in self._job.keys]),
             },
         )
 
