@@ -5,6 +5,7 @@ some twenty groups, most of them of one rank: 3% of a core for every rank that w
 much CPU time again (docs/LOG.md). gloo means a device to be shared by many groups.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ def create_on_one_device(original: Callable[[Any, Any], Any]) -> Callable[[Any, 
     """
     devices: list[Any] = []
 
+    @functools.wraps(original)
     def create(made_of: Any, backend_options: Any) -> Any:
         if not devices or made_of.enable_reconfigure:
             group = original(made_of, backend_options)
