@@ -266,7 +266,7 @@ def _of_epochs(
     if batch is None or length is None:
         missing = "--world-size" if batch is None else "sequence_len"
         return replace(key, reason=f"the steps of an epoch follow from the batch and the length: give {missing}")
-    samples = samples_of_epoch(int(length), command.get("--split", options_by_name()["split"].default))
+    samples = samples_of_epoch(int(length), command.get("--split") or str(options_by_name()["split"].default))
     steps = max(1, math.ceil(float(key.value) * samples / batch))
     command["--train-iters"] = str(steps)
     said = f"{key.value} x {samples} samples of {length} tokens / {batch}"

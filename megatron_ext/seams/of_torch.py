@@ -76,8 +76,10 @@ COLLECTIVES = (
         ("opts", "backend_options"),
         newer=True,  # torch 2.11 has no function for it: there each group has a device of its own
     ),
-    Seam("torch.distributed.ProcessGroupGloo._Options", "of a group: _devices, _threads and _timeout"),
-    Seam("torch.distributed.ProcessGroupGloo._Options._devices", "taken from the first group's"),
+    Seam("torch.distributed.ProcessGroupGloo._Options", "made without arguments, for every group but the first"),
+    Seam("torch.distributed.ProcessGroupGloo._Options._devices", "of the first group, given to every other one"),
+    Seam("torch.distributed.ProcessGroupGloo._Options._threads", "two for each device, as torch has it"),
+    Seam("torch.distributed.ProcessGroupGloo._Options._timeout", "a timedelta, of what the group does"),
     Seam(f"{_C10D}._get_default_group", "the group of a coalesced collective that names none"),
     Seam(
         f"{_C10D}._world",

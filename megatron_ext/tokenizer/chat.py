@@ -173,8 +173,9 @@ def _without_marks(text: str) -> Rendered:
 def _environment() -> Any:
     try:
         from jinja2 import nodes
+        from jinja2.exceptions import SecurityError
         from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise ConfigurationError("a chat template needs the package jinja2: pip install jinja2") from error
 

@@ -24,13 +24,8 @@ def experiment(data: list[str], steps: int) -> Experiment:
 
 @pytest.fixture(scope="session")
 def all_steps(data: list[str]) -> Experiment:
+    """For bf16, where the largest of a few differences says little about the rounding."""
     return Experiment(data)
-
-
-@pytest.fixture(scope="session")
-def bf16_experiment(data: list[str], pytestconfig: pytest.Config) -> Experiment:
-    """More steps than in fp32: the largest of a few differences would say little about the rounding."""
-    return Experiment(data, STEPS if pytestconfig.getoption("--all") else 10)
 
 
 @pytest.fixture(scope="session")

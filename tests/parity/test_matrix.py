@@ -68,12 +68,12 @@ def test_recomputation_changes_no_bit(name: str, experiment: Experiment) -> None
 
 
 @pytest.mark.parametrize("name", BF16)
-def test_bf16_layout_stays_within_the_rounding_of_one_process(name: str, bf16_experiment: Experiment) -> None:
+def test_bf16_layout_stays_within_the_rounding_of_one_process(name: str, all_steps: Experiment) -> None:
     case = CASES[name]
-    reference, other = bf16_experiment.reference(case.model, bf16=True), bf16_experiment.train(case, bf16=True)
+    reference, other = all_steps.reference(case.model, bf16=True), all_steps.train(case, bf16=True)
     assert other.weight_hash == reference.weight_hash
     assert other.flaws == ()
-    distance, own = bf16_distance(bf16_experiment.reference(case.model), reference, other)
+    distance, own = bf16_distance(all_steps.reference(case.model), reference, other)
     assert distance <= BF16_FACTOR * own
 
 

@@ -79,7 +79,7 @@ def test_the_samples_are_those_of_the_disk(order: str, masked: bool, pair: str, 
     if masked:
         flags = np.frombuffer(Path(f"{pair}.mask").read_bytes()[16:], np.uint8)
         tokens = np.fromfile(f"{pair}.bin", np.uint16)
-        flag_of = dict(zip(tokens.tolist(), flags.tolist(), strict=True))
+        flag_of: dict[Any, int] = dict(zip(tokens.tolist(), flags.tolist(), strict=True))
         for sample in near:
             assert sample["loss_mask"] == [float(flag_of[label] & COUNTS) for label in sample["labels"]]
             assert sample["document_begins"] == [flag_of[token] == BEGINS for token in sample["tokens"]]

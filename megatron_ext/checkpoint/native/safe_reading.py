@@ -81,9 +81,9 @@ class SafeReader(FileSystemReader):
     def _read(self, file: BinaryIO, item: ReadItem, planner: LoadPlanner) -> bool:
         """Read a part of a tensor; return whether that was possible without unpickling it."""
         index = item.storage_index
-        shape, dtype = self._chunks.get((index.fqn, index.offset), (None, None))
-        if shape is None or dtype is None or item.type is LoadItemType.BYTE_IO:
+        if item.type is LoadItemType.BYTE_IO or index.offset is None:
             return False
+        shape, dtype = self._chunks[index.fqn, index.offset]
         stored = self.storage_data[index]
         place = place_of_tensor(file, stored.offset, stored.length, shape, dtype)
         part = None if place is None else read_part(file, place, shape, dtype, item.storage_offsets, item.lengths)
