@@ -19,6 +19,7 @@ import torch
 from megatron_ext.data.batch import WHOLE, Batch, StageView, collate, divide, padding_sample
 from megatron_ext.data.sampler import microbatch_sample_ids
 from megatron_ext.data.samples import SampleDataset
+from megatron_ext.data.skipped import NOTHING, SkippedSamples
 from megatron_ext.errors import DataError, TrainingError
 
 
@@ -37,6 +38,7 @@ class BatchLoader:
         num_workers: background threads; 0 loads when asked.
         pin_memory: put the batches into page-locked memory, for copies to a GPU that overlap with computation.
         describe: where a sample comes from, for error texts.
+        skipped: samples in whose place there is padding that no loss counts; they are not read.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class BatchLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         describe: Callable[[int], str] = lambda index: f"sample {index}",
+        skipped: SkippedSamples = NOTHING,
     ):
         self.dataset = dataset
         self._vocab_size = vocab_size
@@ -62,6 +65,7 @@ class BatchLoader:
         self._view = view
         self._pin_memory = pin_memory
         self._describe = describe
+        self._skipped = skipped
         self._threads = _Threads(num_workers) if num_workers > 0 else None
         self._expected: tuple[int, int, int | None] | None = None
         self._pending: list[Future[Batch]] = []
@@ -91,6 +95,11 @@ class BatchLoader:
             self._pending = self._submit(*self._expected)
         return [future.result() for future in current]
 
+    def microbatches_of(self, dp_rank: int, consumed_samples: int, num_microbatches: int) -> list[Batch]:
+        """Return the microbatches that `global_batch` returns on another data-parallel rank; what is loaded ahead
+        stays."""
+        return [self._load(consumed_samples, number, None, dp_rank) for number in range(num_microbatches)]
+
     def close(self) -> None:
         """End the background threads."""
         if self._threads is not None:
@@ -103,18 +112,18 @@ class BatchLoader:
             for number in range(num_microbatches)
         ]
 
-    def _load(self, consumed_samples: int, microbatch: int, end: int | None) -> Batch:
+    def _load(self, consumed_samples: int, microbatch: int, end: int | None, dp_rank: int | None = None) -> Batch:
         if not self._view.reads_samples:
             return Batch()
         ids = microbatch_sample_ids(
             consumed_samples,
             microbatch,
             micro_batch_size=self._micro_batch_size,
-            dp_rank=self._dp_rank,
+            dp_rank=self._dp_rank if dp_rank is None else dp_rank,
             dp_size=self._dp_size,
             end=end,
         )
-        samples = [self._padding if index is None else self._read(index) for index in ids]
+        samples = [self._padding if index is None or index in self._skipped else self._read(index) for index in ids]
         batch = collate(samples, self._view)
         for values in (batch.tokens, batch.labels):
             if values is not None:

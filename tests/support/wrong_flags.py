@@ -294,6 +294,7 @@ EXAMPLES = {
         "--use-tp-pp-dp-mapping",
         "--use-tp-pp-dp-mapping=false",
     ),
+    "Samples to leave out that are no numbers": Example("--skip-samples 7 nine", "--skip-samples 7 9-12"),
     "Two precisions": Example("--fp16 --bf16", "--fp16=false"),
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""
