@@ -24,7 +24,6 @@ def test_two_kills_change_no_bit_and_a_changed_bit_is_found(tmp_path: Path) -> N
     last = trial.kills[-1]
     assert last.resumed_at is not None
     assert last.resumed_at % endurance.SAVED_EVERY == 0
-    assert not any(kill.late for kill in trial.kills), "ranks end by themselves when a peer is gone"
 
     name = next(name for name in expected.tensors if "weight" in name)
     rows = [*expected.rows[:-1], {**expected.rows[-1], "consumed_samples": 0}]
