@@ -30,6 +30,7 @@ COMMANDS = {
     "sample": ("generate_sample", "generate text from an exported model"),
     "show": ("show_run", "show runs: loss curve in the terminal, and as a web page"),
     "compare": ("compare_runs", "compare the metrics of two runs, float for float"),
+    "replay-step": ("replay_step", "replay a step of a run in one process, and compare it with the record"),
     "parity": ("parity", "prove that a layout trains as one process does"),
     "plan": ("plan", "say which layout to use for a model on some devices"),
     "draw-pipeline": ("draw_pipeline", "draw a step of a pipeline, simulated or as a run recorded it"),

@@ -287,13 +287,17 @@ def _read_file(reading: _Reading, path: str) -> None:
     except ConfigurationError as error:
         reading.problems += error.problems
         return
+    keys: dict[str, str] = {}
     for key, value in content.items():
-        if value is not None:  # an empty value is one that was not given
-            _read_entry(reading, path, key, value)
+        if value is None:  # an empty value is one that was not given
+            continue
+        name = _read_entry(reading, path, key, value)
+        if name is not None and (other := keys.setdefault(name, key)) != key:
+            reading.problems.append(f"{path}: {other} and {key} are the same option; keep one of them")
 
 
-def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> None:
-    """Read one line of a configuration file."""
+def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> str | None:
+    """Read one line of a configuration file, and return the option that it gives a value, if it does."""
     name = key.replace("-", "_")
     if flag_of(name) in old_spellings.FLAGS:
         name, fixed = old_spellings.FLAGS[flag_of(name)]
@@ -301,9 +305,10 @@ def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> None:
     option = options_by_name().get(name)
     try:
         if value is None:
-            return  # a switch that is off
+            return None  # a switch that is off
         if option is not None:
             reading.values[name] = read_yaml_value(option, _taken_yaml(reading, option, value))
+            return name
         elif (known := megatron_options.find(flag_of(name))) is not None:
             if value is not False:
                 items = [] if value is True else value if isinstance(value, list) else [value]
@@ -316,6 +321,7 @@ def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> None:
     except ValueError as error:
         reading.unread.add(name)
         reading.problems.append(f"{path}: {key}: {error}")
+    return None
 
 
 def _taken_yaml(reading: _Reading, option: Option, value: Any) -> Any:

@@ -117,7 +117,13 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         --flight-recorder-include-stack-trace, --no-flight-recorder-include-only-active,
         --disable-flight-recorder-include-only-active, --no-flight-recorder-extra-dump-on-exec,
         --disable-flight-recorder-extra-dump-on-exec, --gpu-sniff-test-interval N, --check-for-large-grads,
-        --check-for-spiky-loss, --result-rejected-tracker-filename N
+        --result-rejected-tracker-filename N
+        """,
+    ),
+    (
+        "--spike-threshold says what a spike is, and runs its batch again",
+        """
+        --check-for-spiky-loss
         """,
     ),
     (

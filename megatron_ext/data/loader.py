@@ -15,6 +15,7 @@ from megatron_ext.data.batch import WHOLE, Batch, StageView, collate, divide, pa
 from megatron_ext.data.read_ahead import STEPS, ReadAhead
 from megatron_ext.data.sampler import microbatch_sample_ids
 from megatron_ext.data.samples import SampleDataset
+from megatron_ext.data.skipped import NOTHING, SkippedSamples
 from megatron_ext.data.threads import DaemonThreads
 from megatron_ext.errors import DataError, TrainingError
 
@@ -35,6 +36,7 @@ class BatchLoader:
         pin_memory: put the batches into page-locked memory, for copies to a GPU that overlap with computation.
         describe: where a sample comes from, for error texts.
         reads_ahead: read the samples of the next steps ahead, many at a time: for data of a store, which answers late.
+        skipped: samples in whose place there is padding that no loss counts; they are not read.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class BatchLoader:
         pin_memory: bool = False,
         describe: Callable[[int], str] = lambda index: f"sample {index}",
         reads_ahead: bool = False,
+        skipped: SkippedSamples = NOTHING,
     ):
         self.dataset = dataset
         self._ahead = ReadAhead(dataset) if reads_ahead and view.reads_samples else None
@@ -62,6 +65,7 @@ class BatchLoader:
         self._view = view
         self._pin_memory = pin_memory
         self._describe = describe
+        self._skipped = skipped
         self._threads = DaemonThreads(num_workers, "batch-loader") if num_workers > 0 else None
         self._expected: tuple[int, int, int | None] | None = None
         self._pending: list[Future[Batch]] = []
@@ -92,6 +96,11 @@ class BatchLoader:
             self._pending = self._submit(*self._expected)
         return [future.result() for future in current]
 
+    def microbatches_of(self, dp_rank: int, consumed_samples: int, num_microbatches: int) -> list[Batch]:
+        """Return the microbatches that `global_batch` returns on another data-parallel rank; what is loaded ahead
+        stays."""
+        return [self._load(consumed_samples, number, None, dp_rank) for number in range(num_microbatches)]
+
     def close(self) -> None:
         """End the background threads."""
         if self._threads is not None:
@@ -106,14 +115,16 @@ class BatchLoader:
         # Microbatches are counted through the steps: all of a step's follow on those of the step before.
         microbatches = range(num_microbatches * (STEPS + 1))
         ids = (index for number in microbatches for index in self._ids(consumed_samples, number, end))
-        self._ahead.will_need([index for index in ids if index is not None])
+        self._ahead.will_need([index for index in ids if index is not None and index not in self._skipped])
 
-    def _ids(self, consumed_samples: int, microbatch: int, end: int | None) -> list[int | None]:
+    def _ids(
+        self, consumed_samples: int, microbatch: int, end: int | None, dp_rank: int | None = None
+    ) -> list[int | None]:
         return microbatch_sample_ids(
             consumed_samples,
             microbatch,
             micro_batch_size=self._micro_batch_size,
-            dp_rank=self._dp_rank,
+            dp_rank=self._dp_rank if dp_rank is None else dp_rank,
             dp_size=self._dp_size,
             end=end,
         )
@@ -125,11 +136,11 @@ class BatchLoader:
             for number in range(num_microbatches)
         ]
 
-    def _load(self, consumed_samples: int, microbatch: int, end: int | None) -> Batch:
+    def _load(self, consumed_samples: int, microbatch: int, end: int | None, dp_rank: int | None = None) -> Batch:
         if not self._view.reads_samples:
             return Batch()
-        ids = self._ids(consumed_samples, microbatch, end)
-        samples = [self._padding if index is None else self._read(index) for index in ids]
+        ids = self._ids(consumed_samples, microbatch, end, dp_rank)
+        samples = [self._padding if index is None or index in self._skipped else self._read(index) for index in ids]
         batch = collate(samples, self._view)
         for values in (batch.tokens, batch.labels):
             if values is not None:

@@ -109,6 +109,15 @@ def named_files_exist(config: Config, facts: Facts) -> Iterator[str]:
         yield f"{flag}: {path} does not exist; {hint}"
 
 
+def samples_to_skip_can_be_read(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that --skip-samples names samples."""
+    if facts.skip_samples_error is not None:
+        yield (
+            f"--skip-samples: {facts.skip_samples_error}; give numbers, ranges as 4096-4159, or files of them, as "
+            "SAVE/spike-31/samples.jsonl"
+        )
+
+
 def split_is_shares(config: Config, facts: Facts) -> Iterator[str]:
     """Require that --split is made of shares."""
     split = config.data.split
@@ -327,6 +336,7 @@ RULES = (
     blends_are_well_formed,
     validation_sets_are_named_once_each,
     named_files_exist,
+    samples_to_skip_can_be_read,
     split_is_shares,
     tokenizer_is_given,
     vocabulary_covers_the_tokenizer,

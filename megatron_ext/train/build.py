@@ -20,6 +20,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import StageView
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe_sample
+from megatron_ext.data.skipped import NOTHING, SkippedSamples, skipped_samples
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
@@ -139,7 +140,12 @@ def build_loaders(
     there = [one for one in (datasets.train, datasets.valid, datasets.test) if one is not None]
     from_store = any(is_url(source.name) for one in there for source in one.sources)
 
-    def loader(dataset: SampleDataset, micro_batch_size: int, describe: Callable[[int], str]) -> BatchLoader:
+    def loader(
+        dataset: SampleDataset,
+        micro_batch_size: int,
+        describe: Callable[[int], str],
+        skipped: SkippedSamples = NOTHING,
+    ) -> BatchLoader:
         return BatchLoader(
             dataset,
             vocab_size=tokenizer.vocab_size,
@@ -162,6 +168,7 @@ def build_loaders(
             pin_memory=device.kind == "cuda",
             describe=describe,
             reads_ahead=from_store,
+            skipped=skipped,
         )
 
     def held_out(dataset: Samples | None) -> HeldOut | None:
@@ -176,12 +183,13 @@ def build_loaders(
         held_out_loader = loader(grouped, evaluation_batch(config)[1], grouped.describe)
         return HeldOut(held_out_loader, tuple(part for part in parts if part.positions))
 
-    train = datasets.train
+    train, skipped = datasets.train, skipped_samples(data.skip_samples or ())
     return Loaders(
-        train=loader(train, training.micro_batch_size, lambda index: describe_sample(train, index)),
+        train=loader(train, training.micro_batch_size, lambda index: describe_sample(train, index), skipped),
         samples=train,
         valid=held_out(datasets.valid),
         test=held_out(datasets.test),
+        skipped=skipped,
     )
 
 

@@ -21,6 +21,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import adopt
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.data import DataConfig
+from megatron_ext.data.skipped import skipped_samples
 from megatron_ext.device.hardware_queues import shows_gpu
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
@@ -217,10 +218,21 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         missing_paths=missing_paths(typed.values),
         missing_checkpoint=_missing_checkpoint(typed.values, search),
         load_problem=load_problem(load, typed.values.get("ckpt_step")) if (load := typed.values.get("load")) else None,
+        skip_samples_error=_unreadable_samples(typed.values.get("skip_samples")),
         huggingface=huggingface,
         huggingface_problems=huggingface_problems,
         unread=typed.unread,
     )
+
+
+def _unreadable_samples(words: Sequence[str] | None) -> str | None:
+    try:
+        skipped_samples(words or ())
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _missing_compiler() -> str | None:

@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_ext.config.schema import Config
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import Samples
+from megatron_ext.data.skipped import SkippedSamples
 from megatron_ext.device.protocol import Device
 from megatron_ext.resilience.progress import Progress
 from megatron_ext.sharding.protocol import Sharding
@@ -51,6 +52,8 @@ class Loaders:
     """The training data."""
     valid: HeldOut | None
     test: HeldOut | None
+    skipped: SkippedSamples
+    """Samples of the training data that are left out."""
 
     def close(self) -> None:
         """End the background threads."""

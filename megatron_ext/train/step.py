@@ -35,6 +35,20 @@ class AuxiliaryLosses:
 
 
 @dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a step, before its update."""
+
+    mean: float
+    """Mean loss per token over the global batch, in nats; equal on every rank."""
+
+    of_microbatches: torch.Tensor
+    """fp32 [microbatches, 2]: see `run_microbatches`."""
+
+    samples: range
+    """Positions of the samples of the global batch."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Reports what a step did. It is equal on every rank."""
 
@@ -58,28 +72,39 @@ class StepResult:
     """Auxiliary losses of a mixture of experts."""
 
 
-def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
+def train_step(
+    run: Run,
+    global_batch: int,
+    before_update: Callable[[], None] = lambda: None,
+    on_loss: Callable[[BatchLoss], None] = lambda loss: None,
+) -> StepResult:
     """Compute the gradients of the next `global_batch` samples and update the weights.
+
+    A step whose samples are all left out (--skip-samples) computes and updates nothing; its loss is 0.
 
     Args:
         before_update: called between the two.
+        on_loss: called with the loss after that, also where it is NaN, when the weights are still those of the loss.
     Raises:
         NumericError: the loss or a gradient is NaN or infinite on some rank (unless the check is off); no weight
             has been changed then. An overflow that the dynamic loss scale handles is no error.
         DataError: no token counts in the loss.
     """
+    first = run.state.consumed_samples
+    samples = range(first, first + global_batch)
+    if run.loaders.skipped.covers(samples):
+        return StepResult(0.0, 0, global_batch, False, None, float(run.optimizer.get_loss_scale().item()), None)
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     run.progress.phase = "the batch"
     with run.progress.loading():
-        microbatches = run.loaders.train.global_batch(
-            run.state.consumed_samples, num_microbatches(run.config, global_batch)
-        )
+        microbatches = run.loaders.train.global_batch(first, num_microbatches(run.config, global_batch))
     run.progress.begin_batch(FORWARD_BACKWARD)
     share = _Share(run)
     run.gradient_watch.reset(share.loss)
-    share.add_loss(run_schedule(run, microbatches, forward_only=False))
+    losses = run_microbatches(run, microbatches, forward_only=False)
+    share.add_loss(_sum(losses))
     auxiliary = _auxiliary_losses(run, len(microbatches)) if run.config.model.num_experts is not None else None
     before_update()
     run.progress.phase = UPDATE
@@ -87,6 +112,8 @@ def train_step(run: Run, global_batch: int, before_update: Callable[[], None] = 
     grad_norm = float(run.optimizer.get_grad_norm())  # also of an overflow: collective, and another rank may have none
     share.add_gradients(overflow, grad_norm)
     loss, tokens, bad_ranks, overflowed_ranks = share.summed()
+    on_loss(BatchLoss(loss, losses, samples))
+    run.progress.phase = UPDATE
     loss_scale = float(run.optimizer.get_loss_scale().item())
     if not run.config.training.no_check_for_nan_in_loss_and_grad:
         if tokens == 0:
@@ -139,12 +166,17 @@ class _Share:
         return _mean(loss_sum, tokens), int(tokens), int(bad), int(overflowed)
 
 
-def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> torch.Tensor:
+def run_microbatches(
+    run: Run, microbatches: list[Batch], *, forward_only: bool, micro_batch_size: int | None = None
+) -> torch.Tensor:
     """Run megatron-core's schedule over `microbatches` on every stage.
 
+    Args:
+        micro_batch_size: samples in one of them; default that of the training.
+
     Returns:
-        [2], fp64: the sum of the losses of this rank's tokens that count, and their number. Zero but on one rank of
-        those that hold the same loss, so that the sum over all ranks is that over the global batch.
+        fp32 [microbatches, 2]: for each the sum of the losses of this rank's tokens that count, and their number. Zero
+        but on one rank of those that hold the same loss, so that the sum over all ranks is that over the global batch.
     """
     config = run.config
     reports = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))(
@@ -153,16 +185,20 @@ def run_schedule(run: Run, microbatches: list[Batch], *, forward_only: bool) -> 
         model=list(run.chunks),
         num_microbatches=len(microbatches),
         seq_length=config.model.seq_length,
-        micro_batch_size=evaluation_batch(config)[1] if forward_only else config.training.micro_batch_size,
+        micro_batch_size=micro_batch_size or config.training.micro_batch_size,
         forward_only=forward_only,
         pg_collection=run.groups,
         p2p_communicator=run.p2p,
     )
     # Only the last stage has the loss, and tensor-parallel ranks hold the same.
-    share = torch.zeros(2, dtype=torch.float64, device=run.device.torch_device)
     if run.is_last_stage and run.groups.tp.rank() == 0:
-        share += torch.stack([report["lm loss"] for report in reports]).sum(dim=0, dtype=torch.float64)
-    return share
+        return torch.stack([report["lm loss"] for report in reports])
+    return torch.zeros(len(microbatches), 2, device=run.device.torch_device)
+
+
+def _sum(losses: torch.Tensor) -> torch.Tensor:
+    """Return the sum of what `run_microbatches` gives, fp64 [2]."""
+    return losses.sum(dim=0, dtype=torch.float64)
 
 
 def _on_device(run: Run, microbatches: list[Batch]) -> Iterator[Batch]:
@@ -178,7 +214,8 @@ def held_out_loss(run: Run, microbatches: list[Batch]) -> tuple[float, int]:
         The mean loss per token over the microbatches of all ranks (NaN where no token counts), and the number of
         those tokens.
     """
-    total = run_schedule(run, microbatches, forward_only=True)
+    micro_batch_size = evaluation_batch(run.config)[1]
+    total = _sum(run_microbatches(run, microbatches, forward_only=True, micro_batch_size=micro_batch_size))
     if run.world_size > 1:
         torch.distributed.all_reduce(total)
     loss_sum, tokens = total.tolist()

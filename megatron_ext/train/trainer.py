@@ -12,7 +12,7 @@ from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import TestMetrics, ValidationMetrics
 from megatron_ext.train.extensions import Schedule
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepResult, train_step
+from megatron_ext.train.step import BatchLoss, StepResult, train_step
 
 
 class Trainer:
@@ -94,7 +94,7 @@ class Trainer:
             weight_decay(state.scheduled_samples, self.weight_decay_curve),
             None if self.decoupled_curve is None else learning_rate(state.scheduled_samples, self.decoupled_curve),
         )
-        result = train_step(run, batch, lambda: self._tell("before_update"))
+        result = train_step(run, batch, lambda: self._tell("before_update"), lambda loss: self._tell("on_loss", loss))
         state.iteration += 1
         state.consumed_samples += batch
         state.consumed_tokens += result.tokens
@@ -130,6 +130,9 @@ class Callback:
 
     def before_update(self, trainer: Trainer) -> None:
         """Run within a step, when its gradients are there and the weights are still those that they belong to."""
+
+    def on_loss(self, trainer: Trainer, loss: BatchLoss) -> None:
+        """Run after `before_update`, when the loss over all ranks is known, be it NaN, and no weight has changed."""
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Run after a step; the state already counts it."""

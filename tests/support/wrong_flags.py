@@ -314,6 +314,7 @@ EXAMPLES = {
     "Machines that come and go, and the batch with them": Example(
         "--elastic --save checkpoints --load checkpoints", "--global-batch-size 8"
     ),
+    "Samples to leave out that are no numbers": Example("--skip-samples 7 nine", "--skip-samples 7 9-12"),
     "Two precisions": Example("--fp16 --bf16", "--fp16=false"),
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""

@@ -23,6 +23,8 @@ OUR_OWN = {
     "--load-hf",
     "--data-order",
     "--verify-data",
+    "--skip-samples",
+    "--spike-threshold",
     "--log-sample-ids",
     "--accept-changed-data",
     "--accept-other-tokenizer",

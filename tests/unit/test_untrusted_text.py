@@ -197,9 +197,13 @@ def _header(path: Path, text: bytes, size: int = 0) -> Path:
         ),
         (b'{"a": {"dtype": "F32", "shape": [%s1], "data_offsets": [0, 4]}}' % (b"1," * 100_000), "contradicts itself"),
         (b"{%s}" % b",".join(b'"%d":0' % n for n in range(400_000)), "its header names 400,000 tensors"),
+        (
+            b"{%s}" % b",".join(b'"%d":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}' % n for n in range(400_000)),
+            "its header names more than the 200,000 tensors",
+        ),
         (b'{"a": 1, "a": 2}', "named twice: a"),
     ],
-    ids=["deep", "a long number", "many long numbers", "many dimensions", "many names", "twice"],
+    ids=["deep", "a long number", "many long numbers", "many dimensions", "many names", "many tensors", "twice"],
 )
 def test_headers_of_safetensors_are_bounded(text: bytes, problem: str, tmp_path: Path) -> None:
     started = time.process_time()

@@ -76,7 +76,10 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LARGEST_HEADER):
                 raise _wrong(path, f"its header claims {length} bytes, of a file of {size}")
-            content = load_json(file.read(length))
+            header = file.read(length)
+            if header.count(b"{") > _MOST_TENSORS + 1000:  # one for each: not worth a parser's seconds
+                raise _wrong(path, f"its header names more than the {_MOST_TENSORS:,} tensors of any model")
+            content = load_json(header)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     except ValueError as error:

@@ -46,9 +46,15 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "no step is skipped or altered; leave it out",
+        "use --skip-samples, with the samples of these iterations",
         """
-        --iterations-to-skip N..., --phase-transition-iterations N
+        --iterations-to-skip N...
+        """,
+    ),
+    (
+        "no step is altered; leave it out",
+        """
+        --phase-transition-iterations N
         """,
     ),
 )

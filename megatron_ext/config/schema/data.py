@@ -92,4 +92,10 @@ class DataConfig:
     no_mmap_bin_files: bool = free(
         False, "Read tokens from their place in the .bin files; default map the files into memory."
     )
+    skip_samples: tuple[str, ...] | None = free(
+        None,
+        "Samples to leave out, by their places in the order of the training: numbers, ranges as 4096-4159, or files of "
+        "them, as a spike's samples.jsonl. No other sample moves; their places hold padding that no loss counts.",
+        metavar="SAMPLES",
+    )
     num_workers: int = free(2, "Background threads that load batches; 0 loads in the loop.", at_least=0)

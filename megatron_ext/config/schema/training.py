@@ -104,6 +104,13 @@ class TrainingConfig:
     no_check_for_nan_in_loss_and_grad: bool = free(
         False, "Do not stop (exit code 70) when a loss or a gradient is NaN or infinite."
     )
+    spike_threshold: float | None = free(
+        None,
+        "Run a batch again before its update, in other data-parallel ranks' places, whose loss is above so many times "
+        "the median of the last 100 steps (or NaN): another loss than before is faulty hardware (70), the same is the "
+        "data, which is written to spike-<iteration> in --save.",
+        at_least=1,
+    )
     check_weight_hash_across_dp_replicas_interval: int | None = free(
         None,
         "Steps between two checks that all data-parallel replicas hold the same weights, bit for bit (else 70); "

@@ -22,7 +22,9 @@ class SampleIds(Callback):
         if self._file is None:
             return
         samples, end = trainer.run.loaders.samples, trainer.run.state.consumed_samples
-        places = [samples.place(index) for index in range(end - result.global_batch_size, end)]
+        skipped = trainer.run.loaders.skipped
+        used = [index for index in range(end - result.global_batch_size, end) if index not in skipped]
+        places = [samples.place(index) for index in used]
         self._file.write_row(
             {
                 "iteration": trainer.run.state.iteration,

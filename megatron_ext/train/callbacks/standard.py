@@ -26,6 +26,7 @@ from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, Sink
 from megatron_ext.train.callbacks.sample_ids import SampleIds
 from megatron_ext.train.callbacks.schedule import Schedule
+from megatron_ext.train.callbacks.spikes import SpikeCheck
 from megatron_ext.train.callbacks.status import Status
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.callbacks.stragglers import Stragglers
@@ -70,6 +71,8 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     training = config.training
     intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
     callbacks.append(ReplicaCheck(*intervals))
+    if training.spike_threshold is not None:
+        callbacks.append(SpikeCheck(training.spike_threshold))
     if training.manual_gc:
         callbacks.append(
             GarbageCollection(training.manual_gc_interval, 0 if training.no_manual_gc_eval else training.eval_interval)

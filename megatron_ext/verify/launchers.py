@@ -1,0 +1,225 @@
+"""Starts the ranks of a training, kills some of them, and starts all of them again: torchrun, or a stand-in that forks.
+
+Both lend all attempts the same store, and end the ranks that are left after a kill with SIGTERM. A rank that outlives
+that by 10 seconds is killed, and counted: none should.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_ext.verify.ranks import forkserver
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PATIENCE = 10.0  # seconds that a rank may take to end
+_RESUMED = re.compile(rb"checkpoint: (?:resuming at iteration (\d+)|starting afresh)")
+
+
+class Launcher(ABC):
+    """Starts and kills the ranks of one training.
+
+    Args:
+        words: the flags of pretrain_gpt.py.
+        ranks: how many.
+        log: file of what the ranks print, in a folder that is made.
+    """
+
+    has_agent = False
+    """Whether there is an agent, which can be killed."""
+    typical_start = 1.0
+    """Seconds from a start to the first step, about."""
+
+    def __init__(self, words: Sequence[str], ranks: int, log: Path):
+        self.words, self.ranks, self.log = list(words), ranks, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        self._read_from = 0
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start all ranks."""
+
+    @abstractmethod
+    def kill(self, ranks: Sequence[int]) -> int:
+        """Kill (SIGKILL) these ranks, or without any the agent, and have all started again.
+
+        Returns:
+            How many other ranks had to be killed because they did not end in time.
+        """
+
+    @abstractmethod
+    def finished(self) -> bool:
+        """Return whether the training has come to its planned end."""
+
+    @abstractmethod
+    def failed(self) -> bool:
+        """Return whether it has ended in another way."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Kill whatever is left."""
+
+    def resumed_at(self) -> int | None:
+        """Return the iteration that the ranks of this attempt go on from, once rank 0 has said it."""
+        with self.log.open("rb") as file:
+            file.seek(self._read_from)
+            found = _RESUMED.search(file.read())
+        return int(found[1] or 0) if found else None
+
+    def end_of_log(self) -> str:
+        """Return the last lines that the ranks printed."""
+        return self.log.read_text(errors="replace")[-4000:]
+
+
+class ForkedRanks(Launcher):
+    """Forks the ranks from a server with torch loaded, and does what torchrun's agent does with them."""
+
+    typical_start = 2.0
+
+    def __init__(self, words: Sequence[str], ranks: int, log: Path):
+        super().__init__(words, ranks, log)
+        import torch
+
+        self._store = torch.distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300)
+        )
+        self._processes: list[Any] = []
+
+    def start(self) -> None:
+        self._read_from = self.log.stat().st_size
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._processes = []
+        for rank in range(self.ranks):
+            settings = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = forkserver().Process(target=_pretrain, args=(settings, self.words, str(self.log)), daemon=True)
+            process.start()
+            self._processes.append(process)
+
+    def kill(self, ranks: Sequence[int]) -> int:
+        for rank in ranks:
+            self._processes[rank].kill()
+        for rank in ranks:
+            self._processes[rank].join()
+        others = [process for number, process in enumerate(self._processes) if number not in ranks]
+        for process in others:
+            process.terminate()
+        deadline = time.monotonic() + _PATIENCE
+        for process in others:
+            process.join(max(0.0, deadline - time.monotonic()))
+        late = [process for process in others if process.is_alive()]
+        self.end()
+        self.start()
+        return len(late)
+
+    def finished(self) -> bool:
+        return all(process.exitcode == 0 for process in self._processes)
+
+    def failed(self) -> bool:
+        return any(process.exitcode not in (0, None) for process in self._processes)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _pretrain(settings: dict[str, str], words: list[str], log: str) -> None:
+    """Be a rank of the program, with its output at the end of `log`."""
+    os.environ.update(settings)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    import torch
+
+    torch.set_num_threads(1)
+    from megatron_ext.cli.pretrain import start
+
+    start(words)
+
+
+class Torchrun(Launcher):
+    """torchrun itself, with restarts enough for every kill."""
+
+    has_agent = True
+    typical_start = 8.0
+
+    def __init__(self, words: Sequence[str], ranks: int, log: Path):
+        super().__init__(words, ranks, log)
+        self._agent: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._read_from = self.log.stat().st_size
+        environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+        launch = ["--standalone", "--nproc-per-node", str(self.ranks), "--max-restarts", "1000", "-m", "megatron_ext"]
+        with self.log.open("ab") as output:
+            self._agent = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *launch, "pretrain", *self.words],
+                cwd=_ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def kill(self, ranks: Sequence[int]) -> int:
+        assert self._agent is not None
+        before = self._rank_processes()
+        if not ranks or not before.keys() >= set(ranks):  # while it starts them there are none: the agent, then
+            self._agent.kill()
+            self._agent.wait()
+            _, late = psutil.wait_procs(list(before.values()), timeout=_PATIENCE)
+            for process in late:  # in sessions of their own
+                process.kill()
+            self.end()
+            self.start()
+            return len(late)
+        self._read_from = self.log.stat().st_size
+        for rank in ranks:
+            with contextlib.suppress(psutil.Error):
+                before[rank].kill()
+        _, late = psutil.wait_procs(list(before.values()), timeout=_PATIENCE)
+        return len(late)
+
+    def finished(self) -> bool:
+        return self._agent is not None and self._agent.poll() == 0
+
+    def failed(self) -> bool:
+        return self._agent is not None and self._agent.poll() not in (0, None)
+
+    def end(self) -> None:
+        if self._agent is None:
+            return
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self._agent.pid).children(recursive=True):
+                process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._agent.pid, signal.SIGKILL)
+        self._agent.wait()
+
+    def _rank_processes(self) -> dict[int, psutil.Process]:
+        assert self._agent is not None
+        found = {}
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self._agent.pid).children():
+                with contextlib.suppress(psutil.Error, KeyError, ValueError):
+                    found[int(process.environ()["RANK"])] = process
+        return found

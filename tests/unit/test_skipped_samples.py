@@ -1,0 +1,53 @@
+"""--skip-samples: what its words and files name, and what they cannot be."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.data.skipped import NOTHING, skipped_samples
+
+
+def test_numbers_ranges_and_files_are_joined(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    file.write_text('{"sample": 40, "text": "x"}\n{"sample": 3}\n\n41-43\n')
+    skipped = skipped_samples(["7", "1-2", "4-6", "20-29", "25-30", str(file)])
+    assert skipped.ranges == (range(1, 8), range(20, 31), range(40, 44))
+    assert [sample for sample in range(50) if sample in skipped] == [*range(1, 8), *range(20, 31), *range(40, 44)]
+
+
+def test_a_batch_is_covered_only_if_all_of_it_is() -> None:
+    skipped = skipped_samples(["8-15", "20"])
+    covered = [skipped.covers(range(first, first + 4)) for first in range(4, 14)]
+    assert covered == [False] * 4 + [True] * 5 + [False]
+    assert not skipped.covers(range(17, 21))
+    assert not NOTHING.covers(range(0, 1))
+    assert 0 not in NOTHING
+
+
+@pytest.mark.parametrize(
+    "word", ["nine", "7-", "-7", "9-7", "1" * 17, "1.5", "", "999999999999999-9999999999999999", "٣"]
+)
+def test_what_is_no_sample_is_named(word: str) -> None:
+    with pytest.raises(ValueError, match=r"no sample's number|no range of samples"):
+        skipped_samples(["3", word])
+
+
+@pytest.mark.parametrize("line", ["{}", '{"sample": "x"}', '{"sample": -1}', "[1]", "{" * 100_000, "\xff", "1;2"])
+def test_a_bad_line_is_named_with_its_file(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad"
+    file.write_bytes(b"5\n" + line.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match=r"bad:2: "):
+        skipped_samples([str(file)])
+
+
+def test_endless_and_huge_files_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "lines").write_bytes(b"\n" * 1_000_001)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 30)
+    for name in ("fifo", "lines", "large"):
+        with pytest.raises(ValueError, match=r"regular file|lines|bytes"):
+            skipped_samples([str(tmp_path / name)])
+    with pytest.raises(ValueError, match="regular file"):
+        skipped_samples(["/dev/zero"])
