@@ -283,18 +283,28 @@ def page(text: str) -> str:
 
 def table() -> Iterator[str]:
     """Yield the lines of the table, one for each recipe and number of devices."""
-    yield (
-        "| recipe | parameters | published | devices | layout | GB of a device | s/step | tokens/s each | run | "
-        "tiny copy's loss |"
-    )
-    yield "|---|---:|---:|---|---|---:|---:|---:|---|---|"
     losses = json.loads(LOSSES.read_text()) if LOSSES.exists() else {}
+    of_copy = " tiny copy's loss |" if losses else ""
+    titles = "recipe | parameters | published | devices | layout | GB of a device | s/step | tokens/s each | run"
+    yield f"| {titles} |{of_copy}"
+    yield f"|---|---:|---:|---|---|---:|---:|---:|---|{'---|' if losses else ''}"
     for recipe in recipes():
         for devices in recipe.devices:
-            yield "| " + " | ".join(_row(recipe, devices, losses.get(recipe.name))) + " |"
+            cells = _row(recipe, devices)
+            if losses:
+                cells.append(_shown(losses.get(recipe.name)) if devices == recipe.devices[0] else "")
+            yield "| " + " | ".join(cells) + " |"
+    if losses:
+        yield ""
+        yield "Tiny copies have two layers, synthetic tokens and CPU processes (`python tools/recipes.py measure`):"
+        yield "the loss of the first and of the fifth step shows that they train, and no more."
 
 
-def _row(recipe: Recipe, devices: Devices, losses: Sequence[float] | None) -> list[str]:
+def _shown(losses: Sequence[float] | None) -> str:
+    return f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else ""
+
+
+def _row(recipe: Recipe, devices: Devices) -> list[str]:
     config, answer = configuration(recipe, devices), planned(recipe, devices)
     best, seconds = answer["best"][0], answer["best"][0]["seconds"]["total"]
     batch_tokens = config.training.global_batch_size * config.model.seq_length
@@ -310,7 +320,6 @@ def _row(recipe: Recipe, devices: Devices, losses: Sequence[float] | None) -> li
         f"{seconds:.3g}",
         f"{batch_tokens / seconds / devices.number:,.0f}",
         f"{steps:,} steps of {batch_tokens:,} tokens, {_duration(steps * seconds)}",
-        f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses and first else "",
     ]
 
 
