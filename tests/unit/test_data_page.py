@@ -21,7 +21,8 @@ def test_the_commands_of_the_page(tmp_path: Path):
     )
     assert result.returncode == 0, result.stderr
     assert re.search(
-        r"merged: whole, every token is below 257, as the checksums of its manifest say\ntrain: \d+ samples of corpus_text_document\n",
+        r"merged: whole, every token is below 257, as the checksums of its manifest say\n"
+        r"train: \d+ samples of corpus_text_document\n",
         result.stdout,
     )
     assert "--- sample 36: window " in result.stdout
