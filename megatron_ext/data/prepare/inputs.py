@@ -127,9 +127,10 @@ def _of_datasets(folder: Path) -> list[InputFile]:
     """Return the Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote, in their order."""
     try:
         state = load_json(read_file(folder / "state.json", 1 << 26))
-        names = [one["filename"] for one in state["_data_files"]]
-        rows = state.get("_indices_data_files") or state.get("_indices_files")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        fields = {name.removeprefix("_"): value for name, value in state.items()}
+        names = [one["filename"] for one in fields["data_files"]]
+        rows = fields.get("indices_data_files") or fields.get("indices_files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"--input {folder}: state.json is not one of the library datasets: {error}") from error
     if rows:
         raise ConfigurationError(
