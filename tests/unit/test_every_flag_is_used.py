@@ -16,6 +16,7 @@ NOT_USES = ("config/schema/", "rules/", "plan/dry_run.py", "config/help_text.py"
 BY_CONSTRUCTION = {
     "exit_signal_handler": "SIGTERM always saves and stops; the help says that the flag changes nothing",
     "ckpt_format": "one format, and the flag's only choice",
+    "non_persistent_ckpt_type": "one kind, and the flag's only choice: the rules ask for it",
     "use_checkpoint_args": "config/saved.py reads it among the typed values, before there is a configuration",
     "test_data_path": "data/corpus.py reads `{split}_data_path`",
     "train_data_path": "data/corpus.py reads `{split}_data_path`",
