@@ -91,6 +91,19 @@ class DataParallel(Sharding):
             for chunk in chunks:
                 chunk.enable_forward_pre_hook()
 
+    @contextmanager
+    def gathered_before_update(self, chunks: Sequence[Any]) -> Iterator[None]:
+        """A gather, forced or begun by a hook, would count as that of the next step, which would compute with weights
+        of before the update."""
+        overlaps = self.config.layout.overlap_param_gather
+        for chunk in chunks if overlaps else ():
+            chunk.disable_forward_pre_hook(param_sync=False)
+        try:
+            yield
+        finally:
+            for chunk in chunks if overlaps else ():
+                chunk.enable_forward_pre_hook()
+
     def reduced_gradients(self, chunk: Any) -> Reduced:
         """Fetch the other ranks' parts: with the distributed optimizer each rank's buffer is reduced only in its own
         shard."""

@@ -73,6 +73,9 @@ class InHostMemory(Sharding):
     def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
         return self._scheme.gathered(chunks)
 
+    def gathered_before_update(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
+        return self._scheme.gathered_before_update(chunks)
+
     def weights_in_place(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
         return self._scheme.weights_in_place(chunks)
 

@@ -85,6 +85,11 @@ class Sharding(ABC):
     def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
         """Return a context in which all parameters of the chunks are up to date."""
 
+    def gathered_before_update(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
+        """Return a context for another forward pass between the gradients of a step and its update: the weights are
+        those of the passes before, and the next step must still fetch what the update makes of them."""
+        return self.gathered(chunks)
+
     def weights_in_place(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
         """Return a context in which the modules' parameters are its weights and no shards, whatever their values."""
         return nullcontext()

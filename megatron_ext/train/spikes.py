@@ -112,7 +112,7 @@ def _run_again(run: Run, count: int, samples: range, states: Sequence[RandomStat
     with run.progress.loading():
         microbatches = run.loaders.train.microbatches_of(place, samples.start, count)
     set_random_state(run, states[place])
-    with run.gathered_parameters(), torch.no_grad():
+    with run.sharding.gathered_before_update(run.chunks), torch.no_grad():
         losses = run_microbatches(run, microbatches, forward_only=True)
     if run.config.model.num_experts is not None:
         take_auxiliary_losses(run.groups)  # they are no step's
