@@ -36,6 +36,7 @@ class Facts:
         saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
         missing_paths: files that the flags name and that do not exist (`config.blend.missing_paths`).
         missing_checkpoint: what --exit-on-missing-checkpoint finds amiss in the --load folder.
+        eval_tasks_problems: why the tasks of --eval-tasks cannot be done; empty without it.
         load_problem: why --load cannot be what the user means (`checkpoint.native.folder.load_problem`), or None.
     """
 
@@ -47,6 +48,7 @@ class Facts:
     tokenizer_error: str | None = None
     missing_paths: tuple[str, ...] = ()
     missing_checkpoint: str | None = None
+    eval_tasks_problems: tuple[str, ...] = ()
     load_problem: str | None = None
     huggingface: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     huggingface_problems: tuple[str, ...] = ()
