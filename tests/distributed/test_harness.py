@@ -9,13 +9,13 @@ import pytest
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.evaluated import write_tasks
 from tests.support.hf_models import quiet_transformers
-from tests.support.trained_models import export, train_families, write_corpus
+from tests.support.trained_models import TEXT, export, train_families, write_corpus
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install lm_eval")
 quiet_transformers()
 
-CONTEXTS = ["import re", "def main(argv", "class Pattern:\n    "]
-GENERATION = {"until": ["\n", "("], "max_gen_toks": 24, "do_sample": False}
+CONTEXTS = [TEXT[:9], TEXT[420:440], TEXT[900:930]]
+GENERATION = {"until": ["\n", "."], "max_gen_toks": 24, "do_sample": False}
 TASKS = ["local_choices", "local_rolling"]
 
 
@@ -87,7 +87,7 @@ def _theirs(exported: str, folder: str) -> Any:
 
 def test_scores_are_those_of_the_export(tmp_path: Path) -> None:
     write_corpus(tmp_path)
-    run_ranks(1, train_families, str(tmp_path), ["Llama"], 30)
+    run_ranks(1, train_families, str(tmp_path), ["Llama"], 80)
     files = write_tasks(tmp_path, 40)
     _write_yaml(tmp_path, files)
     settings = {"HF_HOME": str(tmp_path / "cache"), "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}

@@ -16,7 +16,7 @@ from tests.support.trained_models import write_corpus
 
 FLAGS = """
     --num-layers 4 --hidden-size 48 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0.1 --attention-dropout 0.1
-    --tokenizer-type ByteTokenizer --split 90,10,0 --micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 5e-3
+    --tokenizer-type ByteTokenizer --split 80,20,0 --micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 5e-3
     --eval-interval 2 --eval-iters 1 --log-interval 1 --device cpu --num-workers 0
 """
 EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear --swiglu

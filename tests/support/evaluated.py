@@ -13,7 +13,7 @@ LENGTH = 64
 """Tokens that the models are given at once."""
 STRIDE = 24
 EOD = 256
-PROMPTS = [TEXT[start : start + length] for start, length in ((0, 3), (900, 17), (2100, 40), (3300, 9))]
+PROMPTS = [TEXT[start : start + length] for start, length in ((0, 3), (400, 17), (700, 40), (1100, 9))]
 NEW_TOKENS = 256
 
 

@@ -1,6 +1,8 @@
-"""Tiny models, trained a little on the standard library's sources so that they have learned something, and exported."""
+"""Tiny models, trained on a short text until they know parts of it by heart, and exported.
 
-import re
+A model that has learned less goes on with blanks whatever the prompt is, and every test of its words passes.
+"""
+
 import runpy
 import shlex
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ _COMMON = """
     --tokenizer-type ByteTokenizer --split 100,0,0 --micro-batch-size 8 --global-batch-size 8 --train-iters 30 --lr 5e-3
     --lr-decay-style constant --eval-interval 0 --device cpu --num-workers 0
 """
-TEXT = Path(shlex.__file__).read_text() + Path(re.__file__).read_text()
+TEXT = " ".join(Path(shlex.__file__).read_text().split())[:1500]
 
 
 def write_corpus(folder: Path) -> Path:
@@ -32,8 +34,8 @@ def write_corpus(folder: Path) -> Path:
     from megatron_ext.data.indexed import IndexedWriter
 
     with IndexedWriter(folder / "corpus", np.uint16) as writer:
-        for document in TEXT.split("\n\n"):
-            tokens = np.array([*document.encode(), 256], dtype=np.uint16)
+        for start in range(0, len(TEXT), 300):
+            tokens = np.array([*TEXT[start : start + 300].encode(), 256], dtype=np.uint16)
             writer.add_tokens(tokens.tobytes(), [len(tokens)])
     return folder / "corpus"
 
