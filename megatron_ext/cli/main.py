@@ -27,6 +27,8 @@ COMMANDS = {
     "prepare-cache": ("prepare_cache", "build a run's index cache before it starts"),
     "convert": ("convert_checkpoint", "convert between checkpoints and Hugging Face folders"),
     "inspect-checkpoint": ("inspect_checkpoint", "list, show, verify and compare checkpoints"),
+    "tasks": ("tasks", "evaluate a checkpoint: perplexity, LAMBADA, multiple choice"),
+    "generate": ("generate", "let a checkpoint go on from prompts"),
     "sample": ("generate_sample", "generate text from an exported model"),
     "show": ("show_run", "show runs: loss curve in the terminal, and as a web page"),
     "compare": ("compare_runs", "compare the metrics of two runs, float for float"),

@@ -63,6 +63,9 @@ def _needed_paths(typed: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
                 continue  # a store is asked when the data is opened
             for suffix in (".bin", ".idx"):
                 yield flag_of(name), prefix + suffix
+    for name in ("eval_tasks", "sample_prompts"):
+        if typed.get(name) is not None:
+            yield flag_of(name), typed[name]
 
 
 def _number(text: str) -> float | None:

@@ -18,12 +18,13 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.data.packing import Documents
 from megatron_ext.model import context_parallel
+from megatron_ext.model.inference import WholeSequences
 from megatron_ext.model.packed_attention import attend_documents
 from megatron_ext.model.rope import rotate
 
 
 class CausalSelfAttention(SelfAttention):
-    """megatron-core's self-attention with a forward pass for training alone: project, rotate, attend, project.
+    """megatron-core's self-attention with a forward pass of our own: project, rotate, attend, project.
 
     Its parameters, and how they are divided over the ranks, are megatron-core's.
     """
@@ -33,12 +34,12 @@ class CausalSelfAttention(SelfAttention):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: torch.Tensor | None = None,
-        packed_seq_params: Documents | None = None,
+        packed_seq_params: Documents | WholeSequences | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the projected context, [S, B, hidden], and the bias that must still be added, if any. hidden_states:
-        [S, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal, whatever is given; with
-        `packed_seq_params` it is causal within each document."""
+        [S, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal, whatever is given; with documents as
+        `packed_seq_params` it is causal within each of them, and otherwise `packed_seq_params` itself attends."""
         given = [name for name, value in unused.items() if value is not None]
         assert attention_mask is None, "the mask is causal"
         assert not given, f"not for training on plain sequences: {given}"
@@ -51,6 +52,9 @@ class CausalSelfAttention(SelfAttention):
             key = rotate(key, rotary_pos_emb, interleaved=interleaved)
         heads_BHSD = query.contiguous(), key.contiguous(), value.contiguous()
         attend: Any = self.core_attention
+        if isinstance(packed_seq_params, WholeSequences):
+            context = packed_seq_params.attend(self.layer_number, *heads_BHSD, attend.softmax_scale)
+            return self.linear_proj(context.permute(2, 0, 1, 3).flatten(2))
         if packed_seq_params is not None:
             attend = partial(attend, documents=packed_seq_params)
         if self.checkpoint_core_attention and self.training:

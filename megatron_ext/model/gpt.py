@@ -17,6 +17,7 @@ from megatron_ext.config.ranks import chunk_layers
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import Documents
 from megatron_ext.device.kernels import linear
+from megatron_ext.model.inference import WholeSequences
 from megatron_ext.model.loss import TokenLogits
 from megatron_ext.model.rope import RotaryTable, ScaledRotaryEmbedding
 from megatron_ext.model.spec import OwnSpec, block_spec
@@ -45,23 +46,25 @@ class GPT(GPTModel):
         attention_mask: None = None,
         labels: torch.Tensor | None = None,
         documents: Documents | None = None,
+        inference: WholeSequences | None = None,
     ) -> torch.Tensor:
         """Run one forward pass. The arguments are [batch, sequence]; a stage without a use for one ignores it.
 
-        With `documents`, tokens see their own document alone.
+        With `documents`, tokens see their own document alone. With `inference`, which then says how tokens see each
+        other, positions are those of `position_ids`, and the last stage returns what it reads from the hidden states.
 
         Returns:
             On the last stage with labels the loss of every token in nats, fp32 [batch, sequence]; without them the
             logits, [batch, sequence, this rank's vocabulary]; on other stages the hidden states for the next one,
             [sequence, batch, hidden].
         """
-        processor = None if labels is None else self._loss
+        processor = self._read if inference is not None else None if labels is None else self._loss
         output = super().forward(
             input_ids,  # pyright: ignore[reportArgumentType]
             position_ids,  # pyright: ignore[reportArgumentType]
             attention_mask,  # pyright: ignore[reportArgumentType]
             labels=labels,  # pyright: ignore[reportArgumentType]
-            packed_seq_params=documents,  # pyright: ignore[reportArgumentType]
+            packed_seq_params=documents if inference is None else inference,  # pyright: ignore[reportArgumentType]
             output_processor=processor,
         )
         if self.post_process:
@@ -73,10 +76,25 @@ class GPT(GPTModel):
         """Run megatron-core's preprocessing, with rotary angles by `position_ids` where these restart."""
         # Its packed sequences have one sample and another rotary table.
         outputs = super()._preprocess(**{**inputs, "packed_seq_params": None})
-        if self.restarts_positions and self.position_embedding_type == "rope":
+        own_positions = self.restarts_positions or isinstance(inputs.get("packed_seq_params"), WholeSequences)
+        if own_positions and self.position_embedding_type == "rope":
             rotary: Any = self.rotary_pos_emb
             outputs = (outputs[0], rotary.at(inputs["position_ids"]), *outputs[2:])
         return outputs
+
+    def _read(
+        self,
+        hidden_states: torch.Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: torch.Tensor | None,
+        packed_seq_params: Any,
+        **_: object,
+    ) -> torch.Tensor:
+        def project(hidden_NH: torch.Tensor) -> torch.Tensor:
+            return output_layer(hidden_NH.unsqueeze(1), weight=output_weight)[0].squeeze(1)
+
+        inference: WholeSequences = packed_seq_params
+        return inference.read(hidden_states, project)
 
     def _loss(
         self,

@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.data.packing import Documents
+from megatron_ext.model.inference import WholeSequences
 from megatron_ext.model.norm import norm_class
 
 
@@ -26,7 +27,7 @@ class PreNormLayer(TransformerLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: torch.Tensor | None = None,
-        packed_seq_params: Documents | None = None,
+        packed_seq_params: Documents | WholeSequences | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:
         """Return the layer's output, [sequence, batch, hidden], as hidden_states, and no context for
@@ -92,7 +93,7 @@ class PostNormLayer(PreNormLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: torch.Tensor | None = None,
-        packed_seq_params: Documents | None = None,
+        packed_seq_params: Documents | WholeSequences | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states: [sequence, batch, hidden]. Returns the same shape, and no context for cross-attention."""

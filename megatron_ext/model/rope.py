@@ -53,7 +53,8 @@ class RotaryTable(ScaledRotaryEmbedding):
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Return cosines, then sines, [2, this rank's positions, rotated channels / 2]."""
         angles = self.get_freqs_non_repeated(max_seq_len, offset)
-        if sum(self.chunks) > 1:
+        # A table for one token is made in vain: such a pass takes its angles from `at`.
+        if sum(self.chunks) > 1 and max_seq_len % (sum(self.chunks) + 1) == 0:
             angles = torch.cat([angles.chunk(sum(self.chunks) + 1)[chunk] for chunk in self.chunks])
         return self._table(angles)
 

@@ -1,7 +1,7 @@
 """Reads a run's history from its metrics file, and draws its loss curve as text for a terminal."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,10 @@ class RunHistory:
 
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+    """Rows with results of --eval-tasks."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Rows with samples of --sample-interval."""
 
     def points(self, field: str) -> list[Point]:
         """Return (iteration, value) of a field of the steps, without the rows that have none (a skipped step's
@@ -64,6 +68,8 @@ def read_history(run: Path) -> RunHistory:
     return RunHistory(
         steps=[row for row in rows if "lm_loss" in row],
         evaluations=[row for row in rows if "validation_loss" in row],
+        tasks=[row for row in rows if "tasks" in row],
+        samples=[row for row in rows if "samples" in row],
     )
 
 

@@ -1,9 +1,10 @@
 """Writes the log line of Megatron-LM, byte for byte: users' log parsers read it."""
 
 import math
+from collections.abc import Mapping
 from datetime import datetime
 
-from megatron_ext.telemetry.metrics import StepMetrics, TestMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import Evaluated, SampleMetrics, StepMetrics, TaskMetrics, TestMetrics
 
 
 def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) -> str:
@@ -40,9 +41,16 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
     return " | ".join(fields) + " |"
 
 
-def evaluation_lines(metrics: ValidationMetrics | TestMetrics) -> str:
-    """Return the loss between dashes, three lines: of each source of several, and of all. The last newline is left
-    out."""
+def evaluation_lines(metrics: Evaluated) -> str:
+    """Return the loss between dashes, three lines: of each source of several, and of all; a line for each task or
+    sample. The last newline is left out."""
+    if isinstance(metrics, TaskMetrics):
+        return "\n".join(_task(metrics.iteration, name, found) for name, found in metrics.tasks.items())
+    if isinstance(metrics, SampleMetrics):
+        return "\n".join(
+            f" sample at iteration {metrics.iteration} | {sample.prompt!r} -> {sample.text!r}"
+            for sample in metrics.samples
+        )
     if isinstance(metrics, TestMetrics):
         return _evaluation(metrics.iteration, "", " on test set", metrics.test_loss)
     sources = [_evaluation(metrics.iteration, f"-{source.suffix}", "", source.loss) for source in metrics.sources]
@@ -56,6 +64,11 @@ def _evaluation(iteration: int, suffix: str, data: str, loss: float) -> str:
     )
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
+
+
+def _task(iteration: int, name: str, found: Mapping[str, float]) -> str:
+    values = [f"{key}: {value}" if isinstance(value, int) else f"{key}: {value:.6f}" for key, value in found.items()]
+    return " | ".join([f" task {name} at iteration {iteration}", *values]) + " |"
 
 
 def perplexity(loss: float) -> float:

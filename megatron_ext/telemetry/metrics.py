@@ -84,7 +84,36 @@ class TestMetrics:
     test_loss: float
 
 
-Metrics = StepMetrics | ValidationMetrics | TestMetrics
+@dataclass(frozen=True, kw_only=True)
+class TaskMetrics:
+    """The results of the tasks of --eval-tasks, after the step `iteration`."""
+
+    iteration: int
+    consumed_samples: int
+    tasks: Mapping[str, Mapping[str, float]]  # metrics by name, of each task by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A text that the model made of a prompt."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMetrics:
+    """The samples of --sample-interval, after the step `iteration`."""
+
+    iteration: int
+    consumed_samples: int
+    samples: tuple[Sample, ...]
+
+
+Evaluated = ValidationMetrics | TestMetrics | TaskMetrics | SampleMetrics
+"""What is told of the model between two steps."""
+
+Metrics = StepMetrics | Evaluated
 
 
 def as_row(metrics: Metrics) -> dict[str, Any]:

@@ -4,7 +4,7 @@ the slowest rank, and its pipeline.
 
 import html
 
-from megatron_ext.charts import Series, chart, page
+from megatron_ext.charts import Point, Series, chart, page
 from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Timeline, slow_stages
 from megatron_ext.plan.timeline import summary as stages_table
@@ -31,9 +31,11 @@ def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None) 
     if history.slowness_points:
         unit = "compute time over its peers'"
         charts.append(_chart("Slowest rank", unit, [Series(history.slowness_points)]))
+    charts += [_chart(f"Task {name}", metric, [Series(points)]) for name, metric, points in _task_curves(history)]
+    samples = _samples(history)
     drawn = "" if pipeline is None else _pipeline(pipeline)
     style = "" if pipeline is None else timeline_svg.STYLE
-    return page(title, summary(history), f"<main>\n{''.join(charts)}</main>\n{drawn}", style=style)
+    return page(title, summary(history), f"<main>\n{''.join(charts)}</main>\n{samples}{drawn}", style=style)
 
 
 def _pipeline(timeline: Timeline) -> str:
@@ -41,6 +43,31 @@ def _pipeline(timeline: Timeline) -> str:
     lines = [timeline.title, *stages_table(timeline), *slow_stages(timeline.lanes)]
     head = f"<h2>Pipeline</h2>\n<pre>{html.escape(chr(10).join(lines))}</pre>\n"
     return f'<section class="wide">\n{head}</section>\n{timeline_svg.as_section(timeline)}'
+
+
+def _task_curves(history: RunHistory) -> list[tuple[str, str, list[Point]]]:
+    """Return each task's main metric over the iterations: accuracy where it has one, else the loss."""
+    curves: dict[str, tuple[str, list[Point]]] = {}
+    for row in history.tasks:
+        for name, found in row["tasks"].items():
+            metric = next((key for key in ("accuracy", "loss") if key in found), None)
+            if metric is not None:
+                curves.setdefault(name, (metric, []))[1].append((row["iteration"], found[metric]))
+    return [(name, metric, points) for name, (metric, points) in curves.items()]
+
+
+def _samples(history: RunHistory) -> str:
+    """Return what the model made of each prompt at the first, middle and last time."""
+    rows = history.samples
+    if not rows:
+        return ""
+    shown = sorted({0, len(rows) // 2, len(rows) - 1})
+    lines = [
+        f"iteration {rows[index]['iteration']}: {sample['prompt']!r} -> {sample['text']!r}"
+        for index in shown
+        for sample in rows[index]["samples"]
+    ]
+    return f'<section class="wide">\n<h2>Samples</h2>\n<pre>{html.escape(chr(10).join(lines))}</pre>\n</section>\n'
 
 
 def _chart(name: str, unit: str, series: list[Series]) -> str:

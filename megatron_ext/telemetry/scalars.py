@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_ext.telemetry.log_line import perplexity
-from megatron_ext.telemetry.metrics import Metrics, TestMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import Metrics, SampleMetrics, TaskMetrics, TestMetrics, ValidationMetrics
 
 # Shown against samples too, as `<tag> vs samples`. The rest is about the machine and shown against iterations only.
 _AGAINST_SAMPLES = frozenset(
@@ -34,8 +34,10 @@ def scalars(metrics: Metrics) -> dict[str, float]:
                 (f"lm loss validation{suffix} ppl", perplexity(loss)),
             )
         }
-    if isinstance(metrics, TestMetrics):
-        return {}  # Megatron has no tag for it
+    if isinstance(metrics, TaskMetrics):
+        return {f"{task}/{name}": value for task, found in metrics.tasks.items() for name, value in found.items()}
+    if isinstance(metrics, TestMetrics | SampleMetrics):
+        return {}  # Megatron has no tag for the first; the second is text
     values = {
         "learning-rate": metrics.learning_rate,
         "batch-size": metrics.global_batch_size,

@@ -3,14 +3,16 @@
 step     60/100   loss 6.8123    1,234 tokens/s   0:43 left
 """
 
-from megatron_ext.telemetry.log_line import perplexity
-from megatron_ext.telemetry.metrics import Metrics, StepMetrics, TestMetrics
+from megatron_ext.telemetry.log_line import evaluation_lines, perplexity
+from megatron_ext.telemetry.metrics import Metrics, SampleMetrics, StepMetrics, TaskMetrics, TestMetrics
 
 
 def short_line(metrics: Metrics) -> str:
     """Return one line, without a newline, for a logged step or an evaluation."""
     if isinstance(metrics, StepMetrics):
         return _step(metrics)
+    if isinstance(metrics, TaskMetrics | SampleMetrics):
+        return evaluation_lines(metrics).lstrip()
     test = isinstance(metrics, TestMetrics)
     kind, loss = ("test", metrics.test_loss) if test else ("validation", metrics.validation_loss)
     return f"{kind} after step {metrics.iteration}   loss {loss:.4f}   perplexity {perplexity(loss):,.2f}"

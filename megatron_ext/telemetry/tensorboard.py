@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ext.durable import replacing
 from megatron_ext.errors import StorageError
-from megatron_ext.telemetry.metrics import Metrics
+from megatron_ext.telemetry.metrics import Metrics, Sample, SampleMetrics
 from megatron_ext.telemetry.scalars import scalars, scalars_against_samples
 
 
@@ -40,8 +40,12 @@ class TensorBoardWriter:
 
     def write(self, metrics: Metrics) -> None:
         """Write the values of a step or an evaluation."""
-        self._add(scalars(metrics), metrics.iteration)
-        self._add(scalars_against_samples(metrics), metrics.consumed_samples)
+        if isinstance(metrics, SampleMetrics):
+            for number, sample in enumerate(metrics.samples):
+                self._writer.add_text(f"sample {number}", _as_markdown(sample), metrics.iteration)
+        else:
+            self._add(scalars(metrics), metrics.iteration)
+            self._add(scalars_against_samples(metrics), metrics.consumed_samples)
         self._writer.flush()
 
     def write_arguments(self, arguments: Mapping[str, Any]) -> None:
@@ -62,6 +66,12 @@ class TensorBoardWriter:
         assert writer is not None, "SummaryWriter opens its file on construction"
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         writer.add_summary(summary, step)
+
+
+def _as_markdown(sample: Sample) -> str:
+    """Return prompt and text as a block of code, which TensorBoard shows as it is."""
+    lines = f"{sample.prompt} | {sample.text}".splitlines()
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def drop_after(folder: Path, iteration: int, samples: int) -> None:

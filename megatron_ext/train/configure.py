@@ -16,6 +16,7 @@ from megatron_ext.checkpoint.native.folder import load_problem
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.arguments import Typed, read
 from megatron_ext.config.blend import missing_paths
+from megatron_ext.config.eval_tasks import read_eval_tasks
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import adopt
@@ -217,6 +218,7 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         tokenizer_error=tokenizer_error,
         missing_paths=missing_paths(typed.values),
         missing_checkpoint=_missing_checkpoint(typed.values, search),
+        eval_tasks_problems=_eval_tasks_problems(typed.values),
         load_problem=load_problem(load, typed.values.get("ckpt_step")) if (load := typed.values.get("load")) else None,
         skip_samples_error=_unreadable_samples(typed.values.get("skip_samples")),
         huggingface=huggingface,
@@ -233,6 +235,18 @@ def _unreadable_samples(words: Sequence[str] | None) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _eval_tasks_problems(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what is wrong with the list of tasks, where there is one."""
+    path = values.get("eval_tasks")
+    if path is None or not Path(path).exists():
+        return ()
+    try:
+        read_eval_tasks(path)
+    except ConfigurationError as error:
+        return tuple(error.problems)
+    return ()
 
 
 def _missing_compiler() -> str | None:

@@ -9,7 +9,7 @@ from megatron_ext.config.batch import global_batch_size
 from megatron_ext.errors import StoppedBySignal
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learning_rate, weight_decay
 from megatron_ext.optim.settings import set_rates
-from megatron_ext.telemetry.metrics import TestMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import Evaluated
 from megatron_ext.train.extensions import Schedule
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import BatchLoss, StepResult, train_step
@@ -80,7 +80,7 @@ class Trainer:
             where = f"saved to {saved}; start again with --load {saved}" if saved else "nothing saved: no --save"
             raise StoppedBySignal(f"stopped at iteration {self.run.state.iteration}: {self.stop_reason}; {where}")
 
-    def report_evaluation(self, metrics: ValidationMetrics | TestMetrics) -> None:
+    def report_evaluation(self, metrics: Evaluated) -> None:
         """Hand the result of an evaluation to the callbacks; its time does not count as training."""
         self._tell("on_evaluation", metrics)
 
@@ -137,7 +137,7 @@ class Callback:
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Run after a step; the state already counts it."""
 
-    def on_evaluation(self, trainer: Trainer, metrics: ValidationMetrics | TestMetrics) -> None:
+    def on_evaluation(self, trainer: Trainer, metrics: Evaluated) -> None:
         """Run after an evaluation."""
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:

@@ -315,6 +315,19 @@ EXAMPLES = {
         "--elastic --save checkpoints --load checkpoints", "--global-batch-size 8"
     ),
     "Samples to leave out that are no numbers": Example("--skip-samples 7 nine", "--skip-samples 7 9-12"),
+    "An interval of samples without prompts": Example(
+        "--sample-interval 5 --tokenizer-type ByteTokenizer", "--sample-prompts README.md"
+    ),
+    "Prompts without an interval": Example(
+        "--sample-prompts README.md", "--sample-interval 5 --tokenizer-type ByteTokenizer"
+    ),
+    "Samples longer than the positions": Example(
+        "--sample-interval 5 --sample-prompts README.md --tokenizer-type ByteTokenizer --sample-tokens 64",
+        "--sample-tokens 32",
+    ),
+    "Samples without a tokenizer of text": Example(
+        "--sample-interval 5 --sample-prompts README.md", "--tokenizer-type ByteTokenizer"
+    ),
     "Two precisions": Example("--fp16 --bf16", "--fp16=false"),
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""

@@ -22,6 +22,7 @@ FLOORS = [
     "verify",
     "doctor",
     "train",
+    "inference",
     "checkpoint",
     "sharding",
     "telemetry",

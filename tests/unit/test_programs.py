@@ -15,11 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # What belongs to the repository and not to a user: they compare commits, and write its docs and its corpus.
 OF_THE_CHECKOUT = {"loss_compare", "parity_table", "python_corpus", "recipes"}
 OF_THE_COMMAND = {"pretrain", "completion", "api"}
+# What one does with a trained model lies in tasks/: script by command.
+IN_TASKS = {"tasks": "main", "generate": "generate"}
 TOOLS = [name for name in COMMANDS if name not in OF_THE_COMMAND]
 
 
 def test_every_tool_is_a_command_and_thin() -> None:
     scripts = {path.stem: path for path in (ROOT / "tools").glob("*.py") if path.stem not in OF_THE_CHECKOUT}
+    scripts |= {name: ROOT / "tasks" / f"{script}.py" for name, script in IN_TASKS.items()}
     assert {module for module, _ in COMMANDS.values()} - OF_THE_COMMAND == scripts.keys()
     for name, path in scripts.items():
         text = path.read_text()

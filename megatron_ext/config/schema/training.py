@@ -51,6 +51,19 @@ class TrainingConfig:
     validation_set_names: tuple[str, ...] | None = free(
         None, "Names of the validation sources in log lines and TensorBoard, with --multiple-validation-sets."
     )
+    eval_tasks: str | None = free(
+        None,
+        "YAML file of tasks on local files (PERPLEXITY, LAMBADA, MULTIPLE_CHOICE) to evaluate the model on every "
+        "--eval-interval steps and at the end.",
+        metavar="FILE",
+    )
+    sample_interval: int | None = free(
+        None, "Steps between two samples of text that the model makes of --sample-prompts.", at_least=1
+    )
+    sample_prompts: str | None = free(
+        None, 'Prompts of --sample-interval: one a line, or .jsonl with "prompt".', metavar="FILE"
+    )
+    sample_tokens: int = free(32, "Most tokens of a sample of --sample-interval.", at_least=1)
     eval_at_start: bool = free(False, "Evaluate before the first step too.")
     exit_interval: int | None = free(None, "Save and stop when the step is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = free(None, "Save and stop after this many minutes.", positive=True)

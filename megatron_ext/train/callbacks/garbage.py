@@ -6,7 +6,7 @@ next collective, for the one that collects: with many ranks, at nearly every ste
 
 import gc
 
-from megatron_ext.telemetry.metrics import TestMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import Evaluated
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
 
@@ -36,7 +36,7 @@ class GarbageCollection(Callback):
         if any(interval and iteration % interval == 0 for interval in (self.interval, self.evaluation_interval)):
             gc.collect()
 
-    def on_evaluation(self, trainer: Trainer, metrics: ValidationMetrics | TestMetrics) -> None:
+    def on_evaluation(self, trainer: Trainer, metrics: Evaluated) -> None:
         if self.evaluation_interval:
             gc.collect(0)
 

@@ -10,7 +10,7 @@ from megatron_ext.data.accounting import use_of_sources
 from megatron_ext.optim.curves import weight_decay
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.telemetry.communication import CommunicationClock
-from megatron_ext.telemetry.metrics import Metrics, StepMetrics, TestMetrics, ValidationMetrics
+from megatron_ext.telemetry.metrics import Evaluated, Metrics, StepMetrics
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
 from megatron_ext.train.callbacks.communication import shares_of_all_ranks
 from megatron_ext.train.callbacks.stragglers import Stragglers
@@ -91,7 +91,7 @@ class Reporting(Callback):
             if self._stragglers is not None:
                 self._stragglers.forget()
 
-    def on_evaluation(self, trainer: Trainer, metrics: ValidationMetrics | TestMetrics) -> None:
+    def on_evaluation(self, trainer: Trainer, metrics: Evaluated) -> None:
         for sink in (*self.step_sinks, *self.log_sinks):
             sink.write(metrics)
 

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config.eval_tasks import read_eval_tasks
 from megatron_ext.config.schema import Config
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
@@ -32,6 +33,7 @@ from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.callbacks.stragglers import Stragglers
 from megatron_ext.train.callbacks.timing import Timing
 from megatron_ext.train.data_check import blocks_of_run, share
+from megatron_ext.train.datasets import tokenizer_of_run
 from megatron_ext.train.run import Run
 from megatron_ext.train.trainer import Callback
 
@@ -89,6 +91,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     )
     if config.data.verify_data == "background" and not config.data.mock_data:
         callbacks.append(DataCheck(share(blocks_of_run(config)[0])))
+    callbacks += _inference_callbacks(run)
     if config.logging.log_sample_ids is not None:
         callbacks.append(SampleIds(config.logging.log_sample_ids, run))
     if config.logging.timing_log_level > 0:
@@ -109,6 +112,25 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
                 config.checkpoint.save, config.checkpoint.save_interval, background=config.checkpoint.async_save
             )
         )
+    return callbacks
+
+
+def _inference_callbacks(run: Run) -> list[Callback]:
+    """Return what --eval-tasks and --sample-interval ask for."""
+    training = run.config.training
+    if training.eval_tasks is None and training.sample_interval is None:
+        return []
+    from megatron_ext.inference.files import read_prompts
+    from megatron_ext.train.callbacks.tasks import Samples, Tasks, model_of
+
+    model = model_of(run, tokenizer_of_run(run.config))
+    callbacks: list[Callback] = []
+    if training.eval_tasks is not None:
+        callbacks.append(Tasks(model, read_eval_tasks(training.eval_tasks), training.eval_interval))
+    if training.sample_interval is not None:
+        assert training.sample_prompts is not None, "validated"
+        prompts = read_prompts(training.sample_prompts)
+        callbacks.append(Samples(model, prompts, training.sample_interval, training.sample_tokens))
     return callbacks
 
 

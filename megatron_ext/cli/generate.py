@@ -1,0 +1,212 @@
+"""Let a trained model go on from prompts, on the ranks of any layout: `megatron-ext generate --load ckpt`.
+
+    python tasks/generate.py --load ckpt --prompts "def main(" --num-tokens-to-generate 64
+    python tasks/generate.py --load ckpt --prompt-file prompts.jsonl --temperature 0.8 --top-p 0.95 --output made.jsonl
+    torchrun --nproc-per-node 4 tasks/generate.py --load ckpt --tensor-model-parallel-size 2 \\
+        --pipeline-model-parallel-size 2 --prompts "Once upon a time"
+    python tasks/generate.py --load-hf Llama-3.2-1B
+
+Prompts come from --prompts, from --prompt-file, or from the standard input, one a line; where that is a terminal, each
+line is answered before the next is read. What the model is, the checkpoint says; --tensor-model-parallel-size,
+--device, --bf16 and the other flags of pretrain_gpt.py choose layout and precision.
+"""
+
+import json
+import os
+import select
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.commandline import ToolParser
+from megatron_ext.durable import replacing
+from megatron_ext.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron_ext.inference.generation import Generated
+    from megatron_ext.inference.leader import Leader
+    from megatron_ext.inference.sampling import Sampling
+
+_KEEP_ALIVE = 30.0
+"""Seconds after which the other ranks hear that nobody has typed anything yet."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the tool with the command line `argv` and return its exit code."""
+    options, flags = _parser().parse_known_args(argv)
+    model, sampling = _load(options, flags)
+    from megatron_ext.inference.leader import Leader, follow
+    from megatron_ext.parallel import groups
+
+    if model.rank != 0:
+        follow(model)
+    else:
+        leader = Leader(model)
+        try:
+            _serve(leader, options, sampling)
+        finally:
+            leader.close()
+    groups.destroy()
+    return 0
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser("Let a trained model go on from prompts; further flags are those of pretrain_gpt.py.", __doc__)
+    parser.add_argument("--prompts", nargs="+", metavar="TEXT", help="texts to go on from")
+    parser.add_argument("--prompt-file", metavar="FILE", help='a prompt a line, or .jsonl with "prompt"')
+    parser.add_argument("--num-tokens-to-generate", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 takes the most likely token")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from so many most likely tokens; 0 for all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest with this probability")
+    parser.add_argument("--min-p", type=float, default=0.0, help="draw from tokens with this share of the likeliest's")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="makes used tokens less likely; 1: none")
+    parser.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="end an answer before one of these")
+    parser.add_argument("--ignore-eod", action="store_true", help="go on after the end of a document")
+    parser.add_argument("--seed", type=int, default=1234, help="of sampling")
+    parser.add_argument("--max-batch-size", type=int, default=16, help="prompts at work at once on a replica")
+    parser.add_argument("--stream", action="store_true", help="write one prompt's answer token by token")
+    parser.add_argument("--output", metavar="FILE", help="write JSON lines of prompt, text, tokens and reason there")
+    return parser
+
+
+def _load(options: Any, flags: list[str]) -> tuple[Any, "Sampling"]:
+    """Return the model and the sampling, all flags checked before anything is loaded."""
+    from megatron_ext.train.trained_model import configure_trained
+
+    _check(options)
+    configured = configure_trained(flags)
+    from megatron_ext.train.trained_model import load_trained
+
+    model = load_trained(configured)
+    from megatron_ext.inference.sampling import Sampling
+
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
+        max_new_tokens=options.num_tokens_to_generate,
+        stop=tuple(options.stop),
+        ignore_eod=options.ignore_eod,
+    )
+    sampling.check()
+    return model, sampling
+
+
+def _check(options: Any) -> None:
+    if options.max_batch_size < 1:
+        raise ConfigurationError(f"--max-batch-size {options.max_batch_size} is not positive; use 16")
+    if options.prompts and options.prompt_file:
+        raise ConfigurationError("--prompts and --prompt-file are two sources of prompts; give one of them")
+    if options.prompt_file and not os.path.isfile(options.prompt_file):
+        raise ConfigurationError(f"--prompt-file {options.prompt_file} is no file; give one prompt a line, or .jsonl")
+
+
+def _serve(leader: "Leader", options: Any, sampling: "Sampling") -> None:
+    """Answer all prompts, or each line that somebody types."""
+    if options.prompts is None and options.prompt_file is None and sys.stdin.isatty():
+        for line in _typed(leader):
+            _answer_streaming(leader, line, sampling, echo=False)
+        return
+    prompts = _prompts(options)
+    if not prompts:
+        raise ConfigurationError("no prompt; give --prompts, --prompt-file, or lines on the standard input")
+    if len(prompts) == 1 and (options.stream or sys.stdout.isatty()) and leader.model.tokenizer is not None:
+        made = [_answer_streaming(leader, prompts[0], sampling, echo=True)]
+    else:
+        ids = [encoded(leader.model, prompt) for prompt in prompts]
+        made = leader.generate(ids, sampling, options.max_batch_size)
+        _show(prompts, made)
+    if options.output:
+        _write(options.output, prompts, made)
+
+
+def _prompts(options: Any) -> list[str]:
+    from megatron_ext.inference.files import read_prompts
+
+    if options.prompts is not None:
+        return options.prompts
+    if options.prompt_file is not None:
+        return read_prompts(options.prompt_file)
+    return [line for line in sys.stdin.read().splitlines() if line]
+
+
+def _typed(leader: "Leader") -> Iterator[str]:
+    """Yield the lines that somebody types, until the end of the input (Ctrl-D)."""
+    while True:
+        print("> ", end="", flush=True)
+        while not select.select([sys.stdin], [], [], _KEEP_ALIVE)[0]:
+            leader.wait()
+        line = sys.stdin.readline()
+        if not line:
+            print()
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _answer_streaming(leader: "Leader", prompt: str, sampling: "Sampling", *, echo: bool) -> "Generated | None":
+    """Write an answer token by token, and return it; None where the prompt cannot be answered in a session."""
+    from megatron_ext.inference.streaming import Stream
+
+    model = leader.model
+    try:
+        ids = encoded(model, prompt)
+        stream = None
+        if model.tokenizer is not None:
+            stream = Stream(model.tokenizer, sampling.stop, lambda piece: print(piece, end="", flush=True))
+        if echo:
+            print(prompt, end="", flush=True)
+        [made] = leader.generate([ids], sampling, 1, stream)
+    except ConfigurationError as error:
+        if echo:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return None
+    if stream is not None and made.text is not None:
+        stream.finish(made.text)
+    else:
+        print(_words(made), end="")
+    print(flush=True)
+    return made
+
+
+def encoded(model: Any, prompt: str) -> list[int]:
+    """Return the ids of a prompt; without a tokenizer it is ids already, such as "17 4 99".
+
+    Raises:
+        ConfigurationError: the prompt is no text, or no ids, that the model can go on from.
+    """
+    if model.tokenizer is not None and not prompt:
+        return [model.tokenizer.eod]
+    try:
+        return model.tokenizer.encode(prompt) if model.tokenizer is not None else [int(word) for word in prompt.split()]
+    except ValueError as error:
+        raise ConfigurationError(
+            f"the prompt {prompt[:40]!r} cannot be encoded ({error}); without a text tokenizer give ids, as '5 17'"
+        ) from None
+
+
+def _words(made: "Generated") -> str:
+    return made.text if made.text is not None else " ".join(map(str, made.tokens))
+
+
+def _show(prompts: Sequence[str], made: "Sequence[Generated]") -> None:
+    """Print each prompt with its answer, under a line where there are several."""
+    for number, (prompt, one) in enumerate(zip(prompts, made, strict=True), start=1):
+        if len(prompts) > 1:
+            print(f"--- prompt {number} of {len(prompts)}, {len(one.tokens)} tokens, ended by {one.reason}")
+        print(prompt + ("" if one.text is not None else " ") + _words(one))
+
+
+def _write(path: str, prompts: Sequence[str], made: "Sequence[Generated | None]") -> None:
+    lines = [
+        json.dumps({"prompt": prompt, "text": one.text, "tokens": one.tokens, "reason": one.reason})
+        for prompt, one in zip(prompts, made, strict=True)
+        if one is not None
+    ]
+    with replacing(Path(path)) as file:
+        file.write("".join(f"{line}\n" for line in lines).encode())

@@ -1,0 +1,217 @@
+"""Generates texts: one pass over the prompts, then one over each further token, with keys and values kept.
+
+The last stage chooses the next tokens, and the other stages hear of them. Prompts are dealt to the replicas of the
+model in rounds, as in `scoring`; a replica without a prompt of its own goes along with another's.
+
+Shape legend: B rows, S positions, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.inference.model import Model
+from megatron_ext.inference.sampling import Sampler, Sampling
+from megatron_ext.model.inference import KeyValueCache, WholeSequences
+
+OnToken = Callable[[int, list[int]], None]
+"""Is told, after each token, the number of a prompt and the ids generated for it so far; on its replica's ranks."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What was generated for a prompt."""
+
+    tokens: list[int]
+    """Ids, with neither the prompt nor the end of the document."""
+    text: str | None
+    """Its text, up to the stop string; None without a tokenizer."""
+    reason: str
+    """Why it ended: "eod", "stop" or "length"."""
+
+
+@dataclass
+class _Row:
+    """A prompt at work."""
+
+    number: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None
+    ended_at: int | None = None
+    """Number of its tokens; those after it were made while other rows were not finished."""
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    rows: int = 16,
+    cached: bool = True,
+    on_token: OnToken | None = None,
+) -> list[Generated]:
+    """Go on from every prompt. Collective over all ranks, each of which gives the same and gets all that was made.
+
+    Args:
+        model: the model.
+        prompts: token ids, at least one each.
+        sampling: how tokens are chosen, and when a text ends.
+        rows: prompts that a replica has at work at once, which bounds the cache's memory.
+        cached: whether keys and values are kept; without, each token costs a pass over the whole text.
+        on_token: told of every token.
+    Raises:
+        ConfigurationError: a prompt is empty, has an id that is none, or leaves no room for the tokens.
+    """
+    sampling.check()
+    _check_prompts(model, prompts, sampling)
+    made: list[_Row] = []
+    with model.at_work():
+        for start in range(0, len(prompts), rows * model.replicas):
+            numbers = range(start, min(start + rows * model.replicas, len(prompts)))
+            share = -(-len(numbers) // model.replicas)
+            own = numbers[model.replica * share : (model.replica + 1) * share]
+            batch = [_Row(number, list(prompts[number])) for number in own]
+            idle = [_Row(-1, list(prompts[start])) for _ in range(share - len(batch))]
+            _Batch(model, [*batch, *idle], sampling, max(len(prompts[number]) for number in numbers)).run(
+                cached, on_token
+            )
+            made += batch
+    return [_finished(model, row, sampling) for row in _of_all_replicas(model, made)]
+
+
+class _Batch:
+    """Rows that one replica goes on from together.
+
+    Args:
+        length: of the longest prompt of all replicas, whose passes have one shape.
+    """
+
+    def __init__(self, model: Model, rows: list[_Row], sampling: Sampling, length: int):
+        self.model, self.rows, self.sampling, self.length = model, rows, sampling, length
+        self.sampler = Sampler(
+            sampling, [row.prompt for row in rows], [max(row.number, 0) for row in rows], model.vocab_size
+        )
+
+    def run(self, cached: bool, on_token: OnToken | None) -> None:
+        passes = self._cached_passes() if cached else self._whole_passes()
+        for count, logits in enumerate(passes, start=1):
+            self._take(self._chosen(logits), on_token)
+            if count == self.sampling.max_new_tokens or self._all_finished():
+                return
+
+    def _cached_passes(self) -> Iterator[torch.Tensor | None]:
+        """Yield the logits [B, V] of the last stage (None on others) after the prompts and after each further token."""
+        device = self.model.device.torch_device
+        tokens = self._whole([row.prompt for row in self.rows], self.length)
+        ends = self._ends([len(row.prompt) for row in self.rows])
+        cache = KeyValueCache(self.length + self.sampling.max_new_tokens, ends)
+        yield self.model.forward(tokens, torch.arange(self.length, device=device)[None], cache)
+        while True:
+            places = [len(row.prompt) + len(row.tokens) - 1 for row in self.rows]
+            tokens = torch.tensor([row.tokens[-1:] for row in self.rows], device=device)
+            yield self.model.forward(tokens, cache.advance(places, device), cache)
+
+    def _whole_passes(self) -> Iterator[torch.Tensor | None]:
+        """Yield the same from passes over all tokens so far."""
+        device = self.model.device.torch_device
+        for made in range(self.sampling.max_new_tokens):
+            texts = [row.prompt + row.tokens for row in self.rows]
+            tokens = self._whole(texts, self.length + made)
+            positions = torch.arange(tokens.size(1), device=device)[None]
+            yield self.model.forward(tokens, positions, WholeSequences(self._ends([len(text) for text in texts])))
+
+    def _whole(self, texts: list[list[int]], length: int) -> torch.Tensor:
+        filled = [text + [0] * (length - len(text)) for text in texts]
+        return torch.tensor(filled, device=self.model.device.torch_device)
+
+    def _ends(self, lengths: list[int]) -> torch.Tensor:
+        """Return the numbers s x B + b of the last tokens."""
+        places = [(length - 1) * len(lengths) + row for row, length in enumerate(lengths)]
+        return torch.tensor(places, device=self.model.device.torch_device)
+
+    def _chosen(self, logits: torch.Tensor | None) -> list[int]:
+        """Return the next id of each row, on all stages alike."""
+        model, group = self.model, self.model.groups.pp
+        if logits is None:
+            chosen = torch.empty(len(self.rows), dtype=torch.int64, device=model.device.torch_device)
+        else:
+            chosen = self.sampler.next(model.whole_vocabulary(logits))
+        if group.size() > 1:
+            last = torch.distributed.get_global_rank(group, group.size() - 1)
+            torch.distributed.broadcast(chosen, src=last, group=group)
+        return chosen.tolist()
+
+    def _take(self, chosen: list[int], on_token: OnToken | None) -> None:
+        """Add a token to every row; one that has ended goes along until all have."""
+        for row, token in zip(self.rows, chosen, strict=True):
+            row.tokens.append(token)
+            if row.reason is not None:
+                continue
+            row.reason = self._reason(row)
+            if row.reason is not None:
+                row.ended_at = len(row.tokens) - (row.reason == "eod")
+            if on_token is not None and row.number >= 0:
+                on_token(row.number, row.tokens[: row.ended_at])
+
+    def _reason(self, row: _Row) -> str | None:
+        if row.tokens[-1] == self.model.eod and not self.sampling.ignore_eod:
+            return "eod"
+        if self.sampling.stop and _stop_in(self.model, row.tokens, self.sampling.stop):
+            return "stop"
+        return "length" if len(row.tokens) == self.sampling.max_new_tokens else None
+
+    def _all_finished(self) -> bool:
+        open_rows = sum(row.reason is None and row.number >= 0 for row in self.rows)
+        if self.model.replicas == 1:
+            return open_rows == 0
+        count = torch.tensor([open_rows], device=self.model.device.torch_device)
+        return self.model.sum_over_ranks(count).item() == 0
+
+
+def _stop_in(model: Model, tokens: list[int], stop: Sequence[str]) -> bool:
+    """Return whether the last token has completed a stop string; a token is at least a byte, which bounds the look
+    back."""
+    assert model.tokenizer is not None
+    text = model.tokenizer.decode(tokens[-max(len(one.encode()) for one in stop) - 8 :])
+    return any(one in text for one in stop)
+
+
+def _finished(model: Model, row: _Row, sampling: Sampling) -> Generated:
+    assert row.reason is not None
+    text = None if model.tokenizer is None else model.tokenizer.decode(row.tokens)
+    if text is not None:
+        text = text[: min([place for one in sampling.stop if (place := text.find(one)) >= 0], default=len(text))]
+    return Generated(row.tokens, text, row.reason)
+
+
+def _of_all_replicas(model: Model, made: list[_Row]) -> list[_Row]:
+    """Return the rows of all replicas in the order of the prompts."""
+    rows = [_Row(row.number, row.prompt, row.tokens[: row.ended_at], row.reason) for row in made]
+    if model.replicas > 1:
+        everyones: list[list[_Row]] = [[]] * model.replicas
+        torch.distributed.all_gather_object(everyones, rows, group=model.groups.dp_cp)
+        rows = [row for rows in everyones for row in rows]
+    return sorted(rows, key=lambda row: row.number)
+
+
+def _check_prompts(model: Model, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    problems = []
+    for number, prompt in enumerate(prompts, start=1):
+        needed = len(prompt) + sampling.max_new_tokens
+        if not prompt:
+            problems.append(f"prompt {number} is empty; give at least one token, or the end of a document as its text")
+        elif wrong := [token for token in prompt if not 0 <= token < model.vocab_size]:
+            problems.append(f"prompt {number} has the id {wrong[0]}; ids are 0 to {model.vocab_size - 1}")
+        elif model.longest is not None and needed > model.longest:
+            problems.append(
+                f"prompt {number} has {len(prompt)} tokens, and --num-tokens-to-generate is {sampling.max_new_tokens}: "
+                f"{needed} of the model's {model.longest} positions; at most "
+                f"{max(0, model.longest - len(prompt))} can be generated"
+            )
+    if sampling.stop and model.tokenizer is None:
+        problems.append("--stop needs the model's tokenizer; name it with --tokenizer-type and --tokenizer-model")
+    if problems:
+        raise ConfigurationError(problems[:5])

@@ -1,0 +1,112 @@
+"""Native checkpoints, in any layout: what tasks make of them, and what they generate, is what transformers does with
+the export."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.evaluated import NEW_TOKENS, narrowed_alike, our_results, their_results, write_tasks
+from tests.support.hf_models import quiet_transformers
+from tests.support.trained_models import FAMILIES, export, train_families, write_corpus
+
+quiet_transformers()
+
+STEPS = 80
+TP2 = ["--tensor-model-parallel-size", "2"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+EP2 = ["--expert-model-parallel-size", "2"]
+
+
+class Trained:
+    """Trained models in a folder, task files, and what transformers makes of them."""
+
+    def __init__(self, folder: Path, items: int, families: list[str]):
+        write_corpus(folder)
+        [losses] = run_ranks(1, train_families, str(folder), families, STEPS)
+        assert all(last < 0.4 * first for first, last in losses), "they know parts of the text by heart"
+        self.folder, self.files = folder, write_tasks(folder, items)
+        exports: dict[str, str] = {family: export(folder, family) for family in families}
+        [self.theirs] = run_ranks(1, their_results, exports, self.files, NEW_TOKENS, fresh=True)
+
+        for theirs in self.theirs.values():
+            assert 0 < theirs["strict"] < items, "what is compared is not the same for all items"
+            assert all(len(set(tokens)) > 3 for tokens in theirs["generated"])
+
+    def task(self, family: str, layout: list[str], **more: Any) -> dict[str, Any]:
+        return {"flags": ["--load", str(self.folder / family), *layout], "files": self.files, **more}
+
+    def check(self, family: str, found: dict[str, Any]) -> None:
+        """Compare with transformers: sums within rounding, counts and tokens exactly."""
+        theirs = self.theirs[family]
+        if "perplexity" in found:
+            for name, nats in (("perplexity", "nats"), ("overlapping", "overlapping_nats")):
+                assert found[name]["tokens"] == theirs["tokens"]
+                assert found[name]["words"] == theirs["words"]
+                assert found[name]["loss"] * theirs["tokens"] == pytest.approx(theirs[nats], rel=1e-6)
+            assert found["lambada"]["correct"] == theirs["last"]
+            assert found["strict"]["correct"] == theirs["strict"]
+            assert found["choices"]["correct"] == theirs["best"]
+            assert found["choices"]["correct_normalized"] == theirs["best_normalized"]
+        if "generated" in found:
+            length = len(found["generated"][0])
+            assert found["generated"] == [tokens[:length] for tokens in theirs["generated"]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("trained"), 30, list(FAMILIES))
+
+
+def _check(trained: Trained, ranks: int, cases: list[tuple[str, list[str], dict[str, Any]]]) -> None:
+    tasks = [trained.task(family, layout, **more) for family, layout, more in cases]
+    results = run_ranks(ranks, our_results, tasks)
+    assert all(other == results[0] for other in results), "every rank has the same"
+    for (family, _, _), found in zip(cases, results[0], strict=True):
+        trained.check(family, found)
+
+
+def test_one_process(trained: Trained) -> None:
+    uncached = ("Llama", [], {"files": None, "generates": 24, "cached": False})
+    _check(trained, 1, [*((family, [], {"generates": NEW_TOKENS}) for family in FAMILIES), uncached])
+
+
+def test_two_ranks(trained: Trained) -> None:
+    """Data-parallel ranks divide what is asked, expert-parallel ones go along with each other."""
+    dp2: list[str] = []
+    _check(
+        trained,
+        2,
+        [
+            ("Llama", dp2, {"generates": 24}),
+            ("Mixtral", EP2, {"generates": 24}),
+            ("GPT-2", TP2, {"generates": 24}),
+            ("Qwen3", PP2, {"generates": 24}),
+        ],
+    )
+
+
+def test_tensor_and_pipeline_parallel(trained: Trained) -> None:
+    _check(trained, 4, [("Llama", [*TP2, *PP2], {"generates": 48}), ("Mixtral", [*TP2, *PP2], {"generates": 12})])
+
+
+@pytest.mark.slow  # all families on 500 items in all layouts; the tests above have each layout and each family once
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_layout(tmp_path: Path, ranks: int) -> None:
+    trained = Trained(tmp_path, 500, list(FAMILIES))
+    layouts = {1: [[]], 2: [[], TP2, PP2], 4: [[*TP2, *PP2], TP2]}[ranks]
+    cases = [(family, layout, {"generates": NEW_TOKENS}) for family in FAMILIES for layout in layouts]
+    experts = {1: [], 2: [EP2], 4: [[*EP2, *PP2], [*EP2, *TP2]]}[ranks]
+    _check(trained, ranks, [*cases, *(("Mixtral", layout, {"generates": NEW_TOKENS}) for layout in experts)])
+
+
+def test_from_hugging_face(trained: Trained) -> None:
+    """--load-hf, with the tokenizer that lies in the folder."""
+    flags = ["--load-hf", str(trained.folder / "Llama-hf"), "--seq-length", "64"]
+    [results] = run_ranks(1, our_results, [{"flags": flags, "files": trained.files, "generates": 24}])
+    trained.check("Llama", results[0])
+
+
+def test_what_sampling_leaves_out_is_what_transformers_does() -> None:
+    assert run_ranks(1, narrowed_alike, 8, fresh=True) == [True]
