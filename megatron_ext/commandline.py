@@ -47,8 +47,8 @@ def _examples(documentation: str | None, program: str) -> str | None:
         return None
     text = shown[0].replace("%", "%%")
     if program.startswith("megatron-ext"):
-        text = re.sub(r"python tools/\w+\.py", program, text)
-        text = re.sub(r"tools/\w+\.py", program.replace("megatron-ext", "-m megatron_ext"), text)
+        text = re.sub(r"python (?:tools|tasks)/\w+\.py", program, text)
+        text = re.sub(r"(?:tools|tasks)/\w+\.py", program.replace("megatron-ext", "-m megatron_ext"), text)
     return "\n".join(["examples:", *(line[2:] for line in text.splitlines())])
 
 
