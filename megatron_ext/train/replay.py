@@ -89,6 +89,11 @@ def replay(folder: Path, step: int, *, metrics: Path | None = None, device: str 
     begun = max((iteration for iteration in saved if iteration < step), default=0)
     # The flags that the step was taken with are those of the checkpoint after it.
     values = _flags(folder, next((iteration for iteration in saved if iteration >= step), saved[-1]))
+    if not begun and (values.get("load_hf") or values.get("finetune")):
+        raise ConfigurationError(
+            f"{folder}: the run began with other weights than the seed's (--load-hf or --finetune); give a step after "
+            f"its first checkpoint, iteration {saved[0]}"
+        )
     words = to_words(_alone(values))
     words += ["--device", device, "--world-size", "1"]
     words += ["--load", str(folder), "--ckpt-step", str(begun), "--no-fallback"] if begun else []

@@ -4,7 +4,7 @@
 
 A trial is one training of a tiny model from its first step to its last. A launcher starts its ranks again after every
 kill, as torchrun does: either torchrun itself, whose agent is killed too, or `ForkedRanks`, which forks them with torch
-loaded (a tenth of the processor time, so that many kills fit a day). Losses, norms and all other metrics of every step
+loaded, which is cheaper, so that many kills fit a day. Losses, norms and all other metrics of every step
 and the tensors of the last checkpoint must then be those of the reference.
 """
 

@@ -156,7 +156,7 @@ def _bad_window(prefix: Path, sample: int) -> int:
     _write(prefix, tokens)
     key = hashlib.sha256(b"sample order:1234:train:0").digest()
     bad = FormulaSource(str(prefix), share_of(str(prefix), (0.0, 1.0)), 8, key).number_at(sample)
-    tokens[bad * 8 : bad * 8 + 8] = [0, 30] * 4
+    tokens[bad * 8 + 1 : bad * 8 + 8] = [0, 30, 0, 30, 0, 30, 0]  # the window before has its first for a label
     _write(prefix, tokens)
     return bad
 
@@ -171,9 +171,9 @@ def _ids(path: Path) -> list[list[list[int]]]:
 
 
 def test_bad_data_is_written_down_and_left_out(tmp_path: Path) -> None:
-    bad = _bad_window(tmp_path / "data", sample=62)
+    bad = _bad_window(tmp_path / "data", sample=78)
     flags = (
-        f"{MODEL} --seq-length 8 --global-batch-size 4 --train-iters 18 --lr 1e-2 --lr-decay-style constant --split 1 "
+        f"{MODEL} --seq-length 8 --global-batch-size 4 --train-iters 20 --lr 1e-2 --lr-decay-style constant --split 1 "
         f"--data-path {tmp_path / 'data'} --data-order formula --save-interval 5 --clip-grad 1"
     ).split()
 
@@ -181,7 +181,7 @@ def test_bad_data_is_written_down_and_left_out(tmp_path: Path) -> None:
         save = tmp_path / name
         return [*flags, "--save", str(save), "--log-sample-ids", str(save / "ids.jsonl"), *more]
 
-    [(plain, checked)] = {tuple(run_ranks(2, _programs, [words("a"), words("b", "--spike-threshold", "3")])[0])}
+    [(plain, checked)] = {tuple(run_ranks(2, _programs, [words("a"), words("b", "--spike-threshold", "1.5")])[0])}
     assert (plain[0], checked[0]) == (0, 0), checked
     assert reproducible_rows(tmp_path / "a" / "metrics.jsonl") == reproducible_rows(tmp_path / "b" / "metrics.jsonl")
 
@@ -192,8 +192,8 @@ def test_bad_data_is_written_down_and_left_out(tmp_path: Path) -> None:
     ids = _ids(tmp_path / "b" / "ids.jsonl")
     in_order = [window for step in ids for window in step]
     position = in_order.index([0, bad])
-    assert sample["sample"] == position == 62
-    assert sample["text"] == "0 30 0 30 0 30 0 30"
+    assert sample["sample"] == position == 78
+    assert sample["text"] == "7 0 30 0 30 0 30 0"
     batch = [json.loads(line) for line in (folder / "batch.jsonl").read_text().splitlines()]
     assert sorted(one for row in batch for one in row["samples"]) == list(range(4 * iteration - 4, 4 * iteration))
     assert all(row["data_parallel_ranks"] in ([0, 1], [1, 0]) for row in batch)

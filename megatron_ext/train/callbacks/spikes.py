@@ -79,7 +79,8 @@ def _hardware(run: Run, what: str, verdict: Verdict) -> NumericError:
     told = ", ".join(f"{one.loss:.6g} on {names[one.replica]}" for one in verdict.results[place])
     weights = ""
     try:  # weights that differ explain it, and name the parameter
-        check_data_parallel_replicas(run, run.state.iteration)
+        if run.config.training.check_weight_hash_across_dp_replicas_interval:  # which is where there are replicas
+            check_data_parallel_replicas(run, run.state.iteration)
         check_model_parallel_copies(run, run.state.iteration)
     except NumericError as error:
         weights = f" Their weights differ: {str(error).partition('; found at')[0]}."
