@@ -23,7 +23,7 @@ FAMILIES = {
 """Flags of each, besides those of `_COMMON`."""
 _COMMON = """
     --num-layers 4 --hidden-size 48 --num-attention-heads 4 --seq-length 64 --attention-dropout 0 --hidden-dropout 0
-    --tokenizer-type ByteTokenizer --split 100,0,0 --micro-batch-size 8 --global-batch-size 8 --train-iters 30 --lr 5e-3
+    --tokenizer-type ByteTokenizer --split 100,0,0 --micro-batch-size 8 --global-batch-size 8 --lr 5e-3
     --lr-decay-style constant --eval-interval 0 --device cpu --num-workers 0
 """
 TEXT = " ".join(Path(shlex.__file__).read_text().split())[:1500]
@@ -56,6 +56,7 @@ def _train(task: tuple[str, str, int]) -> tuple[float, float]:
 
     folder, family, steps = task
     flags = [*shlex.split(_COMMON), *shlex.split(FAMILIES[family]), "--data-path", f"{folder}/corpus"]
+    flags += ["--train-iters", str(steps)]
     run = build_run(configure(flags).config, device.install("cpu"))
     trainer = Trainer(run, [])
     losses = [trainer.step().loss for _ in range(steps)]
