@@ -31,7 +31,6 @@ OUR_OWN = {
     "--assistant-only-loss",
     "--device",
     "--eval-at-start",
-    "--elastic",
     "--exit-signal-deadline",
     "--eval-tasks",
     "--sample-interval",
