@@ -93,8 +93,8 @@ class DataParallel(Sharding):
 
     @contextmanager
     def gathered_before_update(self, chunks: Sequence[Any]) -> Iterator[None]:
-        """A gather, forced or begun by a hook, would count as that of the next step, which would compute with weights
-        of before the update."""
+        """Switch off the gathers of the hooks: one that is begun here would count as that of the next step, which would
+        compute with weights of before the update."""
         overlaps = self.config.layout.overlap_param_gather
         for chunk in chunks if overlaps else ():
             chunk.disable_forward_pre_hook(param_sync=False)

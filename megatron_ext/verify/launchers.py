@@ -7,6 +7,7 @@ that by 10 seconds is killed, and counted: none should.
 import contextlib
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -150,9 +151,8 @@ def _pretrain(settings: dict[str, str], words: list[str], log: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from megatron_ext.cli.pretrain import start
-
-    start(words)
+    sys.argv = ["pretrain_gpt.py", *words]
+    runpy.run_path(str(_ROOT / "pretrain_gpt.py"), run_name="__main__")
 
 
 class Torchrun(Launcher):

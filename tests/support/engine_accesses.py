@@ -32,6 +32,7 @@ _SETS_ANY = {
     "WrappedMethods.wrap": "names are those of the lists in its file; private ones are found there as texts",
     "_optimized": "copies marks of parameters, which the table names",
     "restore": "sets fields of our own state",
+    "Model.at_work": "switches public marks of sequence parallelism off and on",
     "set_numbers": "sets fields of our own state",
 }
 # Settings that torch documents.

@@ -20,7 +20,7 @@ NEW_TOKENS = 256
 def write_tasks(folder: Path, items: int) -> dict[str, str]:
     """Write files of each task, and return their paths."""
     source = random.Random(5)
-    words = TEXT.split()
+    words = [word for word in TEXT.split() if len(word) < 24]  # one of them is an alphabet
 
     def phrase(least: int, most: int) -> str:
         start = source.randrange(len(words) - most)
@@ -29,7 +29,7 @@ def write_tasks(folder: Path, items: int) -> dict[str, str]:
     texts = [phrase(2, 14) for _ in range(items)]
     questions = []
     for _ in range(items):
-        choices = [" " + phrase(1, 5) for _ in range(source.randrange(2, 5))]
+        choices = [f" {phrase(1, 5)}"[:40] for _ in range(source.randrange(2, 5))]  # they fit into LENGTH
         answer = source.randrange(len(choices))
         questions.append({"prompt": phrase(1, 12), "choices": choices, "answer": answer})
     documents = [phrase(1, 60) for _ in range(max(7, items // 20))]

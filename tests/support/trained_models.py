@@ -16,13 +16,13 @@ _LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embe
 _GROUPS = "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
 FAMILIES = {
     "Llama": f"{_LLAMA} {_GROUPS}",
-    "GPT-2": "--max-position-embeddings 512",
+    "GPT-2": "--max-position-embeddings 512 --init-method-std 0.06 --lr 3e-3",
     "Qwen3": f"{_LLAMA} {_GROUPS} --qk-layernorm --kv-channels 16",
     "Mixtral": f"{_LLAMA} {_GROUPS} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48",
 }
 """Flags of each, besides those of `_COMMON`."""
 _COMMON = """
-    --num-layers 4 --hidden-size 48 --num-attention-heads 4 --seq-length 64 --attention-dropout 0 --hidden-dropout 0
+    --num-layers 2 --hidden-size 48 --num-attention-heads 4 --seq-length 64 --attention-dropout 0 --hidden-dropout 0
     --tokenizer-type ByteTokenizer --split 100,0,0 --micro-batch-size 8 --global-batch-size 8 --lr 5e-3
     --lr-decay-style constant --eval-interval 0 --device cpu --num-workers 0
 """

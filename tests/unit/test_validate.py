@@ -312,7 +312,7 @@ def test_each_rule_is_seen_to_speak_by_a_test_above():
     spoken = set()
     lines = [line for line, _ in WRONG] + [example.flags for example in EXAMPLES.values()]
     facts = [
-        Facts(missing_paths=("--data-path x.bin",), load_problem="a file"),
+        Facts(missing_paths=("--data-path x.bin",), load_problem="a file", skip_samples_error="no number"),
         Facts(world_size=3, vocab_size=10**6, saved={}),
     ]
     for line in lines:

@@ -31,7 +31,7 @@ def test_blanks_before_a_continuation_belong_to_it() -> None:
 
 @pytest.mark.parametrize(("count", "rows", "replicas"), [(1, 4, 1), (7, 2, 3), (13, 4, 2), (5, 1, 4), (24, 3, 2)])
 def test_batches_hold_each_sequence_once_in_equal_shapes(count: int, rows: int, replicas: int) -> None:
-    sequences = [Scorable(list(range(2 + 3 * (number % 5))), 1 + number % 2) for number in range(count)]
+    sequences = [Scorable(list(range(3 + 3 * (number % 5))), 1 + number % 2) for number in range(count)]
     dealt = [list(_batches(sequences, rows, replica, replicas, torch.device("cpu"))) for replica in range(replicas)]
     members = [number for batches in dealt for batch in batches for number in batch.members]
     assert sorted(members) == list(range(count))
