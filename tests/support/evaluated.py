@@ -57,13 +57,14 @@ def _ours(task: dict[str, Any]) -> dict[str, Any]:
 
     model = load_trained([*task["flags"], "--device", "cpu", "--micro-batch-size", "5"])
     files, found = task["files"], {}
-    for name, kind, file, options in (
+    evaluations: list[tuple[str, str, str, dict[str, Any]]] = [
         ("perplexity", "PERPLEXITY", "documents", {}),
         ("overlapping", "PERPLEXITY", "documents", {"overlapping_eval": STRIDE}),
         ("lambada", "LAMBADA", "lambada", {}),
         ("strict", "LAMBADA", "lambada", {"strict_lambada": True}),
         ("choices", "MULTIPLE_CHOICE", "choices", {}),
-    ):
+    ]
+    for name, kind, file, options in evaluations:
         if files is not None and name in task.get("only", (name,)):
             found[name] = evaluate_task(model, EvalTask(name, kind, (files[file],), **options), 5)
     if task.get("generates"):
