@@ -3,6 +3,9 @@
 import random
 from collections.abc import Callable, Sequence
 
+Read = Callable[[random.Random], None]
+"""Makes, writes and reads one input, as the generator decides."""
+
 _INTEGERS = (0, 1, -1, 255, 2**31 - 1, -(2**31), 2**32, 2**53, 2**62, 2**63 - 1, 2**64 - 1, 10**20)
 _WORDS = (
     b"[" * 200,
