@@ -124,7 +124,7 @@ def _write(path: str, model: "Model", results: dict[str, dict[str, float]]) -> N
     layout = model.config.layout
     content = {
         "model": flags.load or flags.load_hf,
-        "checkpoint_step": flags.ckpt_step,
+        "iteration": model.iteration,
         "world_size": layout.world_size,
         "tensor_model_parallel_size": layout.tensor_model_parallel_size,
         "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,

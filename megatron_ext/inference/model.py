@@ -39,6 +39,8 @@ class Model:
     """The tokenizer of the model; None where only token ids are known."""
     gathered: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context in which all weights are up to date."""
+    iteration: int | None = None
+    """Iteration of the checkpoint that was loaded; None for a Hugging Face model, and in training."""
 
     @property
     def rank(self) -> int:

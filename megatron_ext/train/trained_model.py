@@ -93,7 +93,8 @@ def load_trained(argv: Sequence[str] | Configured) -> "Model":
     for chunk in chunks:
         chunk.eval().requires_grad_(False)
     p2p = P2PCommunicator(pp_group=collection.pp, config=core)
-    return Model(config, here, collection, p2p, chunks, tokenizer_of(config))
+    iteration = None if configured.resume is None else configured.resume.iteration
+    return Model(config, here, collection, p2p, chunks, tokenizer_of(config), iteration=iteration)
 
 
 def tokenizer_of(config: Config) -> Tokenizer | None:

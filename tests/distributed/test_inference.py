@@ -36,7 +36,8 @@ class Trained:
         assert any(0 < theirs["strict"] < items for theirs in self.theirs.values())
 
     def task(self, family: str, layout: list[str], **more: Any) -> dict[str, Any]:
-        return {"flags": ["--load", str(self.folder / family), *layout], "files": self.files, **more}
+        flags = ["--load", str(self.folder / family), *layout]
+        return {"flags": flags, "files": self.files, "iteration": STEPS, **more}
 
     def check(self, family: str, found: dict[str, Any]) -> None:
         """Compare with transformers: sums within rounding, counts and tokens exactly."""

@@ -56,6 +56,7 @@ def _ours(task: dict[str, Any]) -> dict[str, Any]:
     from megatron_ext.train.trained_model import load_trained
 
     model = load_trained([*task["flags"], "--device", "cpu", "--micro-batch-size", "5"])
+    assert model.iteration == task.get("iteration")
     files, found = task["files"], {}
     evaluations: list[tuple[str, str, str, dict[str, Any]]] = [
         ("perplexity", "PERPLEXITY", "documents", {}),
