@@ -24,7 +24,7 @@ from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import Launched, end_all, rank_processes, start
 from tests.support.watched_ranks import WatchedRank, fork_program
 
-TIMEOUT = 6.0  # seconds
+TIMEOUT, BETWEEN_HEARTBEATS = 6.0, 0.5  # seconds
 FLAGS = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
     "--global-batch-size 6 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
@@ -200,6 +200,7 @@ def test_under_torchrun_a_stopped_rank_holds_up_neither_the_end_nor_the_restart(
         wait_until(lambda: "resuming at iteration" in log.read_text(), process)
         resumed_from = last_iteration(save)
         wait_until(lambda: last_iteration(save) >= resumed_from + 2, process)
+        time.sleep(4 * BETWEEN_HEARTBEATS)  # these steps take less than the time between two heartbeats
         rank_processes(process)[1].send_signal(signal.SIGSEGV)
         assert process.wait(60) == 1
     finally:

@@ -45,7 +45,7 @@ LAYOUTS = {
         "--use-distributed-optimizer",
     ),
 }
-SLOW, SLEEP = "PP2 TP2", 0.3  # the layout whose second stage sleeps in every forward pass, and how many seconds
+SLOW, SLEEP = "PP2 TP2", 1.5  # the layout whose second stage sleeps in every forward pass, and how many seconds
 
 
 def train(folder: str, flags: list[str], slow: bool = False) -> tuple[int, str]:
