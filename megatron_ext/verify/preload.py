@@ -6,18 +6,30 @@ from megatron_ext import device
 
 device.install("cpu")
 
+import megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader  # noqa: E402
+import megatron.core.dist_checkpointing.strategies.state_dict_saver  # noqa: E402
 import megatron.core.distributed  # noqa: E402
 import megatron.core.models.gpt  # noqa: E402
+import megatron.core.models.mimo.optimizer  # noqa: E402
 import megatron.core.optimizer  # noqa: E402
 import megatron.core.pipeline_parallel  # noqa: E402, F401
 
 import megatron_ext.checkpoint.huggingface.exporter  # noqa: E402
 import megatron_ext.checkpoint.native.load  # noqa: E402
 import megatron_ext.checkpoint.native.save  # noqa: E402
+import megatron_ext.cli.pretrain  # noqa: E402
+import megatron_ext.resilience.operation_marks  # noqa: E402
+import megatron_ext.resilience.watch  # noqa: E402
+import megatron_ext.telemetry.console  # noqa: E402
 import megatron_ext.train.build  # noqa: E402
+import megatron_ext.train.callbacks.checkpointing  # noqa: E402
+import megatron_ext.train.callbacks.standard  # noqa: E402
 import megatron_ext.train.evaluate  # noqa: E402
+import megatron_ext.train.memory_check  # noqa: E402
 import megatron_ext.train.pretrain  # noqa: E402
+import megatron_ext.train.replicas  # noqa: E402
 import megatron_ext.train.trainer  # noqa: E402
+import megatron_ext.train.watching  # noqa: E402
 import megatron_ext.verify.gather  # noqa: E402, F401
 
 # What is loaded stays: the collector of a rank need not look at it, which would also copy its pages.
