@@ -72,7 +72,7 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
     return there
 
 
-@pytest.mark.parametrize("layout", marked(LAYOUTS, slow={"fp32"}))
+@pytest.mark.parametrize("layout", marked(LAYOUTS, slow={"fp32", "bf16, FSDP2"}))
 def test_the_snapshot_is_exact(layout: str, tmp_path: Path) -> None:
     flags = LAYOUTS[layout]
     meanwhile, synchronous = tmp_path / "background", tmp_path / "synchronous"

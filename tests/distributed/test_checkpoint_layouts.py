@@ -93,6 +93,7 @@ def test_the_fp32_copies_of_bf16_weights_go_along(tmp_path: Path) -> None:
         assert_same_tensors(saved_by(layout, flags, saved.folder, tmp_path / str(number), steps=0), saved)
 
 
+@pytest.mark.slow  # test_sharded_schemes.py does it within each scheme
 def test_what_shards_saved_goes_to_one_process_and_back_to_others(tmp_path: Path) -> None:
     """Three ranks do not divide the rows evenly; SwiGLU's first matrix is cut in the middle of gate and up, and of the
     two rows of a query norm the last rank has none."""

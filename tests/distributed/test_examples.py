@@ -24,12 +24,12 @@ def run(*command: str, path: Path | None = None) -> str:
     return ended.stdout
 
 
-# The python of these tests. Of the 30 MB of text that the first step writes, every tenth file stays, and the batches of
-# both trainings are as asked.
+# The python of these tests. Of the 30 MB of text that the first step writes, every thirtieth file stays, and the
+# batches of both trainings are as asked.
 PYTHON_WITH_LESS_TEXT = """#!/bin/bash
 case "$*" in *" pretrain_gpt.py "* | "tools/prepare_cache.py "*) set -- "$@" {batches} ;; esac
 {python} "$@" || exit
-if [[ $1 == tools/python_corpus.py ]]; then sed -i -n '1~10p' {folder}/python_train.jsonl; fi
+if [[ $1 == tools/python_corpus.py ]]; then sed -i -n '1~30p' {folder}/python_train.jsonl; fi
 """
 
 
@@ -71,6 +71,8 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_p
     assert float(losses_of_both[1]) == pytest.approx(float(losses_of_both[2]), rel=1e-6)
     assert (folder / "hf/model.safetensors").exists()
     assert "\ndef " in said.partition("8/8 a sample")[2]
+    if ranks == "1":  # which is what the next script trains on
+        return
     short = ["--train-iters", "2", "--lr-warmup-iters", "1", *small.split()]
     said = run("bash", "examples/pretrain_cpu.sh", str(folder), *short)
     assert " validation loss at iteration 2 |" in said

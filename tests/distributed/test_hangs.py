@@ -185,6 +185,7 @@ def test_the_flight_recorders_say_the_same(ended: dict[str, Ended]) -> None:
     assert explain(stopped)[0].startswith("the ranks below wait for one that left no dump, or ")
 
 
+@pytest.mark.slow  # the cases above stop ranks; test_restarts.py has the launcher
 def test_under_torchrun_a_stopped_rank_holds_up_neither_the_end_nor_the_restart(tmp_path: Path) -> None:
     """torchrun's SIGTERM does nothing to a stopped process, for which it would wait half a minute."""
     save, log = tmp_path / "save", tmp_path / "log"

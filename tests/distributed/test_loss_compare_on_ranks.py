@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 ENTRANCE = 'if __name__ == "__main__":\n'
 # With --optimizer sgd alone. The first update is the same whatever the momentum, so the weights after the second are
@@ -29,6 +31,7 @@ def repository(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow  # test_golden_losses.py runs layouts in the same way and sees one bit
 def test_a_planted_change_is_named_and_equal_code_is_identical(tmp_path: Path) -> None:
     copy, output = repository(tmp_path / "copy"), tmp_path / "verdicts.jsonl"
     program = copy / "pretrain_gpt.py"

@@ -46,14 +46,15 @@ LAYOUTS = [
     ("dense", 4, f"{PP2} --use-tp-pp-dp-mapping {ZERO}"),
     ("dense", 2, "--use-torch-fsdp2"),
     ("dense", 2, f"{CP2} --optimizer-cpu-offload"),
-    ("sinkhorn", 4, f"{TP2} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
     ("sinkhorn, two experts", 2, CP2),
-    ("loss of each sample", 4, f"{TP2} {CP2}"),
+    ("loss of each sample", 2, CP2),
     ("moments in bf16", 2, "--use-megatron-fsdp"),
 ]
 REPEATED = [
     ("dense", 2, "--use-megatron-fsdp"),
+    ("sinkhorn", 4, f"{TP2} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
     ("sinkhorn", 2, CP2),
+    ("loss of each sample", 4, f"{TP2} {CP2}"),
     ("sinkhorn, two experts", 2, TP2),
     ("moments in bf16", 4, f"{TP2} {ZERO}"),
 ]

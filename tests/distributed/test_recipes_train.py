@@ -18,6 +18,7 @@ def check(losses: Mapping[str, list[float]]) -> None:
         assert steps[-1] < steps[0] - 0.02, f"{name}: {steps}"
 
 
+@pytest.mark.slow  # test_huggingface.py builds each family
 def test_a_tiny_copy_of_every_family_trains(tmp_path: Path) -> None:
     """Where `python tools/recipes.py measure` has kept losses for docs/recipes.md, they are these."""
     losses = measured(FAMILIES, 2)

@@ -48,6 +48,7 @@ def test_under_torchrun_the_failing_rank_has_the_last_word(tmp_path: Path, share
         assert json.loads((tmp_path / "exit.json").read_text())["code"] == 70
 
 
+@pytest.mark.slow  # test_kill_and_resume.py and test_hangs.py kill ranks, too
 def test_under_torchrun_a_killed_rank_is_reported_by_the_other(tmp_path: Path):
     run = torchrun("kill", tmp_path, tmp_path)
     (line,) = ours(run.output)

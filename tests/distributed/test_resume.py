@@ -61,6 +61,9 @@ CASES: dict[str, tuple[int, list[str]]] = {
 # A precision, an optimizer and a layout that others have, in another combination: left to --all.
 REPEATED = {
     "fp32",
+    "fp16",
+    "fp32, SGD",
+    "fp32, DP2",
     "bf16, distributed optimizer",
     "fp16, distributed optimizer",
     "fp32, TP2 PP2 VPP2 DP2",

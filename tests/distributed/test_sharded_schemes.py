@@ -33,14 +33,14 @@ LION = "--optimizer=lion --lr=1e-3"
 _MEGATRON = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _COPIES = "--num-distributed-optimizer-instances 2"
 FAST: dict[str, tuple[int, str]] = {
-    "ZeRO-2": (2, f"{_MEGATRON} optim_grads {UNTIED} {BF16}"),
     "ZeRO-3": (3, f"{_MEGATRON} optim_grads_params {BF16} --global-batch-size 6"),
     "FSDP2": (3, f"--use-torch-fsdp2 {BF16} --global-batch-size 6"),
-    "HSDP 2 x 2, ZeRO-1": (4, f"--use-distributed-optimizer {_COPIES} {UNTIED} {BF16}"),
 }
 SLOW = {
-    # One copy of what "HSDP 2 x 2, ZeRO-1" has twice; two of FSDP2, which test_checkpoint_layouts.py saves and loads;
-    # another optimizer, whose state goes with each scheme as Adam's does.
+    # Megatron-FSDP's as ZeRO-3 is; the distributed optimizer's and two copies of FSDP2, which
+    # test_checkpoint_layouts.py saves and loads; another optimizer, whose state goes with each scheme as Adam's does.
+    "ZeRO-2": (2, f"{_MEGATRON} optim_grads {UNTIED} {BF16}"),
+    "HSDP 2 x 2, ZeRO-1": (4, f"--use-distributed-optimizer {_COPIES} {UNTIED} {BF16}"),
     "ZeRO-1": (2, f"--use-distributed-optimizer {UNTIED} {BF16}"),
     "HSDP 2 x 2, FSDP2": (4, f"--use-torch-fsdp2 {_COPIES} {UNTIED} {BF16}"),
     "ZeRO-1, Lion": (2, f"--use-distributed-optimizer {UNTIED} {BF16} {LION}"),

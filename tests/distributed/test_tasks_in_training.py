@@ -16,7 +16,7 @@ from tests.support.trained_models import write_corpus
 
 FLAGS = """
     --num-layers 4 --hidden-size 48 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0.1 --attention-dropout 0.1
-    --tokenizer-type ByteTokenizer --split 80,20,0 --micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 5e-3
+    --tokenizer-type ByteTokenizer --split 80,20,0 --micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 5e-3
     --eval-interval 2 --eval-iters 1 --log-interval 1 --device cpu --num-workers 0
 """
 EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear --swiglu
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = write_tasks(folder, 9)
     tasks = {
         "lambada": {"task": "LAMBADA", "valid_data": files["lambada"], "strict_lambada": True},
-        "wiki": {"task": "PERPLEXITY", "valid_data": [files["documents"]], "overlapping_eval": 8},
+        "wiki": {"task": "PERPLEXITY", "valid_data": [files["documents"]], "overlapping_eval": 16},
         "choices": {"task": "MULTIPLE_CHOICE", "valid_data": files["choices"]},
     }
     (folder / "tasks.yaml").write_text(json.dumps(tasks))
@@ -91,18 +91,18 @@ def _check(folder: Path, tmp_path: Path, layouts: dict[str, str]) -> None:
     ranks = run_ranks(2, in_turn, _run, runs)
     for results in ranks:
         for name, (without, having) in zip(layouts, zip(results[::2], results[1::2], strict=True), strict=True):
-            assert len(without[0]) == 10
+            assert len(without[0]) == 6
             assert without == having, name
     for number in range(len(layouts)):
         rows = [json.loads(line) for line in (tmp_path / f"{number}-True" / "metrics.jsonl").read_text().splitlines()]
         tasks = [row for row in rows if "tasks" in row]
-        assert [row["iteration"] for row in tasks] == [2, 4, 5]
+        assert [row["iteration"] for row in tasks] == [2, 3]
         assert {name: found["items"] for name, found in tasks[0]["tasks"].items() if "items" in found} == {
             "lambada": 9,
             "choices": 9,
         }
         samples = [row for row in rows if "samples" in row]
-        assert [row["iteration"] for row in samples] == [2, 4]
+        assert [row["iteration"] for row in samples] == [2]
         assert [sample["prompt"] for sample in samples[0]["samples"]] == ["import ", "def main(", "class"]
 
 

@@ -17,6 +17,7 @@ RECOMPUTED = [name for name in CASES if name.startswith("one process, recompute"
 LAYOUTS = [name for name in CASES if name not in RECOMPUTED]
 # What other cases of a plain run train as well, with the other model, on more ranks or together: left to --all.
 REPEATED = {
+    "TP4, OLMo-2",
     "TP2, tied",
     "TP2, untied",
     "TP4, tied",

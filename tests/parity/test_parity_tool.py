@@ -139,7 +139,15 @@ FAULTS = {
 
 
 # What is named as in other cases; test_planted_faults.py plants these in every run.
-REPEATED = {"query and key norm", "tokens of the own rank", "one expert", "chunks of a sequence"}
+REPEATED = {
+    "query and key norm",
+    "tokens of the own rank",
+    "one expert",
+    "chunks of a sequence",
+    "tied embedding",
+    "norm under sequence parallelism",
+    "mean of means",
+}
 
 
 @pytest.mark.parametrize("fault", marked(FAULTS, slow=REPEATED))

@@ -1,9 +1,12 @@
 """The comparison finds what it is there to find: faults as they were made before, planted one at a time.
 
+Three of them in a plain run: a gradient of one rank, a scale, and a wrong number of tokens; --all plants the others.
 Each sabotage runs on every rank, before its model is built, and replaces one piece of the real program.
 """
 
 from collections.abc import Callable
+
+import pytest
 
 from megatron_ext.verify.cases import CASES
 from megatron_ext.verify.parity import FIRST_LOSS_TOLERANCE, GRADIENT_TOLERANCE, Differences, Experiment, compare
@@ -19,6 +22,7 @@ def wrong_gradients(found: Differences) -> set[str]:
     return {name for name, distance in found.gradients.items() if not distance <= GRADIENT_TOLERANCE}
 
 
+@pytest.mark.slow
 def test_qkv_slice_off_by_one(first_steps: Experiment) -> None:
     found = differences(first_steps, "TP2, untied", planted.shift_qkv)
     assert found.weights == tuple(f"decoder.layers.{layer}.self_attention.linear_qkv.weight" for layer in range(4))
@@ -35,6 +39,7 @@ def test_gradient_of_sequence_parallel_norm_not_reduced(first_steps: Experiment)
     assert found.first_loss <= FIRST_LOSS_TOLERANCE  # one step's loss says nothing: only gradients show the fault
 
 
+@pytest.mark.slow
 def test_gradient_of_tied_embedding_not_reduced(first_steps: Experiment) -> None:
     found = differences(first_steps, "PP2, tied", planted.skip_tied_embedding_reduction)
     assert wrong_gradients(found) == {planted.WORD_EMBEDDINGS}
@@ -42,6 +47,7 @@ def test_gradient_of_tied_embedding_not_reduced(first_steps: Experiment) -> None
     assert f"final weights: {planted.WORD_EMBEDDINGS}: ranks disagree" in found.flaws
 
 
+@pytest.mark.slow
 def test_loss_denominator_per_microbatch(first_steps: Experiment) -> None:
     found = differences(first_steps, "DP2, untied", planted.average_per_microbatch)
     assert not found.first_loss <= FIRST_LOSS_TOLERANCE
@@ -55,12 +61,14 @@ def test_loss_denominator_per_rank(first_steps: Experiment) -> None:
     assert f"first gradients: {planted.WORD_EMBEDDINGS}: ranks disagree" in found.flaws
 
 
+@pytest.mark.slow
 def test_sends_between_stages_in_the_wrong_order(first_steps: Experiment) -> None:
     found = differences(first_steps, "PP2 VPP2, untied", planted.batch_sends_between_two_stages)
     assert wrong_gradients(found)
     assert found.problems()
 
 
+@pytest.mark.slow
 def test_gradient_of_one_expert(first_steps: Experiment) -> None:
     found = differences(first_steps, "EP2, experts", planted.double_the_gradient_of_one_expert)
     matrices = [f"mlp.experts.5.linear_{matrix}.weight" for matrix in ("fc1", "fc2")]
@@ -68,12 +76,14 @@ def test_gradient_of_one_expert(first_steps: Experiment) -> None:
     assert found.first_loss <= FIRST_LOSS_TOLERANCE
 
 
+@pytest.mark.slow
 def test_chunks_in_the_wrong_order(first_steps: Experiment) -> None:
     found = differences(first_steps, "CP2 p2p, untied", planted.give_each_rank_two_neighbouring_chunks)
     assert not found.first_loss <= FIRST_LOSS_TOLERANCE
     assert {name for name in found.gradients if "linear_qkv" in name} <= wrong_gradients(found)
 
 
+@pytest.mark.slow
 def test_ring_in_the_wrong_order(first_steps: Experiment) -> None:
     found = differences(first_steps, "CP4 p2p, untied", planted.turn_the_ring_around)
     assert not found.first_loss <= FIRST_LOSS_TOLERANCE
