@@ -53,7 +53,7 @@ def test_the_first_ranks_train_and_know_how_many_they_are(
 def test_a_launcher_that_would_take_no_machine_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
-    flags = "--num-layers 2 --global-batch-size 8 --micro-batch-size 1".split()
+    flags = ["--num-layers", "2", "--global-batch-size", "8", "--micro-batch-size", "1"]
     assert pretrain._is_needed(flags)
     with pytest.raises(ConfigurationError, match=f"set {elastic.NO_SHARED_STORE}=1 in the environment of every tor"):
         pretrain._is_needed([*flags, "--elastic"])
