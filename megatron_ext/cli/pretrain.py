@@ -5,15 +5,17 @@ torchrun --nproc-per-node 8 -m megatron_ext pretrain --config run.yaml --save ch
 """
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron_ext import environment
 from megatron_ext.checkpoint.native import lock
+from megatron_ext.config.arguments import read
 from megatron_ext.config.lr_scale import scaling_text
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.lasting_output import survive_closed_pipes
-from megatron_ext.resilience import exit_record, launch
+from megatron_ext.resilience import elastic, exit_record, launch
 from megatron_ext.resilience.launcher_watch import watch_launcher
 from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
 from megatron_ext.terminal import warn
@@ -27,6 +29,8 @@ def main(argv: Sequence[str], status: RunStatus, **own: Any) -> int:
         own: arguments of `train.pretrain.pretrain` that bring in a user's code.
     """
     environment.check_launch()
+    if not _is_needed(argv):
+        return 0
     try:
         configured = configure(argv, believing=True)
     except ConfigurationError:
@@ -53,6 +57,38 @@ def main(argv: Sequence[str], status: RunStatus, **own: Any) -> int:
 
     pretrain(configured, status, **own)
     return 0
+
+
+def _is_needed(argv: Sequence[str]) -> bool:
+    """Return whether this rank trains; with --elastic, False where it was a spare, and the run is over."""
+    typed = read(argv)
+    launched = environment.world_size()
+    if not typed.values.get("elastic") or typed.problems or typed.dry_run or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    if launch.stopped_before():
+        return False
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigurationError(
+            f"--elastic: no machine could join later, since torchrun shares its store; set {elastic.NO_SHARED_STORE}=1 "
+            "in the environment of every torchrun and start it again"
+        )
+    used = elastic.ranks_to_use(launched, typed.values, lambda ranks: _works(argv, ranks))
+    if used is None:  # for another reason, which configuring names
+        return True
+    if used == 0:
+        elastic.wait_for_more(launched)
+    if elastic.take_part(used):
+        return True
+    elastic.wait_as_spare(launched, used)
+    return False
+
+
+def _works(argv: Sequence[str], ranks: int) -> bool:
+    try:
+        configure(argv, world_size=ranks)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def _save_folder(argv: Sequence[str]) -> str | None:

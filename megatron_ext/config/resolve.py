@@ -27,6 +27,7 @@ class Facts:
     """Holds what torch-free readers found outside of the flags.
 
     Attributes:
+        global_batch_is_given: whether the user typed --global-batch-size.
         world_size: ranks that really run ($WORLD_SIZE, else 1), or None where --dry-run --world-size decides.
         cuda_available: whether this machine shows an NVIDIA GPU.
         packages: the packages that are installed of those that only some flags need.
@@ -45,6 +46,7 @@ class Facts:
     """
 
     world_size: int | None = None
+    global_batch_is_given: bool = False
     cuda_available: bool = False
     packages: frozenset[str] = frozenset()
     missing_compiler: str | None = None

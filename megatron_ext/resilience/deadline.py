@@ -61,7 +61,8 @@ class StopDeadline:
         """Say so on one rank, and end."""
         status, text = self._status, self._text(seconds)
         message = f"rank {status.rank}: {text}"
-        launch.remember_stop(StoppedBySignal.exit_code, text)
+        if self._signals.for_good:
+            launch.remember_stop(StoppedBySignal.exit_code, text)
         if status.rank != 0:
             exit_record.wait_for_another(status.save, _FOR_RANK_0)
         said = exit_record.is_there(status.save)

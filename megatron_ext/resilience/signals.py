@@ -34,6 +34,9 @@ class SignalWatcher:
         self._reason = reason
         self.terminated_at: float | None = None
         """When the first SIGTERM came (time.monotonic())."""
+        self.for_good = True
+        """Whether a stop is one for all restarts of the launch; with --elastic, SIGTERM is none: machines come and
+        go."""
         self._interrupted = False
         self._before: dict[signal.Signals, signal._HANDLER] = {}
         self._process = os.getpid()

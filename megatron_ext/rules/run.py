@@ -210,6 +210,24 @@ def snapshots_have_a_place(config: Config, facts: Facts) -> Iterator[str]:
         yield f"--replication-jump {flags.replication_jump} needs --replication; add it, or leave the number out"
 
 
+def elastic_runs_go_on(config: Config, facts: Facts) -> Iterator[str]:
+    """Require for --elastic what each of its worlds goes on with."""
+    if not config.layout.elastic:
+        return
+    flags = config.checkpoint
+    if flags.save is None or flags.load != flags.save:
+        folder = flags.save or flags.load or "checkpoints"
+        yield (
+            "--elastic needs one folder to save to and to go on from, since each number of ranks is a new start; add "
+            f"--save {folder} --load {folder}"
+        )
+    if not facts.global_batch_is_given:
+        yield (
+            "--elastic needs --global-batch-size, which would otherwise change with the number of ranks; add "
+            f"--global-batch-size {config.training.global_batch_size}"
+        )
+
+
 def load_names_checkpoints(config: Config, facts: Facts) -> Iterator[str]:
     """Require that --load can be what the user means."""
     if facts.load_problem is not None:
@@ -325,6 +343,7 @@ RULES = (
     model_is_the_one_to_load,
     saving_has_a_folder,
     snapshots_have_a_place,
+    elastic_runs_go_on,
     load_names_checkpoints,
     model_is_that_of_the_checkpoint,
     checkpoint_options_have_a_checkpoint,

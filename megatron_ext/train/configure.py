@@ -48,13 +48,14 @@ class Configured:
     """The checkpoint that `config` was made with."""
 
 
-def configure(argv: Sequence[str], *, believing: bool = False) -> Configured:
+def configure(argv: Sequence[str], *, believing: bool = False, world_size: int | None = None) -> Configured:
     """Parse, resolve and validate.
 
     Args:
         argv: the command line, without the program's name.
         believing: whether --dry-run believes what this machine does not have (`train.believed`), as where only a
             layout is asked for.
+        world_size: number of ranks; default that of the launch.
     Raises:
         ConfigurationError: the flags cannot work; the message has every problem that was found.
         DataError: the configuration of the checkpoint is no file, or a link out of it.
@@ -63,7 +64,8 @@ def configure(argv: Sequence[str], *, believing: bool = False) -> Configured:
     try:
         search = look(given.values)
         resume = search.resume if search is not None else None
-        configured = _configured(given, search, resume, believing=believing and given.dry_run)
+        believing = believing and given.dry_run
+        configured = _configured(given, search, resume, believing=believing, world_size=world_size)
     except ConfigurationError as error:
         raise ConfigurationError([*given.problems, *error.problems]) from None
     except DataError:
@@ -89,10 +91,19 @@ def configure_for(configured: Configured, resume: Resume | None) -> Configured:
     return _configured(configured.given, configured.search, resume)
 
 
-def _configured(given: Typed, search: Search | None, resume: Resume | None, *, believing: bool = False) -> Configured:
+def _configured(
+    given: Typed,
+    search: Search | None,
+    resume: Resume | None,
+    *,
+    believing: bool = False,
+    world_size: int | None = None,
+) -> Configured:
     saved = _saved_values(resume)
     typed = given if saved is None else replace(given, values=adopt(given.values, saved))
     facts = replace(gather_facts(typed, search), saved=saved)
+    if world_size is not None:
+        facts = replace(facts, world_size=world_size)
     if believing:
         facts, warnings = believed(facts, typed)
         typed = replace(typed, warnings=(*typed.warnings, *warnings))
@@ -198,6 +209,7 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
     huggingface, huggingface_problems = _huggingface(typed.values)
     dry_run_decides = typed.dry_run and typed.values.get("world_size") is not None
     return Facts(
+        global_batch_is_given=typed.values.get("global_batch_size") is not None,
         world_size=None if dry_run_decides else environment.world_size(),
         cuda_available=shows_gpu(),
         packages=frozenset(name for name in _OPTIONAL_PACKAGES if importlib.util.find_spec(name)),

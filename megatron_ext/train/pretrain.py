@@ -14,7 +14,7 @@ from megatron_ext.config.optimizers import OptimizerTraits
 from megatron_ext.config.schema import CheckpointConfig
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
-from megatron_ext.resilience import exit_record, launch
+from megatron_ext.resilience import elastic, exit_record, launch
 from megatron_ext.resilience.deadline import StopDeadline
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
@@ -93,6 +93,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         _require_checkpoint(config.checkpoint, configured.resume)
     # The group of all ranks follows from typed flags alone, which no checkpoint changes.
     store = groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
+    elastic.keep_spares()
     status.watch = begin_watch(status, config.layout, here, store)
     if configured.search is not None:
         from megatron_ext.checkpoint.local.agreement import newest_snapshot
@@ -127,8 +128,10 @@ def _build_and_train(configured: Configured, here: "Device", status: RunStatus, 
     if run.rank == 0:
         print(banner(config, _begun(run, extensions)), flush=True)
     # One rank watches the stop file and tells the others at the end of a step.
+    watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before())
+    watched.for_good = not config.layout.elastic
     with (
-        SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before()) as signals,
+        watched as signals,
         StopDeadline(config.training.exit_signal_deadline, signals, status, lambda: _saved(config.checkpoint)),
     ):
         callbacks = [*standard_callbacks(run, signals, status), *extensions.made_callbacks()]
@@ -136,7 +139,9 @@ def _build_and_train(configured: Configured, here: "Device", status: RunStatus, 
         try:
             trainer.fit()
         except StoppedBySignal as stop:
-            launch.remember_stop(stop.exit_code, str(stop))
+            if signals.for_good:
+                launch.remember_stop(stop.exit_code, str(stop))
+                elastic.dismiss_spares()
             raise
         if trainer.stop_reason is not None:
             launch.remember_stop(0, trainer.stop_reason)
@@ -146,6 +151,7 @@ def _build_and_train(configured: Configured, here: "Device", status: RunStatus, 
     groups.destroy()
     if status.rank == 0:
         _record_end(status, run.state.iteration, trainer.stop_reason)
+    elastic.dismiss_spares()
 
 
 def _require_checkpoint(flags: CheckpointConfig, resume: Resume | None) -> None:

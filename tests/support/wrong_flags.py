@@ -308,6 +308,12 @@ EXAMPLES = {
         "--replication --non-persistent-save-interval 10 --non-persistent-ckpt-type local "
         "--non-persistent-local-ckpt-dir /dev/shm/snapshots --save checkpoints",
     ),
+    "Machines that come and go, with nothing to go on from": Example(
+        "--elastic --global-batch-size 8", "--save checkpoints --load checkpoints"
+    ),
+    "Machines that come and go, and the batch with them": Example(
+        "--elastic --save checkpoints --load checkpoints", "--global-batch-size 8"
+    ),
     "Samples to leave out that are no numbers": Example("--skip-samples 7 nine", "--skip-samples 7 9-12"),
     "An interval of samples without prompts": Example(
         "--sample-interval 5 --tokenizer-type ByteTokenizer", "--sample-prompts README.md"

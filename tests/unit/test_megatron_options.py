@@ -31,6 +31,7 @@ OUR_OWN = {
     "--assistant-only-loss",
     "--device",
     "--eval-at-start",
+    "--elastic",
     "--exit-signal-deadline",
     "--eval-tasks",
     "--sample-interval",

@@ -15,6 +15,11 @@ class LayoutConfig:
         at_least=1,
         at_most=1_048_576,
     )
+    elastic: bool = free(
+        False,
+        "Train on as many of torchrun's ranks as the layout can use, by changing the data-parallel size, and wait "
+        "where they are too few; for torchrun --nnodes MIN:MAX, where machines come and go.",
+    )
     tensor_model_parallel_size: int = free(1, "Ranks that share each layer's matrices.", at_least=1)
     sequence_parallel: bool = free(
         False, "Shard norms and dropout along the sequence between the tensor-parallel ranks."

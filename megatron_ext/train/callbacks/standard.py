@@ -96,7 +96,8 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
         callbacks.append(SampleIds(config.logging.log_sample_ids, run))
     if config.logging.timing_log_level > 0:
         callbacks.append(Timing(run.timers, config.logging.log_interval))
-    callbacks.append(Stopping(signals, config.training.exit_interval, config.training.exit_duration_in_mins))
+    stops = (config.training.exit_interval, config.training.exit_duration_in_mins)
+    callbacks.append(Stopping(signals, *stops, elastic=config.layout.elastic))
     snapshot_interval = config.checkpoint.non_persistent_save_interval
     if snapshot_interval is not None:
         from megatron_ext.checkpoint.local.writer import SnapshotWriter

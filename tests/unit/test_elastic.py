@@ -1,0 +1,59 @@
+"""How many of the launcher's ranks a run uses."""
+
+import os
+
+import pytest
+
+from megatron_ext.cli import pretrain
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.resilience import elastic
+
+
+def works(model: int, replicas: int):
+    """Whether the flags can work, for a layout of `model` ranks and a batch of so many microbatches."""
+    return lambda ranks: ranks % model == 0 and replicas % (ranks // model) == 0
+
+
+@pytest.mark.parametrize(
+    ("launched", "model", "microbatches", "used"),
+    [
+        (4, 1, 8, 4),
+        (3, 1, 8, 2),  # one is a spare
+        (7, 2, 8, 4),
+        (8, 2, 12, 8),
+        (1, 2, 8, 0),  # waits: two would do
+        (3, 4, 8, 0),
+    ],
+)
+def test_as_many_ranks_as_the_layout_can_use(launched: int, model: int, microbatches: int, used: int) -> None:
+    values = {"global_batch_size": 2 * microbatches, "micro_batch_size": 2, "tensor_model_parallel_size": model}
+    assert elastic.ranks_to_use(launched, values, works(model, microbatches)) == used
+
+
+def test_what_no_number_of_ranks_mends_is_left_to_the_check_of_the_flags() -> None:
+    values = {"global_batch_size": 8, "micro_batch_size": 1}
+    assert elastic.ranks_to_use(3, values, lambda ranks: False) is None
+    assert elastic.ranks_to_use(3, {"micro_batch_size": "x"}, lambda ranks: False) is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "here", "takes_part", "left_here"), [(0, 0, 2, True, 2), (2, 0, 2, True, 1), (3, 1, 2, False, 2)]
+)
+def test_the_first_ranks_train_and_know_how_many_they_are(
+    monkeypatch: pytest.MonkeyPatch, rank: int, local: int, here: int, takes_part: bool, left_here: int
+) -> None:
+    launch = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": here}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, str(value))
+    assert elastic.take_part(3) == takes_part
+    assert os.environ["WORLD_SIZE"] == ("3" if takes_part else "4")
+    assert os.environ["LOCAL_WORLD_SIZE"] == str(left_here)
+
+
+def test_a_launcher_that_would_take_no_machine_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    flags = ["--num-layers", "2", "--global-batch-size", "8", "--micro-batch-size", "1"]
+    assert pretrain._is_needed(flags)
+    with pytest.raises(ConfigurationError, match=f"set {elastic.NO_SHARED_STORE}=1 in the environment of every tor"):
+        pretrain._is_needed([*flags, "--elastic"])
