@@ -15,7 +15,6 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import search as search_module
 from megatron_ext.plan.choices import RECOMPUTATIONS, hybrid, layouts
 from megatron_ext.plan.estimate import at_least, time_of
-from megatron_ext.plan.evaluation import Evaluation, evaluate
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import worst_stage
 from megatron_ext.plan.presentation import command
@@ -117,8 +116,7 @@ def test_what_gradients_of_2_bytes_make_possible(eight: tuple[Question, Answer])
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
 def test_what_was_trained_is_legal_and_takes_about_as_long_as_published(case: Case) -> None:
-    found = evaluate(case.question(case.practice))
-    assert isinstance(found, Evaluation), found
+    found = case.trained()
     if case.seconds is not None:
         assert found.time.total == pytest.approx(case.seconds, rel=0.15)
 
