@@ -52,6 +52,11 @@ def economics(question: Question, best: Sequence[Candidate], options: argparse.N
         ConfigurationError: a value cannot be used.
         OSError: the page cannot be written.
     """
+    if options.evaluate and (options.over_devices or options.over_seq_lengths or options.html):
+        raise ConfigurationError(
+            "--over-devices, --over-seq-lengths and --html search, but --evaluate chooses nothing; leave it out, or "
+            "evaluate one number at a time"
+        )
     lines: list[str] = []
     found: dict[str, Any] = {}
     wanted = _wanted(question, best[0], options)
@@ -63,7 +68,7 @@ def economics(question: Question, best: Sequence[Candidate], options: argparse.N
         lines += ["", *costs.lines(spent, wanted.failures, best[0].seconds)]
         found["cost"] = asdict(spent)
     if options.limits:
-        parts = limits.limits(question, best)
+        parts = limits.limits(question, best, searched=not options.evaluate)
         lines += ["", *limits.table(parts, best)]
         found["limits"] = [asdict(part) for part in parts]
     groups = _groups(question, options, wanted)
