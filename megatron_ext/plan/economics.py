@@ -65,7 +65,7 @@ def economics(question: Question, best: Sequence[Candidate], options: argparse.N
         step_tokens = (config.training.global_batch_size or 0) * config.model.seq_length
         arguments = (wanted.tokens, step_tokens, best[0].seconds, question.world_size)
         spent = cost(*arguments, wanted.failures, wanted.prices)
-        lines += ["", *costs.lines(spent, wanted.failures, best[0].seconds)]
+        lines += ["", *costs.lines(spent, wanted.failures, best[0].seconds, question.machine.range)]
         found["cost"] = asdict(spent)
     if options.limits:
         parts = limits.limits(question, best, searched=not options.evaluate)
@@ -123,7 +123,7 @@ def _row(point: Point) -> dict[str, Any]:
     return {
         "number": point.number,
         "layout": name(point.best),
-        "step_seconds": point.best.seconds,
+        **dict(zip(("step_seconds", "step_seconds_low", "step_seconds_high"), point.seconds, strict=True)),
         "tokens_per_second": point.tokens_per_second,
         "mfu": point.mfu,
         "memory_bytes": point.best.memory.total,

@@ -28,7 +28,6 @@ from megatron_ext.config.layers import Stack, stack
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.kernels import Kernels
 from megatron_ext.plan.links import seconds
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import Times, by_formula, with_and_without
@@ -122,7 +121,9 @@ def time_of(work: Workload, machine: Machine, *, quick: bool = False) -> StepTim
     """
     layout = work.config.layout
     estimate = _Estimate(work, machine)
-    alike = work.shapes.representatives()
+    share = machine.processes_share(layout.world_size)
+    # The formula asks for the longest stage alone; a simulation, and stages that share cores, for all of them.
+    alike = work.shapes.heaviest() if quick and share == 1.0 else work.shapes.representatives()
     distinct = {stage: estimate.stage(stage) for stage in sorted(set(alike))}
     stages = [distinct[stage] for stage in alike]
     microbatches = estimate.microbatches
@@ -136,7 +137,7 @@ def time_of(work: Workload, machine: Machine, *, quick: bool = False) -> StepTim
         times, at_once = with_and_without(forward, backward, microbatches, group, send)
     busiest = max(distinct, key=lambda stage: sum(map(sum, passes[stage])))
     stage = stages[busiest]
-    share, even, update = machine.processes_share(layout.world_size), 1.0, stage.optimizer
+    even, update = 1.0, stage.optimizer
     if share < 1.0:
         mean = microbatches * fmean(sum(map(sum, each)) for each in passes)
         even, update = mean / times.busiest, fmean(each.optimizer for each in stages)
@@ -232,7 +233,7 @@ class _Estimate:
         self.constants = machine.constants
         self.microbatches = work.microbatches
         self.fsdp = work.kind not in ("ddp", "optim")
-        self.kernels = Kernels(work.config, work.shapes, machine, fsdp=self.fsdp)
+        self.kernels = work.kernels(machine, fsdp=self.fsdp)
         self.bandwidth = self.kernels.bandwidth / self.constants.activations
         """Bytes a second of what is bound by the memory."""
         self._of_chunks: dict[tuple[object, bool, bool], tuple[_Passes, _Passes]] = {}
