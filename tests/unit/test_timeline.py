@@ -125,6 +125,15 @@ def test_the_page_has_each_pass_where_it_is() -> None:
     assert sum(path.attrib["class"] == "memory" for path in memories.iter("path")) == 4
 
 
+def test_memory_is_drawn_from_when_it_is_known() -> None:
+    """A recorded stage says it first when its first pass ends, which is no memory of 0 before."""
+    passes = (Pass(True, 0, 0, 0.2, 0.5), Pass(False, 0, 0, 0.5, 1.0))
+    timeline = Timeline("one", (Lane("stage 0", passes, (), ((0.5, 3e9), (1.0, 2e9))),), 1, 1.0)
+    [area] = [path for path in svgs(as_page(timeline))[1].iter("path") if path.attrib["class"] == "memory"]
+    half = 110 + 0.5 * (1120 - 110 - 84)
+    assert area.attrib["d"].startswith(f"M{half:.2f} ")
+
+
 def test_a_slow_stage_is_named_and_equal_ones_are_not() -> None:
     assert slow_stages(equal_stages(4, 2, 8).lanes) == []
 
