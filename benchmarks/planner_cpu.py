@@ -34,13 +34,13 @@ _MODEL = (
 )
 LAYOUTS = {
     "2 processes: DP2": (2, ""),
-    "2 processes: PP2": (2, "--pipeline-model-parallel-size 2"),
     "8 processes: DP8": (8, ""),
     "8 processes: TP2 PP2 DP2": (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "8 processes: TP2 SP PP4": (
         8,
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4",
     ),
+    "2 processes: PP2": (2, "--pipeline-model-parallel-size 2"),
 }
 _WARM_UP = 2  # steps
 

@@ -27,6 +27,7 @@ from megatron_ext.plan.presentation import name  # noqa: E402
 from megatron_ext.plan.question import question  # noqa: E402
 from megatron_ext.plan.search import Candidate, Question, search  # noqa: E402
 from megatron_ext.plan.short_gradients import with_short_gradients  # noqa: E402
+from megatron_ext.plan.state_bytes import sharding  # noqa: E402
 from megatron_ext.plan.verdict import USABLE  # noqa: E402
 
 PAGE = ROOT / "docs/planner.md"
@@ -157,7 +158,7 @@ def _sizes(config: Config) -> tuple[object, ...]:
         layout.pipeline_model_parallel_size,
         layout.virtual_pipeline_model_parallel_size,
         layout.expert_model_parallel_size,
-        layout.use_torch_fsdp2,
+        sharding(config),
     )
 
 
