@@ -237,7 +237,8 @@ def _candidates(question: Question) -> Iterator[Candidate]:
         alone = data_ranks * layout["context_parallel_size"] == 1
         seen = set()
         kinds = tuple(layout.get(axis, 1) > 1 for axis in _AXES)
-        shapes, works = None, {}
+        shapes = None
+        works: dict[int, Workload] = {}  # of each micro batch, under the first sharding
         ways = dict(reversed(shardings(values).items()))
         if "FSDP2" in ways and (flags := hybrid(values, layout, question.world_size, question.machine.gpus_per_node)):
             ways["HSDP"] = flags
@@ -258,7 +259,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
                     continue
                 legal, shapes = found, shapes or Shapes(found)
                 work = _work(question, found, shapes, works.get(micro))
-                works[micro] = work
+                works.setdefault(micro, work)
                 candidate, least = _with_least_recomputation(question, choice, work, name, least)
                 if candidate is None:
                     continue
