@@ -3,7 +3,9 @@
     python benchmarks/planner_searches.py [--write] [--only NAME]
 
 Every choice of practice is evaluated exactly (tools/plan.py --evaluate): its time, and whether it fits by the formula.
---write puts the table into docs/planner.md.
+Each search is asked twice where practice sums gradients in 2 bytes: without a word on gradients, and with
+--grad-reduce-in-bf16, as practice did. The verdict says whether the first three proposals contain what was trained, or
+take less than was published. --write puts the table into docs/planner.md.
 """
 
 import argparse
@@ -18,12 +20,14 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_ext.config.arguments import parse  # noqa: E402
 from megatron_ext.config.resolve import Facts  # noqa: E402
+from megatron_ext.config.schema import Config  # noqa: E402
 from megatron_ext.plan.evaluation import Evaluation, evaluate  # noqa: E402
 from megatron_ext.plan.hardware import Machine, hardware  # noqa: E402
 from megatron_ext.plan.presentation import name  # noqa: E402
 from megatron_ext.plan.question import question  # noqa: E402
 from megatron_ext.plan.search import Candidate, Question, search  # noqa: E402
 from megatron_ext.plan.short_gradients import with_short_gradients  # noqa: E402
+from megatron_ext.plan.state_bytes import sharding  # noqa: E402
 from megatron_ext.plan.verdict import USABLE  # noqa: E402
 
 PAGE = ROOT / "docs/planner.md"
@@ -60,6 +64,9 @@ class Case:
     seconds: float | None = None
     """Published seconds of a step."""
 
+    short: bool = False
+    """Whether practice sums gradients in 2 bytes."""
+
     device: str = "h100"
 
     @property
@@ -71,6 +78,12 @@ class Case:
         """Return what tools/plan.py would ask, with the flags of a layout where one is given."""
         values = parse(f"{_MODELS[self.model]} --global-batch-size {self.batch} {layout}".split()).values
         return question(values, Facts(), self.gpus, Machine(hardware(self.device)), USABLE)
+
+    def trained(self) -> Evaluation:
+        """Return the evaluation of what was trained."""
+        found = evaluate(self.question(f"{self.practice} {_SHORT if self.short else ''}"))
+        assert isinstance(found, Evaluation), found
+        return found
 
 
 def _layout(tensor: int, context: int, stages: int, chunks: int, more: str = "") -> str:
@@ -87,21 +100,22 @@ _SHORT = "--grad-reduce-in-bf16"
 _COUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 _EXPERTS = "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
 CASES = (
-    Case("8B", 8, 128, _layout(1, 2, 1, 1, _SHORT), _DGXC, 12.27),
-    Case("8B", 128, 2048, _layout(1, 2, 1, 1), _DGXC, 12.33),
-    Case("70B", 64, 128, _layout(4, 2, 4, 5), _NEMO),
-    Case("70B", 2048, 4096, _layout(4, 2, 4, 5), _DGXC, 14.66),
-    Case("405B", 576, 252, _layout(8, 2, 9, 7, _SHORT), _DGXC, 17.2),
-    Case("405B", 2048, 1024, _layout(8, 2, 8, 8, _COUNTED), _DGXC, 19.87),
+    Case("8B", 8, 128, _layout(1, 2, 1, 1), _DGXC, 12.27, short=True),
+    Case("8B", 128, 2048, _layout(1, 2, 1, 1), _DGXC, 12.33, short=True),
+    Case("70B", 64, 128, _layout(4, 2, 4, 5), _DGXC, 14.66, short=True),
+    Case("70B", 2048, 4096, _layout(4, 2, 4, 5), _DGXC, 14.66, short=True),
+    Case("405B", 576, 252, _layout(8, 2, 9, 7), _DGXC, 17.2, short=True),
+    Case("405B", 2048, 1024, _layout(8, 2, 8, 8, _COUNTED), _DGXC, 19.87, short=True),
     Case("405B", 16384, 2048, _layout(8, 1, 16, 8, _COUNTED), "arXiv 2407.21783, table 4", 6.46),
-    Case("Mixtral 8x7B", 64, 256, _layout(1, 1, 4, 8, _EXPERTS), _NEMO),
-    Case("Mixtral 8x22B", 256, 256, _layout(4, 8, 4, 14, _EXPERTS), _NEMO),
+    Case("Mixtral 8x7B", 64, 256, _layout(1, 1, 4, 8, _EXPERTS), _NEMO, short=True),
+    Case("Mixtral 8x22B", 256, 256, _layout(4, 8, 4, 14, _EXPERTS), _NEMO, short=True),
     Case(
         "MPT 13B", 16, 160,
         "--micro-batch-size 10 --use-torch-fsdp2 --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1", "mosaicml/llm-foundry", 10.28, "a100-40",
+        "--recompute-num-layers 1", "mosaicml/llm-foundry", 10.28, device="a100-40",
     ),
 )  # fmt: skip
+_HEAD = "| model, devices, batch | first three proposals: s | practice | estimate s | published s | verdict |"
 
 
 def row(case: Case) -> str:
@@ -109,16 +123,43 @@ def row(case: Case) -> str:
     asked = case.question()
     begin = time.process_time()
     answer = search(asked, 8)
-    short = with_short_gradients(asked, answer)
+    with_short_gradients(asked, answer)
     spent = time.process_time() - begin
     print(f"{case.title}: {spent:.1f} s of CPU", file=sys.stderr)
-    found = "<br>".join(_proposal(each) for each in answer.best[:3])
-    if short:
-        found += f"<br>2-byte gradients: {_proposal(short[0])}"
-    trained = evaluate(case.question(case.practice))
-    assert isinstance(trained, Evaluation), trained
+    three = answer.best[:3]
+    found = "<br>".join(_proposal(each) for each in three)
+    if case.short:
+        three = search(case.question(_SHORT), 8).best[:3]
+        found += "<br>with `--grad-reduce-in-bf16`:<br>" + "<br>".join(_proposal(each) for each in three)
+    trained = case.trained()
     published = "-" if case.seconds is None else f"{case.seconds:.4g}"
-    return f"| {case.title} | {found} | {_practice(case, trained)} | {trained.time.total:.3g} | {published} |"
+    cells = (case.title, found, _practice(case, trained), f"{trained.time.total:.3g}", published)
+    return f"| {' | '.join(cells)} | {verdict(case, three, trained)} |"
+
+
+def verdict(case: Case, three: list[Candidate], trained: Evaluation) -> str:
+    """Say whether what was trained is among the first three proposals, or slower than they are."""
+    for place, each in enumerate(three, start=1):
+        if _sizes(each.config) == _sizes(trained.config):
+            micro = each.config.training.micro_batch_size
+            other = "" if micro == trained.config.training.micro_batch_size else f", with micro batch {micro}"
+            return f"contained: proposal {place}{other}"
+    best = three[0].seconds
+    if case.seconds is None:
+        return f"{'faster' if best < trained.time.total else 'slower'} than practice by the estimate; none published"
+    return f"{'faster' if best < case.seconds else 'slower'} than published: {best:.3g} s and {case.seconds:.4g} s"
+
+
+def _sizes(config: Config) -> tuple[object, ...]:
+    layout = config.layout
+    return (
+        layout.tensor_model_parallel_size,
+        layout.context_parallel_size,
+        layout.pipeline_model_parallel_size,
+        layout.virtual_pipeline_model_parallel_size,
+        layout.expert_model_parallel_size,
+        sharding(config),
+    )
 
 
 def _proposal(candidate: Candidate) -> str:
@@ -152,9 +193,11 @@ def main() -> None:
     parser.add_argument("--only", metavar="NAME", default="", help="searches whose title contains this")
     options = parser.parse_args()
     gc.disable()
-    lines = ["| model, devices, batch | first three proposals: s | practice | estimate s | published s |"]
-    lines += ["|---|---|---|---|---|", *(row(case) for case in CASES if options.only in case.title)]
-    print("\n".join(lines))
+    lines = [_HEAD, "|---|---|---|---|---|---|"]
+    for case in CASES:
+        if options.only in case.title:
+            lines.append(row(case))
+            print(lines[-1], flush=True)
     if options.write:
         before, rest = PAGE.read_text().split(_BEGIN)
         PAGE.write_text("\n".join([f"{before}{_BEGIN}", "", *lines, "", f"{_END}{rest.split(_END)[1]}"]))

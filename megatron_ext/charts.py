@@ -45,7 +45,7 @@ class Series:
 
     points: Sequence[Point]
     name: str = ""
-    """Name in the key, and in the text under the pointer."""
+    """Name in the key, and in the text under the pointer; without one it is not in the key."""
 
     dotted: bool = False
     """Whether it is drawn with its points, in the second colour."""
@@ -112,6 +112,7 @@ def chart(name: str, unit: str, series: Sequence[Series], *, along: str, doublin
             f'<span class="{_classes("key", each)}">{"&#9679;" if each.dotted else "&#9472;"} '
             f"{html.escape(each.name)}</span>"
             for each in series
+            if each.name
         ]
         heading += " " + " ".join(keys)
     shown = finite(point for each in series for point in each.points)

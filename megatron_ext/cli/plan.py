@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         parser.error("no training flags: give them after --")
     if options.grad_reduce_in_bf16 and _BF16_GRADIENTS not in training:
         training = [*training, _BF16_GRADIENTS]
-    typed = parse(training)
+    typed = _parsed(training)
     world_size = options.world_size or typed.values.get("world_size")
     if world_size is None:
         parser.error("give --world-size, the number of devices")
@@ -61,6 +61,18 @@ def main(argv: list[str]) -> int:
     if options.calibrate is not None:
         asked = replace(asked, machine=_calibrated(options, asked))
     return _evaluate(options, asked) if options.evaluate else _search(options, asked, typed.values)
+
+
+def _parsed(training: list[str]) -> Typed:
+    """Return the training flags. Here --recompute-granularity may be none as well: then a search chooses none, which
+    --evaluate takes the flag's absence for."""
+    words = [word for each in training for word in (each.split("=", 1) if each == f"{_GRANULARITY}=none" else [each])]
+    kept = [at for at, word in enumerate(words) if word != _GRANULARITY or words[at + 1 : at + 2] != ["none"]]
+    if len(kept) == len(words):
+        return parse(training)
+    left = [words[at] for at in kept if at - 1 in kept or at == 0]
+    typed = parse(left)
+    return replace(typed, values={**typed.values, "recompute_granularity": None})
 
 
 def _question(options: argparse.Namespace, typed: Typed, world_size: int) -> Question:
@@ -105,9 +117,10 @@ def _evaluate(options: argparse.Namespace, asked: Question) -> int:
     if isinstance(found, list):
         _write_json(options, evaluation.refusal_as_json(asked.world_size, asked.machine, found))
         raise ConfigurationError(found)
-    _write_json(options, evaluation.as_json(found))
+    beyond = economics(asked, [evaluation.as_candidate(found)], options)
+    _write_json(options, evaluation.as_json(found) | beyond.json)
     if not _is_stdout(options):
-        print("\n".join(evaluation.as_text(found)))
+        print("\n".join([*evaluation.as_text(found), *beyond.lines]))
     return 0
 
 
@@ -163,6 +176,7 @@ def _is_stdout(options: argparse.Namespace) -> bool:
 
 
 _BF16_GRADIENTS = "--grad-reduce-in-bf16"
+_GRANULARITY = "--recompute-granularity"
 
 
 def _parser() -> ToolParser:

@@ -92,11 +92,14 @@ class Activations:
         """Bytes of one residual stream."""
         self._of_kinds: dict[Layer, LayerBytes] = {}
         self._of_chunks: dict[tuple[object, bool, bool], ChunkBytes] = {}
+        self._of_kinds_of_recomputation: dict[tuple[object, ...], dict[tuple[object, bool, bool], ChunkBytes]] = {}
 
     def recomputing(self, config: Config) -> "Activations":
         """Return the formulas of a configuration that differs from this one in what it recomputes alone."""
-        other = copy.copy(self)
-        other.config, other._of_chunks = config, {}
+        training, other = config.training, copy.copy(self)
+        names = "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"
+        key = tuple(getattr(training, name) for name in names)
+        other.config, other._of_chunks = config, self._of_kinds_of_recomputation.setdefault(key, {})
         return other
 
     def layer(self, layer: Layer) -> LayerBytes:

@@ -74,10 +74,10 @@ def shardings(values: Mapping[str, Any]) -> dict[str, Choice]:
 
 
 def recomputations(values: Mapping[str, Any]) -> dict[str, Choice]:
-    """Return the kinds of recomputation by name; the user's alone where one was given."""
+    """Return the kinds of recomputation by name; the user's alone where one was given, None being none."""
     if values.get("recompute_granularity") or values.get("recompute_activations"):
         return {"as given": {}}
-    return RECOMPUTATIONS
+    return {"none": {}} if "recompute_granularity" in values else RECOMPUTATIONS
 
 
 def micro_batches(values: Mapping[str, Any], samples: int) -> list[int]:

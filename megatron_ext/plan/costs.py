@@ -65,10 +65,15 @@ def count_of_tokens(text: str) -> int:
     return round(number)
 
 
-def lines(found: Cost, failures: Failures, step_seconds: float) -> list[str]:
-    """Return the cost in words."""
-    good = found.goodput
-    parts = [f"{found.days:,.1f} days", f"{found.device_hours:,.0f} device-hours"]
+def lines(found: Cost, failures: Failures, step_seconds: float, spread: tuple[float, float] = (1.0, 1.0)) -> list[str]:
+    """Return the cost in words.
+
+    Args:
+        spread: the time over the estimate between which nine of ten runs are expected, which all of it goes with.
+    """
+    good, (low, high) = found.goodput, spread
+    days = f"{found.days:,.1f} days ({low * found.days:,.3g} to {high * found.days:,.3g})"
+    parts = [days, f"{found.device_hours:,.0f} device-hours"]
     if found.dollars is not None:
         parts.append(f"${found.dollars:,.0f}")
     if found.kilowatt_hours is not None:

@@ -52,6 +52,11 @@ def economics(question: Question, best: Sequence[Candidate], options: argparse.N
         ConfigurationError: a value cannot be used.
         OSError: the page cannot be written.
     """
+    if options.evaluate and (options.over_devices or options.over_seq_lengths or options.html):
+        raise ConfigurationError(
+            "--over-devices, --over-seq-lengths and --html search, but --evaluate chooses nothing; leave it out, or "
+            "evaluate one number at a time"
+        )
     lines: list[str] = []
     found: dict[str, Any] = {}
     wanted = _wanted(question, best[0], options)
@@ -60,10 +65,10 @@ def economics(question: Question, best: Sequence[Candidate], options: argparse.N
         step_tokens = (config.training.global_batch_size or 0) * config.model.seq_length
         arguments = (wanted.tokens, step_tokens, best[0].seconds, question.world_size)
         spent = cost(*arguments, wanted.failures, wanted.prices)
-        lines += ["", *costs.lines(spent, wanted.failures, best[0].seconds)]
+        lines += ["", *costs.lines(spent, wanted.failures, best[0].seconds, question.machine.range)]
         found["cost"] = asdict(spent)
     if options.limits:
-        parts = limits.limits(question, best)
+        parts = limits.limits(question, best, searched=not options.evaluate)
         lines += ["", *limits.table(parts, best)]
         found["limits"] = [asdict(part) for part in parts]
     groups = _groups(question, options, wanted)
@@ -118,7 +123,7 @@ def _row(point: Point) -> dict[str, Any]:
     return {
         "number": point.number,
         "layout": name(point.best),
-        "step_seconds": point.best.seconds,
+        **dict(zip(("step_seconds", "step_seconds_low", "step_seconds_high"), point.seconds, strict=True)),
         "tokens_per_second": point.tokens_per_second,
         "mfu": point.mfu,
         "memory_bytes": point.best.memory.total,

@@ -14,22 +14,23 @@ measurement.
     optimizer   reading and writing its state
     wait        waiting for the slowest rank, more with every doubling of the nodes
 
-Traffic that runs next to computation slows it down: a share of it counts. Every constant and its source stands in
-plan/constants.py; docs/planner.md compares the sum with published runs. Input data, logging and the unevenness of
-experts are not in it.
+Traffic that runs next to computation slows it down: a share of it counts. CPU ranks that share cores (the flag
+--processor-cores) have their share of computation, memory and links, and no bubble as long as others have work. Every
+constant and its source stands in plan/constants.py; docs/planner.md compares the sum with published runs. Input data,
+logging and the unevenness of experts are not in it.
 """
 
 import math
 from dataclasses import dataclass, field, fields
+from statistics import fmean
 
 from megatron_ext.config.layers import Stack, stack
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.kernels import Kernels
 from megatron_ext.plan.links import seconds
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.simulate import by_formula, with_and_without
+from megatron_ext.plan.simulate import Times, by_formula, with_and_without
 from megatron_ext.plan.traffic import Term
 from megatron_ext.plan.workload import Workload
 
@@ -120,7 +121,9 @@ def time_of(work: Workload, machine: Machine, *, quick: bool = False) -> StepTim
     """
     layout = work.config.layout
     estimate = _Estimate(work, machine)
-    alike = work.shapes.representatives()
+    share = machine.processes_share(layout.world_size)
+    # The formula asks for the longest stage alone; a simulation, and stages that share cores, for all of them.
+    alike = work.shapes.heaviest() if quick and share == 1.0 else work.shapes.representatives()
     distinct = {stage: estimate.stage(stage) for stage in sorted(set(alike))}
     stages = [distinct[stage] for stage in alike]
     microbatches = estimate.microbatches
@@ -134,16 +137,21 @@ def time_of(work: Workload, machine: Machine, *, quick: bool = False) -> StepTim
         times, at_once = with_and_without(forward, backward, microbatches, group, send)
     busiest = max(distinct, key=lambda stage: sum(map(sum, passes[stage])))
     stage = stages[busiest]
+    even, update = 1.0, stage.optimizer
+    if share < 1.0:
+        mean = microbatches * fmean(sum(map(sum, each)) for each in passes)
+        even, update = mean / times.busiest, fmean(each.optimizer for each in stages)
+        times, at_once = (_in_turn(each, share, mean) for each in (times, at_once))
     dp, hidden_dp = estimate.data_parallel(stage, sum(forward[busiest]), sum(backward[busiest]))
     hidden = {axis: microbatches * each for axis, each in stage.hidden.items()} | {"dp": hidden_dp}
     parts = {
-        "compute": microbatches * sum(map(sum, stage.compute)),
-        "memory": microbatches * sum(map(sum, stage.memory)),
-        **{axis: microbatches * stage.links[axis] for axis in _IN_A_MICROBATCH},
+        "compute": even * microbatches * sum(map(sum, stage.compute)),
+        "memory": even * microbatches * sum(map(sum, stage.memory)),
+        **{axis: even * microbatches * stage.links[axis] for axis in _IN_A_MICROBATCH},
         "pp": times.total - at_once.total + max(each.embedding for each in stages),
         "bubble": at_once.total - at_once.busiest,
         "dp": dp,
-        "optimizer": stage.optimizer,
+        "optimizer": update,
     }
     correction = machine.correction or 1.0
     parts["wait"] = sum(parts.values()) * _waiting(work, machine)
@@ -156,6 +164,18 @@ def time_of(work: Workload, machine: Machine, *, quick: bool = False) -> StepTim
     )
 
 
+def _in_turn(times: Times, share: float, mean: float) -> Times:
+    """Return the times of stages whose processes share cores: while one waits the others have its cores, so that all
+    work takes its sum over the cores, or, where that is longer, as long as the passes that wait for each other take
+    with a core for each process.
+
+    Args:
+        times: with every stage at its share of the cores all the time.
+        mean: seconds that a stage works on average, at that share.
+    """
+    return Times(max(times.total * share, mean), mean)
+
+
 def at_least(work: Workload, machine: Machine) -> float:
     """Return seconds below which no estimate of this workload is: products, attention and what is bound by the memory,
     shared evenly by all stages, and the bubble of that."""
@@ -166,7 +186,9 @@ def at_least(work: Workload, machine: Machine) -> float:
     if work.config.training.recompute_num_layers in (None, 1):
         moved += 2 * max(kept - work.formulas.chunk(whole, first=False, last=False).layers, 0.0)
     each = (computed + moved / estimate.bandwidth) / layout.pipeline_model_parallel_size
-    passes = work.microbatches + (layout.pipeline_model_parallel_size - 1) / layout.virtual_pipeline_model_parallel_size
+    passes = float(work.microbatches)
+    if machine.processes_share(layout.world_size) == 1.0:
+        passes += (layout.pipeline_model_parallel_size - 1) / layout.virtual_pipeline_model_parallel_size
     # Sums in another order round differently.
     return passes * each * (1 + _waiting(work, machine)) * (machine.correction or 1.0) * (1 - 1e-9)
 
@@ -211,7 +233,7 @@ class _Estimate:
         self.constants = machine.constants
         self.microbatches = work.microbatches
         self.fsdp = work.kind not in ("ddp", "optim")
-        self.kernels = Kernels(work.config, work.shapes, machine, fsdp=self.fsdp)
+        self.kernels = work.kernels(machine, fsdp=self.fsdp)
         self.bandwidth = self.kernels.bandwidth / self.constants.activations
         """Bytes a second of what is bound by the memory."""
         self._of_chunks: dict[tuple[object, bool, bool], tuple[_Passes, _Passes]] = {}

@@ -10,8 +10,9 @@ from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import MemoryEstimate, memory
-from megatron_ext.plan.search import Question, resolved
+from megatron_ext.plan.search import Candidate, Question, resolved
 from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.workload import Workload
 from megatron_ext.rules.validate import problems
 
 _GIGA = 1e9
@@ -84,6 +85,12 @@ def evaluate_config(config: Config, machine: Machine, usable: float) -> Evaluati
     shapes, fused = Shapes(config), machine.devices.is_gpu
     stages = [memory(config, stage, shapes, fused=fused) for stage in range(len(shapes.counts))]
     return Evaluation(config, machine, step_time(config, shapes, machine), stages, usable)
+
+
+def as_candidate(found: Evaluation) -> Candidate:
+    """Return the layout as if a search had found it, for what is said of those."""
+    worst, work = found.worst_stage, Workload(found.config, Shapes(found.config), fused=found.machine.devices.is_gpu)
+    return Candidate({}, found.config, "as given", "as given", worst, found.stages[worst], work, found.time)
 
 
 def as_json(found: Evaluation) -> dict[str, Any]:

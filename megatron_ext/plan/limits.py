@@ -35,18 +35,21 @@ class Limit:
     winner_slower: int
 
 
-def limits(question: Question, best: Sequence[Candidate], by: float = 0.1) -> list[Limit]:
+def limits(question: Question, best: Sequence[Candidate], by: float = 0.1, *, searched: bool = True) -> list[Limit]:
     """Return what each part limits, the largest gain first.
 
     Args:
         best: the layouts to compare, fastest first; the changes are those of the first one, but for the memory, with
             which another search finds another layout.
         by: share by which a part gets faster or slower.
+        searched: whether the layouts were chosen; more memory is of no use to one that was given.
     """
     found = []
     for part, names in PARTS.items():
         more, less = (_retimed(best, _scaled(question.machine, names, 1 + sign * by)) for sign in (1, -1))
         found.append(_limit(part, best, more, less))
+    if not searched:
+        return sorted(found, key=lambda limit: limit.faster)
     more, less = (_with_memory(question, 1 + sign * by) for sign in (1, -1))
     found.append(
         Limit(

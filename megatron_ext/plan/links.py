@@ -20,8 +20,12 @@ _GIGA = 1e9
 
 
 def seconds(term: Term, layout: LayoutConfig, machine: Machine) -> float:
-    """Return the time that a rank's part of a purpose takes: bytes over bandwidth, and the latency of its calls."""
-    return transfer(term, layout, machine) + term.calls * latency(term, layout, machine)
+    """Return the time that a rank's part of a purpose takes: bytes over bandwidth, and the latency of its calls.
+
+    Between CPU ranks it is the processor that copies: those that share cores share that as well.
+    """
+    alone = transfer(term, layout, machine) + term.calls * latency(term, layout, machine)
+    return alone / machine.processes_share(layout.world_size)
 
 
 def transfer(term: Term, layout: LayoutConfig, machine: Machine) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.activations import ChunkBytes
-from megatron_ext.plan.schedule import few_microbatches, most_held, order
+from megatron_ext.plan.schedule import few_microbatches, most_held_of_stage
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.workload import Workload
 
@@ -87,8 +87,8 @@ def stage_memory(work: Workload, stage: int) -> MemoryEstimate:
     stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
     few = few_microbatches(stages, len(chunks), work.microbatches, group)
     in_layers = _in_layers(work, chunks)
-    for_a_while = [max(chunk.logits, later) for chunk, later in zip(chunks, in_layers, strict=True)]
-    most = most_held(order(stage, stages, len(chunks), few, group), [chunk.held for chunk in chunks], for_a_while)
+    for_a_while = tuple(max(chunk.logits, later) for chunk, later in zip(chunks, in_layers, strict=True))
+    most = most_held_of_stage(stage, stages, few, group, tuple(chunk.held for chunk in chunks), for_a_while)
     activations = sum(number * (chunk.layers + chunk.rest) for number, chunk in zip(most.flight, chunks, strict=True))
     loss = sum(number * chunk.loss for number, chunk in zip(most.flight, chunks, strict=True))
     running = chunks[most.chunk]
@@ -111,8 +111,7 @@ def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, Me
 
 def worst_stage_of(work: Workload) -> tuple[int, MemoryEstimate]:
     """Return the stage that needs most, and what it needs."""
-    # Of stages that are alike the first has most microbatches in flight.
-    found = {stage: stage_memory(work, stage) for stage in sorted(set(work.shapes.representatives()))}
+    found = {stage: stage_memory(work, stage) for stage in sorted(set(work.shapes.heaviest()))}
     stage = max(found, key=lambda stage: found[stage].total)
     return stage, found[stage]
 

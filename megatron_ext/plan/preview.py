@@ -50,13 +50,16 @@ def preview(config: Config, machine: Machine, microbatches: int | None = None) -
     lanes = _lanes(drawn, number, group, times.send)
     end = max(lane.passes[-1].end for lane in lanes)
     pipeline = simulate(times.forward, times.backward, there_are, group, times.send).total
-    # What the estimate has beyond the passes: gradients that are summed between ranks, and the update.
-    total = end + max(whole.total - pipeline, 0.0)
+    # What the estimate has beyond the passes: gradients that are summed between ranks, and the update. Waiting for the
+    # slowest rank is spread over the whole step, of which this draws a part.
+    total = end + max(whole.total - whole.wait - pipeline, 0.0)
     updates = max(total - whole.optimizer, end)
     after = [("gradients", end, updates), ("update", updates, total)]
     blocks = tuple(Block(*each) for each in after if each[2] - each[1] > 1e-9 * total)
     few = f", {number} of {there_are:,} microbatches" if number < there_are else f", {there_are:,} microbatches"
     chunks = f" x {len(times.forward[0])} chunks" if len(times.forward[0]) > 1 else ""
+    low, high = (share * whole.total for share in machine.range)
+    waiting = f", {whole.wait:.2g} s of it for the slowest rank, which is not drawn" if whole.wait else ""
     return Timeline(
         title=f"{stages} stages{chunks}{few}: simulated, with estimated times",
         lanes=tuple(
@@ -66,8 +69,9 @@ def preview(config: Config, machine: Machine, microbatches: int | None = None) -
         chunks=len(times.forward[0]),
         total=total,
         notes=(
-            f"The whole step of {there_are:,} microbatches takes {whole.total:.3g} s by the estimate; stages wait "
-            f"{whole.bubble_share:.1%} of the time in the pipeline.",
+            f"The whole step of {there_are:,} microbatches takes {whole.total:.3g} s by the estimate ({low:.3g} to "
+            f"{high:.3g} for nine of ten runs){waiting}; stages wait {whole.bubble_share:.1%} of the time in the "
+            "pipeline.",
         ),
     )
 

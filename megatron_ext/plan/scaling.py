@@ -33,6 +33,16 @@ class Point:
     cost: Cost | None
     """What the tokens cost, where a number of them was given."""
 
+    spread: tuple[float, float] = (1.0, 1.0)
+    """The time over the estimate between which nine of ten runs are expected."""
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """Seconds of a step: the estimate, and between what nine of ten runs are expected."""
+        assert self.best is not None
+        low, high = self.spread
+        return self.best.seconds, low * self.best.seconds, high * self.best.seconds
+
     @property
     def step_tokens(self) -> int:
         """Tokens of one step."""
@@ -76,7 +86,7 @@ def _point(number: int, question: Question, wanted: Wanted) -> Point:
     best = next(iter(search(question, 1).best), None)
     if best is None:
         return Point(number, question.world_size, None, 0.0, None)
-    point = Point(number, question.world_size, best, 0.0, None)
+    point = Point(number, question.world_size, best, 0.0, None, question.machine.range)
     peak = question.machine.devices.peak_flops(best.config.training) * question.world_size
     mfu = flops_per_token(best.config) * point.tokens_per_second / peak
     whole = None
@@ -88,11 +98,13 @@ def _point(number: int, question: Question, wanted: Wanted) -> Point:
 
 def table(points: Sequence[Point], along: str) -> list[str]:
     """Return one row for each number; `scaling` is tokens a second and device over those of the first row."""
-    rows = [[along, "s/step", "tokens/s", "tokens/s/device", "scaling", "MFU", "GB", "days", "dollars", "layout"]]
+    rows = [
+        [along, "s/step", "range", "tokens/s", "tokens/s/device", "scaling", "MFU", "GB", "days", "dollars", "layout"]
+    ]
     first = next((point.tokens_per_second / point.devices for point in points if point.best is not None), 1.0)
     for point in points:
         if point.best is None:
-            rows.append([f"{point.number:,}", *[""] * 8, "nothing fits"])
+            rows.append([f"{point.number:,}", *[""] * 9, "nothing fits"])
             continue
         each = point.tokens_per_second / point.devices
         spent = point.cost
@@ -100,6 +112,7 @@ def table(points: Sequence[Point], along: str) -> list[str]:
             [
                 f"{point.number:,}",
                 f"{point.best.seconds:.3g}",
+                "-".join(f"{seconds:.3g}" for seconds in point.seconds[1:]),
                 f"{point.tokens_per_second:,.0f}",
                 f"{each:,.0f}",
                 f"{each / first:.0%}",
@@ -133,18 +146,38 @@ def scaling_page(title: str, groups: Sequence[tuple[str, Sequence[Point]]]) -> s
     for along, points in groups:
         text += [*table(points, along), ""]
         there = [point for point in points if point.best is not None]
+        tokens = [point.step_tokens / point.devices for point in there]
+        days = [point.cost.days for point in there if point.cost is not None]
         values = {
-            ("Speed of one device", "tokens per second"): [point.tokens_per_second / point.devices for point in there],
-            ("Seconds a step", ""): [point.best.seconds for point in there if point.best is not None],
-            ("MFU", "percent of the peak"): [100 * point.mfu for point in there],
-            ("Days", "with failures and checkpoints"): [point.cost.days for point in there if point.cost is not None],
+            ("Speed of one device", "tokens per second"): [
+                [each / seconds for each, seconds in zip(tokens, times, strict=True)] for times in _seconds(there)
+            ],
+            ("Seconds a step", ""): _seconds(there),
+            ("MFU", "percent of the peak"): [[100 * point.mfu for point in there]],
+            ("Days", "with failures and checkpoints"): [days],
         }
         charts += [
-            chart(heading, unit, [Series(_pairs(there, ys))], along=along, doublings=True)
-            for (heading, unit), ys in values.items()
-            if ys
+            chart(heading, unit, _with_range(there, lines), along=along, doublings=True)
+            for (heading, unit), lines in values.items()
+            if lines[0]
         ]
-    return page(title, text[:-1], f"<main>\n{''.join(charts)}</main>\n")
+    style = ".range { stroke: var(--quiet); stroke-dasharray: 3 3; stroke-width: 1; color: var(--quiet); }\n"
+    return page(title, text[:-1], f"<main>\n{''.join(charts)}</main>\n", style=style)
+
+
+def _seconds(points: Sequence[Point]) -> list[list[float]]:
+    """Return the estimates, and the lower and upper ends of their ranges."""
+    return [[point.seconds[end] for point in points] for end in range(3)]
+
+
+def _with_range(points: Sequence[Point], lines: Sequence[Sequence[float]]) -> list[Series]:
+    """Return a line and, where there are, those between which nine of ten runs are expected, below it."""
+    line, *ends = (_pairs(points, values) for values in lines)
+    names = ("nine of ten runs", "")
+    return [
+        *(Series(end, name, style="range") for end, name in zip(ends, names, strict=False)),
+        Series(line, "estimate" if ends else ""),
+    ]
 
 
 def _pairs(points: Sequence[Point], values: Sequence[float]) -> list[tuple[int, float]]:

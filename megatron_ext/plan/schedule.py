@@ -75,6 +75,19 @@ class Most(NamedTuple):
     """Number of microbatches of each chunk between their forward and their backward pass."""
 
 
+@functools.lru_cache(maxsize=4096)
+def most_held_of_stage(
+    stage: int,
+    stages: int,
+    microbatches: int,
+    group: int,
+    held: tuple[float, ...],
+    for_a_while: tuple[float, ...],
+) -> Most:
+    """Return `most_held` of what a stage does in a step: a search asks the same for every way to shard the state."""
+    return most_held(order(stage, stages, len(held), microbatches, group), held, for_a_while)
+
+
 def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequence[float]) -> Most:
     """Return the most that a stage holds at any time.
 

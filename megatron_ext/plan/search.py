@@ -140,7 +140,7 @@ def tried_again(
     for each in candidates:
         values = {**dict.fromkeys(chosen), **training}
         config = replace(each.config, training=replace(each.config.training, **values))
-        work = _work(question, config, each.work.shapes)
+        work = _work(question, config, each.work.shapes, each.work)
         if at_least(work, question.machine) >= limit:
             continue
         choice = {name: value for name, value in each.choice.items() if name not in chosen}
@@ -238,6 +238,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
         seen = set()
         kinds = tuple(layout.get(axis, 1) > 1 for axis in _AXES)
         shapes = None
+        works: dict[int, Workload] = {}  # of each micro batch, under the first sharding
         ways = dict(reversed(shardings(values).items()))
         if "FSDP2" in ways and (flags := hybrid(values, layout, question.world_size, question.machine.gpus_per_node)):
             ways["HSDP"] = flags
@@ -257,7 +258,8 @@ def _candidates(question: Question) -> Iterator[Candidate]:
                 if not isinstance(found, Config):
                     continue
                 legal, shapes = found, shapes or Shapes(found)
-                work = _work(question, found, shapes)
+                work = _work(question, found, shapes, works.get(micro))
+                works.setdefault(micro, work)
                 candidate, least = _with_least_recomputation(question, choice, work, name, least)
                 if candidate is None:
                     continue
@@ -304,8 +306,8 @@ def _of_micro_batch(question: Question, config: Config, micro: int) -> Config | 
     return broken_rule(config, question.facts, RULES_OF_MICRO_BATCHES) or config
 
 
-def _work(question: Question, config: Config, shapes: Shapes | None = None) -> Workload:
-    return Workload(config, shapes or Shapes(config), fused=question.machine.devices.is_gpu)
+def _work(question: Question, config: Config, shapes: Shapes | None = None, like: Workload | None = None) -> Workload:
+    return Workload(config, shapes or Shapes(config), fused=question.machine.devices.is_gpu, like=like)
 
 
 def resolved(question: Question, choice: Choice) -> Config:

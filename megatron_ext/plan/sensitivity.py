@@ -11,22 +11,24 @@ from megatron_ext.plan.presentation import name
 from megatron_ext.plan.search import Answer, Candidate, Question
 
 _LEAST_GAIN = 0.005
+_MOST = 1.2  # the largest change of a part of the machine
 
 
 def hinges(question: Question, answer: Answer) -> list[str]:
     """Return a line for each assumption that decides which layout is first, and one where none does."""
     lines = []
     first = answer.best[0]
-    exact = {id(candidate): candidate.seconds / _quick(candidate, question.machine) for candidate in answer.contenders}
+    # No part changes by more, so that those further behind cannot win.
+    near = [candidate for candidate in answer.contenders if candidate.seconds <= _MOST * first.seconds]
+    exact = [candidate.seconds / _quick(candidate, question.machine) for candidate in near]
     for text, machine in _others(question.machine):
         times = [
-            (exact[id(candidate)] * _quick(candidate, machine), place)
-            for place, candidate in enumerate(answer.contenders)
+            (share * _quick(each, machine), place) for place, (each, share) in enumerate(zip(near, exact, strict=True))
         ]
-        own = next(seconds for seconds, place in times if answer.contenders[place].config == first.config)
+        own = next(seconds for seconds, place in times if near[place].config == first.config)
         seconds, place = min(times)
         if own / seconds - 1 > _LEAST_GAIN:
-            lines.append(f"    {text}, {name(answer.contenders[place])} wins by {own / seconds - 1:.1%}")
+            lines.append(f"    {text}, {name(near[place])} wins by {own / seconds - 1:.1%}")
     if not lines:
         return ["1 stays first with matrix products 10%, links 20% or memory 20% faster or slower than assumed"]
     return ["the winner hangs on assumptions:", *lines]
@@ -36,7 +38,7 @@ def _others(machine: Machine) -> Iterator[tuple[str, Machine]]:
     devices = machine.devices
     for word, factor in (("more", 1.1), ("less", 1 / 1.1)):
         yield f"at 10% {word} efficiency of matrix products", replace(machine, efficiency=machine.matmul_share * factor)
-    for word, factor in (("faster", 1.2), ("slower", 1 / 1.2)):
+    for word, factor in (("faster", _MOST), ("slower", 1 / _MOST)):
         for title, field in (("between nodes", "inter_node_gb_s"), ("inside of nodes", "intra_node_gb_s")):
             changed = replace(devices, **{field: getattr(devices, field) * factor})
             yield f"with links {title} 20% {word}", replace(machine, devices=changed)

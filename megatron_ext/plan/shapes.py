@@ -65,6 +65,7 @@ class Shapes:
         self._sums: dict[Stack, tuple[int, int]] = {}
         self._of_stages: dict[int, tuple[int, int]] = {}
         self._alike: list[int] | None = None
+        self._heaviest: list[int] | None = None
         self.tied = not config.model.untie_embeddings_and_output_weights
         layout = config.layout
         self.embedding, self.table, self.layers, self.output = _parts(
@@ -85,6 +86,17 @@ class Shapes:
             ]
             self._alike = [contents.index(held) for held in contents]
         return self._alike
+
+    def heaviest(self) -> list[int]:
+        """Return the same, with the first stage also for those between the ends that hold its layers: it has the
+        embedding on top, and most microbatches in flight, so that none of them needs or takes more."""
+        if self._heaviest is None:
+            first, last = [chunk.kinds for chunk in self.stacks[0]], len(self.stacks) - 1
+            self._heaviest = [
+                0 if stage != last and [chunk.kinds for chunk in self.stacks[stage]] == first else stage
+                for stage in self.representatives()
+            ]
+        return self._heaviest
 
     def part(self, layer: Layer) -> ElementCounts:
         """Return what a rank holds of a layer."""

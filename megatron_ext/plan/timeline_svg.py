@@ -146,8 +146,8 @@ def _block(timeline: Timeline, block: Block, y: float) -> str:
 def _area(timeline: Timeline, lane: Lane, bottom: float) -> str:
     """Return the memory of a stage as an area of steps."""
     most = timeline.most_memory
-    path = f"M{_LEFT} {bottom}"
-    height = 0.0
+    # A recorded stage is first asked when its first pass ends: what it held before is not known.
+    path = f"M{_x(timeline, lane.memory[0][0]):.2f} {bottom}"
     for second, held in lane.memory:
         height = _MEMORY * held / most
         path += f"H{_x(timeline, second):.2f}V{bottom - height:.2f}"

@@ -7,6 +7,8 @@ from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.layers import Layer, stack
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.activations import Activations
+from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.kernels import Kernels
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.state_bytes import sharding, state_bytes
 from megatron_ext.plan.traffic import Term, sent
@@ -18,11 +20,14 @@ class Workload:
     Args:
         shapes: the parameters of its stages; configurations that share the model in the same way may share them.
         fused: whether it runs on GPUs, as for `activations.Activations`.
+        like: work of a configuration that differs in its sharding and recomputation alone. What both hold and compute
+            is then not summed again.
     """
 
-    def __init__(self, config: Config, shapes: Shapes, *, fused: bool):
+    def __init__(self, config: Config, shapes: Shapes, *, fused: bool, like: "Workload | None" = None):
         self.config, self.shapes = config, shapes
-        self.formulas = Activations(config, fused=fused)
+        self.formulas = Activations(config, fused=fused) if like is None else like.formulas.recomputing(config)
+        self._kernels: dict[tuple[int, bool], tuple[Machine, Kernels]] = {} if like is None else like._kernels
         self.microbatches = num_microbatches(config, config.training.global_batch_size)
         self.kind = sharding(config)
         self.state, self.state_of_experts = state_bytes(config), state_bytes(config, expert=True)
@@ -30,6 +35,14 @@ class Workload:
         """Bytes held in a backward pass: gradients of a layer's widest activations and, before it is added up, of one
         matrix."""
         self._terms: dict[int, list[Term]] = {}
+
+    def kernels(self, machine: Machine, *, fsdp: bool) -> Kernels:
+        """Return the seconds of products, attention and memory-bound work on a machine."""
+        key = id(machine), fsdp
+        # With its machine, so that no other one gets the same id.
+        if key not in self._kernels:
+            self._kernels[key] = machine, Kernels(self.config, self.shapes, machine, fsdp=fsdp)
+        return self._kernels[key][1]
 
     def recomputing(self, config: Config) -> "Workload":
         """Return the work of a configuration that differs from this one in what it recomputes alone."""

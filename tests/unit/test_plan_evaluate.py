@@ -64,6 +64,33 @@ def test_nothing_is_chosen_and_what_does_not_fit_has_a_time(capsys: pytest.Captu
     assert "does not fit: stage 0 needs" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("said", [["--recompute-granularity", "none"], ["--recompute-granularity=none"]])
+def test_no_recomputation_can_be_said(said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Evaluated, it is what the flag's absence is; a search that would choose some has to do without."""
+    assert evaluated(capsys, *said) == evaluated(capsys)
+    found = []
+    for more in ([], said):
+        own = ["--world-size", "8", "--device-memory-gb", "30", "--", *SEVEN_BILLION.split(), "--use-torch-fsdp2"]
+        assert main([*own, *more]) == 0
+        found.append(capsys.readouterr().out.split("why 1")[0])
+    assert "recompute" in found[0]
+    assert "recompute" not in found[1]
+
+
+def test_what_the_layout_given_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Days are steps, and what failures take; more memory is of no use to a layout that is given."""
+    own = ("--world-size", "8", "--tokens", "300B", "--dollars-per-hour", "2", "--limits")
+    found = evaluated(capsys, own=own)
+    cost = found["cost"]
+    steps = -(-300_000_000_000 // (512 * 4096))
+    assert cost["days"] == pytest.approx(steps * found["step_seconds"] / 86400 / cost["goodput"]["share"])
+    assert cost["dollars"] == pytest.approx(2 * cost["device_hours"]) == pytest.approx(2 * 24 * 8 * cost["days"])
+    assert found["limits"][0]["part"] == "matrix products"
+    assert "memory size" not in {each["part"] for each in found["limits"]}
+    with pytest.raises(ConfigurationError, match="--evaluate chooses nothing"):
+        evaluated(capsys, own=("--world-size", "8", "--over-devices", "8", "16"))
+
+
 def test_an_illegal_layout_has_its_reason(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     own = ["--evaluate", "--world-size", "8", "--json", str(file)]

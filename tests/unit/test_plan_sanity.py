@@ -1,19 +1,29 @@
 """What must hold of every estimate, whatever the constants: faster hardware is never slower, no part is negative."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.resolve import Facts
+from megatron_ext.config.schema import Config
+from megatron_ext.plan.constants import CPU
+from megatron_ext.plan.estimate import pass_times, step_time
 from megatron_ext.plan.evaluation import Evaluation, evaluate
 from megatron_ext.plan.hardware import TABLE, Machine, hardware
 from megatron_ext.plan.question import question
+from megatron_ext.plan.shapes import Shapes
 
 _LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --bf16 "
     "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --group-query-attention "
     "--num-query-groups 8 --vocab-size 128256 --micro-batch-size 1"
+)
+_SMALL = (
+    "--num-layers 8 --hidden-size 256 --ffn-hidden-size 704 --num-attention-heads 8 --seq-length 256 --vocab-size 4096 "
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --hidden-dropout 0 "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --micro-batch-size 1 --device cpu"
 )
 _SHARED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _8B = f"--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 {_LLAMA}"
@@ -65,3 +75,40 @@ def test_every_device_reaches_a_believable_share_of_its_peak(device: str) -> Non
     found = evaluate(question(values, Facts(), 8, Machine(hardware(device)), 0.92))
     assert isinstance(found, Evaluation)
     assert 0.2 < found.mfu(full_attention=False) < 0.7
+
+
+def of_cpu_ranks(layout: str, cores: int | None, batch: int) -> tuple[Config, Machine]:
+    machine = Machine(hardware("cpu"), constants=replace(CPU, cores=cores))
+    values = parse(f"{_SMALL} --global-batch-size {batch} {layout}".split()).values
+    found = evaluate(question(values, Facts(), 8, machine, 0.92))
+    assert isinstance(found, Evaluation), found
+    return found.config, machine
+
+
+def test_while_a_stage_waits_the_others_have_its_cores() -> None:
+    """4 stages of 2 processes on 2 cores: all work over the cores, and no bubble. 8 stages of one with one microbatch:
+    one core works, one after the other."""
+    config, machine = of_cpu_ranks("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4", 2, 8)
+    alone = pass_times(config, Shapes(config), replace(machine, constants=CPU))
+    time = step_time(config, Shapes(config), machine)
+    work = 8 * sum(map(sum, [*alone.forward, *alone.backward])) * 2 / 2
+    assert time.parts["bubble"] == 0.0
+    assert time.compute + time.memory + time.tp == pytest.approx(work)
+    own = step_time(config, Shapes(config), replace(machine, constants=CPU))
+    assert own.parts["bubble"] > 0.0
+    assert own.total < time.total < 4 * own.total
+
+    config, machine = of_cpu_ranks("--pipeline-model-parallel-size 8", 2, 1)
+    alone = pass_times(config, Shapes(config), replace(machine, constants=CPU))
+    time = step_time(config, Shapes(config), machine)
+    chain = sum(map(sum, [*alone.forward, *alone.backward])) + 14 * alone.send
+    assert time.total - time.optimizer == pytest.approx(chain)
+
+
+def test_traffic_of_ranks_that_share_cores_takes_their_share() -> None:
+    """The processor copies what gloo sends."""
+    layout = "--use-distributed-optimizer"
+    (config, two), (_, eight) = (of_cpu_ranks(layout, cores, 8) for cores in (2, 8))
+    times = [step_time(config, Shapes(config), machine) for machine in (two, eight)]
+    assert times[0].parts["dp"] == pytest.approx(4 * times[1].parts["dp"])
+    assert times[0].total == pytest.approx(4 * times[1].total)

@@ -15,15 +15,15 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import search as search_module
 from megatron_ext.plan.choices import RECOMPUTATIONS, hybrid, layouts
 from megatron_ext.plan.estimate import at_least, time_of
-from megatron_ext.plan.evaluation import Evaluation, evaluate
 from megatron_ext.plan.hardware import Machine, hardware
-from megatron_ext.plan.memory import worst_stage
+from megatron_ext.plan.memory import stage_memory, worst_stage
 from megatron_ext.plan.presentation import command
 from megatron_ext.plan.question import question
 from megatron_ext.plan.search import Answer, Question, search
 from megatron_ext.plan.sensitivity import alternatives, hinges
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.short_gradients import with_short_gradients
+from megatron_ext.plan.workload import Workload
 from megatron_ext.rules.run import nothing_needed_is_missing, values_are_in_range, values_have_what_they_need
 from megatron_ext.rules.validate import RULES, RULES_OF_MICRO_BATCHES, RULES_OF_RECOMPUTATION
 from tests.support.wrong_flags import BASE, EXAMPLES
@@ -117,8 +117,7 @@ def test_what_gradients_of_2_bytes_make_possible(eight: tuple[Question, Answer])
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
 def test_what_was_trained_is_legal_and_takes_about_as_long_as_published(case: Case) -> None:
-    found = evaluate(case.question(case.practice))
-    assert isinstance(found, Evaluation), found
+    found = case.trained()
     if case.seconds is not None:
         assert found.time.total == pytest.approx(case.seconds, rel=0.15)
 
@@ -157,6 +156,23 @@ def test_rules_that_a_search_does_not_ask_again_read_nothing_that_it_changes() -
             assert rule in RULES_OF_MICRO_BATCHES or "micro_batch_size" not in names, (rule, line)
     for name in (*recomputation, "micro_batch_size"):
         assert options_by_name()[name].needs == ()
+
+
+def test_what_a_search_sums_once_is_the_same_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages between the ends that hold the first one's layers are not asked, and what one sharding holds and computes
+    is taken over for the next; each layout by itself, with all of its stages, has the same memory and time."""
+    question = asked(16, f"{SMALL} --global-batch-size 32 --micro-batch-size 1")
+    candidates = list(search_module._candidates(question))
+    deep = [each for each in candidates if each.config.layout.pipeline_model_parallel_size > 2]
+    assert {"ZeRO-1", "DDP"} <= {each.sharding for each in deep}
+    assert {1, 2} < {each.config.layout.virtual_pipeline_model_parallel_size for each in deep}
+    found = [(each.memory, each.stage, time_of(each.work, question.machine, quick=True)) for each in candidates]
+    monkeypatch.setattr(Shapes, "heaviest", Shapes.representatives)
+    for each, expected in zip(candidates, found, strict=True):
+        work = Workload(each.config, Shapes(each.config), fused=True)
+        memory = {stage: stage_memory(work, stage) for stage in range(len(work.shapes.counts))}
+        assert max(memory.values(), key=lambda needed: needed.total) == expected[0] == memory[expected[1]]
+        assert time_of(work, question.machine, quick=True) == expected[2]
 
 
 def test_what_a_search_leaves_out_would_not_have_changed_it() -> None:
