@@ -59,11 +59,13 @@ def prompts() -> list[list[int]]:
 
 def ours(folder: str) -> Callable[[int, bool], list[list[int]]]:
     """Return what generates so many tokens, with a cache or without."""
-    from megatron_ext.inference.generation import generate
-    from megatron_ext.inference.sampling import Sampling
     from megatron_ext.train.trained_model import load_trained
 
     model = load_trained(["--load-hf", folder, "--device", "cpu", "--seq-length", "1024"])
+    # Only now may megatron-core be imported.
+    from megatron_ext.inference.generation import generate
+    from megatron_ext.inference.sampling import Sampling
+
     return lambda tokens, cached: [
         one.tokens for one in generate(model, prompts(), Sampling(max_new_tokens=tokens), cached=cached)
     ]

@@ -1,5 +1,6 @@
 """lm-evaluation-harness: a checkpoint, in its layout, and its export get the same scores."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from tests.support.evaluated import write_tasks
 from tests.support.hf_models import quiet_transformers
 from tests.support.trained_models import TEXT, export, train_families, write_corpus
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install lm_eval")
+# Looked for, not imported: that takes seconds, and the ranks do it.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed: pip install lm_eval"
+)
 quiet_transformers()
 
 CONTEXTS = [TEXT[:9], TEXT[420:440], TEXT[900:930], TEXT[300:500]]

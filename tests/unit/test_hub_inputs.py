@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
-import fsspec
 import pytest
+from fsspec.config import conf
 
 from megatron_ext.data import remote
 from megatron_ext.data.prepare.inputs import find_files
@@ -74,7 +74,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": f"http://127.0.0.1:{server.server_port}"})
+    monkeypatch.setitem(conf, "hf", {"endpoint": f"http://127.0.0.1:{server.server_port}"})
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(remote, "sleep", lambda _: None)
     HfFileSystem.clear_instance_cache()
