@@ -138,10 +138,12 @@ def _answered(leader: "Leader", prompts: list[str], options: Any, sampling: "Sam
     if not prompts:
         raise ConfigurationError("no prompt; give --prompts, --prompt-file, or lines on the standard input")
     encode = encoder(leader.model, options.chat_template)
+    shown = [f"{prompt}\n" if options.chat_template else prompt for prompt in prompts]
     if len(prompts) == 1 and (options.stream or sys.stdout.isatty()) and leader.model.tokenizer is not None:
+        print(shown[0], end="", flush=True)
         return [_answer_streaming(leader, prompts[0], encode, sampling)]
     made = leader.generate([encode(prompt) for prompt in prompts], sampling, options.max_batch_size)
-    _show(prompts, made)
+    _show(shown, made)
     return made
 
 
@@ -175,9 +177,8 @@ def _answer_streaming(
     """Write an answer token by token, and return it; None where the prompt cannot be answered in a session.
 
     Args:
-        number: of the prompt in a session, where it stands on the screen already; None for the only prompt.
+        number: of the prompt in a session; None for the only prompt.
     """
-    echo = number is None
     from megatron_ext.inference.streaming import Stream
 
     model = leader.model
@@ -186,11 +187,9 @@ def _answer_streaming(
         stream = None
         if model.tokenizer is not None:
             stream = Stream(model.tokenizer, ids, sampling.stop, lambda piece: print(piece, end="", flush=True))
-        if echo:
-            print(prompt, end="", flush=True)
         [made] = leader.generate([ids], sampling, 1, stream, number or 0)
     except (ConfigurationError, DataError) as error:
-        if echo:
+        if number is None:
             raise
         print(f"error: {error}", file=sys.stderr)
         return None

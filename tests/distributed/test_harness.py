@@ -14,7 +14,8 @@ from tests.support.trained_models import TEXT, export, train_families, write_cor
 
 # Looked for, not imported: that takes seconds, and the ranks do it.
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed: pip install lm_eval"
+    not all(importlib.util.find_spec(name) for name in ("lm_eval", "accelerate")),
+    reason="lm-evaluation-harness is not installed: pip install 'lm_eval[hf]'",
 )
 quiet_transformers()
 
