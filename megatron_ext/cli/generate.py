@@ -15,18 +15,21 @@ import json
 import os
 import select
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.durable import replacing
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.tokenizer.chat_templates import TEMPLATES
 
 if TYPE_CHECKING:
     from megatron_ext.inference.generation import Generated
     from megatron_ext.inference.leader import Leader
     from megatron_ext.inference.sampling import Sampling
+
+type Encoder = Callable[[str], list[int]]
 
 _KEEP_ALIVE = 30.0
 """Seconds after which the other ranks hear that nobody has typed anything yet."""
@@ -55,6 +58,11 @@ def _parser() -> ToolParser:
     parser = ToolParser("Let a trained model go on from prompts; further flags are those of pretrain_gpt.py.", __doc__)
     parser.add_argument("--prompts", nargs="+", metavar="TEXT", help="texts to go on from")
     parser.add_argument("--prompt-file", metavar="FILE", help='a prompt a line, or .jsonl with "prompt"')
+    parser.add_argument(
+        "--chat-template",
+        metavar="NAME",
+        help=f"ask as a user in a conversation: {', '.join(TEMPLATES)}, tokenizer (its own), or a file of jinja",
+    )
     parser.add_argument("--num-tokens-to-generate", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 takes the most likely token")
     parser.add_argument("--top-k", type=int, default=0, help="draw from so many most likely tokens; 0 for all")
@@ -76,9 +84,6 @@ def _load(options: Any, flags: list[str]) -> tuple[Any, "Sampling"]:
 
     _check(options)
     configured = configure_trained(flags)
-    from megatron_ext.train.trained_model import load_trained
-
-    model = load_trained(configured)
     from megatron_ext.inference.sampling import Sampling
 
     sampling = Sampling(
@@ -93,7 +98,9 @@ def _load(options: Any, flags: list[str]) -> tuple[Any, "Sampling"]:
         ignore_eod=options.ignore_eod,
     )
     sampling.check()
-    return model, sampling
+    from megatron_ext.train.trained_model import load_trained
+
+    return load_trained(configured), sampling
 
 
 def _check(options: Any) -> None:
@@ -108,30 +115,46 @@ def _check(options: Any) -> None:
 def _serve(leader: "Leader", options: Any, sampling: "Sampling") -> None:
     """Answer all prompts, or each line that somebody types."""
     if options.prompts is None and options.prompt_file is None and sys.stdin.isatty():
-        for line in _typed(leader):
-            _answer_streaming(leader, line, sampling, echo=False)
-        return
-    prompts = _prompts(options)
-    if not prompts:
-        raise ConfigurationError("no prompt; give --prompts, --prompt-file, or lines on the standard input")
-    if len(prompts) == 1 and (options.stream or sys.stdout.isatty()) and leader.model.tokenizer is not None:
-        made = [_answer_streaming(leader, prompts[0], sampling, echo=True)]
+        prompts, made = _session(leader, options, sampling)
     else:
-        ids = [encoded(leader.model, prompt) for prompt in prompts]
-        made = leader.generate(ids, sampling, options.max_batch_size)
-        _show(prompts, made)
+        prompts = _prompts(options)
+        made = _answered(leader, prompts, options, sampling)
     if options.output:
         _write(options.output, prompts, made)
 
 
+def _session(leader: "Leader", options: Any, sampling: "Sampling") -> "tuple[list[str], list[Generated | None]]":
+    """Answer each line that somebody types, and return all."""
+    prompts: list[str] = []
+    made: list[Generated | None] = []
+    encode = encoder(leader.model, options.chat_template)
+    for number, line in enumerate(_typed(leader)):
+        made.append(_answer_streaming(leader, line, encode, sampling, number=number))
+        prompts.append(line)
+    return prompts, made
+
+
+def _answered(leader: "Leader", prompts: list[str], options: Any, sampling: "Sampling") -> "Sequence[Generated | None]":
+    if not prompts:
+        raise ConfigurationError("no prompt; give --prompts, --prompt-file, or lines on the standard input")
+    encode = encoder(leader.model, options.chat_template)
+    shown = [f"{prompt}\n" if options.chat_template else prompt for prompt in prompts]
+    if len(prompts) == 1 and (options.stream or sys.stdout.isatty()) and leader.model.tokenizer is not None:
+        print(shown[0], end="", flush=True)
+        return [_answer_streaming(leader, prompts[0], encode, sampling)]
+    made = leader.generate([encode(prompt) for prompt in prompts], sampling, options.max_batch_size)
+    _show(shown, made)
+    return made
+
+
 def _prompts(options: Any) -> list[str]:
-    from megatron_ext.inference.files import read_prompts
+    from megatron_ext.inference.files import lines_of, read_prompts
 
     if options.prompts is not None:
         return options.prompts
     if options.prompt_file is not None:
         return read_prompts(options.prompt_file)
-    return [line for line in sys.stdin.read().splitlines() if line]
+    return lines_of(sys.stdin.read())
 
 
 def _typed(leader: "Leader") -> Iterator[str]:
@@ -148,21 +171,25 @@ def _typed(leader: "Leader") -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _answer_streaming(leader: "Leader", prompt: str, sampling: "Sampling", *, echo: bool) -> "Generated | None":
-    """Write an answer token by token, and return it; None where the prompt cannot be answered in a session."""
+def _answer_streaming(
+    leader: "Leader", prompt: str, encode: "Encoder", sampling: "Sampling", number: int | None = None
+) -> "Generated | None":
+    """Write an answer token by token, and return it; None where the prompt cannot be answered in a session.
+
+    Args:
+        number: of the prompt in a session; None for the only prompt.
+    """
     from megatron_ext.inference.streaming import Stream
 
     model = leader.model
     try:
-        ids = encoded(model, prompt)
+        ids = encode(prompt)
         stream = None
         if model.tokenizer is not None:
-            stream = Stream(model.tokenizer, sampling.stop, lambda piece: print(piece, end="", flush=True))
-        if echo:
-            print(prompt, end="", flush=True)
-        [made] = leader.generate([ids], sampling, 1, stream)
-    except ConfigurationError as error:
-        if echo:
+            stream = Stream(model.tokenizer, ids, sampling.stop, lambda piece: print(piece, end="", flush=True))
+        [made] = leader.generate([ids], sampling, 1, stream, number or 0)
+    except (ConfigurationError, DataError) as error:
+        if number is None:
             raise
         print(f"error: {error}", file=sys.stderr)
         return None
@@ -174,20 +201,40 @@ def _answer_streaming(leader: "Leader", prompt: str, sampling: "Sampling", *, ec
     return made
 
 
-def encoded(model: Any, prompt: str) -> list[int]:
-    """Return the ids of a prompt; without a tokenizer it is ids already, such as "17 4 99".
+def encoder(model: Any, template: str | None) -> "Encoder":
+    """Return what makes ids of a prompt; without a tokenizer it is ids already, such as "17 4 99".
 
+    Args:
+        model: the model.
+        template: --chat-template, of which each prompt is then a user's message.
     Raises:
-        ConfigurationError: the prompt is no text, or no ids, that the model can go on from.
+        ConfigurationError: there is no such template. What is returned raises it too, for a prompt that is no text, or
+            no ids, that the model can go on from.
     """
-    if model.tokenizer is not None and not prompt:
-        return [model.tokenizer.eod]
-    try:
-        return model.tokenizer.encode(prompt) if model.tokenizer is not None else [int(word) for word in prompt.split()]
-    except ValueError as error:
-        raise ConfigurationError(
-            f"the prompt {prompt[:40]!r} cannot be encoded ({error}); without a text tokenizer give ids, as '5 17'"
-        ) from None
+    tokenizer = model.tokenizer
+    chat = None
+    if template is not None:
+        if tokenizer is None:
+            raise ConfigurationError("--chat-template needs the model's tokenizer; name it with --tokenizer-type")
+        from megatron_ext.tokenizer.chat import chat_template
+
+        chat = chat_template(template, tokenizer)
+
+    def encode(prompt: str) -> list[int]:
+        if chat is not None:
+            text = chat.text([{"role": "user", "content": prompt}], add_generation_prompt=True)
+            rendered = getattr(tokenizer, "encode_rendered", None)  # a text that holds its special tokens already
+            return tokenizer.encode(text) if rendered is None else rendered(text)[0]
+        if tokenizer is not None and not prompt:
+            return [tokenizer.eod]
+        try:
+            return [int(word) for word in prompt.split()] if tokenizer is None else tokenizer.encode(prompt)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"the prompt {prompt[:40]!r} cannot be encoded ({error}); without a text tokenizer give ids, as '5 17'"
+            ) from None
+
+    return encode
 
 
 def _words(made: "Generated") -> str:

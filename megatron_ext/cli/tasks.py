@@ -81,7 +81,7 @@ def _tasks(options: Any) -> list[EvalTask]:
         options.overlapping_eval,
         options.strict_lambada,
     )
-    if problems := task.problems():
+    if problems := [*task.problems(), *task.missing()]:
         raise ConfigurationError([f"--task {options.task}: {problem}" for problem in problems])
     return [task]
 

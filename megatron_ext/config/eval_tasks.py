@@ -37,16 +37,19 @@ class EvalTask:
     """Whether the whole last word counts, rather than the last token."""
 
     def problems(self) -> list[str]:
-        """Return why the task cannot be done; empty where it can."""
+        """Return why the task cannot be done, its files apart; empty where it can."""
         found = []
         if self.kind not in KINDS:
             found.append(f"{self.name}: task is {self.kind}; choose {', '.join(KINDS)}")
         if not self.valid_data:
             found.append(f"{self.name}: no valid_data; name at least one file")
-        found += [f"{self.name}: {path} is no file" for path in self.valid_data if not Path(path).is_file()]
         if self.overlapping_eval is not None and self.overlapping_eval < 1:
             found.append(f"{self.name}: overlapping_eval is {self.overlapping_eval}; give at least 1")
         return found
+
+    def missing(self) -> list[str]:
+        """Return which of its files are not there."""
+        return [f"{self.name}: {path} is no file" for path in self.valid_data if not Path(path).is_file()]
 
 
 def read_eval_tasks(path: str) -> list[EvalTask]:
@@ -55,21 +58,33 @@ def read_eval_tasks(path: str) -> list[EvalTask]:
     Raises:
         ConfigurationError: the file cannot be read, or a task in it cannot be done; all problems are named.
     """
-    content = read_yaml(path, "--eval-tasks")
+    tasks, problems, missing = look_at_eval_tasks(path)
+    if problems or missing:
+        raise ConfigurationError([*problems, *missing])
+    return tasks
+
+
+def look_at_eval_tasks(path: str) -> tuple[list[EvalTask], list[str], list[str]]:
+    """Return the tasks of a file that can be understood, what is wrong with the list, and which of the files that the
+    tasks name are not there.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
     tasks, problems = [], []
+    content = read_yaml(path, "--eval-tasks")
     for name, values in content.items():
         try:
-            task = _task(name, values)
+            tasks.append(_task(name, values))
         except ValueError as error:
             problems.append(f"{name}: {error}")
             continue
-        tasks.append(task)
-        problems += task.problems()
+        problems += tasks[-1].problems()
     if not content:
         problems.append("it names no task; give lines such as `lambada: {task: LAMBADA, valid_data: lambada.jsonl}`")
-    if problems:
-        raise ConfigurationError([f"--eval-tasks {path}: {problem}" for problem in problems])
-    return tasks
+    missing = [problem for task in tasks for problem in task.missing()]
+    where = f"--eval-tasks {path}: "
+    return tasks, [where + problem for problem in problems], [where + problem for problem in missing]
 
 
 def _task(name: str, values: Any) -> EvalTask:

@@ -42,6 +42,7 @@ class Facts:
         missing_checkpoint: what --exit-on-missing-checkpoint finds amiss in the --load folder.
         skip_samples_error: why --skip-samples cannot be read, or None.
         eval_tasks_problems: why the tasks of --eval-tasks cannot be done; empty without it.
+        missing_task_files: files that the tasks of --eval-tasks name and that do not exist.
         load_problem: why --load cannot be what the user means (`checkpoint.native.folder.load_problem`), or None.
     """
 
@@ -56,6 +57,7 @@ class Facts:
     missing_checkpoint: str | None = None
     skip_samples_error: str | None = None
     eval_tasks_problems: tuple[str, ...] = ()
+    missing_task_files: tuple[str, ...] = ()
     load_problem: str | None = None
     huggingface: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     huggingface_problems: tuple[str, ...] = ()

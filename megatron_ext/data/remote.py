@@ -67,6 +67,21 @@ def tried_again[T](what: str, function: Callable[[], T]) -> T:
     raise AssertionError
 
 
+def entry(what: str, system: Any, path: str) -> dict[str, Any] | None:
+    """Return what a store says of a file or folder; None where there is none. Raises StorageError.
+
+    fsspec's own `exists` and `isdir` say no as well where the store does not answer.
+    """
+
+    def look() -> dict[str, Any] | None:
+        try:
+            return system.info(path)
+        except FileNotFoundError:
+            return None
+
+    return tried_again(what, look)
+
+
 class RemoteFile:
     """One file of a store.
 
@@ -84,11 +99,17 @@ class RemoteFile:
     @cached_property
     def info(self) -> dict[str, Any]:
         """What the store says of the file when it is first asked. Raises StorageError."""
-        return tried_again(self.url, lambda: self._system.info(self._path))
+        return self._asked()
 
     def exists(self) -> bool:
         """Return whether there is such a file. Raises StorageError."""
-        return tried_again(self.url, lambda: bool(self._system.exists(self._path)))
+        return entry(self.url, self._system, self._path) is not None
+
+    def _asked(self) -> dict[str, Any]:
+        found = entry(self.url, self._system, self._path)
+        if found is None:
+            raise StorageError(f"{self.url}: there is no such file. Check the name and the access")
+        return found
 
     @property
     def size(self) -> int:
@@ -120,7 +141,7 @@ class RemoteFile:
     def check_unchanged(self) -> None:
         """Ask the store again. Raises DataError where the file is another one by now."""
         self._system.invalidate_cache()
-        now = tried_again(self.url, lambda: self._system.info(self._path))
+        now = self._asked()
         if (int(now["size"]), _version(now)) != (self.size, self.version):
             raise DataError(f"{self.url} was replaced while it was read; start again, with files that stay as they are")
 

@@ -69,4 +69,9 @@ def read_prompts(path: str | Path) -> list[str]:
     `read_items`."""
     if Path(path).suffix in (".json", ".jsonl"):
         return [text_of(where, item, "prompt") for where, item in read_items(path, ["prompt"])]
-    return [line for line in read_text(path).splitlines() if line]
+    return lines_of(read_text(path))
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text that are not empty; line feeds alone end them, not what else Unicode calls a line."""
+    return [line for line in text.replace("\r\n", "\n").split("\n") if line]

@@ -15,6 +15,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.model import Model
 from megatron_ext.inference.sampling import Sampler, Sampling
 from megatron_ext.model.inference import KeyValueCache, WholeSequences
+from megatron_ext.tokenizer.protocol import Tokenizer
 
 OnToken = Callable[[int, list[int]], None]
 """Is told, after each token, the number of a prompt and the ids generated for it so far; on its replica's ranks."""
@@ -51,6 +52,7 @@ def generate(
     *,
     rows: int = 16,
     cached: bool = True,
+    first: int = 0,
     on_token: OnToken | None = None,
 ) -> list[Generated]:
     """Go on from every prompt. Collective over all ranks, each of which gives the same and gets all that was made.
@@ -61,12 +63,13 @@ def generate(
         sampling: how tokens are chosen, and when a text ends.
         rows: prompts that a replica has at work at once, which bounds the cache's memory.
         cached: whether keys and values are kept; without, each token costs a pass over the whole text.
+        first: number of the first prompt, for what is drawn: in a session, of lines before it.
         on_token: told of every token.
     Raises:
         ConfigurationError: a prompt is empty, has an id that is none, or leaves no room for the tokens.
     """
     sampling.check()
-    _check_prompts(model, prompts, sampling)
+    check_prompts(model, prompts, sampling)
     made: list[_Row] = []
     with model.at_work():
         for start in range(0, len(prompts), rows * model.replicas):
@@ -75,9 +78,8 @@ def generate(
             own = numbers[model.replica * share : (model.replica + 1) * share]
             batch = [_Row(number, list(prompts[number])) for number in own]
             idle = [_Row(-1, list(prompts[start])) for _ in range(share - len(batch))]
-            _Batch(model, [*batch, *idle], sampling, max(len(prompts[number]) for number in numbers)).run(
-                cached, on_token
-            )
+            longest = max(len(prompts[number]) for number in numbers)
+            _Batch(model, [*batch, *idle], sampling, longest, first).run(cached, on_token)
             made += batch
     return [_finished(model, row, sampling) for row in _of_all_replicas(model, made)]
 
@@ -87,13 +89,13 @@ class _Batch:
 
     Args:
         length: of the longest prompt of all replicas, whose passes have one shape.
+        first: number of the first prompt of all.
     """
 
-    def __init__(self, model: Model, rows: list[_Row], sampling: Sampling, length: int):
+    def __init__(self, model: Model, rows: list[_Row], sampling: Sampling, length: int, first: int):
         self.model, self.rows, self.sampling, self.length = model, rows, sampling, length
-        self.sampler = Sampler(
-            sampling, [row.prompt for row in rows], [max(row.number, 0) for row in rows], model.vocab_size
-        )
+        numbers = [first + max(row.number, 0) for row in rows]
+        self.sampler = Sampler(sampling, [row.prompt for row in rows], numbers, model.vocab_size)
 
     def run(self, cached: bool, on_token: OnToken | None) -> None:
         passes = self._cached_passes() if cached else self._whole_passes()
@@ -159,7 +161,7 @@ class _Batch:
     def _reason(self, row: _Row) -> str | None:
         if row.tokens[-1] == self.model.eod and not self.sampling.ignore_eod:
             return "eod"
-        if self.sampling.stop and _stop_in(self.model, row.tokens, self.sampling.stop):
+        if self.sampling.stop and _stop_in(self.model, row, self.sampling.stop):
             return "stop"
         return "length" if len(row.tokens) == self.sampling.max_new_tokens else None
 
@@ -171,17 +173,29 @@ class _Batch:
         return self.model.sum_over_ranks(count).item() == 0
 
 
-def _stop_in(model: Model, tokens: list[int], stop: Sequence[str]) -> bool:
+def text_after(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """Return the text that tokens add to a prompt's: a blank with which it begins is part of it.
+
+    Tokenizers such as SentencePiece leave out the blank of a text's first word, so the prompt's last token is decoded
+    with the others.
+    """
+    before, whole = tokenizer.decode(prompt[-1:]), tokenizer.decode([*prompt[-1:], *tokens])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens)
+
+
+def _stop_in(model: Model, row: _Row, stop: Sequence[str]) -> bool:
     """Return whether the last token has completed a stop string; a token is at least a byte, which bounds the look
     back."""
     assert model.tokenizer is not None
-    text = model.tokenizer.decode(tokens[-max(len(one.encode()) for one in stop) - 8 :])
+    begin = max(0, len(row.tokens) - max(len(one.encode()) for one in stop) - 8)
+    before = row.tokens[:begin] if begin else row.prompt
+    text = text_after(model.tokenizer, before, row.tokens[begin:])
     return any(one in text for one in stop)
 
 
 def _finished(model: Model, row: _Row, sampling: Sampling) -> Generated:
     assert row.reason is not None
-    text = None if model.tokenizer is None else model.tokenizer.decode(row.tokens)
+    text = None if model.tokenizer is None else text_after(model.tokenizer, row.prompt, row.tokens)
     if text is not None:
         text = text[: min([place for one in sampling.stop if (place := text.find(one)) >= 0], default=len(text))]
     return Generated(row.tokens, text, row.reason)
@@ -197,7 +211,8 @@ def _of_all_replicas(model: Model, made: list[_Row]) -> list[_Row]:
     return sorted(rows, key=lambda row: row.number)
 
 
-def _check_prompts(model: Model, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+def check_prompts(model: Model, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    """Raise ConfigurationError where a prompt is empty, has an id that is none, or leaves no room for the tokens."""
     problems = []
     for number, prompt in enumerate(prompts, start=1):
         needed = len(prompt) + sampling.max_new_tokens

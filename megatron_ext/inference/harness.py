@@ -6,6 +6,7 @@ Tokens are cut as the harness's own adapter of transformers cuts them, so that a
 scores.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.leader import Leader
 from megatron_ext.inference.sampling import Sampling
-from megatron_ext.inference.tasks import continuation, windows
+from megatron_ext.inference.tasks import continuation, plain_text, prefix_of, windows
 
 _MOST_TOKENS = 256
 """Tokens to generate where a task does not say, as the harness's own adapters have it."""
@@ -44,17 +45,21 @@ class HarnessModel(LM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return log-likelihood, and whether it is the most likely text, of each (context, text)."""
         pairs = [request.args for request in requests]
-        scored = [continuation(self._tokenizer, context, text, self._length) for context, text in pairs]
+        scored = [
+            continuation(self._tokenizer, context, text, self._length, f"request {number} ({text[:40]!r})")
+            for number, (context, text) in enumerate(pairs, start=1)
+        ]
         return [(one.log_likelihood, one.greedy) for one in self._leader.score(scored, self._rows)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text."""
+        prefix = prefix_of(self._tokenizer)
         cut = [
-            list(windows(self._tokenizer.encode(request.args[0]), self._tokenizer.eod, self._length, self._length))
+            list(windows(self._tokenizer.encode(request.args[0]), prefix, self._length, self._length))
             for request in requests
         ]
         found = iter(self._leader.score([window for windows_ in cut for window in windows_], self._rows))
-        return [sum(next(found).log_likelihood for _ in windows_) for windows_ in cut]
+        return [math.fsum(next(found).log_likelihood for _ in windows_) for windows_ in cut]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return what the model makes of each context, up to one of the strings that end it."""
@@ -63,11 +68,25 @@ class HarnessModel(LM):
         for number, request in enumerate(requests):
             alike.setdefault(_sampling(request.args[1]), []).append(number)
         for sampling, numbers in alike.items():
-            kept = max(1, self._length - sampling.max_new_tokens)
-            prompts = [self._tokenizer.encode(requests[number].args[0])[-kept:] for number in numbers]
+            prompts = [self._prompt(requests[number].args[0], sampling.max_new_tokens) for number in numbers]
             answers = self._leader.generate(prompts, sampling, self._rows)
-            made |= {number: answer.text or "" for number, answer in zip(numbers, answers, strict=True)}
+            texts = [_up_to(plain_text(self._tokenizer, answer.tokens), sampling.stop) for answer in answers]
+            made |= dict(zip(numbers, texts, strict=True))
         return [made[number] for number in range(len(requests))]
+
+    def _prompt(self, context: str, new_tokens: int) -> list[int]:
+        """Return the end of a context that leaves room for the tokens to generate."""
+        if new_tokens >= self._length:
+            raise ConfigurationError(
+                f"max_gen_toks {new_tokens} leaves none of the model's {self._length} positions to a context; "
+                "generate fewer"
+            )
+        tokens = self._tokenizer.encode(context) or [prefix_of(self._tokenizer)]
+        return tokens[new_tokens - self._length :]
+
+
+def _up_to(text: str, stop: Sequence[str]) -> str:
+    return text[: min([place for one in stop if (place := text.find(one)) >= 0], default=len(text))]
 
 
 def _sampling(wanted: dict[str, Any]) -> Sampling:

@@ -34,11 +34,16 @@ class Leader:
         return score(self.model, sequences, rows)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, rows: int, on_token: OnToken | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        rows: int,
+        on_token: OnToken | None = None,
+        first: int = 0,
     ) -> list[Generated]:
         """Return `generation.generate` on all ranks; `on_token` hears of the first replica's prompts alone."""
-        _tell((generate.__name__, [list(prompt) for prompt in prompts], sampling, rows))
-        return generate(self.model, prompts, sampling, rows=rows, on_token=on_token)
+        _tell((generate.__name__, [list(prompt) for prompt in prompts], sampling, rows, first))
+        return generate(self.model, prompts, sampling, rows=rows, first=first, on_token=on_token)
 
     def wait(self) -> None:
         """Tell the others that nothing is to be done yet: a collective that is waited for too long would fail."""
@@ -58,9 +63,9 @@ def follow(model: Model) -> None:
         if name == score.__name__:
             score(model, *arguments)
         elif name == generate.__name__:
-            prompts, sampling, rows = arguments
+            prompts, sampling, rows, first = arguments
             with suppress(ConfigurationError):  # a prompt that cannot be answered: the leader says so
-                generate(model, prompts, sampling, rows=rows)
+                generate(model, prompts, sampling, rows=rows, first=first)
 
 
 def _tell(what: Any) -> Any:

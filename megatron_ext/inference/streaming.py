@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from megatron_ext.inference.generation import text_after
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 
@@ -10,17 +11,20 @@ class Stream:
 
     Args:
         tokenizer: decodes the ids.
+        prompt: ids that the text goes on from.
         stop: strings before which the text ends.
         write: takes each piece.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], write: Callable[[str], object]):
-        self._tokenizer, self._stop, self._write = tokenizer, stop, write
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], write: Callable[[str], object]
+    ):
+        self._tokenizer, self._prompt, self._stop, self._write = tokenizer, prompt, stop, write
         self._written = 0
 
     def __call__(self, number: int, tokens: list[int]) -> None:
         """Write what the last token has made certain; an `OnToken` of `generation`."""
-        text = self._tokenizer.decode(tokens).rstrip("\ufffd")
+        text = text_after(self._tokenizer, self._prompt, tokens).rstrip("\ufffd")
         held = max((_overlap(text, one) for one in self._stop), default=0)
         self._until(text[: len(text) - held])
 

@@ -34,7 +34,7 @@ def samples_fit_the_positions(config: Config, facts: Facts) -> Iterator[str]:
 def tasks_can_be_done(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the list of tasks can be read, and that the layers are ones that inference goes through."""
     training = config.training
-    yield from facts.eval_tasks_problems
+    yield from (*facts.eval_tasks_problems, *facts.missing_task_files)
     asked = [
         flag
         for flag, value in (("--eval-tasks", training.eval_tasks), ("--sample-interval", training.sample_interval))

@@ -54,6 +54,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self._digest = hashlib.sha256(model + b"\0" + config + added).hexdigest()
         self.settings: dict[str, Any] = settings
         """Content of tokenizer_config.json."""
+        begin = content_of(settings.get("bos_token"))
+        self.bos: int | None = None if begin is None else tokenizer.token_to_id(begin)
+        """Id of the token that begins a text; None where the folder names none."""
 
     @property
     def folder(self) -> str:

@@ -48,6 +48,10 @@ class LibraryTokenizer:
         """Return the text of `ids`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def decode_plain(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` without special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
     def to_json(self) -> str:
         """Return tokenizer.json with the tokens that only tokenizer_config.json or the flags know."""
         return self._tokenizer.to_str()

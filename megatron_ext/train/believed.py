@@ -57,6 +57,8 @@ def _missing(facts: Facts, typed: Typed) -> Iterator[tuple[str, dict]]:
     if facts.missing_paths:
         flags = dict.fromkeys(named.partition(" ")[0] for named in facts.missing_paths)
         yield f"the files of {', '.join(flags)}", {"missing_paths": ()}
+    if facts.missing_task_files:
+        yield "the files that the tasks of --eval-tasks name", {"missing_task_files": ()}
     if facts.missing_checkpoint is not None:
         yield "the checkpoint in --load", {"missing_checkpoint": None}
     yield from _missing_tokenizer(facts, typed)

@@ -16,7 +16,7 @@ from megatron_ext.checkpoint.native.folder import load_problem
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.arguments import Typed, read
 from megatron_ext.config.blend import missing_paths
-from megatron_ext.config.eval_tasks import read_eval_tasks
+from megatron_ext.config.eval_tasks import look_at_eval_tasks
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import adopt
@@ -206,6 +206,7 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         search: what is in its --load folder; default nothing is said of it.
     """
     vocab_size, tokenizer_error = _vocabulary(typed.values)
+    eval_tasks_problems, missing_task_files = _eval_tasks_problems(typed.values)
     huggingface, huggingface_problems = _huggingface(typed.values)
     dry_run_decides = typed.dry_run and typed.values.get("world_size") is not None
     return Facts(
@@ -218,7 +219,8 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         tokenizer_error=tokenizer_error,
         missing_paths=missing_paths(typed.values),
         missing_checkpoint=_missing_checkpoint(typed.values, search),
-        eval_tasks_problems=_eval_tasks_problems(typed.values),
+        eval_tasks_problems=eval_tasks_problems,
+        missing_task_files=missing_task_files,
         load_problem=load_problem(load, typed.values.get("ckpt_step")) if (load := typed.values.get("load")) else None,
         skip_samples_error=_unreadable_samples(typed.values.get("skip_samples")),
         huggingface=huggingface,
@@ -237,16 +239,16 @@ def _unreadable_samples(words: Sequence[str] | None) -> str | None:
     return None
 
 
-def _eval_tasks_problems(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what is wrong with the list of tasks, where there is one."""
+def _eval_tasks_problems(values: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what is wrong with the list of tasks, and which files of theirs are missing."""
     path = values.get("eval_tasks")
     if path is None or not Path(path).exists():
-        return ()
+        return (), ()
     try:
-        read_eval_tasks(path)
+        _, problems, missing = look_at_eval_tasks(path)
     except ConfigurationError as error:
-        return tuple(error.problems)
-    return ()
+        return tuple(error.problems), ()
+    return tuple(problems), tuple(missing)
 
 
 def _missing_compiler() -> str | None:

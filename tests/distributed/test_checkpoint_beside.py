@@ -28,6 +28,8 @@ def original(tmp_path: Path) -> Path:
     """A tokenizer's folder, with a file that is none of it."""
     folder = tmp_path / "original"
     train_bytelevel_bpe(["some text, some more text", "and other words, some more text"], 270, folder)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9}')
     (folder / "pytorch_model.bin").touch()
     return folder
 
@@ -46,13 +48,23 @@ def _go_on(folder: str, flags: list[str]) -> None:
     save_checkpoint(run, folder)
 
 
+def _as_served(exported: str) -> tuple[tuple[Any, ...], str]:
+    """What servers take from the folder: how to sample, and the text of a conversation."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    found = GenerationConfig.from_pretrained(exported)
+    messages = [{"role": "user", "content": "some text"}]
+    prompt = AutoTokenizer.from_pretrained(exported).apply_chat_template(messages, tokenize=False)
+    return (found.do_sample, found.temperature, found.top_p, found.eos_token_id), prompt
+
+
 def _words(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def test_the_tokenizer_goes_along(original: Path, tmp_path: Path) -> None:
-    save, kept = tmp_path / "save", {name: original / name for name in ("tokenizer.json", "tokenizer_config.json")}
-    kept = {name: path.read_bytes() for name, path in kept.items()}
+    save = tmp_path / "save"
+    kept = {name: content for name, content in _words(original).items() if name != "pytorch_model.bin"}
     model = [*MODEL[:-2], "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(original)]
     run_ranks(1, save_at, str(save), [1], [*model, *SETTINGS])
     assert _words(save / "iter_0000001" / "tokenizer") == kept
@@ -67,9 +79,15 @@ def test_the_tokenizer_goes_along(original: Path, tmp_path: Path) -> None:
 
     exported = tmp_path / "hf"
     assert convert(["to-hf", "--load", str(save), "--save", str(exported)]) == 0
+    sampling = json.loads(kept.pop("generation_config.json"))
     assert {name: (exported / name).read_bytes() for name in kept} == kept
-    generation = json.loads((exported / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == 0
+    written = json.loads((exported / "generation_config.json").read_text())
+    assert written == {"bos_token_id": None, **sampling, "eos_token_id": 0}, (
+        "the end that it does not name is the model's"
+    )
+    generation, prompt = run_ranks(1, _as_served, str(exported), fresh=True)[0]
+    assert generation == (True, 0.6, 0.9, 0)
+    assert prompt == "some text"
     assert "270" in (exported / "README.md").read_text()
 
 

@@ -1,5 +1,6 @@
 """lm-evaluation-harness: a checkpoint, in its layout, and its export get the same scores."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,15 @@ from tests.support.evaluated import write_tasks
 from tests.support.hf_models import quiet_transformers
 from tests.support.trained_models import TEXT, export, train_families, write_corpus
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install lm_eval")
+# Looked for, not imported: that takes seconds, and the ranks do it.
+pytestmark = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("lm_eval", "accelerate")),
+    reason="lm-evaluation-harness is not installed: pip install 'lm_eval[hf]'",
+)
 quiet_transformers()
 
-CONTEXTS = [TEXT[:9], TEXT[420:440], TEXT[900:930]]
+CONTEXTS = [TEXT[:9], TEXT[420:440], TEXT[900:930], TEXT[300:500]]
+"""The last one is longer than the model's 64 positions."""
 GENERATION = {"until": ["\n", "."], "max_gen_toks": 24, "do_sample": False}
 TASKS = ["local_choices", "local_rolling"]
 
@@ -55,6 +61,7 @@ def _asked(model: Any) -> list[Any]:
     """Return what the model makes of contexts, and scores of texts after them."""
     made = model.generate_until(_instances([(context, dict(GENERATION)) for context in CONTEXTS], "generate_until"))
     pairs = [(context + " ", "the text") for context in CONTEXTS]
+    pairs += [("", "the text"), ("", "t"), ("naïve ", "数 🙂"), (TEXT[:62], TEXT[62:64]), (TEXT[:63], TEXT[63:66])]
     return [made, [tuple(pair) for pair in model.loglikelihood(_instances(pairs, "loglikelihood"))]]
 
 

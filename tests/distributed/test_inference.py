@@ -1,6 +1,10 @@
 """Native checkpoints, in any layout: what tasks make of them, and what they generate, is what transformers does with
 the export."""
 
+import io
+import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,9 @@ import pytest
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.evaluated import NEW_TOKENS, narrowed_alike, our_results, their_results, write_tasks
 from tests.support.hf_models import quiet_transformers
-from tests.support.trained_models import FAMILIES, export, train_families, write_corpus
+from tests.support.in_turn import end_layout
+from tests.support.terminal_session import at_terminal
+from tests.support.trained_models import FAMILIES, TEXT, export, train_families, write_corpus
 
 quiet_transformers()
 
@@ -112,3 +118,56 @@ def test_from_hugging_face(trained: Trained) -> None:
 
 def test_what_sampling_leaves_out_is_what_transformers_does() -> None:
     assert run_ranks(1, narrowed_alike, 8, fresh=True) == [True]
+
+
+ASKED = [TEXT[:9], "naïve 数", TEXT[700:720]]
+SAMPLED = "--temperature 0.9 --top-k 40 --top-p 0.97 --min-p 0.001 --repetition-penalty 1.1 --num-tokens-to-generate 24"
+
+
+def _ways_to_ask(folder: str) -> tuple[list[str], list[list[Any]]]:
+    """On ranks: what the screen shows, and what is made of prompts from a file, standard input, and a terminal."""
+    from megatron_ext.cli.generate import main
+    from megatron_ext.parallel import groups
+
+    groups.destroy = end_layout  # for the next call
+    flags = ["--load", f"{folder}/Llama", "--device", "cpu", *TP2, *SAMPLED.split()]
+    place, screens = Path(folder), []
+
+    def asked(name: str, *more: str) -> None:
+        main([*flags, *more, "--output", f"{folder}/{name}.jsonl"])
+
+    (place / "asked.txt").write_text("\n".join(ASKED))
+    (place / "asked.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in ASKED))
+    asked("of_file", "--prompt-file", f"{folder}/asked.txt")
+    asked("of_lines", "--prompt-file", f"{folder}/asked.jsonl", "--max-batch-size", "2")
+    asked("stopped", "--prompts", *ASKED, "--stop", "e", "zzz")
+    asked("other", "--prompts", *ASKED, "--seed", "7")
+    sys.stdin = io.StringIO("\n".join(ASKED))
+    asked("of_input")
+    if os.environ["RANK"] == "0":
+        screens.append(at_terminal(lambda: asked("of_terminal"), ASKED))
+        screens.append(at_terminal(lambda: asked("streamed", "--prompts", ASKED[0], "--stop", "e", "zzz"), None))
+    else:
+        asked("of_terminal")
+        asked("streamed", "--prompts", ASKED[0], "--stop", "e", "zzz")
+    names = ("of_file", "of_lines", "of_input", "of_terminal", "stopped", "other", "streamed")
+    return screens, [
+        [json.loads(line) for line in (place / f"{name}.jsonl").read_text().splitlines()] for name in names
+    ]
+
+
+def test_prompts_from_everywhere(trained: Trained) -> None:
+    """What is drawn depends on the seed and the number of the prompt, wherever it comes from."""
+    (session, streamed), made = run_ranks(2, _ways_to_ask, str(trained.folder))[0]
+    of_file, of_lines, of_input, of_terminal, stopped, other, alone = made
+    assert of_file == of_lines == of_input == of_terminal
+    assert [one["prompt"] for one in of_file] == ASKED
+    assert all(len(one["tokens"]) == 24 and one["reason"] == "length" for one in of_file)
+    assert [one["text"] for one in other] != [one["text"] for one in of_file]
+    assert any(one["reason"] == "stop" for one in stopped)
+    for one, whole in zip(stopped, of_file, strict=True):
+        assert one["text"] == whole["text"].split("e")[0]
+    for one in of_terminal:
+        assert f"{one['text']}\n> " in session
+    assert streamed.startswith(f"{ASKED[0]}{alone[0]['text']}\n")
+    assert alone == stopped[:1]

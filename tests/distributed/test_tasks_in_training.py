@@ -72,7 +72,7 @@ def _flags(folder: Path, layout: str, asks: bool, save: Path) -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     write_corpus(folder)
-    files = write_tasks(folder, 9)
+    files = write_tasks(folder, 9, 32)
     tasks = {
         "lambada": {"task": "LAMBADA", "valid_data": files["lambada"], "strict_lambada": True},
         "wiki": {"task": "PERPLEXITY", "valid_data": [files["documents"]], "overlapping_eval": 16},

@@ -17,8 +17,8 @@ PROMPTS = [TEXT[start : start + length] for start, length in ((0, 3), (400, 17),
 NEW_TOKENS = 256
 
 
-def write_tasks(folder: Path, items: int) -> dict[str, str]:
-    """Write files of each task, and return their paths."""
+def write_tasks(folder: Path, items: int, longest: int = 40) -> dict[str, str]:
+    """Write files of each task, with choices of at most `longest` characters, and return their paths."""
     source = random.Random(5)
     words = [word for word in TEXT.split() if len(word) < 24]  # one of them is an alphabet
 
@@ -29,7 +29,7 @@ def write_tasks(folder: Path, items: int) -> dict[str, str]:
     texts = [phrase(2, 14) for _ in range(items)]
     questions = []
     for _ in range(items):
-        choices = [f" {phrase(1, 5)}"[:40] for _ in range(source.randrange(2, 5))]  # they fit into LENGTH
+        choices = [f" {phrase(1, 5)}"[:longest] for _ in range(source.randrange(2, 5))]
         answer = source.randrange(len(choices))
         questions.append({"prompt": phrase(1, 12), "choices": choices, "answer": answer})
     documents = [phrase(1, 60) for _ in range(max(7, items // 20))]

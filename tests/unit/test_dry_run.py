@@ -63,6 +63,20 @@ def test_what_the_machine_does_not_have_is_believed_with_one_warning(line: str, 
         configure(shlex.split(f"{MODEL} {line} --dry-run"))
 
 
+def test_files_that_tasks_name_are_believed_and_the_list_is_not(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.yaml"
+    line = f"--mock-data --tokenizer-type ByteTokenizer --eval-tasks {tasks}"
+    assert "the files of --eval-tasks" in dry(line).typed.warnings[0]
+    tasks.write_text("last: {task: LAMBADA, valid_data: nowhere.jsonl}")
+    (warning,) = dry(line).typed.warnings
+    assert warning.endswith("does not have: the files that the tasks of --eval-tasks name")
+    with pytest.raises(ConfigurationError, match=r"last: nowhere\.jsonl is no file"):
+        configure(shlex.split(f"{MODEL} {line}"))
+    tasks.write_text("last: {task: GLUE, valid_data: nowhere.jsonl}")
+    with pytest.raises(ConfigurationError, match="last: task is GLUE"):
+        dry(line)
+
+
 def test_the_vocabulary_of_a_believed_tokenizer_is_the_one_of_the_model():
     config = dry("--mock-data --vocab-file nowhere --merge-file nowhere").config
     assert (config.data.vocab_size, config.model.padded_vocab_size) == (50257, 50304)

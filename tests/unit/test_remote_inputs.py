@@ -113,6 +113,29 @@ def test_a_link_that_fails_is_tried_again(
     assert len(pauses) == happened.count("failed") + happened.count("short")
 
 
+def test_a_link_that_fails_says_nothing_of_what_is_there(
+    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsspec's `exists` and `isdir` are False for whatever went wrong."""
+    store.pipe("/in/a.jsonl", lines_of(LINES))
+    failures: list[str] = []
+    info = MemoryFileSystem.info
+
+    def failing(self: MemoryFileSystem, path: str, **more: Any) -> dict[str, Any]:
+        if len(failures) < 2:
+            failures.append(path)
+            raise ConnectionResetError("the link is down")
+        return info(self, path, **more)
+
+    monkeypatch.setattr(remote, "sleep", lambda _: None)
+    monkeypatch.setattr(MemoryFileSystem, "info", failing)
+    assert [file.path for file in find_files(["memory://in"])] == ["memory:///in/a.jsonl"]
+    failures.clear()
+    assert RemoteFile("memory://in/a.jsonl").exists()
+    failures.clear()
+    assert not RemoteFile("memory://in/b.jsonl").exists()
+
+
 def test_a_store_that_stays_away_ends_the_run(
     store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +213,7 @@ def test_a_stream_reads_as_a_file_does(store: MemoryFileSystem) -> None:
         ("memory://nothing.jsonl", ConfigurationError, "does not exist"),
         ("memory://bucket/a.csv", ConfigurationError, "must end in one of"),
         ("nosuch://bucket/a.jsonl", ConfigurationError, "cannot be read"),
+        ("abfs://bucket/a.jsonl", ConfigurationError, "Install adlfs .* pip install the package"),
     ],
 )
 def test_urls_that_cannot_be_read(url: str, error: type[Exception], message: str, store: MemoryFileSystem) -> None:

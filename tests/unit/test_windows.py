@@ -1,13 +1,22 @@
 """How texts are cut into sequences to score: every token once, in any stride and length."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.config.eval_tasks import EvalTask
+from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.inference.sampling import Sampler, Sampling
 from megatron_ext.inference.scoring import Scorable, _batches
-from megatron_ext.inference.tasks import continuation, windows
+from megatron_ext.inference.tasks import _last_word, continuation, plain_text, windows
 from megatron_ext.tokenizer.byte import ByteTokenizer
+from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron_ext.train.callbacks.tasks import Samples, Tasks
+from tests.support.instructions import write_tokenizer
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 17, 40])
@@ -22,11 +31,77 @@ def test_windows_score_each_token_once(count: int, stride: int) -> None:
 
 
 def test_blanks_before_a_continuation_belong_to_it() -> None:
-    found = continuation(ByteTokenizer(), "ab ", "cd", 100)
+    found = continuation(ByteTokenizer(), "ab ", "cd", 100, "x")
     assert (bytes(found.tokens), found.scored) == (b"ab cd", 3)
-    assert continuation(ByteTokenizer(), "", "cd", 100) == Scorable([256, *b"cd"], 2)
-    cut = continuation(ByteTokenizer(), "abcdef", "gh", 4)
+    assert continuation(ByteTokenizer(), "", "cd", 100, "x") == Scorable([256, *b"cd"], 2)
+    assert continuation(ByteTokenizer(), " ", "cd", 100, "x") == Scorable([256, *b" cd"], 3)
+    assert continuation(ByteTokenizer(), "é", "ü", 100, "x") == Scorable(list("éü".encode()), 2)
+
+
+def test_what_is_too_long_loses_its_beginning_and_nothing_that_is_scored() -> None:
+    cut = continuation(ByteTokenizer(), "abcdef", "gh", 4, "x")
     assert (bytes(cut.tokens), cut.scored) == (b"defgh", 2)
+    assert bytes(continuation(ByteTokenizer(), "abcdef", "ghij", 4, "x").tokens) == b"fghij"
+    with pytest.raises(DataError, match=r"a\.jsonl:3: choice 1 has 5 tokens to score, .* given 4 at once"):
+        continuation(ByteTokenizer(), "abcdef", "ghijk", 4, "a.jsonl:3: choice 1")
+    with pytest.raises(DataError, match="has no token of its own to score"):
+        continuation(ByteTokenizer(), "abc", "", 4, "a.jsonl:3: choice 1")
+
+
+def test_a_token_that_begins_texts_stands_before_whole_ones_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    write_tokenizer(folder)
+    model = json.loads((folder / "tokenizer.json").read_text())
+    begin = next(token["id"] for token in model["added_tokens"] if token["content"] == "<|im_start|>")
+    pieces = [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    named = {"<|im_start|>": {"id": "<|im_start|>", "ids": [begin], "tokens": ["<|im_start|>"]}}
+    model["post_processor"] = {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": named}
+    (folder / "tokenizer.json").write_text(json.dumps(model))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<|im_start|>"}))
+    tokenizer = HuggingFaceTokenizer(str(folder))
+
+    word = [token for token in tokenizer.encode(" sum") if token != begin]
+    assert tokenizer.encode(" sum") == [begin, *word]
+    assert continuation(tokenizer, "", " sum", 100, "x") == Scorable([begin, *word], len(word))
+    assert continuation(tokenizer, "", "<|im_start|> sum", 100, "x") == Scorable([begin, *word], len(word))
+    assert continuation(tokenizer, "the", " sum", 100, "x") == Scorable([*tokenizer.encode("the"), *word], len(word))
+    strict = _last_word(tokenizer, "x", "the sum", 100)
+    assert strict == Scorable([*tokenizer.encode("the"), *word], len(word))
+    assert plain_text(tokenizer, [begin, *word]) == " sum"
+
+
+ITEMS = {
+    "LAMBADA": ['{"text": "abc defgh"}', '{"text": "a"}'],
+    "MULTIPLE_CHOICE": [
+        '{"prompt": "abc", "choices": ["d", "e"], "answer": 0}',
+        '{"prompt": "abc", "choices": ["d", "efghijklm"], "answer": 0}',
+    ],
+    "PERPLEXITY": ['{"text": "abc"}', '{"txt": "d"}'],
+}
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+def test_items_that_cannot_be_used_are_named_before_the_first_step(kind: str, tmp_path: Path) -> None:
+    model: Any = SimpleNamespace(
+        tokenizer=ByteTokenizer(), longest=None, config=SimpleNamespace(model=SimpleNamespace(seq_length=8))
+    )
+    path = tmp_path / "items.jsonl"
+    task = EvalTask("task", kind, (str(path),))
+    path.write_text(ITEMS[kind][0] + "\n\n")
+    Tasks(model, [task], 1)
+    path.write_text("\n".join(ITEMS[kind]))
+    with pytest.raises(DataError, match=r"items\.jsonl:2: "):
+        Tasks(model, [task], 1)
+
+
+def test_prompts_that_cannot_be_used_are_named_before_the_first_step() -> None:
+    model: Any = SimpleNamespace(tokenizer=ByteTokenizer(), longest=8, vocab_size=257)
+    Samples(model, ["abc"], 1, 5)
+    with pytest.raises(ConfigurationError, match="prompt 2 has 4 tokens"):
+        Samples(model, ["abc", "abcd"], 1, 5)
+    with pytest.raises(ConfigurationError, match="no prompt"):
+        Samples(model, [], 1, 5)
 
 
 @pytest.mark.parametrize(("count", "rows", "replicas"), [(1, 4, 1), (7, 2, 3), (13, 4, 2), (5, 1, 4), (24, 3, 2)])

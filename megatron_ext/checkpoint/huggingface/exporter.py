@@ -258,8 +258,9 @@ def _write_companions(folder: Path, source: SavedModel, family: Family, code: st
     """Write everything but the weights and the tokenizer."""
     path = folder / _GENERATION
     generation = _generation(path) if path.exists() else {}
-    if not generation:
-        generation = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer is not None else None}
+    if generation.get("eos_token_id") is None:  # without it no server would end a text
+        end = tokenizer.eod if tokenizer is not None else None
+        generation = {"bos_token_id": None, **generation, "eos_token_id": end}
         _write_json(path, generation)
     content = hf_config(source.config, family, DTYPES[code])
     content |= {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from megatron_ext.config.blend import is_url
-from megatron_ext.data.remote import RemoteFile, RemoteStream, file_system, tried_again
+from megatron_ext.data.remote import RemoteFile, RemoteStream, entry, file_system, tried_again
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.untrusted.text import load_json, read_file
 
@@ -100,18 +100,20 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
     return files
 
 
+def _readable(paths: Sequence[str]) -> list[str]:
+    return sorted(path for path in paths if _classify(Path(path)))
+
+
 def _find_remote(url: str) -> list[InputFile]:
     """Return the files that a URL names: a file, a folder, or a pattern."""
     system, path = file_system(url)
-
-    def look() -> list[str]:
-        if any(sign in path for sign in "*?["):
-            return sorted(one for one in system.glob(path) if _classify(Path(one)))
-        if system.isdir(path):
-            return sorted(one for one in system.find(path) if _classify(Path(one)))
-        return [path] if system.exists(path) else []
-
-    found = tried_again(f"--input {url}", look)
+    what = f"--input {url}"
+    found: list[str] = []
+    if any(sign in path for sign in "*?["):
+        found = _readable(tried_again(what, lambda: system.glob(path)))
+    elif (named := entry(what, system, path)) is not None:
+        is_folder = named["type"] == "directory"
+        found = _readable(tried_again(what, lambda: system.find(path))) if is_folder else [path]
     if not found:
         raise ConfigurationError(f"--input {url} does not exist, or holds no {_ACCEPTED} file")
     files = []

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from megatron_ext.config.batch import evaluation_batch
 from megatron_ext.config.eval_tasks import EvalTask
-from megatron_ext.inference.generation import generate
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.inference.generation import check_prompts, generate
 from megatron_ext.inference.model import Model
 from megatron_ext.inference.sampling import Sampling
-from megatron_ext.inference.tasks import evaluate_task
+from megatron_ext.inference.tasks import evaluate_prepared, prepare_task
 from megatron_ext.telemetry.metrics import Sample, SampleMetrics, TaskMetrics
 from megatron_ext.tokenizer.protocol import Tokenizer
 from megatron_ext.train.run import Run
@@ -25,10 +26,15 @@ def model_of(run: Run, tokenizer: Tokenizer) -> Model:
 
 
 class Tasks(Callback):
-    """Evaluates the tasks every `interval` steps, and after the last step of the run."""
+    """Evaluates the tasks every `interval` steps, and after the last step of the run.
+
+    Raises:
+        DataError, StorageError: a file of a task cannot be used. That is found out before the first step.
+    """
 
     def __init__(self, model: Model, tasks: Sequence[EvalTask], interval: int):
-        self.model, self.tasks, self.interval = model, tasks, interval
+        self.model, self.interval = model, interval
+        self._tasks = {task.name: prepare_task(model, task) for task in tasks}
         self._evaluated_at: int | None = None
 
     def on_start(self, trainer: Trainer) -> None:
@@ -46,20 +52,27 @@ class Tasks(Callback):
     def _evaluate(self, trainer: Trainer) -> None:
         state, rows = trainer.run.state, evaluation_batch(trainer.run.config)[1]
         self._evaluated_at = state.iteration
-        results = {task.name: evaluate_task(self.model, task, rows) for task in self.tasks}
+        results = {name: evaluate_prepared(self.model, task, rows) for name, task in self._tasks.items()}
         trainer.report_evaluation(
             TaskMetrics(iteration=state.iteration, consumed_samples=state.consumed_samples, tasks=results)
         )
 
 
 class Samples(Callback):
-    """Goes on from the prompts every `interval` steps, with the most likely token each time."""
+    """Goes on from the prompts every `interval` steps, with the most likely token each time.
+
+    Raises:
+        ConfigurationError: there is no prompt, or one is too long. That is found out before the first step.
+    """
 
     def __init__(self, model: Model, prompts: Sequence[str], interval: int, tokens: int):
         assert model.tokenizer is not None
         self.model, self.prompts, self.interval = model, prompts, interval
         self._ids = [model.tokenizer.encode(prompt) or [model.tokenizer.eod] for prompt in prompts]
         self._sampling = Sampling(max_new_tokens=tokens)
+        if not prompts:
+            raise ConfigurationError("--sample-prompts has no prompt; give one a line, or leave out --sample-interval")
+        check_prompts(model, self._ids, self._sampling)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         state = trainer.run.state
