@@ -69,7 +69,8 @@ def _reads(flags: list[str]) -> list[list[str]]:
             stopping.on_step_end(trainer, trainer.step())
         of_steps.append(list(found))
     run.loaders.close()
-    return of_steps
+    # The state of a generator lies in host memory, a GPU's as well.
+    return [[reader for reader in readers if reader != "fork"] for readers in of_steps]
 
 
 @pytest.mark.parametrize("flags", ["--num-layers 2", "--num-layers 4 --bf16 --use-distributed-optimizer"])
