@@ -84,7 +84,8 @@ def _fused_head_into_main_grad(hidden: torch.Tensor, weight: torch.Tensor, label
     inputs = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
     inputs[1].main_grad = _main_gradient(weight).zero_()  # pyright: ignore[reportAttributeAccessIssue]
     vocabulary = Vocabulary(VOCABULARY)
-    loss = linear_cross_entropy(*inputs, labels, torch.ones(len(labels)), vocabulary, into_main_grad=True)
+    counts = torch.ones(len(labels))
+    loss = linear_cross_entropy(inputs[0], inputs[1], labels, counts, vocabulary, into_main_grad=True)
     loss.backward()
     return [loss.detach(), inputs[0].grad, inputs[1].main_grad]  # pyright: ignore
 

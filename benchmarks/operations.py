@@ -28,7 +28,7 @@ def error(pair: str, which: str, tokens: int) -> float:
     """Return the relative error of a result and its gradients."""
     from benchmarks.operation_pairs import PAIRS
 
-    made, exact = PAIRS[pair].results(which, tokens), PAIRS[pair].results("float64", tokens)
+    made, exact = PAIRS[pair].call(which, tokens)(), PAIRS[pair].call("float64", tokens)()
     return max(float((got.double() - right).norm() / right.norm()) for got, right in zip(made, exact, strict=True))
 
 

@@ -8,6 +8,7 @@ Shapes: N tokens, V rows of the weight (outputs), H columns (inputs).
 """
 
 import importlib
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ def stand_in() -> None:
 
     Call it before a model with `gradient_accumulation_fusion` is built.
     """
-    layers = importlib.import_module(_LAYERS)
+    layers: Any = importlib.import_module(_LAYERS)
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = ProductsOfTorch
         layers._grad_accum_fusion_available = True

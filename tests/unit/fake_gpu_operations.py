@@ -77,7 +77,7 @@ def output_layer(fused: bool) -> tuple[Any, Any]:
     from megatron_ext.model.gpt import _mask_vocabulary_padding
 
     stand_in()
-    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    alone: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -89,7 +89,7 @@ def output_layer(fused: bool) -> tuple[Any, Any]:
     )
     layer = ColumnParallelLinear(
         HIDDEN, ROWS, config=config, init_method=torch.nn.init.zeros_, bias=False, tp_group=alone
-    ).cuda()  # pyright: ignore
+    ).cuda()
     gpt: Any = SimpleNamespace(own_loss=None, reads_output_weight=True, before_output=None, config=config)
     gpt.output_layer, gpt.pg_collection, gpt.true_vocab_size = layer, SimpleNamespace(tp=alone), TRUE_ROWS
     sizes = SimpleNamespace(data=DataConfig(vocab_size=TRUE_ROWS), model=SimpleNamespace(padded_vocab_size=ROWS))

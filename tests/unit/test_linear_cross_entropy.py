@@ -14,7 +14,7 @@ BOUNDS = {torch.float32: (2e-7, 2e-6), torch.bfloat16: (2e-4, 8e-3)}
 """By dtype: error of the loss over the loss, and norm of a gradient's error over the gradient's norm."""
 
 
-def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, weight, labels, and which tokens count."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).mul(scale).to(dtype)
