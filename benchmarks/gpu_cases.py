@@ -43,6 +43,9 @@ MATCHES = {
     "ZeRO-3, bf16": LLAMA + FSDP + "optim_grads_params --bf16 ",
     "ZeRO-3, experts": LLAMA + EXPERTS + FSDP + "optim_grads_params ",
     "compiled": LLAMA + "--torch-compile ",
+    "loss with its output layer, bf16": LLAMA + "--linear-cross-entropy --bf16 ",
+    "weight gradients added by the product, bf16": LLAMA + "--gradient-accumulation-fusion --bf16 ",
+    "both, fp32": LLAMA + "--linear-cross-entropy --gradient-accumulation-fusion ",
     "optimizer in host memory, bf16": LLAMA + OFFLOAD + "--bf16 ",
     "half of the optimizer in host memory": LLAMA + OFFLOAD + "--optimizer-offload-fraction 0.5 ",
     "FSDP2 in host memory": LLAMA + "--use-torch-fsdp2 --torch-fsdp2-cpu-offload ",
@@ -67,6 +70,15 @@ SPEEDS = {
     "GPT-2 124M, compiled": GPT_2 + "--torch-compile ",
     "Llama-shaped 1.3B, compiled": LLAMA_1B + "--torch-compile ",
 }
+SWITCHES = {
+    "loss with its output layer": "--linear-cross-entropy",
+    "weight gradients added by the product": "--gradient-accumulation-fusion",
+    "both": "--linear-cross-entropy --gradient-accumulation-fusion",
+    "compiled, loss with its output layer": "--torch-compile --linear-cross-entropy",
+    "without fused functions": "--disable-jit-fuser",
+}
+"""Flags that change no loss but by rounding: each is switched on and off."""
+SWITCHED = {"GPT-2 124M": GPT_2, "Llama-shaped 1.3B": LLAMA_1B}
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,12 @@ def _smoke(device: str) -> list[Case]:
     return [_trial(name, "smoke", device, "loss", SMALL + LLAMA + flags) for name, flags in runs.items()]
 
 
+def _operators(device: str) -> list[Case]:
+    names = ("weight gradient", "loss", "padded vocabulary")
+    needs = ("torch", "megatron.core")
+    return [_helper("gpu_operations.py", name, "operators", device, name, alone=True, needs=needs) for name in names]
+
+
 def _matches(device: str) -> list[Case]:
     return [_trial(name, "matches", device, "match", SMALL + flags) for name, flags in MATCHES.items()]
 
@@ -116,10 +134,30 @@ def _speeds(device: str) -> list[Case]:
     return [_trial(name, "speed", device, "speed", flags, alone=True) for name, flags in SPEEDS.items()]
 
 
-PHASES = {"facts": _facts, "smoke": _smoke, "matches": _matches, "speed": _speeds}
+def _switches(device: str) -> list[Case]:
+    """Return every switch at every size; on a CPU, where a step of these takes minutes, at the small one."""
+    sizes = {"small": SMALL + LLAMA} if device == "cpu" else SWITCHED
+    switches = {name: flags for name, flags in SWITCHES.items() if device == "cuda" or "compile" not in flags}
+    return [
+        _trial(f"{size}: {name}", "switches", device, "switch", f"{flags}|{switch}", alone=True, limit=2 * LIMIT)
+        for size, flags in sizes.items()
+        for name, switch in switches.items()
+    ]
 
 
-def _trial(name: str, phase: str, device: str, kind: str, flags: str, *, alone: bool = False) -> Case:
+PHASES = {
+    "facts": _facts,
+    "smoke": _smoke,
+    "operators": _operators,
+    "matches": _matches,
+    "speed": _speeds,
+    "switches": _switches,
+}
+
+
+def _trial(
+    name: str, phase: str, device: str, kind: str, flags: str, *, alone: bool = False, limit: float = LIMIT
+) -> Case:
     needs = ["torch", "megatron.core", "yaml"]
     if device == "cpu" or kind == "match":
         needs.append("psutil")
@@ -127,11 +165,18 @@ def _trial(name: str, phase: str, device: str, kind: str, flags: str, *, alone: 
         needs.append("einops")
     if device == "cuda" and "--torch-compile" in flags:
         needs.append("triton")
-    return _helper("gpu_trial.py", name, phase, device, kind, flags, alone=alone, needs=tuple(needs))
+    return _helper("gpu_trial.py", name, phase, device, kind, flags, alone=alone, limit=limit, needs=tuple(needs))
 
 
 def _helper(
-    program: str, name: str, phase: str, device: str, *arguments: str, alone: bool = False, needs: tuple[str, ...] = ()
+    program: str,
+    name: str,
+    phase: str,
+    device: str,
+    *arguments: str,
+    alone: bool = False,
+    limit: float = LIMIT,
+    needs: tuple[str, ...] = (),
 ) -> Case:
     command = (sys.executable, str(ROOT / "benchmarks" / program), device, *arguments)
-    return Case(name, phase, command, alone=alone, needs=needs)
+    return Case(name, phase, command, limit=limit, alone=alone, needs=needs)

@@ -1,8 +1,9 @@
 """Runs one training case of benchmarks/gpu_session.py: `gpu_trial.py DEVICE KIND FLAGS`.
 
 KIND is `loss` (20 steps on the device whose losses are finite and fall), `match` (the same steps on the CPU and on the
-device, whose losses agree) or `speed` (medians over the steps after the first ten, in bf16). Prints RESULT and the
-figures as JSON; exit code 1 where they are wrong.
+device, whose losses agree), `speed` (medians over the steps after the first ten, in bf16) or `switch` (the same without
+and with the flags after a `|`, whose losses agree). Prints RESULT and the figures as JSON; exit code 1 where they are
+wrong.
 """
 
 import json
@@ -19,10 +20,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LARGEST_FIRST_LOSS_DIFFERENCE = {32: 1e-5, 16: 1e-2}
 """Tolerance by bits of the weights."""
 WARMUP_STEPS, TIMED_STEPS = 10, 50
+TIMED = f"--bf16 --log-interval 1 --train-iters {WARMUP_STEPS + TIMED_STEPS}"
 
 
 def main(device: str, kind: str, flags: str) -> None:
-    figures = {"loss": falling_loss, "match": match, "speed": speed}[kind](device, flags)
+    figures = {"loss": falling_loss, "match": match, "speed": speed, "switch": switch}[kind](device, flags)
     print("RESULT", json.dumps(figures), flush=True)
     if figures.pop("wrong", None):
         sys.exit(1)
@@ -46,7 +48,21 @@ def match(device: str, flags: str) -> dict[str, Any]:
 
 def speed(device: str, flags: str) -> dict[str, Any]:
     """Return the medians over the timed steps of a run in bf16."""
-    rows = train(device, f"{flags} --bf16 --log-interval 1 --train-iters {WARMUP_STEPS + TIMED_STEPS}")
+    return medians(train(device, f"{flags} {TIMED}"))
+
+
+def switch(device: str, flags: str) -> dict[str, Any]:
+    """Return the medians without and with what stands after the `|`, and how far the losses are apart."""
+    plain, switched = flags.split("|")
+    off, on = (train(device, f"{plain} {added} {TIMED}") for added in ("", switched))
+    differences = [abs(a["lm_loss"] - b["lm_loss"]) for a, b in zip(off, on, strict=True)]
+    apart = {"first step": differences[0], "all steps": max(differences)}
+    wrong = {} if differences[0] <= LARGEST_FIRST_LOSS_DIFFERENCE[16] else {"wrong": "the losses are others"}
+    return {"off": medians(off), "on": medians(on), **apart, **wrong}
+
+
+def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians over the timed steps."""
     timed = rows[WARMUP_STEPS:]
     return {
         name: None if timed[0][name] is None else statistics.median(row[name] for row in timed)

@@ -13,10 +13,21 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     (
         "attention, norms, activations and rotary embedding run on torch and are fused there where that is exact",
         """
-        --no-masked-softmax-fusion, --no-rope-fusion, --no-persist-layer-norm, --no-gradient-accumulation-fusion,
-        --use-flash-attn, --attention-backend N, --flash-attention-version N, --attention-softmax-in-fp32,
-        --cross-entropy-loss-fusion, --cross-entropy-fusion-impl N, --fused-residual-rmsnorm,
+        --no-masked-softmax-fusion, --no-rope-fusion, --no-persist-layer-norm, --use-flash-attn,
+        --attention-backend N, --flash-attention-version N, --attention-softmax-in-fp32, --fused-residual-rmsnorm,
         --disable-bf16-reduced-precision-matmul
+        """,
+    ),
+    (
+        "weight gradients are added by the matrix product only where --gradient-accumulation-fusion asks for it",
+        """
+        --no-gradient-accumulation-fusion
+        """,
+    ),
+    (
+        "the output layer and its loss are computed together only where --linear-cross-entropy asks for it, exactly",
+        """
+        --cross-entropy-loss-fusion, --cross-entropy-fusion-impl N
         """,
     ),
     (

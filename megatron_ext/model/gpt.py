@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
@@ -17,7 +21,9 @@ from megatron_ext.config.ranks import chunk_layers
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import Documents
 from megatron_ext.device.kernels import linear
+from megatron_ext.device.weight_gradients import stand_in
 from megatron_ext.model.inference import WholeSequences
+from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 from megatron_ext.model.loss import TokenLogits
 from megatron_ext.model.rope import RotaryTable, ScaledRotaryEmbedding
 from megatron_ext.model.spec import OwnSpec, block_spec
@@ -47,6 +53,7 @@ class GPT(GPTModel):
         labels: torch.Tensor | None = None,
         documents: Documents | None = None,
         inference: WholeSequences | None = None,
+        loss_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one forward pass. The arguments are [batch, sequence]; a stage without a use for one ignores it.
 
@@ -54,17 +61,20 @@ class GPT(GPTModel):
         other, positions are those of `position_ids`, and the last stage returns what it reads from the hidden states.
 
         Returns:
-            On the last stage with labels the loss of every token in nats, fp32 [batch, sequence]; without them the
-            logits, [batch, sequence, this rank's vocabulary]; on other stages the hidden states for the next one,
-            [sequence, batch, hidden].
+            On the last stage with labels the loss of every token in nats, fp32 [batch, sequence], or with `loss_mask`
+            (1.0 where a token's loss counts) their sum over the tokens that count, a scalar, for which no logits
+            are kept; without labels the logits, [batch, sequence, this rank's vocabulary]; on other stages the hidden
+            states for the next one, [sequence, batch, hidden].
         """
-        processor = self._read if inference is not None else None if labels is None else self._loss
+        of_labels = self._loss if loss_mask is None else self._summed_loss
+        processor = self._read if inference is not None else None if labels is None else of_labels
         output = super().forward(
             input_ids,  # pyright: ignore[reportArgumentType]
             position_ids,  # pyright: ignore[reportArgumentType]
             attention_mask,  # pyright: ignore[reportArgumentType]
             labels=labels,  # pyright: ignore[reportArgumentType]
             packed_seq_params=documents if inference is None else inference,  # pyright: ignore[reportArgumentType]
+            loss_mask=loss_mask,
             output_processor=processor,
         )
         if self.post_process:
@@ -110,14 +120,49 @@ class GPT(GPTModel):
         if self.pg_collection.tp.size() > 1 or not self.reads_output_weight:
             logits, _ = output_layer(hidden_states, weight=output_weight)
             return self.compute_language_model_loss(labels, logits)
-        # With the whole vocabulary at hand, padding is left out rather than masked.
+        if self.config.gradient_accumulation_fusion or hidden_states.device.type == "cuda":
+            # Padding is masked, and stays in the products: a GPU's matrix units want rows that begin at multiples of
+            # 16 bytes, which 50,257 columns in 16 bits do not have.
+            logits = output_layer(hidden_states, weight=output_weight)[0]
+        else:
+            weight = self._output_weight(output_layer, output_weight)
+            logits = linear(hidden_states, weight[: self.true_vocab_size])
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.t().flatten(), reduction="none")
+        return losses.view(labels.t().shape).t()
+
+    def _output_weight(self, output_layer: torch.nn.Module, output_weight: torch.Tensor | None) -> torch.Tensor:
+        """Return the output layer's weight, to be read without its forward pass."""
         if self.before_output is not None:
             self.before_output(output_layer)
         weight = self.output_layer.weight if output_weight is None else output_weight
         assert weight is not None
-        logits = linear(hidden_states, weight[: self.true_vocab_size]).flatten(0, 1)
-        losses = F.cross_entropy(logits.float(), labels.t().flatten(), reduction="none")
-        return losses.view(hidden_states.shape[:2]).t()
+        return weight
+
+    def _summed_loss(
+        self,
+        hidden_states: torch.Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: torch.Tensor | None,
+        labels: torch.Tensor,
+        loss_mask: torch.Tensor,
+        **_: object,
+    ) -> torch.Tensor:
+        assert self.own_loss is None, "a loss of one's own is given logits"
+        assert self.reads_output_weight, "the weight is not at hand"
+        weight, group = self._output_weight(output_layer, output_weight), self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+        elif group.size() > 1:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        first_row = len(weight) * group.rank()
+        return linear_cross_entropy(
+            hidden_states.flatten(0, 1),
+            weight,
+            labels.t().flatten(),
+            loss_mask.t().flatten(),
+            Vocabulary(max(0, self.true_vocab_size - first_row), group if group.size() > 1 else None),
+            into_main_grad=self.config.gradient_accumulation_fusion,
+        )
 
 
 def build_model(
@@ -140,6 +185,8 @@ def build_model(
         One model per virtual pipeline stage, in that order; a single one without interleaving. Its forward pass
         takes tokens [batch, sequence] and returns the loss per token, [batch, sequence], on the last stage.
     """
+    if transformer_config.gradient_accumulation_fusion:
+        stand_in()
     chunks = config.layout.virtual_pipeline_model_parallel_size
     return [
         _build_chunk(config, transformer_config, pg_collection, chunk, chunks, on_meta=on_meta, layer_spec=layer_spec)

@@ -20,13 +20,14 @@ class ColumnLinear(ColumnParallelLinear):
     def __init__(self, *sizes: int, skip_bias_add: bool, **settings: Any) -> None:
         # The bias lies with its rows, so that nothing is gained by handing it to the next operation.
         super().__init__(*sizes, skip_bias_add=False, **settings)
-        self.divided = get_pg_size(self.tp_group) > 1
+        # The engine's own product adds its weight gradient to the main gradient (--gradient-accumulation-fusion).
+        self.plain = get_pg_size(self.tp_group) == 1 and not self.gradient_accumulation_fusion
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return this rank's part of Y, and no bias to add later. input_: [..., columns of A]."""
-        if self.divided or self.weight is None or weight is not None:
+        if not self.plain or self.weight is None or weight is not None:
             return super().forward(input_, weight, runtime_gather_output)
         return linear(input_, self.weight, self.bias), None
 
@@ -36,15 +37,17 @@ class RowLinear(RowParallelLinear):
 
     def __init__(self, *sizes: int, **settings: Any) -> None:
         super().__init__(*sizes, **settings)
-        self.divided = get_pg_size(self.tp_group) > 1
+        self.plain = get_pg_size(self.tp_group) == 1 and not self.gradient_accumulation_fusion
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return Y, and the bias if it must be added once, after the sum. input_: [..., this rank's columns of A]."""
-        if self.divided:
+        if not self.plain:
             return super().forward(input_)
         return linear(input_, self.weight, self.bias), None
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **settings: Any) -> torch.Tensor:
+        if self.gradient_accumulation_fusion:
+            return super()._forward_impl(input, weight, **settings)
         return linear(input, weight)

@@ -22,7 +22,13 @@ def token_loss(
         The sum of the losses that count, to differentiate; how many tokens count (int); and for the log
         `{"lm loss": [sum, count]}` in fp32, to be added over microbatches and data-parallel ranks.
     """
-    loss_sum = torch.dot(losses.reshape(-1).float(), loss_mask.reshape(-1).float())
+    return summed_loss(loss_mask, torch.dot(losses.reshape(-1).float(), loss_mask.reshape(-1).float()))
+
+
+def summed_loss(
+    loss_mask: torch.Tensor, loss_sum: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return what `token_loss` does, of a model that was given the mask and has summed the losses itself."""
     num_tokens = loss_mask.sum()
     report = torch.stack((loss_sum.detach(), num_tokens.float()))
     return loss_sum, num_tokens.to(torch.int), {"lm loss": report}

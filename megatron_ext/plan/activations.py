@@ -24,6 +24,7 @@ import functools
 from dataclasses import dataclass
 
 from megatron_ext.config.layers import Attention, Layer, Mlp, Norm, Stack, final_norm, stack
+from megatron_ext.config.loss_chunks import LOSS_CHUNKS
 from megatron_ext.config.schema import Config
 
 _FP32, _INT64 = 4, 8
@@ -190,6 +191,14 @@ class Activations:
         model = self.config.model
         norm = 2 * self.stream + self._statistics(final_norm(model))
         copy = 0 if self.width == _FP32 else self.width  # 16-bit logits next to their fp32 copy
+        if self.config.training.linear_cross_entropy:
+            # Both gradients are there from the forward pass on, in place of what they are made of: that of the hidden
+            # states of all tensor-parallel ranks' tokens, and that of this rank's matrix in fp32.
+            for_hidden = self.width * self.tokens * model.hidden_size
+            rows = model.padded_vocab_size // self.tensor
+            chunk = min(self.tokens, LOSS_CHUNKS["cuda" if self.fused else "cpu"])
+            held = norm - self.stream + for_hidden + _FP32 * rows * model.hidden_size
+            return held, (_FP32 + 2 * copy) * chunk * rows
         if self.tensor > 1:
             # The softmax overwrites the fp32 logits; next to it lie the labels of this rank's part and their mask.
             logits = self.tokens * model.padded_vocab_size / self.tensor

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.layers import Experts, Layer, Stack, stack
+from megatron_ext.config.loss_chunks import LOSS_CHUNKS
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.shapes import Shapes
@@ -140,7 +141,9 @@ class _Stage:
         blocks = self.layers + _number(self.held, lambda kind: kind.every_token)
         again = _number(self.again["attention"]) + _number(self.again["mlp"], lambda kind: kind.every_token)
         if self.config.layout.sequence_parallel:
-            gathers, scatters = 3 * blocks + again + first + 2 * last, 2 * blocks + again + first + last
+            # With --linear-cross-entropy the backward pass reads no hidden states, and gathers none again.
+            of_loss = last * (1 if self.config.training.linear_cross_entropy else 2)
+            gathers, scatters = 3 * blocks + again + first + of_loss, 2 * blocks + again + first + last
             yield Term("tp", "all-gather", gathers * one, f"{gathers} m (t-1)/t A", gathers * m)
             yield Term("tp", "reduce-scatter", scatters * one, f"{scatters} m (t-1)/t A", scatters * m)
             norms = self.shapes.norms_of_stage(self.stage)
@@ -153,7 +156,12 @@ class _Stage:
         if means:
             each = m * 2 * (t - 1) / t * 4 * self.tokens
             yield Term("tp", "all-reduce", means * each, f"{2 * means} m (t-1)/t 4 S/c B", means * m)
-        if last:
+        if last and self.config.training.linear_cross_entropy:
+            # Of each token's part of the vocabulary the normalizer and, where it is there, the label's logit, in fp32.
+            chunk = LOSS_CHUNKS["cpu" if self.config.layout.device == "cpu" else "cuda"]
+            each = m * (t - 1) * 8 * self.tokens
+            yield Term("tp", "all-gather", each, "m (t-1) 8 S/c B", m * math.ceil(self.tokens / chunk))
+        elif last:
             # The loss over a divided vocabulary: largest logit, logit of the label, sum of exponentials, in fp32.
             yield Term("tp", "all-reduce", 3 * m * 2 * (t - 1) / t * 4 * self.tokens, "6 m (t-1)/t 4 S/c B", 3 * m)
 

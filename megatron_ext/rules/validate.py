@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
-from megatron_ext.rules import context, inference, model, moe, pipeline, profiling, run, sharding, training
+from megatron_ext.rules import context, inference, model, moe, operations, pipeline, profiling, run, sharding, training
 from megatron_ext.rules import ranks as layout
 
 Rule = Callable[[Config, Facts], Iterable[str]]
@@ -24,6 +24,7 @@ RULES: tuple[Rule, ...] = (
     *pipeline.RULES,
     *sharding.RULES,
     *training.RULES,
+    *operations.RULES,
     *profiling.RULES,
     *inference.RULES,
 )

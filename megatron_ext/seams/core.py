@@ -12,7 +12,7 @@ MODEL = (
     Seam(
         f"{_CORE}.models.gpt.gpt_model.GPTModel.forward",
         "overridden to hand our loss to it; the loss is computed by output_processor",
-        ("input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params", "output_processor"),
+        ("input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params", "loss_mask", "output_processor"),
     ),
     Seam(
         f"{_CORE}.models.gpt.gpt_model.GPTModel._preprocess",
@@ -44,6 +44,31 @@ MODEL = (
         "overridden: the product of one rank's columns, before the sum over the ranks",
         ("input", "weight"),
         (f"{_CORE}.tensor_parallel.layers.RowParallelLinear.forward",),
+    ),
+    Seam(
+        f"{_CORE}.tensor_parallel.layers._grad_accum_fusion_available",
+        "set to True: torch's products stand in for apex's; a layer is built with the fusion only where it is True",
+        (),
+        (f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear.__init__",),
+    ),
+    Seam(
+        f"{_CORE}.tensor_parallel.layers.fused_weight_gradient_mlp_cuda",
+        "set to our class; its wgrad_gemm_accum_fp32 and _fp16 are called with input, gradient and main gradient",
+        (),
+        (f"{_CORE}.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication.backward",),
+        newer=True,  # without apex nothing has the name until we set it
+    ),
+    Seam(
+        "parameter.grad_added_to_main_grad",
+        "set to True: the hook of data parallelism then leaves a gradient out that is in the main gradient already",
+        (),
+        (f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",),
+    ),
+    Seam(
+        "parameter.zero_out_wgrad",
+        "read: the hook adds what autograd has although the main gradient has its part, which must then be zero",
+        (),
+        (f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",),
     ),
     Seam(
         f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.get_emb",

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.initialize import initialize
+from megatron_ext.optim.gradient_norm import replace_loops
 from megatron_ext.optim.settings import optimizer_config
 from megatron_ext.optim.torch_optimizer import as_registered
 from megatron_ext.sharding.parts import OptimizerPart
@@ -75,6 +76,7 @@ def build_optimizer(
 
     What updates inside of it is the optimizer that `config` chooses, as config/optimizers.py registers it.
     """
+    replace_loops()
     modules: Any = list(chunks)
     built = get_megatron_optimizer(settings, modules, use_gloo_process_groups=False, pg_collection=groups)
     for part in getattr(built, "chained_optimizers", [built]):

@@ -62,8 +62,14 @@ class Extensions:
         """Return the configuration with the own optimizer, which is registered.
 
         Raises:
-            ConfigurationError: the optimizer has the name of another one, or cannot run in the flags' sharding scheme.
+            ConfigurationError: the optimizer has the name of another one, or cannot run in the flags' sharding scheme;
+                or the flags compute the cross-entropy without the logits that the own loss is given.
         """
+        if self.loss is not None and config.training.linear_cross_entropy:
+            raise ConfigurationError(
+                "--linear-cross-entropy keeps no logits, which this run's own loss is given; leave "
+                "--linear-cross-entropy out"
+            )
         traits = self.optimizer
         if traits is None:
             return config

@@ -14,7 +14,7 @@ from megatron_ext.config.layers import stack
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import DataError, NumericError
-from megatron_ext.model.loss import token_loss
+from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.model.moe import take_auxiliary_losses
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import local_part
@@ -93,7 +93,7 @@ def train_step(
     first = run.state.consumed_samples
     samples = range(first, first + global_batch)
     if run.loaders.skipped.covers(samples):
-        return StepResult(0.0, 0, global_batch, False, None, float(run.optimizer.get_loss_scale().item()), None)
+        return StepResult(0.0, 0, global_batch, False, None, _loss_scale(run), None)
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
@@ -114,7 +114,7 @@ def train_step(
     loss, tokens, bad_ranks, overflowed_ranks = share.summed()
     on_loss(BatchLoss(loss, losses, samples))
     run.progress.phase = UPDATE
-    loss_scale = float(run.optimizer.get_loss_scale().item())
+    loss_scale = _loss_scale(run)
     if not run.config.training.no_check_for_nan_in_loss_and_grad:
         if tokens == 0:
             raise _nothing_counts(run, global_batch)
@@ -131,6 +131,12 @@ def train_step(
     run.optimizer.step_with_ready_grads()
     run.sharding.finish_update(run.optimizer)
     return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary)
+
+
+def _loss_scale(run: Run) -> float:
+    """Return the loss scale, without waiting for the device where there is none."""
+    training = run.config.training
+    return float(run.optimizer.get_loss_scale().item()) if training.fp16 or training.loss_scale else 1.0
 
 
 class _Share:
@@ -179,8 +185,9 @@ def run_microbatches(
         but on one rank of those that hold the same loss, so that the sum over all ranks is that over the global batch.
     """
     config = run.config
+    step = _summed_forward_step if config.training.linear_cross_entropy else _forward_step
     reports = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))(
-        forward_step_func=_forward_step if run.recorder is None else run.recorder.watched(_forward_step),
+        forward_step_func=step if run.recorder is None else run.recorder.watched(step),
         data_iterator=[_on_device(run, microbatches) for _ in run.chunks],
         model=list(run.chunks),
         num_microbatches=len(microbatches),
@@ -251,6 +258,14 @@ def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     output = model(batch.tokens, batch.position_ids, labels=batch.labels, documents=batch.documents)
     # A stage before the last has no mask, and the engine never calls its loss.
     return output, partial(token_loss, cast(torch.Tensor, batch.loss_mask))
+
+
+def _summed_forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Run one model chunk likewise, whose last stage returns the sum of the losses that count."""
+    batch = next(batches)
+    mask = cast(torch.Tensor, batch.loss_mask)
+    output = model(batch.tokens, batch.position_ids, labels=batch.labels, documents=batch.documents, loss_mask=mask)
+    return output, partial(summed_loss, mask)
 
 
 def _nothing_counts(run: Run, global_batch: int) -> DataError:

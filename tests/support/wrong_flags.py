@@ -178,6 +178,20 @@ EXAMPLES = {
         "--num-distributed-optimizer-instances 2",
         "--num-distributed-optimizer-instances 1",
     ),
+    "A loss with its output layer under Megatron-FSDP": Example(
+        "--world-size 2 --use-megatron-fsdp --linear-cross-entropy", "--linear-cross-entropy=false"
+    ),
+    "A loss with its output layer in float16": Example("--fp16 --linear-cross-entropy", "--fp16=false --bf16"),
+    "Products that add to gradients under FSDP2": Example(
+        "--world-size 2 --use-torch-fsdp2 --gradient-accumulation-fusion", "--gradient-accumulation-fusion=false"
+    ),
+    "Products that add to gradients, compiled": Example(
+        "--torch-compile --gradient-accumulation-fusion", "--gradient-accumulation-fusion=false"
+    ),
+    "Products that add to gradients in Transformer Engine": Example(
+        "--transformer-impl transformer_engine --gradient-accumulation-fusion",
+        "--transformer-impl local",
+    ),
     "FSDP2 with buckets": Example(
         "--world-size 2 --use-torch-fsdp2 --overlap-grad-reduce", "--overlap-grad-reduce=false"
     ),

@@ -22,13 +22,14 @@ from megatron_ext.parallel import groups
 from tests.support.small_models import small_config
 
 ROOT = Path(__file__).resolve().parents[2]
+FAKE = ("tests/unit/fake_gpu.py", "tests/unit/fake_gpu_operations.py")
 COMPILED = "_torchdynamo_orig_callable"
 """An attribute of what torch.compile returns."""
 
 
 def test_on_fake_gpus() -> None:
     """In a process of its own: here the CPU stands in for whatever is called CUDA."""
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", "tests/unit/fake_gpu.py"]
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", *FAKE]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout
     assert " passed" in ran.stdout

@@ -46,6 +46,8 @@ OUR_OWN = {
     "--lr-scale-rule",
     "--lr-scale-base-batch-size",
     "--torch-compile",
+    "--linear-cross-entropy",
+    "--gradient-accumulation-fusion",
     "--norm-position",
     "--qk-layernorm-over",
     "--torch-fsdp2-cpu-offload",

@@ -32,8 +32,9 @@ def _held(number: int, other: dict[str, Any] | None = None, **recompute: Any) ->
     tokens = torch.randint(0, 250, (B, S + 1), generator=torch.Generator().manual_seed(0))
     inputs, positions = tokens[:, :-1].contiguous(), torch.arange(S).expand(B, S)
     labels = tokens[:, 1:].contiguous()
+    mask = torch.ones(B, S) if recompute.get("linear_cross_entropy") else None
     held = bytes_held_for_backward(
-        lambda: gpt(inputs, positions, labels=labels), [*gpt.parameters(), inputs, positions, labels]
+        lambda: gpt(inputs, positions, labels=labels, loss_mask=mask), [*gpt.parameters(), inputs, positions, labels]
     )
     groups.destroy()
     return held
@@ -95,6 +96,14 @@ def test_a_layer_is_what_docs_say() -> None:
 )
 def test_other_models_hold_what_the_formula_says(model: dict[str, Any]) -> None:
     assert _held(2, model) == _formula(2, model)
+
+
+def test_a_loss_with_its_output_layer_holds_gradients() -> None:
+    """In place of the softmax of 250 logits and of the final norm's output: of the hidden states, and of the matrix."""
+    held = _held(2, linear_cross_entropy=True)
+    assert held == _formula(2, linear_cross_entropy=True)
+    logits, labels_and_weight = 4 * S * B * 250, 8 * S * B + 4
+    assert held == _held(2) - logits - labels_and_weight - UNIT + UNIT + 4 * 256 * H
 
 
 def test_norms_after_attention_and_mlp_hold_what_the_formula_says() -> None:

@@ -152,6 +152,18 @@ class TrainingConfig:
     no_bias_dropout_fusion: bool = free(False, "On GPUs, do not compile bias, dropout and residual into one kernel.")
     no_bias_swiglu_fusion: bool = free(False, "On GPUs, do not compile SwiGLU and its bias into one kernel.")
 
+    linear_cross_entropy: bool = free(
+        False,
+        "Compute the output layer and its cross-entropy together, a part of the tokens at a time, so that the logits "
+        "are never in memory as a whole; gradients are exact.",
+        saves_memory=True,
+    )
+    gradient_accumulation_fusion: bool = free(
+        False,
+        "Add the weight gradients of linear layers to the main gradients in the matrix product that computes them, on "
+        "GPUs without rounding them to 16 bits; Megatron's default, with apex.",
+    )
+
     @property
     def params_dtype(self) -> str:
         """Name of the torch dtype that weights and activations have in the forward pass."""

@@ -1,0 +1,50 @@
+"""Rules about operations that take the place of several: what each cannot be used with."""
+
+from collections.abc import Iterator
+
+from megatron_ext.config.resolve import Facts
+from megatron_ext.config.schema import Config
+
+
+def loss_of_linear_layer_has_its_weight(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse --linear-cross-entropy where it cannot read the output layer's weight, or would lose small numbers."""
+    if not config.training.linear_cross_entropy:
+        return
+    if config.layout.use_megatron_fsdp:
+        yield (
+            "--linear-cross-entropy reads the output layer's weight itself, and --use-megatron-fsdp gathers it for the "
+            "layer's own forward pass alone; leave --linear-cross-entropy out"
+        )
+    if config.training.fp16:
+        yield (
+            "--linear-cross-entropy has probabilities in 16 bits before the loss scale is applied, and --fp16 holds "
+            "none below 6e-8; use --bf16 instead of --fp16, or leave --linear-cross-entropy out"
+        )
+
+
+def products_add_to_main_gradients(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse --gradient-accumulation-fusion where there is no main gradient to add to, or nobody adds."""
+    if not config.training.gradient_accumulation_fusion:
+        return
+    for flag, given in (
+        ("--use-torch-fsdp2", config.layout.use_torch_fsdp2),
+        ("--use-megatron-fsdp", config.layout.use_megatron_fsdp),
+    ):
+        if given:
+            yield (
+                f"--gradient-accumulation-fusion adds to the main gradients of whole weights, and under {flag} there "
+                "are none; leave --gradient-accumulation-fusion out"
+            )
+    if config.training.torch_compile:
+        yield (
+            "--gradient-accumulation-fusion writes main gradients inside the backward pass, which --torch-compile "
+            "cannot follow; leave one of the two out"
+        )
+    if config.model.transformer_impl == "transformer_engine":
+        yield (
+            "--gradient-accumulation-fusion is for --transformer-impl local: Transformer Engine's layers with it were "
+            "never run here; leave --gradient-accumulation-fusion out"
+        )
+
+
+RULES = (loss_of_linear_layer_has_its_weight, products_add_to_main_gradients)

@@ -1,0 +1,69 @@
+"""Norm and clipping of many gradients: the bits of megatron-core's loops, without reading each back."""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ext.optim.gradient_norm import l2_norm, replace_loops, scale
+
+aten: Any = torch.ops.aten
+
+
+class Calls(TorchDispatchMode):
+    """How often the host reads a number of the device, and how many operators there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = self.all = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.all += 1
+        self.read += func is aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def gradients() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1,), (7,), (33, 65), (300, 20), (5000,)]
+    return [torch.randn(size, generator=generator) * 10**power for power, size in enumerate(sizes, -3)]
+
+
+def test_norm_and_scale_have_the_bits_of_the_loops() -> None:
+    overflow, same, also = torch.zeros(1), gradients(), gradients()
+    expected, _ = utils.local_multi_tensor_l2_norm(65536, overflow, [same], False)
+    with Calls() as calls:
+        norm, of_each = l2_norm(65536, overflow, [also], False)
+    assert torch.equal(norm, expected)
+    assert (norm.shape, norm.dtype, of_each) == (expected.shape, expected.dtype, None)
+    assert calls.read == 0
+    utils.local_multi_tensor_scale(65536, overflow, [same, same], 0.123456789)
+    with Calls() as calls:
+        scale(65536, overflow, [also, also], 0.123456789)
+    assert all(torch.equal(a, b) for a, b in zip(same, also, strict=True))
+    assert calls.all == 1
+
+
+def test_kernels_of_a_package_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("l2_norm_impl", "multi_tensor_scale_impl"):
+        monkeypatch.setattr(clip_grads, name, "a package's")
+    replace_loops()
+    assert (clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl) == ("a package's", "a package's")
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
+    replace_loops()
+    assert (clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl) == (l2_norm, scale)
+
+
+def test_the_norm_of_all_ranks_is_read_once() -> None:
+    """As megatron-core calls it; without the replacement it reads every gradient's."""
+    given = gradients()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # pyright: ignore
+    replace_loops()
+    with Calls() as calls:
+        norm = clip_grads.get_grad_norm_fp32(given, grad_stats_parallel_group=torch.distributed.group.WORLD)
+    assert norm == pytest.approx(torch.cat([gradient.flatten() for gradient in given]).norm().item(), rel=1e-6)
+    assert calls.read == 1

@@ -1,0 +1,111 @@
+"""The output layer with its cross-entropy, against the same in float64, and that the logits never are whole."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
+
+TOKENS, HIDDEN, ROWS, TRUE_ROWS = 50, 24, 96, 83
+BOUNDS = {torch.float32: (2e-7, 2e-6), torch.bfloat16: (2e-4, 8e-3)}
+"""By dtype: error of the loss over the loss, and norm of a gradient's error over the gradient's norm."""
+
+
+def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, weight, labels, and which tokens count."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).mul(scale).to(dtype)
+    weight = torch.randn(ROWS, HIDDEN, generator=generator).to(dtype)
+    labels = torch.randint(0, TRUE_ROWS, (TOKENS,), generator=generator)
+    counts = (torch.rand(TOKENS, generator=generator) < 0.7).float()
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, counts
+
+
+def exact(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> Any:
+    """Loss and both gradients in float64, padding left out."""
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    losses = F.cross_entropy(hidden @ weight[:TRUE_ROWS].t(), labels, reduction="none")
+    loss = (losses * counts).sum()
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.detach().double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("chunk", [1, 7, 25, 50, None])
+def test_loss_and_gradients_are_exact(dtype: torch.dtype, chunk: int | None) -> None:
+    """Chunks of 7 do not divide the tokens; a gradient of 3 scales both."""
+    given = inputs(dtype)
+    loss = linear_cross_entropy(*given, Vocabulary(TRUE_ROWS), chunk=chunk)
+    for_hidden, for_weight = torch.autograd.grad(loss * 3.0, given[:2])
+    assert (loss.dtype, for_hidden.dtype, for_weight.dtype) == (torch.float32, dtype, dtype)
+    of_loss, of_gradient = BOUNDS[dtype]
+    expected = exact(*given)
+    assert error(loss, expected[0]) < of_loss
+    assert error(for_hidden / 3.0, expected[1]) < of_gradient
+    assert error(for_weight / 3.0, expected[2]) < of_gradient
+    assert not for_weight[TRUE_ROWS:].any()
+    assert not for_hidden[given[3] == 0].any()
+
+
+def test_a_label_without_probability_has_its_loss() -> None:
+    """Its share of the softmax is 0 in fp32."""
+    given = inputs(torch.float32, scale=200.0)
+    loss = linear_cross_entropy(*given, Vocabulary(TRUE_ROWS), chunk=16)
+    expected = exact(*given)
+    assert float(expected[0]) > 100 * TOKENS
+    assert error(loss, expected[0]) < 1e-6
+    assert error(torch.autograd.grad(loss, given[1])[0], expected[2]) < 1e-5
+
+
+def test_only_what_is_asked_for_is_computed() -> None:
+    hidden, weight, labels, counts = inputs(torch.float32)
+    vocabulary = Vocabulary(TRUE_ROWS)
+    loss = linear_cross_entropy(hidden, weight, labels, counts, vocabulary)
+    (alone,) = torch.autograd.grad(linear_cross_entropy(hidden, weight.detach(), labels, counts, vocabulary), hidden)
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(hidden, weight, labels, counts, vocabulary), loss)
+    nothing = linear_cross_entropy(hidden, weight, labels, torch.zeros(TOKENS), vocabulary)
+    assert nothing == 0
+    assert not torch.autograd.grad(nothing, weight)[0].any()
+    loss.backward(retain_graph=True)
+    assert torch.equal(alone, hidden.grad)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16], ids=str)
+def test_the_main_gradient_gets_it_directly(main: torch.dtype) -> None:
+    """On top of what it holds; autograd adds nothing where its own is asked for (tied embeddings)."""
+    given = inputs(torch.bfloat16)
+    weight: Any = given[1]
+    weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.ones(ROWS, HIDDEN).to(main), 0, True
+    linear_cross_entropy(*given, Vocabulary(TRUE_ROWS), into_main_grad=True).backward()
+    assert weight.grad_added_to_main_grad is True
+    assert not weight.grad.any()
+    assert error(weight.main_grad, exact(*given)[2] + 1.0) < BOUNDS[torch.bfloat16][1]
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that any operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("chunk", [5, 50])
+def test_logits_are_never_whole(chunk: int) -> None:
+    given = inputs(torch.float32)
+    with Largest() as largest:
+        linear_cross_entropy(*given, Vocabulary(TRUE_ROWS), chunk=chunk).backward()
+    assert largest.elements == max(chunk * ROWS, ROWS * HIDDEN)
