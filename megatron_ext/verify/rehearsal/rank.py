@@ -23,10 +23,10 @@ from megatron_ext.checkpoint.native import contents, save
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.device.protocol import Device
+from megatron_ext.model import initialize
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.parallel import groups as process_groups
-from megatron_ext.sharding import engine
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.sharding.parts import IN_PLACE
 from megatron_ext.sharding.protocol import Sharding
@@ -167,20 +167,21 @@ def _fake_from_initialization_on(fakes: FakeTensorMode) -> Iterator[None]:
 
     (Modules cannot change the dtype of fake weights, as the wrapper of 16-bit training does.)
     """
-    draw = engine.initialize
+    named = initialize.global_named_parameters
     with ExitStack() as stack:
 
-        def make_fake(chunks: Sequence[torch.nn.Module], *_: Any) -> None:
+        def make_fake(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
             stack.enter_context(fakes)
             for chunk in chunks:
                 for module in chunk.modules():
                     _fake(module)
+            return iter(())  # nothing is to be filled
 
-        engine.initialize = make_fake
+        initialize.global_named_parameters = make_fake
         try:
             yield
         finally:
-            engine.initialize = draw
+            initialize.global_named_parameters = named
 
 
 def _fake(module: torch.nn.Module) -> None:
