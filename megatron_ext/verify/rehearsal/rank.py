@@ -170,9 +170,9 @@ def _fake_from_initialization_on(fakes: FakeTensorMode) -> Iterator[None]:
     named = initialize.global_named_parameters
     with ExitStack() as stack:
 
-        def make_fake(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        def make_fake(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
             stack.enter_context(fakes)
-            for chunk in chunks:
+            for chunk in model_chunks:
                 for module in chunk.modules():
                     _fake(module)
             return iter(())  # nothing is to be filled
