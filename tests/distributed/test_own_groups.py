@@ -51,7 +51,7 @@ def _groups(layout: LayoutConfig) -> dict[str, Any]:
     torch.distributed.new_group = counted
     process_groups.initialize(layout, here)
     torch.distributed.new_group = original
-    by_name = {group.group_name: group for group in _world.pg_map}
+    by_name = {str(group.group_name): group for group in _world.pg_map}
     made = []
     for name, (purpose, ranks) in groups_made().items():
         if name not in known:

@@ -187,7 +187,7 @@ def _fake_from_initialization_on(fakes: FakeTensorMode) -> Iterator[None]:
 def _fake(module: torch.nn.Module) -> None:
     for name, weight in module.named_parameters(recurse=False):
         fake = torch.nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype), requires_grad=weight.requires_grad)
-        fake.__dict__.update(weight.__dict__)  # what megatron-core marks it with
+        vars(fake).update(vars(weight))  # what megatron-core marks it with
         module.register_parameter(name, fake)
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_meta:
