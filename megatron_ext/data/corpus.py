@@ -8,12 +8,20 @@ documents; the last, incomplete sample is dropped, as in Megatron. Torch is impo
 """
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.blend import Blend
 from megatron_ext.config.schema import Config
 from megatron_ext.data.formula import FormulaDataset, FormulaSource
-from megatron_ext.data.integrity import Share, check_indexed_files, check_some_token_ids, share_of, token_count
+from megatron_ext.data.integrity import (
+    Share,
+    check_indexed_files,
+    check_some_token_ids,
+    index_digest,
+    share_of,
+    token_count,
+)
 from megatron_ext.data.mask import Mask
 from megatron_ext.data.samples import Samples
 from megatron_ext.data.splits import SPLITS, SplitFiles, split_files
@@ -53,6 +61,7 @@ def build_datasets(config: Config, tokenizer: Tokenizer, num_samples: Splits[int
         StorageError: the index cache cannot be written.
     """
     datasets: dict[str, Samples | None] = dict.fromkeys(SPLITS)
+    digests: dict[str, str] = {}
     for number, split in enumerate(SPLITS):
         wanted = getattr(num_samples, split)
         if wanted == 0:
@@ -62,8 +71,30 @@ def build_datasets(config: Config, tokenizer: Tokenizer, num_samples: Splits[int
             continue
         files = split_files(config, split)
         if files is not None:
-            datasets[split] = _build(config, tokenizer, files, wanted if split == "train" else None)
+            new = [prefix for prefix in dict.fromkeys(files.blend.prefixes) if prefix not in digests]
+            digests |= _checked(new, config, tokenizer)
+            datasets[split] = _build(config, tokenizer, files, digests, wanted if split == "train" else None)
     return Splits(**datasets)
+
+
+def _checked(prefixes: Sequence[str], config: Config, tokenizer: Tokenizer) -> dict[str, str]:
+    """Check pairs, and return the digests of their indices, from which megatron-core's order is made: empty texts for
+    --data-order formula, which reads a bounded part of each file, on all ranks. Otherwise this is collective."""
+    by_formula = config.data.data_order == "formula"
+
+    def check() -> dict[str, str]:
+        for prefix in prefixes:
+            check_indexed_files(prefix, whole_index_up_to=_WHOLE_INDEX_UP_TO if by_formula else None)
+            check_some_token_ids(prefix, tokenizer.vocab_size)
+        return {f"{prefix}.idx": "" if by_formula else index_digest(prefix) for prefix in prefixes}
+
+    if by_formula:
+        found = check()
+    else:
+        from megatron_ext.data.nodes import read_once_per_node
+
+        found = read_once_per_node(check)
+    return dict(zip(prefixes, found.values(), strict=True))
 
 
 def _mock(config: Config, tokenizer: Tokenizer, num_samples: int, split: int) -> MockDataset:
@@ -76,13 +107,11 @@ def _mock(config: Config, tokenizer: Tokenizer, num_samples: int, split: int) ->
     )
 
 
-def _build(config: Config, tokenizer: Tokenizer, files: SplitFiles, num_samples: int | None) -> Samples:
+def _build(
+    config: Config, tokenizer: Tokenizer, files: SplitFiles, digests: Mapping[str, str], num_samples: int | None
+) -> Samples:
     """Build one split; `num_samples` None means one pass."""
     by_formula = config.data.data_order == "formula"
-    # On all ranks alike: they must agree on the number of barriers, and on an error.
-    for prefix in files.blend.prefixes:
-        check_indexed_files(prefix, whole_index_up_to=_WHOLE_INDEX_UP_TO if by_formula else None)
-        check_some_token_ids(prefix, tokenizer.vocab_size)
     shares = [share_of(prefix, files.bounds) for prefix in files.blend.prefixes]
     masks = _masks(config, files) if config.data.assistant_only_loss else None
     # The order by formula reads packed documents whole; megatron-core's takes one token more for the last label.
@@ -93,7 +122,8 @@ def _build(config: Config, tokenizer: Tokenizer, files: SplitFiles, num_samples:
         return _by_formula(config, tokenizer, files.split, blend, shares, num_samples, masks or {})
     from megatron_ext.data.shuffled import build_shuffled
 
-    dataset = build_shuffled(config, tokenizer, files, blend, shares, num_samples, masks)
+    own = [digests[prefix] for prefix in blend.prefixes]
+    dataset = build_shuffled(config, tokenizer, files, blend, shares, own, num_samples, masks)
     if num_samples is not None and len(dataset) < num_samples:
         raise ConfigurationError(
             f"{files.flag} without weights is one pass over {len(blend.prefixes)} sources, {len(dataset)} samples, "

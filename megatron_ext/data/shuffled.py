@@ -5,24 +5,22 @@ samples are shuffled. megatron-core writes that down in index files, which are k
 """
 
 import copy
-import os
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
-import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_ext.config.blend import Blend
 from megatron_ext.config.schema import Config
 from megatron_ext.data.index_cache import CachedGPTDataset, LocalBuilder, cache_folder
-from megatron_ext.data.integrity import Share, index_digest, open_index
+from megatron_ext.data.integrity import Share, open_index
 from megatron_ext.data.mask import BEGINS, COUNTS, Mask, MaskOfSequences
+from megatron_ext.data.nodes import one_rank_of_a_node_first
 from megatron_ext.data.samples import SampleDataset, SampleWindow, Source
 from megatron_ext.data.splits import SPLITS, SplitFiles
-from megatron_ext.errors import StorageError, TrainingError
+from megatron_ext.errors import StorageError
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 
@@ -117,11 +115,17 @@ def build_shuffled(
     files: SplitFiles,
     blend: Blend,
     shares: list[Share],
+    digests: Sequence[str],
     num_samples: int | None,
     masks: Mapping[str, Mask] | None = None,
 ) -> ShuffledDataset:
-    """Build one split through megatron-core's builder; `num_samples` None means one pass, `masks` None that all tokens
-    count. Collective, if there are ranks."""
+    """Build one split through megatron-core's builder. Collective, if there are ranks.
+
+    Args:
+        digests: `index_digest` of each pair of the blend: another index has another cache.
+        num_samples: None for one pass.
+        masks: None where all tokens count.
+    """
     folder = cache_folder(config.data.data_cache_path, blend.prefixes[0])
 
     def build() -> ShuffledDataset:
@@ -131,7 +135,7 @@ def build_shuffled(
             blend=(list(blend.prefixes), None if blend.weights is None else list(blend.weights)),
             split=files.split_weights,
             path_to_cache=config.data.data_cache_path,
-            tokenizer=cast(Any, _CacheKey(tokenizer, blend.prefixes)),
+            tokenizer=cast(Any, _CacheKey(tokenizer, digests)),
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=config.data.eod_mask_loss,
@@ -165,49 +169,6 @@ def _by_sequence(mask: Mask, prefix: str) -> MaskOfSequences:
     return MaskOfSequences(mask, index.pointers, index.lengths, index.dtype.itemsize)
 
 
-def one_rank_of_a_node_first[T](folder: os.PathLike[str], build: Callable[[], T]) -> T:
-    """Call `build`, which writes to `folder` what it does not find there, on all ranks. Collective.
-
-    Rank 0 goes first, together with the first rank of each node that does not see rank 0's `folder`; then the others.
-
-    Raises:
-        TrainingError: one of the first ranks raised it; it is raised on every rank.
-    """
-    if not torch.distributed.is_initialized():
-        return build()
-    rank, local_rank = torch.distributed.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
-    mark: list[Any] = [_make_mark(folder) if rank == 0 else None]
-    torch.distributed.broadcast_object_list(mark, src=0)
-    shared = mark[0] is not None and os.path.exists(os.path.join(folder, mark[0]))
-    goes_first = rank == 0 or (local_rank == 0 and not shared)
-    result, problem = None, None
-    if goes_first:
-        try:
-            result = build()
-        except TrainingError as error:
-            problem = error
-    problems: list[TrainingError | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, problem)
-    if rank == 0 and mark[0] is not None:
-        os.unlink(os.path.join(folder, mark[0]))
-    for problem in problems:
-        if problem is not None:
-            raise problem
-    return cast(T, result) if goes_first else build()
-
-
-def _make_mark(folder: os.PathLike[str]) -> str | None:
-    """Make an empty file that shows other nodes whether they see this folder; return None where it cannot be
-    written."""
-    name = f".{secrets.token_hex(8)}.mark"
-    try:
-        os.makedirs(folder, exist_ok=True)
-        open(os.path.join(folder, name), "x").close()
-    except OSError:
-        return None  # building says what is wrong, if something has to be written
-    return name
-
-
 class _CacheKey:
     """Answers what GPTDataset asks of a tokenizer. Its identifiers enter the index cache's key, so the data's go here
     too."""
@@ -215,7 +176,7 @@ class _CacheKey:
     # A value that no .bin can hold: GPTDataset would hide real tokens that equal its padding.
     pad = np.iinfo(np.int64).min
 
-    def __init__(self, tokenizer: Tokenizer, prefixes: tuple[str, ...]):
+    def __init__(self, tokenizer: Tokenizer, digests: Sequence[str]):
         self.vocab_size = tokenizer.vocab_size
         self.eod = tokenizer.eod
-        self.unique_identifiers = {**tokenizer.identity(), "data": [index_digest(prefix) for prefix in prefixes]}
+        self.unique_identifiers = {**tokenizer.identity(), "data": list(digests)}

@@ -11,6 +11,7 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device.protocol import Device
 from megatron_ext.parallel import meeting, sockets
+from megatron_ext.parallel.own_groups import own_groups_only
 
 # torch's own time limit comes after that of the watch (resilience/watch.py), which says who is to blame.
 _SECONDS_FOR_THE_WATCH = 5.0
@@ -54,18 +55,19 @@ def initialize(layout: LayoutConfig, device: Device, *, from_host: bool = False)
     """
     start(layout, device, from_host=from_host)
     interleaved = layout.virtual_pipeline_model_parallel_size > 1
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size if interleaved else None,
-        expert_model_parallel_size=layout.expert_model_parallel_size,
-        expert_tensor_parallel_size=layout.expert_tensor_size,
-        context_parallel_size=layout.context_parallel_size,
-        num_distributed_optimizer_instances=layout.num_distributed_optimizer_instances,
-        order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-        distributed_timeout_minutes=layout.distributed_timeout_minutes + _SECONDS_FOR_THE_WATCH / 60.0,  # pyright: ignore[reportArgumentType]
-        create_gloo_process_groups=False,
-    )
+    with own_groups_only():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size if interleaved else None,
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_size,
+            context_parallel_size=layout.context_parallel_size,
+            num_distributed_optimizer_instances=layout.num_distributed_optimizer_instances,
+            order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+            distributed_timeout_minutes=layout.distributed_timeout_minutes + _SECONDS_FOR_THE_WATCH / 60.0,  # pyright: ignore[reportArgumentType]
+            create_gloo_process_groups=False,
+        )
     return ProcessGroupCollection.use_mpu_process_groups()
 
 

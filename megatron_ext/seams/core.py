@@ -113,12 +113,33 @@ MODEL = (
     ),
 )
 
+GROUPS = (
+    Seam(
+        f"{_CORE}.parallel_state.create_group",
+        "replaced while the groups are made: those of other ranks are counted and not made",
+        ("ranks",),
+        (f"{_CORE}.parallel_state.initialize_model_parallel",),
+    ),
+    Seam(
+        f"{_CORE}.parallel_state.generate_masked_orthogonal_rank_groups",
+        "replaced while the groups are made, by the same in numpy",
+        ("world_size", "parallel_size", "mask"),
+        (f"{_CORE}.parallel_state.RankGenerator.get_ranks",),
+    ),
+)
+
 CHECKPOINTS = (
     Seam(
         f"{_CORE}.dist_checkpointing.strategies.filesystem_async._results_queue",
         "set to a queue of this process; the engine would start a manager process for it",
         (),
         (f"{_CORE}.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",),
+    ),
+    Seam(
+        f"{_CORE}.dist_checkpointing.state_dict_utils.determine_global_metadata",
+        "replaced for saves: what all ranks save is sent to rank 0 alone, which alone validates it; returns a pair",
+        ("sharded_state_dict", "process_group"),
+        (f"{_CORE}.dist_checkpointing.state_dict_utils.save_preprocess",),
     ),
     Seam(
         f"{_SAVE}.TorchDistSaveShardedStrategy._get_save_and_finalize_callbacks",

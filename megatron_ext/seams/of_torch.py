@@ -63,6 +63,14 @@ TORCH = (
     ),
 )
 
+REHEARSAL = (
+    Seam("torch._subclasses.fake_tensor.FakeTensorMode", "tensors without memory, for a rank that is only played"),
+    Seam(
+        "torch.testing._internal.distributed.fake_pg.FakeStore",
+        'registers the backend "fake", whose collectives return at once',
+    ),
+)
+
 COLLECTIVES = (
     Seam(
         "torch.distributed._coalescing_manager",
@@ -80,7 +88,16 @@ COLLECTIVES = (
     Seam("torch.distributed.ProcessGroupGloo._Options._devices", "of the first group, given to every other one"),
     Seam("torch.distributed.ProcessGroupGloo._Options._threads", "two for each device, as torch has it"),
     Seam("torch.distributed.ProcessGroupGloo._Options._timeout", "a timedelta, of what the group does"),
-    Seam(f"{_C10D}._get_default_group", "the group of a coalesced collective that names none"),
+    Seam(
+        f"{_C10D}._get_default_group",
+        "the group of a coalesced collective that names none; of all ranks, bound to a device or not",
+    ),
+    Seam(
+        f"{_C10D}._process_group_name",
+        "called for a group that this rank is not in, which torch only counts: names are numbers in this order",
+        ("ranks", "use_hashed_name"),
+        (f"{_C10D}._new_group_with_tag",),
+    ),
     Seam(
         f"{_C10D}._world",
         "its pg_coalesce_state lists the collectives that wait, with op, tensor, dst_tensor and redop",

@@ -1,5 +1,6 @@
 """Rank 0 builds the index cache, the others read it: with a cold and a warm cache."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def write_cache_on_node(prefix: str, caches: list[str]) -> list[list[int]]:
     import torch
 
     from megatron_ext.config.schema import Config, DataConfig, ModelConfig
-    from megatron_ext.data import index_cache
+    from megatron_ext.data import corpus, index_cache
     from megatron_ext.data.corpus import Splits, build_datasets
     from megatron_ext.tokenizer.null import NullTokenizer
 
@@ -79,9 +80,12 @@ def write_cache_on_node(prefix: str, caches: list[str]) -> list[list[int]]:
     built = []
     build = index_cache._in_memory
     index_cache._in_memory = lambda *arguments: built.append(rank) or build(*arguments)
+    digested = []
+    digest = corpus.index_digest
+    corpus.index_digest = lambda prefix: digested.append(rank) or digest(prefix)
     train = build_datasets(config, NullTokenizer(1000), Splits(60, 0, 0)).train
     assert train is not None
-    return [built, *(train[i]["tokens"].tolist() for i in range(60))]
+    return [built, digested, *(train[i]["tokens"].tolist() for i in range(60))]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -89,7 +93,8 @@ def test_the_cache_is_built_once_per_node(tmp_path: Path, prefixes: tuple[str, s
     caches = [str(tmp_path / "node0"), str(tmp_path / ("node0" if shared else "node1"))]
     results = run_ranks(4, write_cache_on_node, prefixes[0], caches)
     assert [built for built, *_ in results] == ([[0], [], [], []] if shared else [[0], [], [2], []])
-    assert results[0][1:] == results[1][1:] == results[2][1:] == results[3][1:]
+    assert [digested for _, digested, *_ in results] == [[0], [], [2], []], "one rank of a node reads the whole index"
+    assert results[0][2:] == results[1][2:] == results[2][2:] == results[3][2:]
     for cache in caches:
         names = sorted(path.name for path in Path(cache).iterdir())
         assert [name.split("-train-")[1] for name in names] == [
@@ -98,6 +103,28 @@ def test_the_cache_is_built_once_per_node(tmp_path: Path, prefixes: tuple[str, s
             "sample_index.npy",
             "shuffle_index.npy",
         ]
+        digest = hashlib.sha256(Path(f"{prefixes[0]}.idx").read_bytes()).hexdigest()
+        assert f'"{digest}"' in (Path(cache) / names[0]).read_text(), "another index has another cache"
+
+
+def test_a_node_with_another_index_ends_all_ranks(tmp_path: Path, prefixes: tuple[str, str]):
+    (tmp_path / "other").mkdir()
+    with IndexedWriter(tmp_path / "other" / "a", np.uint16) as writer:
+        writer.add_tokens(np.arange(1000, dtype=np.uint16).tobytes(), [25] * 40)
+    with pytest.raises(RankError) as caught:
+        run_ranks(4, read_on_node, [prefixes[0], str(tmp_path / "other" / "a")], str(tmp_path / "cache"), timeout=60)
+    assert len(caught.value.tracebacks) == 4
+    assert all(f"{tmp_path}/other/a.idx is another file on " in text for _, text in caught.value.tracebacks)
+    assert all("which rank 2 is on" in text for _, text in caught.value.tracebacks)
+
+
+def read_on_node(prefixes: list[str], cache: str) -> None:
+    """Four ranks on two nodes with a file of the same name each."""
+    import os
+
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    read_on_rank({"data_path": (prefixes[rank // 2],)}, cache)
 
 
 def test_a_cache_that_cannot_be_written_ends_all_ranks_with_the_cause(tmp_path: Path, prefixes: tuple[str, str]):

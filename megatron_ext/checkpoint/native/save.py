@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import state_dict_utils
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -35,6 +37,7 @@ from megatron_ext.checkpoint.native.retention import remove_expired
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, as_it_is
 from megatron_ext.config.files import to_yaml
+from megatron_ext.device.protocol import Device
 from megatron_ext.errors import StorageError
 from megatron_ext.sharding.parts import IN_PLACE, Exchange
 
@@ -51,7 +54,8 @@ def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
 
 
 class Kept:
-    """Holds what the background saves of one run hand on, so that later ones stop the training for a copy alone."""
+    """Holds what the saves of one run hand on: the plan, and what lets later background saves stop the training for a
+    copy alone."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
@@ -80,7 +84,8 @@ class Save:
 
     In the background, a thread writes a copy that was taken when the save began; until `finish`, the checkpoint has
     no name yet. (The engine would fork a process for it, which holds what the training process has open.) With what
-    was `kept` of an earlier save of the run, that thread also plans, and exchanges shards, in groups of its own.
+    was `kept` of an earlier save of the run, no plan is made again, and in the background that thread also exchanges
+    shards, in groups of its own.
     """
 
     def __init__(self, run: Saveable, folder: str | Path, *, background: bool, kept: Kept | None = None):
@@ -90,7 +95,7 @@ class Save:
         self._files: manifest.Files | str = {}
         self._request: AsyncRequest | None = None
         self._thread: threading.Thread | None = None
-        planned = background and self._kept.size is not None
+        aside = background and self._kept.size is not None
         with self._failures():
             _on_first_rank(run, folder, self._begin)
             with run.gathered_parameters():
@@ -99,12 +104,12 @@ class Save:
                 if background:
                     run.device.synchronize()
                     self._kept.models = taken.models
-                if not planned:
+                if not aside:
                     self._prepare(taken, background)
                 if not background:
                     self._write(None)
             if background:
-                arguments = (taken if planned else None,)
+                arguments = (taken if aside else None,)
                 self._thread = threading.Thread(target=self._write_aside, args=arguments, daemon=True)
                 self._thread.start()
 
@@ -140,15 +145,14 @@ class Save:
             _check_space(self.folder, self._kept.size)
 
     def _prepare(self, taken: contents.RunSnapshot, background: bool) -> None:
-        """Make the engine's plan, of a first save or of one that the training waits for. Collective."""
+        """Make the engine's plan for a first save, or take it up for one that the training waits for. Collective."""
         state_dict = contents.to_save(taken, self._kept.exchange if background else IN_PLACE)
-        sizes: list[int] = [0] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(sizes, contents.size(state_dict))
-        _on_first_rank(self.run, self.folder, lambda: _check_space(self.folder, sum(sizes)))
-        strategy = self._kept.strategy if background else TorchDistSaveShardedStrategy()
-        self._request = _request(state_dict, self._partial, strategy, validate=True)
-        if background:
-            self._kept.size = sum(sizes)
+        is_first = self._kept.size is None
+        if is_first:
+            size = _sum_over_ranks(contents.size(state_dict), self.run.device)
+            _on_first_rank(self.run, self.folder, lambda: _check_space(self.folder, size))
+            self._kept.size = size
+        self._request = _request(state_dict, self._partial, self._kept.strategy, validate=is_first)
 
     def _write_aside(self, taken: contents.RunSnapshot | None) -> None:
         """Run `_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
@@ -236,6 +240,7 @@ def _request(
     # The results of a write in this process need not cross a process boundary; the engine's own queue would start a
     # process for it, which takes seconds.
     filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
+    state_dict_utils.determine_global_metadata = _metadata_on_first_rank
     request = dist_checkpointing.save(
         state_dict,
         str(folder),
@@ -254,14 +259,39 @@ def _on_host(request: AsyncRequest) -> Any:
     return None if request.preload_fn is None else request.preload_fn()  # None: this rank writes nothing
 
 
+def _sum_over_ranks(number: int, device: Device) -> int:
+    total = torch.tensor(number, dtype=torch.int64).to(device.torch_device)
+    torch.distributed.all_reduce(total)
+    return int(total)
+
+
 def _gather_files(folder: str | Path, own: manifest.Files | str) -> manifest.Files:
-    """Return the files of all ranks; where one failed, every rank raises."""
-    answers: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(answers, own)
-    for answer in answers:
-        if isinstance(answer, str):
-            raise _storage_error(folder, answer)
+    """Return the files of all ranks on rank 0, and none on the others; where one failed, every rank raises."""
+    answers = _gathered_by_first_rank(own)
+    problem = [next((answer for answer in answers if isinstance(answer, str)), None)]
+    torch.distributed.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise _storage_error(folder, problem[0])
     return {name: entry for answer in answers for name, entry in answer.items()}
+
+
+def _gathered_by_first_rank(own: Any) -> list[Any]:
+    """Return what all ranks give, on rank 0; on the others, to which it is not sent, an empty list. Collective."""
+    is_first = torch.distributed.get_rank() == 0
+    gathered: list[Any] = [None] * torch.distributed.get_world_size() if is_first else []
+    torch.distributed.gather_object(own, gathered if is_first else None, dst=0)
+    return gathered
+
+
+def _metadata_on_first_rank(sharded_state_dict: ShardedStateDict, process_group: Any = None) -> tuple[list, list]:
+    """Return what this rank saves, without values, and on rank 0 that of all ranks.
+
+    The engine's function sends that of all to all, tens of megabytes with a thousand ranks, of which only rank 0 makes
+    any use.
+    """
+    assert process_group is None
+    own = [value.without_data() for value in nested_values(sharded_state_dict)]
+    return own, _gathered_by_first_rank(own)
 
 
 def _on_first_rank(run: Saveable, folder: str | Path, action: Callable[[], object]) -> None:

@@ -1,0 +1,133 @@
+"""A rank makes its own process groups alone: they are those that megatron-core makes by itself, and the ranks agree."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.config.schema import LayoutConfig
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import end_layout
+
+LAYOUTS = {
+    "TP2 PP4": LayoutConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=4),
+    "TP2 CP2 PP2 VPP2": LayoutConfig(
+        tensor_model_parallel_size=2,
+        context_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        num_virtual_stages_per_pipeline_rank=2,
+    ),
+    "EP2 PP2": LayoutConfig(expert_model_parallel_size=2, pipeline_model_parallel_size=2),
+    "TP2 PP2, pipeline before data": LayoutConfig(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True
+    ),
+    "TP2 EP4 ETP1": LayoutConfig(
+        tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1
+    ),
+    "DP8, two instances": LayoutConfig(num_distributed_optimizer_instances=2),
+}
+Group = tuple[str, list[int], float]
+
+
+def _groups(layout: LayoutConfig) -> dict[str, Any]:
+    """Make the groups of a layout; return description, ranks and sum over the ranks of each, and what was called."""
+    import torch
+    from torch.distributed.distributed_c10d import _world
+
+    from megatron_ext import device
+    from megatron_ext.parallel import groups as process_groups
+    from megatron_ext.verify.rehearsal.rank import groups_made
+
+    here = device.install("cpu")
+    process_groups.start(layout, here)
+    calls, original, before = [0], torch.distributed.new_group, _world.group_count
+    known = groups_made().keys()
+
+    def counted(**options: Any) -> Any:
+        calls[0] += 1
+        return original(**options)
+
+    torch.distributed.new_group = counted
+    process_groups.initialize(layout, here)
+    torch.distributed.new_group = original
+    by_name = {str(group.group_name): group for group in _world.pg_map}
+    made = []
+    for name, (purpose, ranks) in groups_made().items():
+        if name not in known:
+            total = torch.tensor(float(torch.distributed.get_rank()))
+            torch.distributed.all_reduce(total, group=by_name[name])
+            made.append((purpose, ranks, total.item()))
+    return {"made": made, "calls": calls[0], "counted": _world.group_count - before}
+
+
+def _of_all_layouts() -> list[list[dict[str, Any]]]:
+    """Each layout with this rank's groups alone, and as megatron-core has it."""
+    from megatron_ext.parallel import groups as process_groups
+
+    found = []
+    ours = process_groups.own_groups_only
+    for layout in LAYOUTS.values():
+        pair = []
+        for context in (ours, nullcontext):
+            process_groups.own_groups_only = context
+            pair.append(_groups(layout))
+            end_layout()
+        found.append(pair)
+    return found
+
+
+def _played() -> list[list[list[Group]]]:
+    from megatron_ext import device
+    from megatron_ext.parallel import groups as process_groups
+    from megatron_ext.verify.rehearsal.rank import groups_made
+    from megatron_ext.verify.rehearsal.world import played
+
+    here = device.install("cpu")
+    found = []
+    for rank in range(8):
+        of_rank = []
+        for layout in LAYOUTS.values():
+            with played(rank, 8):
+                process_groups.initialize(layout, here)
+                made = [(purpose, ranks, float(sum(ranks))) for purpose, ranks in groups_made().values()]
+                of_rank.append([group for group in made if group[0] != "default_pg"])
+        found.append(of_rank)
+    return found
+
+
+@pytest.fixture(scope="module")
+def real() -> list[list[list[dict[str, Any]]]]:
+    return run_ranks(8, _of_all_layouts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_groups_are_those_of_megatron_core(layout: str, real: list[list[list[dict[str, Any]]]]) -> None:
+    number = list(LAYOUTS).index(layout)
+    for rank, of_rank in enumerate(real):
+        own, everyones = of_rank[number]
+        assert own["made"] == everyones["made"]
+        assert own["counted"] == everyones["counted"] == everyones["calls"]
+        assert own["calls"] == len(own["made"]) < everyones["calls"]
+        assert all(rank in ranks and total == sum(ranks) for _, ranks, total in own["made"])
+
+
+def test_a_played_rank_has_the_groups_of_a_real_one(real: list[list[list[dict[str, Any]]]]) -> None:
+    (of_played,) = run_ranks(1, _played)
+    assert of_played == [[own["made"] for own, _ in of_rank] for of_rank in real]
+
+
+def test_ranks_are_listed_as_megatron_core_lists_them() -> None:
+    from megatron_ext import device
+
+    device.install("cpu")
+    from megatron.core.parallel_state import generate_masked_orthogonal_rank_groups
+
+    from megatron_ext.parallel.own_groups import rank_groups
+
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        sizes = random.choice([1, 1, 2, 3, 4], random.integers(1, 7)).tolist()
+        mask = (random.random(len(sizes)) < 0.5).tolist()
+        world = int(np.prod(sizes))
+        assert rank_groups(world, sizes, mask) == generate_masked_orthogonal_rank_groups(world, sizes, mask)
