@@ -65,6 +65,9 @@ def flags(world_size: int, folder: Path) -> list[str]:
 
 def play(world_size: int, rank: int, folder: Path) -> None:
     """In a process of its own: play a rank, print its phases, and keep what rank 0 told the others."""
+    from megatron_ext import device
+
+    device.install("cpu")
     from megatron_ext.verify.rehearsal.rank import rehearse
 
     told = folder / f"told-{world_size}"
@@ -86,6 +89,9 @@ def played(world_size: int, rank: int, folder: Path) -> list[dict[str, Any]]:
 
 def plan_of_all(world_size: int, folder: Path) -> dict[str, float]:
     """In this process: play all ranks but 0, then rank 0 with what they sent; return what its plan costs."""
+    from megatron_ext import device
+
+    device.install("cpu")
     from megatron_ext.verify.rehearsal.rank import rehearse
 
     told = pickle.loads((folder / f"told-{world_size}").read_bytes())
