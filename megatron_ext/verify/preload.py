@@ -17,7 +17,8 @@ import megatron.core.pipeline_parallel  # noqa: E402, F401
 import megatron_ext.checkpoint.huggingface.exporter  # noqa: E402
 import megatron_ext.checkpoint.native.load  # noqa: E402
 import megatron_ext.checkpoint.native.save  # noqa: E402
-import megatron_ext.cli.pretrain  # noqa: E402
+import megatron_ext.lasting_output  # noqa: E402
+import megatron_ext.resilience.launcher_watch  # noqa: E402
 import megatron_ext.resilience.operation_marks  # noqa: E402
 import megatron_ext.resilience.watch  # noqa: E402
 import megatron_ext.telemetry.console  # noqa: E402

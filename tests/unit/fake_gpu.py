@@ -2,40 +2,19 @@
 schema, shapes and types, but those as a GPU's would."""
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.data.batch import StageView, collate, divide, padding_sample
 from megatron_ext.data.packing import Documents, documents_of
 from megatron_ext.device import cuda
 from megatron_ext.device.attention_kernels import block_backward, block_forward
 from megatron_ext.model.packed_attention import attend_documents
-
-aten: Any = torch.ops.aten
-
-
-class Calls(TorchDispatchMode):
-    """Every operator that was called, its arguments, and what it returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Sequence[Any], Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, returned))
-        return returned
-
-    def of(self, operator: Any) -> tuple[Sequence[Any], Any]:
-        """Arguments and result of the one call of an operator."""
-        (found,) = [(args, returned) for func, args, returned in self.calls if func is operator.default]
-        return found
+from tests.support.operator_calls import Calls, aten
 
 
 def described(value: Any) -> Any:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_ext.device.weight_gradients import ProductsOfTorch, add_product_, stand_in
 from megatron_ext.model.gpt import GPT
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
-from tests.unit.fake_gpu import Calls, aten
+from tests.support.operator_calls import Calls, aten
 
 TRUE_ROWS, ROWS, HIDDEN = 50_257, 50_304, 768
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def test_groups_connect_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda **options: started.append(options))
     monkeypatch.setattr(groups.parallel_state, "initialize_model_parallel", lambda **_options: here.model_parallel())
+    monkeypatch.setattr(groups, "own_groups_only", nullcontext)
     monkeypatch.setattr(groups.ProcessGroupCollection, "use_mpu_process_groups", lambda: None)
     groups.initialize(LayoutConfig(world_size=1), here)
     assert started[0]["backend"] == "nccl"
