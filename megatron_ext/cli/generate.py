@@ -211,6 +211,8 @@ def encoder(model: Any, template: str | None) -> "Encoder":
         ConfigurationError: there is no such template. What is returned raises it too, for a prompt that is no text, or
             no ids, that the model can go on from.
     """
+    from megatron_ext.inference.tasks import unframed
+
     tokenizer = model.tokenizer
     chat = None
     if template is not None:
@@ -223,8 +225,7 @@ def encoder(model: Any, template: str | None) -> "Encoder":
     def encode(prompt: str) -> list[int]:
         if chat is not None:
             text = chat.text([{"role": "user", "content": prompt}], add_generation_prompt=True)
-            rendered = getattr(tokenizer, "encode_rendered", None)  # a text that holds its special tokens already
-            return tokenizer.encode(text) if rendered is None else rendered(text)[0]
+            return unframed(tokenizer, text)  # it holds its special tokens already
         if tokenizer is not None and not prompt:
             return [tokenizer.eod]
         try:

@@ -6,6 +6,7 @@ from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.ranks import runs_on_cpu
+from megatron_ext.rules.sharding import flags_that_divide_weights
 
 _OF_TORCH = ("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack", "pytorch_profiler_collect_chakra")
 _OF_NSIGHT = {"record_shapes": "use --pytorch-profiler-collect-shapes", "nvtx_ranges": "leave it out"}
@@ -70,10 +71,10 @@ def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
     flags = [flag for flag, on in asked if on]
     if not flags:
         return
-    by_streams = [("--use-torch-fsdp2", layout.use_torch_fsdp2), ("--use-megatron-fsdp", layout.use_megatron_fsdp)]
+    given = flags_that_divide_weights(layout)
     instances = layout.num_distributed_optimizer_instances
-    by_streams.append((f"--num-distributed-optimizer-instances {instances}", instances > 1))
-    given = [flag for flag, on in by_streams if on]
+    if instances > 1:
+        given.append(f"--num-distributed-optimizer-instances {instances}")
     if given:
         yield (
             f"{' and '.join(flags)} time{'s'[: len(flags) == 1]} collectives and waits for them, but with "
