@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 from megatron_ext.config.arguments import parse  # noqa: E402
 from megatron_ext.config.resolve import Facts, resolve  # noqa: E402
 from megatron_ext.config.schema import Config  # noqa: E402
-from megatron_ext.plan.constants import Constants  # noqa: E402
+from megatron_ext.plan.calibrate import believed  # noqa: E402
+from megatron_ext.plan.constants import PROGRAMS_DIFFER, RUNS_DIFFER, Constants  # noqa: E402
 from megatron_ext.plan.estimate import step_time, time_of  # noqa: E402
 from megatron_ext.plan.evaluation import evaluate_config  # noqa: E402
 from megatron_ext.plan.hardware import TABLE, Machine, hardware  # noqa: E402
@@ -43,6 +44,7 @@ PAGE = ROOT / "docs/planner.md"
 _BEGIN, _END = "<!-- benchmarks/planner.py --write -->", "<!-- end -->"
 _DEVICES = ("a100", "h100", "h100-96-500w")
 
+_DGXC = "NVIDIA/dgxc-benchmarking"
 _FOUNDRY = "mosaicml/llm-foundry scripts/train/benchmarking"
 
 # Of each fitted constant: its prior, and the standard deviation of its logarithm.
@@ -130,12 +132,40 @@ def summary(found: Iterable[float]) -> tuple[float, float, float]:
     )
 
 
-def calibrated(runs: list[Run], found: Mapping[str, float]) -> dict[str, float]:
-    """Return, for each of some runs, the mean error of the others once it corrects them."""
+def calibrated(
+    runs: list[Run],
+    found: Mapping[str, float],
+    differ: tuple[float, float] = (PROGRAMS_DIFFER, RUNS_DIFFER),
+    others: list[Run] | None = None,
+) -> dict[str, float]:
+    """Return, for each of some runs, the mean error of the others once it corrects them.
+
+    Args:
+        differ: how far programs, and runs of one, differ (plan/calibrate.py).
+        others: what is corrected; by default the same runs.
+    """
     return {
-        one.name: statistics.fmean(abs(found[each.name] / found[one.name] - 1) for each in runs if each is not one)
+        one.name: statistics.fmean(
+            abs(found[each.name] * believed(1 / found[one.name], *differ) - 1)
+            for each in others or runs
+            if each is not one
+        )
         for one in runs
     }
+
+
+def components(groups: Iterable[list[Run]], found: Mapping[str, float]) -> tuple[float, float]:
+    """Return the standard deviations of log(time / estimate) from one source to another, around 0, and inside of one.
+
+    They are the moments' estimates of a one-way analysis of variance, whose mean is known to be 0.
+    """
+    logarithms = [[-math.log(found[run.name]) for run in own] for own in groups]
+    number = sum(map(len, logarithms))
+    inside = sum((len(own) - 1) * statistics.variance(own) for own in logarithms if len(own) > 1)
+    inside /= number - len(logarithms)
+    means = sum(len(own) * statistics.fmean(own) ** 2 for own in logarithms) / len(logarithms)
+    between = max((means - inside) * len(logarithms) / number, 0.0)
+    return math.sqrt(between), math.sqrt(inside)
 
 
 def sources(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -186,7 +216,7 @@ class Fit:
         return self._quick(run, _machine(run.machine, constants)) * self.exact[run.name] / run.seconds
 
     def _quick(self, run: Run, machine: Machine) -> float:
-        return time_of(self.work[run.name], machine, quick=True).total
+        return time_of(self.work[run.name], machine, bubble="formula").total
 
     def _values(self, at: Iterable[float]) -> dict[str, float]:
         return {name: prior * math.exp(each) for (name, (prior, _)), each in zip(PRIORS.items(), at, strict=True)}
@@ -252,12 +282,28 @@ def conclusions(runs: list[Run], found: Mapping[str, float], left_out: Mapping[s
     for title, every in rows:
         mean, bias, worst = summary(every)
         lines.append(f"| {title} | {mean:.1%} | {bias:.3f} | {worst:+.1%} |")
-    lines += ["", "Mean error of a source's other runs once one of them corrects them (`--calibrate`):", ""]
-    lines += ["| source | mean over which one | worst choice |", "|---|---|---|"]
-    for source, own in sources(runs).items():
-        if len(own) > 1:
-            errors = calibrated(own, found).values()
-            lines.append(f"| {source} | {statistics.fmean(errors):.1%} | {max(errors):.1%} |")
+    return [*lines, "", *corrections(runs, found)]
+
+
+def corrections(runs: list[Run], found: Mapping[str, float]) -> list[str]:
+    """Return what one run corrects, source by source; its constants come from the other sources in the last column."""
+    groups = {source: own for source, own in sources(runs).items() if len(own) > 1}
+    between, inside = components(groups.values(), found)
+    lines = [
+        "Mean error of a source's other runs once one of them corrects them (`--calibrate`); from one source to "
+        f"another log(time / estimate) has a standard deviation of {between:.3f}, inside of one of {inside:.3f}:",
+        "",
+        "| source | not corrected | mean over which one | worst choice | the same by the other sources' deviations |",
+        "|---|---|---|---|---|",
+    ]
+    for source, own in groups.items():
+        before = statistics.fmean(abs(found[run.name] - 1) for run in own)
+        errors = calibrated(own, found).values()
+        others = components([each for other, each in groups.items() if other != source], found)
+        unseen = calibrated(own, found, others).values()
+        lines.append(
+            f"| {source} | {before:.1%} | {statistics.fmean(errors):.1%} | {max(errors):.1%} | {max(unseen):.1%} |"
+        )
     return lines
 
 
@@ -299,7 +345,21 @@ def of_no_fit(runs: list[Run]) -> list[str]:
         )
     mean, bias, worst = summary(found.values())
     lines.append(f"| all | mean error {mean:.1%}, worst {worst:+.1%} | | | | bias {bias:.3f} | |")
-    return lines
+    return [*lines, "", *correcting_those_of_no_fit(runs, found)]
+
+
+def correcting_those_of_no_fit(runs: list[Run], found: Mapping[str, float]) -> list[str]:
+    """Return what each fitted run of dgxc-benchmarking makes of its runs that are in no fit."""
+    of_fit, others = ([run for run in each if _DGXC in run.source] for each in (published(), runs))
+    ratio = {**found, **ratios(of_fit)}
+    errors = calibrated(of_fit, ratio, others=others)
+    before = statistics.fmean(abs(ratio[run.name] - 1) for run in others)
+    worst = max(errors, key=lambda name: errors[name])
+    return [
+        f"Of these the {len(others)} of {_DGXC}, corrected by one of its {len(of_fit)} above: mean error "
+        f"{statistics.fmean(errors.values()):.1%}, worst choice {errors[worst]:.1%} ({worst}); not corrected "
+        f"{before:.1%}."
+    ]
 
 
 def main() -> None:

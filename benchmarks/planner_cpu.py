@@ -1,6 +1,7 @@
 """Trains small layouts on CPU ranks and predicts those of 8 processes from one of 2 (tools/plan.py --calibrate).
 
     python benchmarks/planner_cpu.py [--json FILE] [--steps N]
+    python benchmarks/planner_cpu.py --calls    the calls of plan/constants.py: a model too small to compute much
 
 The 2-process run gives the correction; the others are estimated with it and then compared with what they took. All
 processes share the cores of this machine (--processor-cores). Two figures of each layout are given: the median seconds
@@ -43,6 +44,12 @@ LAYOUTS = {
     "2 processes: PP2": (2, "--pipeline-model-parallel-size 2"),
 }
 _WARM_UP = 2  # steps
+_SMALL = (
+    "--hidden-size 16 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope --hidden-dropout 0 "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --micro-batch-size 1 --lr 1e-4 --mock-data "
+    "--tokenizer-type NullTokenizer --eval-iters 0 --log-interval 1 --device cpu"
+)
 
 
 def clocked(words: list[str], output: str) -> list[tuple[float, float]]:
@@ -64,12 +71,27 @@ def clocked(words: list[str], output: str) -> list[tuple[float, float]]:
     return [(after[0] - before[0], after[1] - before[1]) for before, after in steps]
 
 
-def trained(processes: int, layout: str, steps: int, cores: int, output: Path) -> dict[str, float]:
+def calls(steps: int, folder: Path) -> dict[str, dict[str, float]]:
+    """Return the seconds of a layer's, of a microbatch's and of a step's calls, on the clock and computed: the
+    differences between runs of one process with 2 and 10 layers, and with 2 and 10 microbatches."""
+    few, deep, long = (
+        trained(1, f"--num-layers {layers} --global-batch-size {batch}", steps, 1, folder / "calls.log", _SMALL)
+        for layers, batch in ((2, 2), (10, 2), (2, 10))
+    )
+    found = {}
+    for figure in few:
+        layer = (deep[figure] - few[figure]) / (8 * 2)
+        microbatch = (long[figure] - few[figure]) / 8 - 2 * layer
+        found[figure] = {"layer": layer, "pass": microbatch, "step": few[figure] - 2 * (microbatch + 2 * layer)}
+    return found
+
+
+def trained(processes: int, layout: str, steps: int, cores: int, output: Path, model: str = _MODEL) -> dict[str, float]:
     """Train a layout; return the median seconds of a step on the clock, and computed over the cores."""
     from megatron_ext.verify.ranks import run_ranks
 
     # The step that ends at the last one's beginning is the last that is measured.
-    words = [*_MODEL.split(), *layout.split(), "--train-iters", str(_WARM_UP + steps + 1)]
+    words = [*model.split(), *layout.split(), "--train-iters", str(_WARM_UP + steps + 1)]
     ranks = run_ranks(processes, clocked, words, str(output), timeout=3000.0)
     on_the_clock = [max(rank[step][0] for rank in ranks) for step in range(steps)]
     computed = [sum(rank[step][1] for rank in ranks) for step in range(steps)]
@@ -93,11 +115,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=4, help="measured, after two that are not")
+    parser.add_argument("--calls", action="store_true", help="measure the program's own calls, and nothing else")
     parser.add_argument("--processor-cores", type=int, default=os.cpu_count())
     options = parser.parse_args()
     cores, rows = options.processor_cores, []
     with tempfile.TemporaryDirectory() as name:
         folder, first = Path(name), {}
+        if options.calls:
+            print(json.dumps(calls(10 * options.steps, folder), indent=1))
+            return
         for number, (layout, (processes, flags)) in enumerate(LAYOUTS.items()):
             found = trained(processes, flags, options.steps, cores, folder / f"{number}.log")
             first = first or found

@@ -1,46 +1,60 @@
-"""Measures what watching a training costs it on CPU ranks: hangs, slow ranks, copies of weights.
+"""Measures what watching a training costs it on CPU ranks: hangs, slow ranks, copies of weights, data; and its stops.
 
-    python benchmarks/watch.py --ranks 2 --steps 1000
+    python benchmarks/watch.py --ranks 2 --steps 1000 --output benchmarks/results
 
-Four parts, on as many processes as --ranks, one thread each:
+On as many processes as --ranks, one thread each. All shares are of processor seconds (of all threads of a process), so
+that other work on the machine changes them little; what a step waits for on its clock is given for the snapshot.
 
-    mark, clock seconds of one marked (--log-straggler: timed) collective and its wait, minus those of the plain one: a
-                stand-in for the backend that returns at once, so that nothing else is measured
-    heartbeat   processor seconds that the watch's threads take in a second, over a real store with all ranks
+    mark, clock one marked (--log-straggler: timed) collective and its wait, minus the plain ones: a stand-in for the
+                backend that returns at once, so that nothing else is measured
+    heartbeat   what the watch's threads take in a second, over a real store with all ranks
+    straggler   what --log-straggler takes at the end of a step (the median of every fourth, and of the others), and how
+                many ranks it flags in a real training of so many steps, where none is slow
+    replicas    one comparison of all weights between data-parallel replicas, in the same training
+    data        what --verify-data background takes in a second, of all ranks
+    snapshot    how long a step stops for one of --non-persistent-save-interval, and how long a copy of the same tensors
+                takes, in a training of its own
+    stop        seconds from SIGTERM to the end of all processes, which saved, with --exit-signal-deadline, and the
+                clock seconds of a step of that training
 
-    straggler   seconds that --log-straggler takes at the end of a step (the median of every fourth, and of the others),
-                and how many ranks it flags in a real training of so many steps, where none is slow
-    replicas    seconds of one comparison of all weights between data-parallel replicas, in the same training
-
-The watch's share of a step follows from the first two: marks x collectives in a step / step time + heartbeat. The
+The watch's share of a step follows from the first two: marks x collectives in a step / step + heartbeat. The
 collectives in a step are counted in the training.
 """
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.recording import heading, keep, sentence
+from megatron_ext.config.resolve import STEPS_BETWEEN_REPLICA_CHECKS
+from megatron_ext.verify.launchers import ForkedRanks
 from megatron_ext.verify.ranks import run_ranks
 
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --micro-batch-size 2 "
     "--global-batch-size 16 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 8000 --eval-interval 0 "
     "--log-interval 1 --use-distributed-optimizer --device cpu "
-    "--log-straggler --check-weight-hash-across-dp-replicas-interval 5"
 )
+WATCHED = "--log-straggler --check-weight-hash-across-dp-replicas-interval 5"
+SNAPSHOTS = "--non-persistent-save-interval 2 --non-persistent-ckpt-type local --train-iters 8"
 CALLS = 200_000
 SECONDS = 20.0
+DEADLINE = 25
 
 
 def seconds_of_a_collective() -> dict[str, float]:
     """Return what marking and what timing a collective and its wait cost, in seconds."""
-    from torch.distributed import ProcessGroup, Work
+    import torch
+    from torch.distributed import Work
 
     from megatron_ext.device.cpu import CpuDevice
     from megatron_ext.resilience.operation_marks import OperationMarks
@@ -48,7 +62,8 @@ def seconds_of_a_collective() -> dict[str, float]:
     from megatron_ext.telemetry.communication import CommunicationClock
 
     work = Work()
-    group = ProcessGroup(0, 1)
+    torch.distributed.init_process_group("gloo")
+    group = torch.distributed.group.WORLD
     marks, clock = OperationMarks(Progress()), CommunicationClock(CpuDevice(), None)
     clock.begin_step()
     begin, end = marks._marked("allreduce", 1, lambda group: work), marks._marked_wait(lambda work: True)
@@ -62,10 +77,10 @@ def seconds_of_a_collective() -> dict[str, float]:
 
 
 def _each(call: Any) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(CALLS):
         call()
-    return (time.perf_counter() - began) / CALLS
+    return (time.process_time() - began) / CALLS
 
 
 def heartbeat() -> float:
@@ -84,56 +99,175 @@ def heartbeat() -> float:
     watch = Watch(RunStatus(rank=rank), 600.0, Board(store.clone(), rank, ranks), lambda group: ("", "", ()))
     watch.start()
     torch.distributed.barrier()
-    before = time.process_time()
-    time.sleep(SECONDS)
-    used = (time.process_time() - before) / SECONDS
+    used = _used_while_asleep()
     torch.distributed.barrier()
     watch.close()
     return used
 
 
+def data_check(file: str, blocks: int, size: int) -> float:
+    """Return processor seconds per second of a rank that does nothing but compare data with its checksums."""
+    from megatron_ext import environment
+    from megatron_ext.data.checksums import BackgroundCheck, Block
+
+    found = [Block(file, number * size, size, f"{0:08x}") for number in range(blocks)]  # compared at the block's end
+    check = BackgroundCheck(found, processes=environment.local_world_size())
+    used = _used_while_asleep()
+    check.close()
+    return used
+
+
+def _used_while_asleep() -> float:
+    before = time.process_time()
+    time.sleep(SECONDS)
+    return (time.process_time() - before) / SECONDS
+
+
 def training(steps: int) -> dict[str, float]:
     """Return what a real run shows, on this rank."""
-    import contextlib
-    import io
-    import os
     from statistics import median
 
     from megatron_ext.resilience.process_end import RunStatus
     from megatron_ext.train.callbacks import replicas
     from megatron_ext.train.callbacks.stragglers import Stragglers
     from megatron_ext.train.trainer import Trainer
-    from pretrain_gpt import main
 
     status = RunStatus(rank=int(os.environ["RANK"]))
     seconds: dict[str, list[float]] = {}
     counts: list[int] = []
 
-    def timed(name: str, function: Any) -> Any:
+    def counted(function: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            began, before = time.perf_counter(), sum(status.progress.counts.values())
+            before = sum(status.progress.counts.values())
             result = function(*args, **kwargs)
-            seconds.setdefault(name, []).append(time.perf_counter() - began)
-            if name == "step":
-                counts.append(sum(status.progress.counts.values()) - before)
+            counts.append(sum(status.progress.counts.values()) - before)
             return result
 
         return wrapped
 
-    Trainer.step = timed("step", Trainer.step)
-    Stragglers.on_step_end = timed("straggler", Stragglers.on_step_end)
-    replicas.check_data_parallel_replicas = timed("replicas", replicas.check_data_parallel_replicas)
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        main([*FLAGS.split(), "--train-iters", str(steps)], status)
+    Trainer.step = counted(_timed("step", Trainer.step, seconds))
+    Stragglers.on_step_end = _timed("straggler", Stragglers.on_step_end, seconds)
+    replicas.check_data_parallel_replicas = _timed("replicas", replicas.check_data_parallel_replicas, seconds)
+    output = _trained([*WATCHED.split(), "--train-iters", str(steps)], status)
     exchanges, others = seconds["straggler"][3::4], [s for i, s in enumerate(seconds["straggler"]) if i % 4 != 3]
     return {
         "seconds_of_a_step": median(seconds["step"][2:]),
         "collectives_in_a_step": median(counts[2:]),
         "straggler_seconds_of_a_step": (median(exchanges) + 3 * median(others)) / 4,
-        "ranks_flagged": output.getvalue().count("times as long as its peers"),
+        "ranks_flagged": output.count("times as long as its peers"),
         "seconds_of_a_replica_check": median(seconds["replicas"]),
     }
+
+
+def snapshots(folder: str) -> dict[str, float]:
+    """Return how long steps of a real run stop for a snapshot, and how long plain copies of its tensors take."""
+    from statistics import median
+
+    from megatron_ext.checkpoint.local import rank_state
+    from megatron_ext.checkpoint.local.writer import SnapshotWriter
+    from megatron_ext.resilience.process_end import RunStatus
+    from megatron_ext.train.callbacks.snapshots import Snapshots
+
+    seconds: dict[str, list[float]] = {}
+    take = _timed("take", SnapshotWriter.take, seconds, clock=time.perf_counter)
+    places: dict[str, Any] = {}
+
+    def copied(tensors: dict[str, Any]) -> None:
+        for name, tensor in tensors.items():
+            places.setdefault(name, tensor.clone()).copy_(tensor)
+
+    copy = _timed("copy", copied, seconds, clock=time.perf_counter)
+
+    def take_and_copy(self: SnapshotWriter) -> float:
+        stopped = take(self)
+        self.join()  # or the copy would share the memory's bandwidth with the writing
+        with self.run.gathered_parameters():
+            copy(rank_state.tensors_of(self.run))
+        return stopped
+
+    def whole(self: Snapshots, *args: Any) -> None:
+        before = len(seconds.get("take", []))
+        step_end(self, *args)
+        if len(seconds.get("take", [])) > before:
+            bytes_of_a_snapshot.append(float(self._writer.bytes))
+
+    hook: Any = whole
+    step_end, Snapshots.on_step_end = Snapshots.on_step_end, hook
+    SnapshotWriter.take = take_and_copy
+    bytes_of_a_snapshot: list[float] = []
+    paths = ["--save", f"{folder}/save", "--load", f"{folder}/save"]
+    memory = ["--non-persistent-local-ckpt-dir", f"{folder}/memory"]
+    _trained([*SNAPSHOTS.split(), *paths, *memory], RunStatus(rank=int(os.environ["RANK"])))
+    return {
+        "megabytes_of_a_snapshot": bytes_of_a_snapshot[-1] / 1e6,
+        "clock_seconds_a_step_stops": median(seconds["take"][1:]),
+        "clock_seconds_of_a_copy": median(seconds["copy"][1:]),
+    }
+
+
+def stop(ranks: int, folder: Path) -> dict[str, float]:
+    """Return how long a run takes to save and end after SIGTERM."""
+    from statistics import median
+
+    from megatron_ext.telemetry.jsonl import read_rows
+
+    save = folder / "save"
+    words = [*FLAGS.split(), "--save", str(save), "--train-iters", "1000", "--exit-signal-deadline", str(DEADLINE)]
+    launched = ForkedRanks(words, ranks, folder / "log")
+    try:
+        launched.start()
+        _wait_for(lambda: (save / "metrics.jsonl").exists() and len(list(read_rows(save / "metrics.jsonl"))) > 2)
+        began = time.monotonic()
+        codes = launched.stop(2.0 * DEADLINE)
+        taken = time.monotonic() - began
+    finally:
+        launched.end()
+    if set(codes) != {75}:
+        raise RuntimeError(f"exit codes {codes} instead of 75:\n{launched.end_of_log()}")
+    rows = list(read_rows(save / "metrics.jsonl"))
+    saved = int((save / "latest_checkpointed_iteration.txt").read_text())
+    return {
+        "clock_seconds_from_sigterm_to_the_end": taken,
+        "clock_seconds_of_a_step": median(row["elapsed_ms"] for row in rows) / 1000.0,
+        "steps_lost_by_the_stop": rows[-1]["iteration"] - saved,
+    }
+
+
+def _wait_for(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 240.0
+    while not reached():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the training does not get on")
+        time.sleep(0.02)
+
+
+def _timed(name: str, function: Any, seconds: dict[str, list[float]], clock: Any = time.process_time) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        began = clock()
+        result = function(*args, **kwargs)
+        seconds.setdefault(name, []).append(clock() - began)
+        return result
+
+    return wrapped
+
+
+def _trained(flags: list[str], status: Any) -> str:
+    """Train, and return what was printed."""
+    import contextlib
+    import io
+
+    from pretrain_gpt import main
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        main([*FLAGS.split(), *flags], status)
+    return output.getvalue()
+
+
+def _note(record: dict[str, Any], found: dict[str, float]) -> None:
+    """Add to the record, and print it: a part takes minutes where there is other work."""
+    record.update(found)
+    print(json.dumps(found, indent=2), flush=True)
 
 
 def main() -> None:
@@ -141,23 +275,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40, help="of the training")
+    parser.add_argument("--output", type=Path, help="folder to keep the results in")
     options = parser.parse_args()
-    ranks = options.ranks
+    about, ranks = heading(), options.ranks
     (collective,) = run_ranks(1, seconds_of_a_collective)
-    beats = max(run_ranks(ranks, heartbeat))
+    record: dict[str, Any] = {"ranks": ranks}
+    _note(record, {f"microseconds_of_the_{name}": 1e6 * value for name, value in collective.items()})
+    _note(record, {"heartbeat_share_of_a_core": max(run_ranks(ranks, heartbeat))})
+    with tempfile.TemporaryDirectory() as name:
+        folder, size = Path(name), 1 << 28
+        with open(folder / "data", "wb") as file:
+            for _ in range(size >> 24):
+                file.write(os.urandom(1 << 24))
+        compared = sum(run_ranks(ranks, data_check, str(folder / "data"), 1, size))
+        _note(record, {"data_check_share_of_a_core_all_ranks": compared})
+        stopped = run_ranks(ranks, snapshots, name, timeout=3600.0)
+        _note(record, max(stopped, key=lambda found: found["clock_seconds_a_step_stops"]))
+        _note(record, stop(ranks, folder / "stop"))
     seen = run_ranks(ranks, training, options.steps, timeout=3600.0)[-1]
-    step, collectives = seen["seconds_of_a_step"], seen["collectives_in_a_step"]
-    record = {
-        "ranks": ranks,
-        "microseconds_of_a_mark": 1e6 * collective["mark"],
-        "microseconds_of_the_clock": 1e6 * collective["clock"],
-        "heartbeat_share_of_a_core": beats,
-        **seen,
-        "watch_share_of_a_step": collective["mark"] * collectives / step + beats,
-        "straggler_share_of_a_step": (collective["clock"] * collectives + seen["straggler_seconds_of_a_step"]) / step,
-        "replica_check_share_of_a_step": seen["seconds_of_a_replica_check"] / step,
+    step, marks = seen["seconds_of_a_step"], collective["mark"] * seen["collectives_in_a_step"]
+    clock = collective["clock"] * seen["collectives_in_a_step"]
+    check = seen["seconds_of_a_replica_check"] / step
+    _note(record, seen)
+    shares = {
+        "watch_share_of_a_step": marks / step + record["heartbeat_share_of_a_core"],
+        "straggler_share_of_a_step": (clock + seen["straggler_seconds_of_a_step"]) / step,
+        "replica_check_share_of_its_step": check,
+        "replica_check_share_by_default": check / STEPS_BETWEEN_REPLICA_CHECKS,
     }
-    print(json.dumps(record, indent=2))
+    _note(record, shares)
+    rows = [f"| {key.replace('_', ' ')} | {value:.3g} |" for key, value in record.items()]
+    record |= about
+    if options.output is not None:
+        text = ["# What watching costs", "", sentence(record), "", "| | |", "|---|---|", *rows, ""]
+        keep(options.output, "watch", record, "\n".join(text))
 
 
 if __name__ == "__main__":

@@ -14,5 +14,6 @@ python -m ruff format --check .
 echo "== pyright"
 python -m pyright --pythonpath "$(command -v python)"
 echo "== pytest"
-# Two files at a time, in the order of tests/conftest.py; a file's tests stay together, for they share what they trained.
-python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+# Three files at a time on two cores, for some wait; in the order of tests/conftest.py. A file's tests stay together:
+# they share what they trained.
+python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -3,6 +3,7 @@
     python tools/recipes.py list
     python tools/recipes.py reduce llama3.1-8b tiny.yaml    # writes a configuration of seconds, prints its ranks
     python tools/recipes.py measure                         # trains all tiny copies, keeps their losses
+    python tools/recipes.py measure --missing               # goes on where that was stopped
     python tools/recipes.py table                           # writes docs/recipes.md
 
 Memory and times in the table are what tools/plan.py answers for each recipe's own layout; the losses are those of the
@@ -98,6 +99,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("action", choices=("list", "reduce", "measure", "table"), help="what to do")
     parser.add_argument("name", nargs="?", help="reduce: of a recipe; measure: of the only one")
     parser.add_argument("file", nargs="?", type=Path, help="reduce: the YAML file to write")
+    parser.add_argument("--missing", action="store_true", help="measure: only those without kept losses")
     parser.add_argument("--most-ranks", type=int, metavar="N", help="of a copy; reduce: default 8, measure: 2")
     options = parser.parse_args(argv)
     if options.action == "reduce" and options.file is None:
@@ -110,7 +112,7 @@ def main(argv: list[str]) -> int:
         print(ranks)
     elif options.action == "measure":
         names = [recipe.name for recipe in recipes() if recipe.devices] if options.name is None else [options.name]
-        keep(measured(names, options.most_ranks or 2), LOSSES)
+        measure(names, options.most_ranks or 2, again=not options.missing)
     else:
         PAGE.write_text(page(PAGE.read_text()))
     return 0
@@ -226,33 +228,37 @@ def _layers(values: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
 # ---- their losses
 
 
+def measure(names: Sequence[str], most_ranks: int, *, again: bool) -> None:
+    """Train tiny copies and keep their losses, each at its end; those with kept losses only if `again`."""
+    kept = {} if again else kept_losses()
+    for name in names:
+        if name not in kept:
+            keep(measured([name], most_ranks), LOSSES)
+
+
+def kept_losses() -> dict[str, list[float]]:
+    """Return the losses of the last measurements, of the steps of each recipe's tiny copy."""
+    return json.loads(LOSSES.read_text()) if LOSSES.exists() else {}
+
+
 def measured(names: Sequence[str], most_ranks: int) -> dict[str, list[float]]:
-    """Return the losses of the steps of each tiny copy, trained on CPU ranks; copies with as many ranks share them."""
+    """Return the losses of the steps of each tiny copy, trained on CPU ranks of its own (DTensor would remember the
+    groups of an earlier copy)."""
     from megatron_ext.verify.ranks import run_ranks
     from tools import recipes as module  # ranks find a function by its module, which is not __main__
 
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        by_ranks: dict[int, dict[str, list[str]]] = {}
         for name in names:
             values, ranks = reduce(find(name).values, most_ranks)
             file = Path(folder) / f"{name}.yaml"
             file.write_text(yaml.safe_dump(values))
-            by_ranks.setdefault(ranks, {})[name] = ["--config", str(file)]
-        for ranks, flags in by_ranks.items():
-            last_rank = run_ranks(ranks, module.trained, list(flags.values()))[-1]
-            losses |= dict(zip(flags, last_rank, strict=True))
+            losses[name] = run_ranks(ranks, module.trained, ["--config", str(file)])[-1]
     return losses
 
 
-def trained(runs: Sequence[Sequence[str]]) -> list[list[float]]:
-    """On a rank of `run_ranks`: the losses of each run, one after the other."""
-    from tests.support.in_turn import in_turn
-
-    return in_turn(_losses, runs)
-
-
-def _losses(flags: Sequence[str]) -> list[float]:
+def trained(flags: Sequence[str]) -> list[float]:
+    """On a rank of `run_ranks`: the losses of a run's steps."""
     from megatron_ext import device
 
     configured = configure(flags)
@@ -283,7 +289,7 @@ def page(text: str) -> str:
 
 def table() -> Iterator[str]:
     """Yield the lines of the table, one for each recipe and number of devices."""
-    losses = json.loads(LOSSES.read_text()) if LOSSES.exists() else {}
+    losses = kept_losses()
     of_copy = " tiny copy's loss |" if losses else ""
     titles = "recipe | parameters | published | devices | layout | GB of a device | s/step | tokens/s each | run"
     yield f"| {titles} |{of_copy}"

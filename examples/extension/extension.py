@@ -19,6 +19,7 @@ import torch
 
 from megatron_ext.cli.pretrain import start
 from megatron_ext.config.optimizers import OptimizerTraits, State
+from megatron_ext.config.parameters import Parameter
 from megatron_ext.data.corpus import Splits
 from megatron_ext.train.extensions import Extensions
 
@@ -61,14 +62,31 @@ def loss(token: Any) -> torch.Tensor:
 
 @functools.cache
 def parallel_layer() -> type:
-    """Return the class of a layer, x + attention(norm(x)) + MLP(norm(x)) as in PaLM. The engine is there when it is
-    called, which it is not yet when this file is imported."""
+    """Return the class of a layer, x + attention(norm(x)) + mix MLP(norm(x)) + narrow(norm(x)): parallel as in PaLM,
+    with parameters of its own. The engine is there when it is called, and not yet when this file is imported."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
     from megatron_ext.model.layer import PreNormLayer
+    from megatron_ext.model.linear import ColumnLinear, RowLinear
 
     class ParallelLayer(PreNormLayer):
-        """A layer whose MLP does not see what its attention adds."""
+        """A layer whose MLP does not see what its attention adds, next to a narrow one of WIDTH channels.
+
+        Tensor-parallel ranks divide the channels of the narrow one; `layer_parameters` says so.
+        """
+
+        def __init__(self, config: Any, *settings: Any, pg_collection: Any, **others: Any) -> None:
+            super().__init__(config, *settings, pg_collection=pg_collection, **others)
+            common: dict[str, Any] = {
+                "config": config,
+                "init_method": None,
+                "bias": False,
+                "tp_group": pg_collection.tp,
+            }
+            self.down = ColumnLinear(config.hidden_size, WIDTH, gather_output=False, skip_bias_add=False, **common)
+            self.up = RowLinear(WIDTH, config.hidden_size, input_is_parallel=True, skip_bias_add=False, **common)
+            self.scale = torch.nn.Parameter(torch.empty(WIDTH // pg_collection.tp.size()))
+            self.mix = torch.nn.Parameter(torch.empty(config.hidden_size))
 
         def forward(
             self,
@@ -81,16 +99,34 @@ def parallel_layer() -> type:
             add: Any = get_bias_dropout_add(self.training, self.config.bias_dropout_fusion)
             normed: Any = self.input_layernorm(hidden_states)
             attended = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params)
-            expanded = self.mlp(self.pre_mlp_layernorm(hidden_states))
+            normed = self.pre_mlp_layernorm(hidden_states)
+            expanded, bias = self.mlp(normed)
+            narrow = torch.nn.functional.silu(self.down(normed)[0]) * self.scale
+            expanded = self.mix * expanded + self.up(narrow)[0]
             hidden_states = add(attended, hidden_states, self.hidden_dropout)
-            return add(expanded, hidden_states, self.hidden_dropout), None
+            return add((expanded, bias), hidden_states, self.hidden_dropout), None
 
     return ParallelLayer
+
+
+WIDTH = 8
 
 
 def layer_spec(spec: Any, layer: Any) -> Any:
     """Return the spec of a layer with the same parts and another class."""
     return dataclasses.replace(spec, module=parallel_layer())
+
+
+def layer_parameters(config: Any, layer: Any) -> list[Parameter]:
+    """Return the parameters that the layer has besides ours, in the shapes of the whole model."""
+    hidden, std = config.model.hidden_size, config.model.init_method_std
+    return [
+        Parameter("down.weight", (WIDTH, hidden), layer.number, "normal", std, tp_dim=0),
+        Parameter("up.weight", (hidden, WIDTH), layer.number, "normal", std / 10, tp_dim=1),
+        Parameter("scale", (WIDTH,), layer.number, "ones", tp_dim=0),
+        # Whole on every rank; under sequence parallelism each sees the gradient of its own tokens.
+        Parameter("mix", (hidden,), layer.number, "ones", sequence_parallel=True),
+    ]
 
 
 class HeavyBall(torch.optim.Optimizer):
@@ -149,7 +185,12 @@ def best_loss() -> Any:
 
 
 EXTENSIONS = Extensions(
-    datasets=datasets, loss=loss, layer_spec=layer_spec, optimizer=HEAVY_BALL, learning_rate=learning_rate
+    datasets=datasets,
+    loss=loss,
+    layer_spec=layer_spec,
+    layer_parameters=layer_parameters,
+    optimizer=HEAVY_BALL,
+    learning_rate=learning_rate,
 )
 
 if __name__ == "__main__":
@@ -159,6 +200,7 @@ if __name__ == "__main__":
         datasets=datasets,
         loss=loss,
         layer_spec=layer_spec,
+        layer_parameters=layer_parameters,
         optimizer=HEAVY_BALL,
         learning_rate=learning_rate,
     )

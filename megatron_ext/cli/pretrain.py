@@ -6,20 +6,21 @@ torchrun --nproc-per-node 8 -m megatron_ext pretrain --config run.yaml --save ch
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_ext import environment
 from megatron_ext.checkpoint.native import lock
 from megatron_ext.config.arguments import read
 from megatron_ext.config.lr_scale import scaling_text
+from megatron_ext.config.own_parameters import in_every_layer
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.lasting_output import survive_closed_pipes
 from megatron_ext.resilience import elastic, exit_record, launch
 from megatron_ext.resilience.launcher_watch import watch_launcher
 from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
 from megatron_ext.terminal import warn
-from megatron_ext.train.configure import configure
+from megatron_ext.train.configure import Configured, configure
 
 
 def main(argv: Sequence[str], status: RunStatus, **own: Any) -> int:
@@ -42,13 +43,7 @@ def main(argv: Sequence[str], status: RunStatus, **own: Any) -> int:
         warn(warning)
     scaled = scaling_text(configured.typed.values, config) if status.rank == 0 else None
     if configured.typed.dry_run:
-        from megatron_ext.plan.dry_run import describe
-        from megatron_ext.plan.verdict import verdict
-
-        typed = configured.typed
-        memory, fits = verdict(config, device_memory_gb=typed.device_memory_gb, device_name=typed.device_name)
-        print(describe(config), *([scaled] if scaled else []), "\n".join(memory), sep="\n\n")
-        return 0 if fits else 1
+        return _describe(configured, scaled, own)
     if launch.stopped_before():
         return 0
     if scaled:
@@ -57,6 +52,22 @@ def main(argv: Sequence[str], status: RunStatus, **own: Any) -> int:
 
     pretrain(configured, status, **own)
     return 0
+
+
+def _describe(configured: Configured, scaled: str | None, own: Mapping[str, Any]) -> int:
+    """Print what --dry-run does, of a user's own optimizer and layers too, and return the exit code."""
+    from megatron_ext.plan.dry_run import describe
+    from megatron_ext.plan.verdict import verdict
+
+    typed, config = configured.typed, configured.config
+    if own:
+        from megatron_ext.train.extensions import Extensions  # imports numpy
+
+        config = Extensions(**own).applied(config)
+    with in_every_layer(own.get("layer_parameters")):
+        memory, fits = verdict(config, device_memory_gb=typed.device_memory_gb, device_name=typed.device_name)
+        print(describe(config), *([scaled] if scaled else []), "\n".join(memory), sep="\n\n")
+    return 0 if fits else 1
 
 
 def _is_needed(argv: Sequence[str]) -> bool:

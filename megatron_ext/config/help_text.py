@@ -3,7 +3,6 @@
 import difflib
 import itertools
 import textwrap
-from importlib import metadata
 
 from megatron_ext.config.options import Option, options
 
@@ -30,6 +29,8 @@ _PROGRAM = (
 
 def version() -> str:
     """Return the text of `--version`."""
+    from importlib import metadata  # with it comes a parser of e-mails, which nothing else here waits for
+
     try:
         return f"megatron-ext {metadata.version('megatron-ext')}"
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed

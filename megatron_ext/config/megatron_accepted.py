@@ -228,7 +228,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "--main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype say by themselves what is kept in bf16",
+        "--main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype say by themselves what is kept in 16 bits",
         """
         --use-precision-aware-optimizer
         """,

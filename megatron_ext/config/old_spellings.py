@@ -5,6 +5,9 @@ Other names of a flag that takes the same values, such as `--persistent-save-int
 
 FLAGS: dict[str, tuple[str, str | None]] = {
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
+    "--batch-size": ("micro_batch_size", None),
+    "--model-parallel-size": ("tensor_model_parallel_size", None),
+    "--warmup": ("lr_warmup_fraction", None),
     "--encoder-num-layers": ("num_layers", None),
     "--encoder-seq-length": ("seq_length", None),
 }

@@ -16,8 +16,11 @@ from typing import Any, Literal
 Scheme = Literal["use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"]
 """A field of the layout by which data-parallel ranks divide optimizer state. DDP without one runs every optimizer."""
 
-_BYTES = {"float32": 4, "bfloat16": 2}
-_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
+StateType = Literal["float32", "bfloat16", "float16"]
+"""The type of a state, as torch names it."""
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPES: dict[str, StateType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,10 @@ class State:
     name: str
     """The key in torch's `optimizer.state`, and `optimizer.state.<name>.<weight>` in checkpoints."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: StateType = "float32"
 
     dtype_field: str | None = None
-    """A field of the optimizer's configuration that names the type, fp32 or bf16; None: it is `dtype`."""
+    """A field of the optimizer's configuration that names the type (fp32, bf16, fp16); None: it is `dtype`."""
 
     unless_zero: str | None = None
     """A field of the optimizer's configuration without which, at 0, the state is not kept. None: always kept."""
@@ -77,9 +80,9 @@ class OptimizerTraits:
     """What megatron-core is asked to build. Where that is another, `torch_class` takes its place before the first
     update; else the engine may take a fused kernel of Transformer Engine or apex."""
 
-    in_bf16: "OptimizerTraits | None" = None
-    """The traits of the class that keeps averages in bf16, where --exp-avg-dtype or --exp-avg-sq-dtype asks for it;
-    None where there is none."""
+    in_16_bits: "OptimizerTraits | None" = None
+    """The traits of the class that keeps averages in bf16 or fp16, where --exp-avg-dtype or --exp-avg-sq-dtype asks for
+    it; None where there is none."""
 
     is_of_ours: bool = False
     """Whether a class of ours takes the place of what the engine builds, although the engine has the optimizer."""
@@ -151,15 +154,15 @@ _FULL_ADAM = OptimizerTraits(
 )
 _SHORT_ADAM = replace(
     _FULL_ADAM,
-    title="Adam with averages in bf16",
+    title="Adam with averages in 16 bits",
     torch_class="megatron_ext.optim.short_adam:ShortAdam",
     arguments={**_FULL_ADAM.arguments, "dtypes": ("exp_avg_dtype", "exp_avg_sq_dtype")},
     states=(State("exp_avg", dtype_field="exp_avg_dtype"), State("exp_avg_sq", dtype_field="exp_avg_sq_dtype")),
     is_of_ours=True,
     torch_options={},
 )
-"""Adam where --exp-avg-dtype or --exp-avg-sq-dtype is bf16."""
-_ADAM = replace(_FULL_ADAM, in_bf16=_SHORT_ADAM)
+"""Adam where --exp-avg-dtype or --exp-avg-sq-dtype is bf16 or fp16."""
+_ADAM = replace(_FULL_ADAM, in_16_bits=_SHORT_ADAM)
 
 _SGD = OptimizerTraits(
     name="sgd",
@@ -195,9 +198,19 @@ FLAGS_OF_OTHERS = """
 
 def traits_of(settings: Any) -> OptimizerTraits:
     """Return the traits of the optimizer that an `OptimizerConfig` chooses."""
-    short = "bf16" in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
     traits = OPTIMIZERS[settings.optimizer]
-    return traits.in_bf16 or traits if short else traits
+    return traits.in_16_bits or traits if has_short_averages(settings) else traits
+
+
+def has_own_optimizer(saved: Mapping[str, Any]) -> bool:
+    """Return whether the values of a checkpoint's config.yaml name a user's own optimizer, which is known to the script
+    that brings it alone."""
+    return "optimizer" in saved and saved["optimizer"] not in OPTIMIZERS
+
+
+def has_short_averages(settings: Any) -> bool:
+    """Return whether an `OptimizerConfig` asks for averages in 16 bits."""
+    return not {settings.exp_avg_dtype, settings.exp_avg_sq_dtype} <= {"fp32"}
 
 
 def run_by(scheme: Scheme) -> list[OptimizerTraits]:

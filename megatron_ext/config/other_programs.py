@@ -15,7 +15,7 @@ FLAGS: dict[str, str] = {
     "--deepspeed-activation-checkpointing": (
         "it is DeepSpeed's: use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ),
-    "--zero-stage": f"it is Megatron-DeepSpeed's: {_SHARDING}",
+    "--zero-stage": f"it is Megatron-DeepSpeed's: {_SHARDING}; {_DEEPSPEED}",
     "--zero-reduce-scatter": f"it is Megatron-DeepSpeed's: {_SHARDING}",
     "--zero-contiguous-gradients": f"it is Megatron-DeepSpeed's: {_SHARDING}",
     "--cpu-optimizer": "it is Megatron-DeepSpeed's: use --optimizer-cpu-offload",
@@ -28,7 +28,7 @@ FLAGS: dict[str, str] = {
     ),
     "--hostfile": (
         "it is DeepSpeed's launcher's: give torchrun --nnodes, --node-rank and --rdzv-endpoint on each machine, or use "
-        "Slurm, and leave it out"
+        "Slurm, and leave it out; python tools/import_config.py translates the configuration file that goes with it"
     ),
     "--num-gpus": "it is DeepSpeed's launcher's: use torchrun --nproc-per-node",
     "--num-nodes": "it is DeepSpeed's launcher's: use torchrun --nnodes",

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_ext.config import own_parameters
 from megatron_ext.config.layers import Attention, Experts, Layer, Mlp, Norm, final_norm, layers, residual_std, stack
 from megatron_ext.config.ranks import chunk_layers
 from megatron_ext.config.schema import Config, ModelConfig
@@ -211,6 +212,7 @@ def layer_parameters(config: Config, layer: Layer, experts: Iterable[int] | None
         yield from _mixture(config, layer.experts, f"{prefix}.mlp", index, experts)
     if layer.norms_after:
         yield from _norm(layer.norm, f"{prefix}.post_mlp_layernorm", index, hidden)
+    yield from own_parameters.of_layer(config, layer)
 
 
 def _attention(config: Config, layer: Layer, attention: Attention, name: str) -> Iterator[Parameter]:

@@ -19,7 +19,7 @@ from megatron_ext.config.pipeline import read_pipeline_layout
 from megatron_ext.config.schema import Config
 
 # A check takes less than a step, which reads every weight too, and more than once: less than 0.1% of the time.
-_STEPS_BETWEEN_REPLICA_CHECKS = 1000
+STEPS_BETWEEN_REPLICA_CHECKS = 1000
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _resolve_training(values: dict[str, Any]) -> None:
     if values.get("recompute_activations"):
         _fill(values, "recompute_granularity", "selective")
     if not (values.get("use_torch_fsdp2") or values.get("use_megatron_fsdp")):  # these divide every weight
-        _fill(values, "check_weight_hash_across_dp_replicas_interval", _STEPS_BETWEEN_REPLICA_CHECKS)
+        _fill(values, "check_weight_hash_across_dp_replicas_interval", STEPS_BETWEEN_REPLICA_CHECKS)
     if values.get("bf16") and values.get("main_grads_dtype") == "bf16":
         values["grad_reduce_in_bf16"] = True
     if values.get("bf16") and not values.get("grad_reduce_in_bf16"):

@@ -38,6 +38,7 @@ DTYPE_CODES = {
 }
 _CODE_OF = {dtype: code for code, dtype in DTYPE_CODES.items()}
 _LENGTH = np.dtype("<i4")
+_DOCUMENTS_AT_ONCE = 1 << 20
 HEADER = struct.Struct("<9sQBQQ")
 
 
@@ -189,7 +190,7 @@ class IndexedWriter:
     def _length_blocks(self) -> Iterator[np.ndarray]:
         """Yield the number of tokens of each document, some documents at a time."""
         with open(_partial(self._lengths_path), "rb") as file:
-            while block := file.read(_LENGTH.itemsize << 20):
+            while block := file.read(_LENGTH.itemsize * _DOCUMENTS_AT_ONCE):
                 yield np.frombuffer(block, _LENGTH)
 
     def descriptors(self) -> list[int]:

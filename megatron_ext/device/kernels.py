@@ -6,6 +6,7 @@ uses it, and is 2.2 times as fast there (docs/LOG.md); torch itself asks it for 
 RMSNorm: on a CPU torch has no kernel for it, so that autograd runs back through every operation it is made of.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +15,46 @@ import torch.nn.functional as F
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+_FEW_ROWS = 32
+_LARGE = 1 << 20
+"""Elements of a matrix from which on oneDNN is the faster one on any processor, be the rows few or many."""
+
+
+def _is_intel() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text(errors="replace")[:1000]
+
+
+_MKL_IS_FAST = _is_intel()
+
+
+def nothing_is_trained() -> bool:
+    """Return whether torch is in inference mode, which the compiler cannot ask; what is compiled is trained."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x A^T + b, differentiable as F.linear is. x: [..., in]; weight: [out, in]; bias: [out]."""
+    if nothing_is_trained():
+        return _linear_without_gradient(x, weight, bias)
     if _HAS_ONEDNN and _is_fp32_on_cpu(x, weight):
         return _OneDNNLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
 
+def _linear_without_gradient(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute `linear` in inference mode, where oneDNN's 30 us a call can be more than the product itself."""
+    few = x.numel() <= _FEW_ROWS * x.size(-1)
+    with_onednn = weight.numel() >= _LARGE or not (few or _MKL_IS_FAST)
+    if with_onednn and _HAS_ONEDNN and _is_fp32_on_cpu(x, weight):
+        return _product(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension; x: [..., hidden], weight: [hidden]."""
+    if nothing_is_trained():
+        return F.rms_norm(x, weight.shape, weight, eps)
     # The compiler knows torch's own, and makes one kernel of it.
     if _is_fp32_on_cpu(x, weight) and not torch.compiler.is_compiling():
         return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]

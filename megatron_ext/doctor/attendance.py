@@ -80,6 +80,11 @@ class Attendance:
             time.sleep(0.05)
         return []
 
+    def is_inside(self, stage: str, ranks: Sequence[int]) -> bool:
+        """Return whether one of these ranks has signed before a stage and not after it."""
+        signed = self._signatures.check
+        return any(signed([f"in/{stage}/{rank}"]) and not signed([f"out/{stage}/{rank}"]) for rank in ranks)
+
     def silent(self) -> list[int]:
         """Return the ranks that came and are dead or stopped now: their heart does not beat. This takes two seconds."""
         before = self._heartbeats()

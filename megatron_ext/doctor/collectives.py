@@ -22,6 +22,7 @@ from megatron_ext.doctor.finding import Finding, ok, warning
 from megatron_ext.errors import PeerLostError
 
 _REPEATS = 3
+_STAGES = ("process group", "all-reduce", "ring", "barrier", "bandwidth")
 
 
 class NotTheReporter(PeerLostError):
@@ -84,12 +85,8 @@ class _Exercise:
     def _run(self) -> None:
         try:
             self._device.bind_thread()
-            for stage, work in (
-                ("process group", self._start),
-                ("all-reduce", self._all_reduce),
-                ("ring", self._ring),
-                ("barrier", dist.barrier),
-                ("bandwidth", self._bandwidth),
+            for stage, work in zip(
+                _STAGES, (self._start, self._all_reduce, self._ring, dist.barrier, self._bandwidth), strict=True
             ):
                 self._stage, self._stage_began = stage, time.monotonic()
                 self._attendance.enter(stage)
@@ -175,6 +172,8 @@ class _Exercise:
         missing = attendance.absent(stage, seconds=left)
         silent = attendance.silent()
         if silent:
+            # Where they stopped, not where this rank waits: a rank that does not wait for them may be a stage further.
+            stage = next((each for each in _STAGES if attendance.is_inside(each, silent)), stage)
             what = f"{attendance.names(silent)} came and no longer answers"
         elif missing:
             what = f"{attendance.names(missing)} did not get so far"

@@ -8,13 +8,14 @@ Shape legend: B rows, S positions, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.model import Model
 from megatron_ext.inference.sampling import Sampler, Sampling
-from megatron_ext.model.inference import KeyValueCache, WholeSequences
+from megatron_ext.model.inference import KeyValueCache, TextsInARow
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 OnToken = Callable[[int, list[int]], None]
@@ -75,27 +76,34 @@ def generate(
         for start in range(0, len(prompts), rows * model.replicas):
             numbers = range(start, min(start + rows * model.replicas, len(prompts)))
             share = -(-len(numbers) // model.replicas)
-            own = numbers[model.replica * share : (model.replica + 1) * share]
-            batch = [_Row(number, list(prompts[number])) for number in own]
-            idle = [_Row(-1, list(prompts[start])) for _ in range(share - len(batch))]
-            longest = max(len(prompts[number]) for number in numbers)
-            _Batch(model, [*batch, *idle], sampling, longest, first).run(cached, on_token)
-            made += batch
+            batch = _Batch(model, [_dealt(prompts, numbers, share, i) for i in range(model.replicas)], sampling, first)
+            batch.run(cached, on_token)
+            made += [row for row in batch.rows if row.number >= 0]
     return [_finished(model, row, sampling) for row in _of_all_replicas(model, made)]
+
+
+def _dealt(prompts: Sequence[Sequence[int]], numbers: range, share: int, replica: int) -> list[_Row]:
+    """Return a replica's rows; those beyond its prompts go along with the first prompt."""
+    own = numbers[replica * share : (replica + 1) * share]
+    batch = [_Row(number, list(prompts[number])) for number in own]
+    return [*batch, *(_Row(-1, list(prompts[numbers[0]])) for _ in range(share - len(batch)))]
 
 
 class _Batch:
     """Rows that one replica goes on from together.
 
     Args:
-        length: of the longest prompt of all replicas, whose passes have one shape.
+        dealt: rows of every replica: the passes of all have one shape.
         first: number of the first prompt of all.
     """
 
-    def __init__(self, model: Model, rows: list[_Row], sampling: Sampling, length: int, first: int):
-        self.model, self.rows, self.sampling, self.length = model, rows, sampling, length
-        numbers = [first + max(row.number, 0) for row in rows]
-        self.sampler = Sampler(sampling, [row.prompt for row in rows], numbers, model.vocab_size)
+    def __init__(self, model: Model, dealt: list[list[_Row]], sampling: Sampling, first: int):
+        self.model, self.rows, self.sampling = model, dealt[model.replica], sampling
+        lengths = [[len(row.prompt) for row in rows] for rows in dealt]
+        self.longest, self.together = max(map(max, lengths)), max(map(sum, lengths))
+        self.chosen = torch.empty(0, dtype=torch.int64)
+        numbers = [first + max(row.number, 0) for row in self.rows]
+        self.sampler = Sampler(sampling, [row.prompt for row in self.rows], numbers, model.vocab_size)
 
     def run(self, cached: bool, on_token: OnToken | None) -> None:
         passes = self._cached_passes() if cached else self._whole_passes()
@@ -106,33 +114,25 @@ class _Batch:
 
     def _cached_passes(self) -> Iterator[torch.Tensor | None]:
         """Yield the logits [B, V] of the last stage (None on others) after the prompts and after each further token."""
-        device = self.model.device.torch_device
-        tokens = self._whole([row.prompt for row in self.rows], self.length)
-        ends = self._ends([len(row.prompt) for row in self.rows])
-        cache = KeyValueCache(self.length + self.sampling.max_new_tokens, ends)
-        yield self.model.forward(tokens, torch.arange(self.length, device=device)[None], cache)
+        device, prompts = self.model.device.torch_device, [row.prompt for row in self.rows]
+        tokens = torch.tensor([prompt + [0] * (self.longest - len(prompt)) for prompt in prompts], device=device)
+        lengths = [len(prompt) for prompt in prompts]
+        cache = KeyValueCache(self.longest + self.sampling.max_new_tokens, lengths, self.longest, device)
+        yield self.model.forward(tokens, torch.arange(self.longest, device=device)[None], cache)
         while True:
-            places = [len(row.prompt) + len(row.tokens) - 1 for row in self.rows]
-            tokens = torch.tensor([row.tokens[-1:] for row in self.rows], device=device)
-            yield self.model.forward(tokens, cache.advance(places, device), cache)
+            yield self.model.forward(self.chosen[:, None], cache.advance(), cache)
 
     def _whole_passes(self) -> Iterator[torch.Tensor | None]:
-        """Yield the same from passes over all tokens so far."""
+        """Yield the same from passes over all tokens so far, one text after another."""
         device = self.model.device.torch_device
         for made in range(self.sampling.max_new_tokens):
             texts = [row.prompt + row.tokens for row in self.rows]
-            tokens = self._whole(texts, self.length + made)
-            positions = torch.arange(tokens.size(1), device=device)[None]
-            yield self.model.forward(tokens, positions, WholeSequences(self._ends([len(text) for text in texts])))
-
-    def _whole(self, texts: list[list[int]], length: int) -> torch.Tensor:
-        filled = [text + [0] * (length - len(text)) for text in texts]
-        return torch.tensor(filled, device=self.model.device.torch_device)
-
-    def _ends(self, lengths: list[int]) -> torch.Tensor:
-        """Return the numbers s x B + b of the last tokens."""
-        places = [(length - 1) * len(lengths) + row for row, length in enumerate(lengths)]
-        return torch.tensor(places, device=self.model.device.torch_device)
+            lengths = [len(text) for text in texts]
+            filled = self.together + made * len(texts) - sum(lengths)
+            tokens = torch.tensor([[*chain.from_iterable(texts), *[0] * filled]], device=device)
+            places = [torch.arange(length, device=device) for length in lengths]
+            positions = torch.cat([*places, torch.zeros(filled, dtype=torch.int64, device=device)])
+            yield self.model.forward(tokens, positions[None], TextsInARow(lengths, filled, device))
 
     def _chosen(self, logits: torch.Tensor | None) -> list[int]:
         """Return the next id of each row, on all stages alike."""
@@ -144,6 +144,7 @@ class _Batch:
         if group.size() > 1:
             last = torch.distributed.get_global_rank(group, group.size() - 1)
             torch.distributed.broadcast(chosen, src=last, group=group)
+        self.chosen = chosen
         return chosen.tolist()
 
     def _take(self, chosen: list[int], on_token: OnToken | None) -> None:

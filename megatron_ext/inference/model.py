@@ -129,7 +129,7 @@ class Model:
                 setattr(module, name, False)
             for config in configs:
                 config.sequence_parallel = False
-            with torch.no_grad(), self._uncompiled(), self.gathered():
+            with self._no_gradients(), self._uncompiled(), self.gathered():
                 yield
         finally:
             for config, value in zip(configs, was, strict=True):
@@ -138,6 +138,12 @@ class Model:
                 setattr(module, name, True)
             for chunk, training in zip(self.chunks, trains, strict=True):
                 chunk.train(training)
+
+    def _no_gradients(self) -> AbstractContextManager[Any]:
+        """Return inference mode, or in training no_grad: what is made in inference mode, and kept, can never get a
+        gradient."""
+        in_training = any(weight.requires_grad for chunk in self.chunks for weight in chunk.parameters())
+        return torch.no_grad() if in_training else torch.inference_mode()
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         # The compiler takes seconds to import.

@@ -64,9 +64,8 @@ class _Scored(WholeSequences):
         """Return both for every scored token, of as many at a time as bounded memory allows."""
         vocabulary = self._model.config.model.padded_vocab_size // self._model.groups.tp.size()
         step = max(1, _LOGITS_AT_ONCE // vocabulary)
-        hidden_NH = hidden_SBH.flatten(0, 1)
-        pieces = zip(self.wanted.split(step), self._targets.split(step), strict=True)
-        return torch.cat([self._of(project(hidden_NH[wanted]), targets) for wanted, targets in pieces])
+        pieces = zip(self.hidden(hidden_SBH).split(step), self._targets.split(step), strict=True)
+        return torch.cat([self._of(project(hidden_NH), targets) for hidden_NH, targets in pieces])
 
     def _of(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         group = self._model.groups.tp

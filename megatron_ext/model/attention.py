@@ -20,7 +20,7 @@ from megatron_ext.data.packing import Documents
 from megatron_ext.model import context_parallel
 from megatron_ext.model.inference import WholeSequences
 from megatron_ext.model.packed_attention import attend_documents
-from megatron_ext.model.rope import rotate
+from megatron_ext.model.rope import TokenAngles, rotate
 
 
 class CausalSelfAttention(SelfAttention):
@@ -33,7 +33,7 @@ class CausalSelfAttention(SelfAttention):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | Any = None,
         packed_seq_params: Documents | WholeSequences | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -44,6 +44,9 @@ class CausalSelfAttention(SelfAttention):
         assert attention_mask is None, "the mask is causal"
         assert not given, f"not for training on plain sequences: {given}"
         tensors_SBHD: Any = self.get_query_key_value_tensors(hidden_states)
+        if isinstance(packed_seq_params, WholeSequences):
+            query, key, value = tensors_SBHD
+            return self._inferred(query, key, value, rotary_pos_emb, packed_seq_params)
         # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors_SBHD)
         if rotary_pos_emb is not None:
@@ -52,9 +55,6 @@ class CausalSelfAttention(SelfAttention):
             key = rotate(key, rotary_pos_emb, interleaved=interleaved)
         heads_BHSD = query.contiguous(), key.contiguous(), value.contiguous()
         attend: Any = self.core_attention
-        if isinstance(packed_seq_params, WholeSequences):
-            context = packed_seq_params.attend(self.layer_number, *heads_BHSD, attend.softmax_scale)
-            return self.linear_proj(context.permute(2, 0, 1, 3).flatten(2))
         if packed_seq_params is not None:
             attend = partial(attend, documents=packed_seq_params)
         if self.checkpoint_core_attention and self.training:
@@ -62,6 +62,27 @@ class CausalSelfAttention(SelfAttention):
         else:
             context = attend(*heads_BHSD)
         return self.linear_proj(context)
+
+    def _inferred(
+        self,
+        query_SBHD: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        angles: TokenAngles | torch.Tensor | None,
+        inference: WholeSequences,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the same without gradients: in the last layer that of the positions that are read alone."""
+        if isinstance(angles, TokenAngles):
+            query_SBHD, key_SBGD = angles.turned(query_SBHD, key_SBGD)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBHD, key_SBGD, value_SBGD))
+        if isinstance(angles, torch.Tensor):
+            query = rotate(query, angles, interleaved=self.config.rotary_interleaved)
+            key = rotate(key, angles, interleaved=self.config.rotary_interleaved)
+        if query.size(2) > 1:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        attention: Any = self.core_attention
+        context = inference.attend(self.layer_number, query, key, value, attention.softmax_scale)
+        return self.linear_proj(inference.narrowed(context, self))
 
 
 class SDPAttention(torch.nn.Module):

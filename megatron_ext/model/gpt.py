@@ -84,13 +84,27 @@ class GPT(GPTModel):
 
     def _preprocess(self, **inputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run megatron-core's preprocessing, with rotary angles by `position_ids` where these restart."""
+        inference = inputs.get("packed_seq_params")
+        if isinstance(inference, WholeSequences):
+            has_last = self.post_process and len(self.decoder.layers) > 0
+            last: Any = self.decoder.layers[-1] if has_last else None
+            inference.begin(last.layer_number if has_last else None)
+            return self._inference_inputs(inputs["input_ids"], inputs["position_ids"])
         # Its packed sequences have one sample and another rotary table.
         outputs = super()._preprocess(**{**inputs, "packed_seq_params": None})
-        own_positions = self.restarts_positions or isinstance(inputs.get("packed_seq_params"), WholeSequences)
-        if own_positions and self.position_embedding_type == "rope":
+        if self.restarts_positions and self.position_embedding_type == "rope":
             rotary: Any = self.rotary_pos_emb
             outputs = (outputs[0], rotary.at(inputs["position_ids"]), *outputs[2:])
         return outputs
+
+    def _inference_inputs(self, tokens_BS: torch.Tensor, positions: torch.Tensor) -> tuple[Any, ...]:
+        """Return what `_preprocess` does: embedded tokens on the first stage, rotary angles, and four times
+        nothing."""
+        embedded = self.embedding(input_ids=tokens_BS, position_ids=positions) if self.pre_process else None
+        angles, rotary = None, getattr(self, "rotary_pos_emb", None)
+        if rotary is not None:
+            angles = rotary.at(positions) if positions.size(1) > 1 else rotary.at_token(positions)
+        return embedded, angles, None, None, None, None
 
     def _read(
         self,
@@ -101,6 +115,9 @@ class GPT(GPTModel):
         **_: object,
     ) -> torch.Tensor:
         def project(hidden_NH: torch.Tensor) -> torch.Tensor:
+            if self.pg_collection.tp.size() == 1 and self.reads_output_weight:
+                weight = self._output_weight(output_layer, output_weight)
+                return linear(hidden_NH, weight[: self.true_vocab_size])
             return output_layer(hidden_NH.unsqueeze(1), weight=output_weight)[0].squeeze(1)
 
         inference: WholeSequences = packed_seq_params

@@ -1,14 +1,17 @@
 """Holds what a forward pass without training carries through the layers: how it attends, and where it is read.
 
-Two of them: `WholeSequences` attends as training does, `KeyValueCache` keeps keys and values, so that each further
-token costs one position. Rows of a batch begin at position 0 and are filled up at their end: causal attention then
-needs no mask until the first generated token.
+Three of them: `WholeSequences` attends as training does, `TextsInARow` within each of several texts that need not be
+filled up to one length, and `KeyValueCache` keeps keys and values, so that each further token costs one position. Rows
+of a batch begin at position 0 and are filled up at their end: causal attention then needs no mask until the first
+generated token. In the cache they end together, so that one place is written for all rows, and what a row does not see
+is the same at every step.
 
-Shape legend: B rows, S positions of this pass, H query heads, G key/value heads, D channels of a head, T positions in
+Shape legend: B rows, S positions of this pass, H query heads, G key/value heads, D channels of a head, T places in
 the cache, N positions that are read, V vocabulary of this tensor-parallel rank.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +28,17 @@ class WholeSequences:
     """
 
     def __init__(self, wanted: torch.Tensor):
-        self.wanted = wanted
+        self.wanted: torch.Tensor | None = wanted
+        self._last_layer: int | None = None
+        self._is_narrow = False
+
+    def begin(self, last_layer: int | None) -> None:
+        """Begin the pass through a model chunk.
+
+        Args:
+            last_layer: number of the model's last layer; None if the chunk does not have it.
+        """
+        self._last_layer, self._is_narrow = last_layer, False
 
     def attend(
         self,
@@ -35,8 +48,8 @@ class WholeSequences:
         value_BGSD: torch.Tensor,
         scale: float | None,
     ) -> torch.Tensor:
-        """Return the context of one layer, [B, H, S, D]."""
-        return F.scaled_dot_product_attention(
+        """Return the context of one layer, [S, B, H x D]."""
+        context = F.scaled_dot_product_attention(
             query_BHSD,
             key_BGSD,
             value_BGSD,
@@ -44,10 +57,59 @@ class WholeSequences:
             scale=scale,
             enable_gqa=query_BHSD.size(1) != key_BGSD.size(1),
         )
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def narrowed(self, states_SBH: torch.Tensor, module: Any) -> torch.Tensor:
+        """Return the states as they are, or in the model's last layer those of `wanted` alone, [N, 1, hidden].
+
+        Args:
+            states_SBH: after this, the layer computes each position by itself.
+            module: the layer, or its attention.
+        """
+        if module.layer_number != self._last_layer:
+            return states_SBH
+        self._is_narrow = True
+        return self._of_wanted(states_SBH)
+
+    def hidden(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        """Return the last layer's output at the positions of `wanted`, [N, hidden]."""
+        return (hidden_SBH if self._is_narrow else self._of_wanted(hidden_SBH)).flatten(0, 1)
 
     def read(self, hidden_SBH: torch.Tensor, project: Project) -> torch.Tensor:
         """Return what the last stage is asked for: the logits, [N, V]."""
-        return project(hidden_SBH.flatten(0, 1).index_select(0, self.wanted))
+        return project(self.hidden(hidden_SBH))
+
+    def _of_wanted(self, states_SBH: torch.Tensor) -> torch.Tensor:
+        if self.wanted is None:
+            return states_SBH
+        return states_SBH.flatten(0, 1).index_select(0, self.wanted)[:, None]
+
+
+class TextsInARow(WholeSequences):
+    """Attends within texts that are one after another in a single row, and returns logits at the end of each.
+
+    Args:
+        lengths: tokens of each text.
+        filled: tokens after them, which nobody reads.
+        device: where the pass is made.
+    """
+
+    def __init__(self, lengths: list[int], filled: int, device: torch.device):
+        super().__init__(torch.tensor(lengths, device=device).cumsum(0) - 1)
+        self._lengths = [*lengths, filled] if filled else lengths
+
+    def attend(
+        self,
+        layer_number: int,
+        query_BHSD: torch.Tensor,
+        key_BGSD: torch.Tensor,
+        value_BGSD: torch.Tensor,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Return the context of one layer, [S, 1, H x D]."""
+        parts = (heads.split(self._lengths, dim=2) for heads in (query_BHSD, key_BGSD, value_BGSD))
+        attend = super().attend
+        return torch.cat([attend(layer_number, q, k, v, scale) for q, k, v in zip(*parts, strict=True)])
 
 
 class KeyValueCache(WholeSequences):
@@ -57,35 +119,36 @@ class KeyValueCache(WholeSequences):
 
     Args:
         positions: the most positions that a row can come to have.
-        wanted: as for `WholeSequences`, of the first pass.
+        lengths: tokens of each row's prompt.
+        width: tokens that each row has in the first pass, filled up.
+        device: where the first pass is made.
     """
 
-    def __init__(self, positions: int, wanted: torch.Tensor):
-        super().__init__(wanted)
+    def __init__(self, positions: int, lengths: list[int], width: int, device: torch.device):
+        lengths_B = torch.tensor(lengths, device=device)
+        super().__init__((lengths_B - 1) * len(lengths) + torch.arange(len(lengths), device=device))
         self.positions = positions
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._places_B: torch.Tensor | None = None
-        self._rows_B = torch.empty(0, dtype=torch.int64)
-        self._seen_B11T: torch.Tensor | None = None
-        self._length = 0
-        self._same = False
+        self._next_B1, self._length = lengths_B[:, None], width
+        self._is_first = True
+        self._source_B1S1: torch.Tensor | None = None
+        self._unseen_B11T: torch.Tensor | None = None
+        if min(lengths) < width:
+            shift_B = width - lengths_B
+            source_BS = torch.arange(width, device=device) - shift_B[:, None]
+            self._source_B1S1 = source_BS.clamp_(min=0)[:, None, :, None]
+            unseen_BT = torch.arange(positions, device=device) < shift_B[:, None]
+            zeros = torch.zeros(unseen_BT.shape, device=device)
+            self._unseen_B11T = zeros.masked_fill_(unseen_BT, -torch.inf)[:, None, None]
 
-    def advance(self, places: list[int], device: torch.device) -> torch.Tensor:
-        """Prepare a pass over one token of each row, and return its positions, int64 [B, 1].
-
-        Args:
-            places: position of that token in each row: the number of tokens before it.
-        """
-        self._length, self._same = max(places) + 1, min(places) == max(places)
-        assert self._length <= self.positions, "the cache was made for fewer positions"
-        self._places_B = torch.tensor(places, device=device)
-        if len(self._rows_B) != len(places):
-            self._rows_B = torch.arange(len(places), device=device)
-            self.wanted = self._rows_B
-        if not self._same:
-            seen = torch.arange(self._length, device=device) <= self._places_B[:, None]
-            self._seen_B11T = seen[:, None, None]
-        return self._places_B[:, None]
+    def advance(self) -> torch.Tensor:
+        """Prepare a pass over one token of each row, and return its positions, int64 [B, 1]."""
+        assert self._length < self.positions, "the cache was made for fewer positions"
+        if not self._is_first:
+            self._next_B1 = self._next_B1 + 1
+        self._is_first, self.wanted = False, None
+        self._length += 1
+        return self._next_B1
 
     def attend(
         self,
@@ -95,28 +158,35 @@ class KeyValueCache(WholeSequences):
         value_BGSD: torch.Tensor,
         scale: float | None,
     ) -> torch.Tensor:
-        """Keep the keys and values of this pass, and return the context of one layer, [B, H, S, D]."""
-        if self._places_B is None:
+        """Keep the keys and values of this pass, and return the context of one layer, [S, B, H x D]."""
+        if self._is_first:
             self._kept[layer_number] = self._begun(key_BGSD), self._begun(value_BGSD)
             return super().attend(layer_number, query_BHSD, key_BGSD, value_BGSD, scale)
-        keys, values = self._kept[layer_number]
-        if self._same:
-            place = self._length - 1
-            keys[:, :, place], values[:, :, place] = key_BGSD[:, :, 0], value_BGSD[:, :, 0]
-        else:
-            keys[self._rows_B, :, self._places_B] = key_BGSD[:, :, 0]
-            values[self._rows_B, :, self._places_B] = value_BGSD[:, :, 0]
-        return F.scaled_dot_product_attention(
-            query_BHSD,
-            keys[:, :, : self._length],
-            values[:, :, : self._length],
-            attn_mask=None if self._same else self._seen_B11T,
+        keys_BGTD, values_BGTD = (kept[:, :, : self._length] for kept in self._kept[layer_number])
+        keys_BGTD[:, :, -1:], values_BGTD[:, :, -1:] = key_BGSD, value_BGSD
+        rows, groups, _, channels = key_BGSD.shape
+        # The query heads that share a key's are as many positions that see the same.
+        context = F.scaled_dot_product_attention(
+            query_BHSD.reshape(rows, groups, -1, channels),
+            keys_BGTD,
+            values_BGTD,
+            attn_mask=self._unseen(query_BHSD.dtype),
             scale=scale,
-            enable_gqa=query_BHSD.size(1) != key_BGSD.size(1),
         )
+        return context.reshape(1, rows, -1)
+
+    def _unseen(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return -infinity for the places before a row's first token, and 0 for others; None where there are none."""
+        if self._unseen_B11T is None:
+            return None
+        if self._unseen_B11T.dtype != dtype:
+            self._unseen_B11T = self._unseen_B11T.to(dtype)
+        return self._unseen_B11T[..., : self._length]
 
     def _begun(self, heads_BGSD: torch.Tensor) -> torch.Tensor:
         rows, heads, length, channels = heads_BGSD.shape
         kept = heads_BGSD.new_zeros(rows, heads, self.positions, channels)
+        if self._source_B1S1 is not None:
+            heads_BGSD = heads_BGSD.gather(2, self._source_B1S1.expand(heads_BGSD.shape))
         kept[:, :, :length] = heads_BGSD
         return kept

@@ -34,6 +34,8 @@ class PreNormLayer(TransformerLayer):
         cross-attention."""
         given = [name for name, value in unused.items() if value is not None]
         assert not given, f"not for training on plain sequences: {given}"
+        if isinstance(packed_seq_params, WholeSequences):
+            return self._inferred(hidden_states, rotary_pos_emb, packed_seq_params), None
         add: Any = get_bias_dropout_add(self.training, self.config.bias_dropout_fusion)
         normed, forget = self._norm(self.input_layernorm, hidden_states, self.recompute_input_layernorm)
         attended: Any = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params)
@@ -45,6 +47,14 @@ class PreNormLayer(TransformerLayer):
         forget(expanded[0])
         hidden_states = add(expanded, hidden_states, self.hidden_dropout)
         return hidden_states, None
+
+    def _inferred(self, hidden_states: torch.Tensor, rotary_pos_emb: Any, inference: WholeSequences) -> torch.Tensor:
+        """Return the output without dropout: of the last layer, that of the positions that are read alone."""
+        before_attention: Any = self.input_layernorm
+        before_mlp: Any = self.pre_mlp_layernorm
+        attended: Any = self.self_attention(before_attention(hidden_states), None, rotary_pos_emb, inference)
+        hidden_states = inference.narrowed(hidden_states, self) + _with_bias(*attended)
+        return hidden_states + _with_bias(*self._mlp(before_mlp(hidden_states)))
 
     def _mlp(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         mlp: Any = self.mlp
@@ -99,6 +109,8 @@ class PostNormLayer(PreNormLayer):
         """hidden_states: [sequence, batch, hidden]. Returns the same shape, and no context for cross-attention."""
         given = [name for name, value in unused.items() if value is not None]
         assert not given, f"not for training on plain sequences: {given}"
+        if isinstance(packed_seq_params, WholeSequences):
+            return self._inferred(hidden_states, rotary_pos_emb, packed_seq_params), None
         add: Any = get_bias_dropout_add(self.training, self.config.bias_dropout_fusion)
         attended: Any = self.self_attention(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params)
         normed = self.post_self_attn_layernorm(_with_bias(*attended))
@@ -108,6 +120,12 @@ class PostNormLayer(PreNormLayer):
         expanded = self._checkpointed_mlp(hidden_states) if again else self._mlp(hidden_states)
         normed = self.post_mlp_layernorm(_with_bias(*expanded))
         return add((normed, None), hidden_states, self.hidden_dropout), None
+
+    def _inferred(self, hidden_states: torch.Tensor, rotary_pos_emb: Any, inference: WholeSequences) -> torch.Tensor:
+        attended: Any = self.self_attention(hidden_states, None, rotary_pos_emb, inference)
+        normed = self.post_self_attn_layernorm(_with_bias(*attended))
+        hidden_states = inference.narrowed(hidden_states, self) + normed
+        return hidden_states + self.post_mlp_layernorm(_with_bias(*self._mlp(hidden_states)))
 
 
 def _with_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

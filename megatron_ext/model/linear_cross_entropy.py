@@ -77,13 +77,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         for_hidden = torch.empty_like(hidden_NH) if graded[0] else None
         for_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if graded[1] else None
-        total = hidden_NH.new_zeros((), dtype=torch.float32)
+        losses_N = torch.empty_like(counts_N)
         for first in range(0, len(hidden_NH), size):
             part = slice(first, first + size)
             hidden_CH, counts_C = hidden_NH[part], counts_N[part]
             logits_CV = _logits(hidden_CH, weight_VH, vocabulary)
-            losses_C, grad_CV = _losses(logits_CV, labels_N[part], counts_C, vocabulary, graded=any(graded))
-            total += torch.dot(losses_C, counts_C)
+            losses_N[part], grad_CV = _losses(logits_CV, labels_N[part], counts_C, vocabulary, graded=any(graded))
             if any(graded):
                 grad_CV = grad_CV.to(hidden_NH.dtype)
             if for_hidden is not None:
@@ -92,7 +91,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 add_product_(for_weight, grad_CV, hidden_CH)
         ctx.save_for_backward(for_hidden, for_weight)
         ctx.weight, ctx.into_main_grad = weight_VH, into_main_grad
-        return total
+        return torch.dot(
+            losses_N, counts_N
+        )  # at once: a sum of sums would be as many roundings off as there are chunks
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]

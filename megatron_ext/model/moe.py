@@ -22,7 +22,12 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.core.transformer.moe.moe_utils import router_gating_linear, sinkhorn
+from megatron.core.transformer.moe.moe_utils import (
+    get_tokens_per_expert_and_token_count,
+    router_gating_linear,
+    sinkhorn,
+    switch_load_balancing_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
@@ -195,12 +200,78 @@ class GroupedExperts(MegatronModule):
 
 
 class Router(TopKRouter):
-    """A router of megatron-core's whose logits need no GPU."""
+    """A router of megatron-core's whose logits need no GPU, and whose balance does not depend on the layout."""
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, is_mtp_layer: bool = False
+    ) -> None:
+        assert pg_collection is not None
+        super().__init__(config, pg_collection, is_mtp_layer)
+        self.dp_group = pg_collection.dp
+        # megatron-core's own counts would be rounded to bf16 with the model.
+        self.global_tokens_per_expert: Any = None
+        self.ga_steps: Any = None
+        self.reset_global_aux_loss_tracker()
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Forget the load of a global batch. megatron-core calls it at the end of a step."""
+        self._tokens_before_E: torch.Tensor | int = 0
+        self._microbatches_before = 0
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return the logits, [..., experts]. input: [..., H]."""
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
         return router_gating_linear(input, self.weight, self.bias, dtype)
+
+    def _apply_global_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        """Return the weights, to whose gradient that of the load-balancing loss with the load of the global batch is
+        added (Qiu et al. 2025, arXiv:2501.11873, section 3).
+
+        The loss of a microbatch is E sum_i f_i P_i, P_i being the mean score of expert i in this microbatch, and f_i
+        its share of the tokens in this and all earlier microbatches of the global batch. Microbatches are ordered as
+        their samples are, so that data-parallel ranks take turns. For one data-parallel rank that is megatron-core's
+        own loss. With more it counts the microbatches of all ranks at once, and divides the loss by the number of
+        ranks, so that another layout would train another model.
+        """
+        coefficient = self.get_aux_loss_coeff("global_aux_loss")
+        if coefficient == 0:
+            return probs
+        tokens_E, own_tokens, tokens = get_tokens_per_expert_and_token_count(
+            routing_map, self.tp_cp_group, self.topk, with_padding_mask
+        )
+        loss = switch_load_balancing_loss_func(
+            scores_for_aux_loss,
+            self._load_so_far(tokens_E),
+            tokens,  # pyright: ignore[reportArgumentType]
+            self.topk,
+            scores_for_aux_loss.shape[1],
+            coefficient,
+        )
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, LOAD_BALANCING, self.tp_cp_group, valid_token_count=own_tokens
+        )
+
+    def _load_so_far(self, tokens_E: torch.Tensor) -> torch.Tensor:
+        """Return the mean number of tokens of each expert, [E], over the microbatches up to and with this one.
+
+        Args:
+            tokens_E: the numbers in this microbatch, the same on all ranks that share it.
+        """
+        group = self.dp_group
+        everyones = tokens_E.new_empty(group.size() * len(tokens_E))
+        torch.distributed.all_gather_into_tensor(everyones, tokens_E, group=group)
+        everyones_DE = everyones.view(group.size(), -1)
+        turn = group.rank() + 1
+        load_E = (self._tokens_before_E + everyones_DE[:turn].sum(0)) / (self._microbatches_before + turn)
+        self._tokens_before_E = self._tokens_before_E + everyones_DE.sum(0)
+        self._microbatches_before += group.size()
+        return load_E
 
     def sinkhorn_load_balancing(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts' weights and which experts are chosen, both [tokens, experts]. logits: of this rank's

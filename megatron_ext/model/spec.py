@@ -9,7 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
@@ -18,13 +18,14 @@ from torch.distributed import ProcessGroup
 from megatron_ext.config.layers import Layer, Stack, final_norm
 from megatron_ext.config.schema import Config
 from megatron_ext.model.attention import CausalSelfAttention, SDPAttention
+from megatron_ext.model.feed_forward import FeedForward
 from megatron_ext.model.layer import layer_class
 from megatron_ext.model.linear import ColumnLinear, RowLinear
 from megatron_ext.model.moe import mixture_of_experts
 from megatron_ext.model.norm import norm_class, query_key_norms
 
 OwnSpec = Callable[[ModuleSpec, Layer], ModuleSpec]
-"""From the spec of a layer and its description, the spec to build in its place. It may not add parameters."""
+"""From the spec of a layer and its description, the spec to build in its place."""
 
 
 def block_spec(
@@ -95,4 +96,5 @@ def _transformer_engine_spec(layer: Layer) -> ModuleSpec:
 
 
 def _dense_mlp() -> Any:
-    return partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear))
+    matrices = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+    return partial(FeedForward.as_mlp_submodule, submodules=matrices)

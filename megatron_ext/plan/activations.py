@@ -19,7 +19,6 @@ tests/distributed/test_plan_bytes.py, on ranks, within 0.5% (5% with experts, wh
 Source of the scheme: Korthikanti et al. 2022 (arXiv:2205.05198, section 4), who store an unfused softmax as well.
 """
 
-import copy
 import functools
 from dataclasses import dataclass
 
@@ -91,13 +90,15 @@ class Activations:
         self.tokens = model.seq_length // self.context * training.micro_batch_size
         self.stream = self.width * self.tokens * model.hidden_size / self.divided
         """Bytes of one residual stream."""
+        self.kinds = stack(config).kinds
         self._of_kinds: dict[Layer, LayerBytes] = {}
         self._of_chunks: dict[tuple[object, bool, bool], ChunkBytes] = {}
         self._of_kinds_of_recomputation: dict[tuple[object, ...], dict[tuple[object, bool, bool], ChunkBytes]] = {}
 
     def recomputing(self, config: Config) -> "Activations":
         """Return the formulas of a configuration that differs from this one in what it recomputes alone."""
-        training, other = config.training, copy.copy(self)
+        training, other = config.training, Activations.__new__(Activations)
+        vars(other).update(vars(self))
         names = "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"
         key = tuple(getattr(training, name) for name in names)
         other.config, other._of_chunks = config, self._of_kinds_of_recomputation.setdefault(key, {})
@@ -237,7 +238,7 @@ class Activations:
     @functools.cached_property
     def _rotary_table(self) -> float:
         """Return the bytes of one table for all layers that rotate alike."""
-        attentions = [kind.attention for kind, _ in stack(self.config).kinds]
+        attentions = [kind.attention for kind, _ in self.kinds]
         tables = {(found.rotary, found.rotary.channels(found.head_size)) for found in attentions if found.rotary}
         rotated = sum(channels for _, channels in tables)
         return self.width * self.config.model.seq_length // self.context * rotated

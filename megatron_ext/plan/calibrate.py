@@ -3,8 +3,15 @@
 The correction is one number for every time. What it stands for (versions of libraries, clocks, the fabric, kernels that
 are fused or not) is much the same for other layouts of the same program on the same machine; docs/planner.md shows how
 far that carries.
+
+A run also differs from its estimate by what is its own and no other layout's. Of the logarithm r of measured over
+estimated time so much is believed as programs differ from each other, and not runs of one program: r t^2 / (t^2 + s^2),
+with the standard deviations t and s of plan/constants.py. That is the mean of what is known after the run where both
+are normal. Where r is larger than the two explain, t is what explains it (t^2 = r^2 - s^2, empirical Bayes), so that a
+machine of half the speed is believed to be one.
 """
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +21,7 @@ from typing import Any
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import read_saved
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plan.constants import ASSUMED_PROGRAMS_DIFFER, PROGRAMS_DIFFER, RUNS_DIFFER
 from megatron_ext.plan.estimate import step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.shapes import Shapes
@@ -77,7 +85,7 @@ def saved_values(metrics: Path) -> dict[str, Any] | None:
 
 
 def corrected(machine: Machine, values: Mapping[str, Any], facts: Facts, measured: Measured) -> Machine:
-    """Return the machine whose estimate of the measured run is what was measured.
+    """Return the machine whose estimates are corrected by what is to be believed of the measured run.
 
     Args:
         values: the measured run's values of flags, by field name.
@@ -91,5 +99,18 @@ def corrected(machine: Machine, values: Mapping[str, Any], facts: Facts, measure
     config = resolve({**known, "world_size": world_size}, facts)
     if found := problems(config, facts):
         raise ConfigurationError([f"the run of --calibrate: {problem}" for problem in found])
-    estimated = step_time(config, Shapes(config), replace(machine, correction=None)).total
-    return replace(machine, correction=measured.seconds / estimated)
+    ratio = measured.seconds / step_time(config, Shapes(config), replace(machine, correction=None)).total
+    programs = PROGRAMS_DIFFER if machine.devices.fitted else ASSUMED_PROGRAMS_DIFFER
+    return replace(machine, correction=believed(ratio, programs), measured_ratio=ratio)
+
+
+def believed(ratio: float, programs: float = PROGRAMS_DIFFER, runs: float = RUNS_DIFFER) -> float:
+    """Return the factor for all times that one run gives which took `ratio` times its estimate.
+
+    Args:
+        programs: standard deviation of log(time / estimate) from one program and machine to another.
+        runs: the same from one run to another of one program and machine.
+    """
+    found = math.log(ratio)
+    between = max(programs**2, found**2 - runs**2)
+    return math.exp(found * between / (between + runs**2))

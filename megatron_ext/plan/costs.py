@@ -72,7 +72,7 @@ def lines(found: Cost, failures: Failures, step_seconds: float, spread: tuple[fl
         spread: the time over the estimate between which nine of ten runs are expected, which all of it goes with.
     """
     good, (low, high) = found.goodput, spread
-    days = f"{found.days:,.1f} days ({low * found.days:,.3g} to {high * found.days:,.3g})"
+    days = f"{found.days:,.1f} days ({low * found.days:,.1f} to {high * found.days:,.1f})"
     parts = [days, f"{found.device_hours:,.0f} device-hours"]
     if found.dollars is not None:
         parts.append(f"${found.dollars:,.0f}")

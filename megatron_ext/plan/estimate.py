@@ -1,7 +1,7 @@
 """How long a step takes, from first principles and a few constants fitted to published runs: an estimate, never a
 measurement.
 
-    compute     matrix products and attention, each by its sizes (plan/kernels.py)
+    compute     matrix products and attention, each by its sizes (plan/kernels.py), and on CPU ranks the program's calls
     memory      what is no matrix product: activations are written once and read twice, gradients of weights added up
     tp, cp, ep  traffic inside of layers that the program does not overlap with computation: of tensor parallelism's the
                 backward pass hides the gathering for, and the summing next to, weight gradients (megatron-core's
@@ -11,7 +11,7 @@ measurement.
     dp          what of the data-parallel traffic is not hidden: with --overlap-grad-reduce the reduction has the
                 backward pass of one microbatch to hide behind, with --overlap-param-gather the gathering one forward
                 pass; FSDP2's has all of them
-    optimizer   reading and writing its state
+    optimizer   reading and writing its state, and on CPU ranks the calls of a step
     wait        waiting for the slowest rank, more with every doubling of the nodes
 
 Traffic that runs next to computation slows it down: a share of it counts. CPU ranks that share cores (the flag
@@ -20,22 +20,24 @@ constant and its source stands in plan/constants.py; docs/planner.md compares th
 logging and the unevenness of experts are not in it.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field, fields
 from statistics import fmean
+from typing import Literal
 
-from megatron_ext.config.layers import Stack, stack
+from megatron_ext.config.layers import Stack
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.kernels import with_calls
 from megatron_ext.plan.links import seconds
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.simulate import Times, by_formula, with_and_without
+from megatron_ext.plan.simulate import Times, by_formula, shortest, simulate
 from megatron_ext.plan.traffic import Term
 from megatron_ext.plan.workload import Workload
 
 _IN_A_MICROBATCH = ("tp", "cp", "ep")
-_DATA = ("dp", "edp", "between")
 _Passes = tuple[float, float]
 _BESIDE = ("hidden", "sent_bytes", "bubble_share", "hidden_by_axis")
 
@@ -74,13 +76,15 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by part."""
-        names = [field.name for field in fields(self) if field.name not in _BESIDE]
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _PARTS}
+
+
+_PARTS = tuple(part.name for part in fields(StepTime) if part.name not in _BESIDE)
 
 
 @dataclass(frozen=True)
-class _Stage:
-    """Seconds of one stage; per microbatch but for `data` and `optimizer`."""
+class _OfModel:
+    """Seconds of one stage for one microbatch: what is the same however data-parallel ranks share their state."""
 
     compute: list[tuple[float, float]]
     """Seconds of forward and backward pass, by chunk."""
@@ -90,13 +94,13 @@ class _Stage:
     """Seconds of both passes of all chunks that are not hidden, by axis."""
 
     hidden: dict[str, float]
-    data: list[tuple[Term, float]]
     embedding: float
-    """Seconds of summing the gradient of tied embeddings over the first and the last stage."""
+    """Seconds a step of summing the gradient of tied embeddings over the first and the last stage."""
 
-    optimizer: float
     sent_bytes: float
+    """Bytes of a step."""
 
+    @functools.cached_property
     def passes(self) -> tuple[list[float], list[float]]:
         """Return seconds of forward and backward pass by chunk, with what is sent in them."""
         each = sum(self.links.values()) / len(self.compute)
@@ -108,47 +112,55 @@ class _Stage:
         return forward, backward
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """Seconds of one stage."""
+
+    model: _OfModel
+    data: list[tuple[Term, float]]
+    optimizer: float
+    sent_bytes: float
+
+
 def step_time(config: Config, shapes: Shapes, machine: Machine) -> StepTime:
     """Estimate a step of a resolved and validated configuration."""
     return time_of(Workload(config, shapes, fused=machine.devices.is_gpu), machine)
 
 
-def time_of(work: Workload, machine: Machine, *, quick: bool = False) -> StepTime:
-    """Estimate a step of a workload.
+Bubble = Literal["simulated", "formula", "least"]
+"""Where the bubble comes from: the simulated schedule; its formula, (p-1)/(v m), for stages that are alike; or what no
+schedule undercuts."""
 
-    Args:
-        quick: take the bubble from its formula, (p-1)/(v m), instead of a simulation: for stages that are alike.
-    """
+
+def time_of(work: Workload, machine: Machine, *, bubble: Bubble = "simulated") -> StepTime:
+    """Estimate a step of a workload."""
     layout = work.config.layout
     estimate = _Estimate(work, machine)
     share = machine.processes_share(layout.world_size)
     # The formula asks for the longest stage alone; a simulation, and stages that share cores, for all of them.
-    alike = work.shapes.heaviest() if quick and share == 1.0 else work.shapes.representatives()
+    alike = work.shapes.heaviest() if bubble == "formula" and share == 1.0 else work.shapes.representatives()
     distinct = {stage: estimate.stage(stage) for stage in sorted(set(alike))}
     stages = [distinct[stage] for stage in alike]
     microbatches = estimate.microbatches
-    of_distinct = {stage: each.passes() for stage, each in distinct.items()}
-    passes = [of_distinct[stage] for stage in alike]
+    passes = [stage.model.passes for stage in stages]
     forward, backward = [each[0] for each in passes], [each[1] for each in passes]
     group, send = layout.microbatch_group_size, estimate.send()
-    if quick:
-        times, at_once = (by_formula(forward, backward, microbatches, group, delay) for delay in (send, 0.0))
-    else:
-        times, at_once = with_and_without(forward, backward, microbatches, group, send)
+    times = _pipeline(bubble, forward, backward, microbatches, group, send)
+    at_once = _pipeline(bubble, forward, backward, microbatches, group, 0.0) if send else times
     busiest = max(distinct, key=lambda stage: sum(map(sum, passes[stage])))
-    stage = stages[busiest]
+    stage, model = stages[busiest], stages[busiest].model
     even, update = 1.0, stage.optimizer
     if share < 1.0:
         mean = microbatches * fmean(sum(map(sum, each)) for each in passes)
         even, update = mean / times.busiest, fmean(each.optimizer for each in stages)
         times, at_once = (_in_turn(each, share, mean) for each in (times, at_once))
     dp, hidden_dp = estimate.data_parallel(stage, sum(forward[busiest]), sum(backward[busiest]))
-    hidden = {axis: microbatches * each for axis, each in stage.hidden.items()} | {"dp": hidden_dp}
+    hidden = {axis: microbatches * each for axis, each in model.hidden.items()} | {"dp": hidden_dp}
     parts = {
-        "compute": even * microbatches * sum(map(sum, stage.compute)),
-        "memory": even * microbatches * sum(map(sum, stage.memory)),
-        **{axis: even * microbatches * stage.links[axis] for axis in _IN_A_MICROBATCH},
-        "pp": times.total - at_once.total + max(each.embedding for each in stages),
+        "compute": even * microbatches * sum(map(sum, model.compute)),
+        "memory": even * microbatches * sum(map(sum, model.memory)),
+        **{axis: even * microbatches * model.links[axis] for axis in _IN_A_MICROBATCH},
+        "pp": times.total - at_once.total + max(each.model.embedding for each in distinct.values()),
         "bubble": at_once.total - at_once.busiest,
         "dp": dp,
         "optimizer": update,
@@ -162,6 +174,18 @@ def time_of(work: Workload, machine: Machine, *, quick: bool = False) -> StepTim
         bubble_share=times.bubble_share,
         hidden_by_axis=hidden,
     )
+
+
+def _pipeline(
+    bubble: Bubble, forward: list[list[float]], backward: list[list[float]], microbatches: int, group: int, delay: float
+) -> Times:
+    match bubble:
+        case "simulated":
+            return simulate(forward, backward, microbatches, group, delay)
+        case "formula":
+            return by_formula(forward, backward, microbatches, delay)
+        case "least":
+            return shortest(forward, backward, microbatches, delay)
 
 
 def _in_turn(times: Times, share: float, mean: float) -> Times:
@@ -179,18 +203,31 @@ def _in_turn(times: Times, share: float, mean: float) -> Times:
 def at_least(work: Workload, machine: Machine) -> float:
     """Return seconds below which no estimate of this workload is: products, attention and what is bound by the memory,
     shared evenly by all stages, and the bubble of that."""
-    layout, estimate, whole = work.config.layout, _Estimate(work, machine), stack(work.config)
-    computed = sum(estimate.layers(whole)) + sum(estimate.kernels.output())
-    kept = work.formulas.total(whole)
-    moved = 3 * kept
-    if work.config.training.recompute_num_layers in (None, 1):
-        moved += 2 * max(kept - work.formulas.chunk(whole, first=False, last=False).layers, 0.0)
-    each = (computed + moved / estimate.bandwidth) / layout.pipeline_model_parallel_size
+    layout = work.config.layout
+    kernels = work.kernels(machine, fsdp=_divides_weights(work))
+    of_all = work.once(("all", id(kernels)), lambda: _Estimate(work, machine).of_a_microbatch())
+    each = of_all / layout.pipeline_model_parallel_size
     passes = float(work.microbatches)
     if machine.processes_share(layout.world_size) == 1.0:
         passes += (layout.pipeline_model_parallel_size - 1) / layout.virtual_pipeline_model_parallel_size
     # Sums in another order round differently.
     return passes * each * (1 + _waiting(work, machine)) * (machine.correction or 1.0) * (1 - 1e-9)
+
+
+def formula_at_least(work: Workload, machine: Machine) -> float:
+    """Return seconds below which no estimate by the bubble's formula is: the first stage's passes, with what is sent in
+    them. This is closer than `at_least`, and dearer to ask."""
+    layout = work.config.layout
+    if machine.processes_share(layout.world_size) < 1.0:
+        return at_least(work, machine)
+    forward, backward = _Estimate(work, machine).model(0).passes
+    passes = work.microbatches + (layout.pipeline_model_parallel_size - 1) / len(forward)
+    seconds = passes * (sum(forward) + sum(backward)) * (1 + _waiting(work, machine)) * (machine.correction or 1.0)
+    return seconds * (1 - 1e-9)
+
+
+def _divides_weights(work: Workload) -> bool:
+    return work.kind not in ("ddp", "optim")
 
 
 def _waiting(work: Workload, machine: Machine) -> float:
@@ -218,8 +255,8 @@ def pass_times(config: Config, shapes: Shapes, machine: Machine) -> PassTimes:
     estimate = _Estimate(Workload(config, shapes, fused=machine.devices.is_gpu), machine)
     alike = shapes.representatives()
     distinct = {stage: estimate.stage(stage) for stage in sorted(set(alike))}
-    stages = [distinct[stage] for stage in alike]
-    passes = [stage.passes() for stage in stages]
+    stages = [distinct[stage].model for stage in alike]
+    passes = [stage.passes for stage in stages]
     sent = [[sum(stage.links.values()) / len(stage.compute) / 2] * len(stage.compute) for stage in stages]
     return PassTimes([each[0] for each in passes], [each[1] for each in passes], sent, sent, estimate.send())
 
@@ -232,7 +269,7 @@ class _Estimate:
         self.config, self.shapes, self.formulas = work.config, work.shapes, work.formulas
         self.constants = machine.constants
         self.microbatches = work.microbatches
-        self.fsdp = work.kind not in ("ddp", "optim")
+        self.fsdp = _divides_weights(work)
         self.kernels = work.kernels(machine, fsdp=self.fsdp)
         self.bandwidth = self.kernels.bandwidth / self.constants.activations
         """Bytes a second of what is bound by the memory."""
@@ -240,24 +277,36 @@ class _Estimate:
 
     def stage(self, stage: int) -> _Stage:
         """Return the seconds of a stage."""
-        chunks = [self._chunk(stage, chunk) for chunk in range(len(self.shapes.counts[stage]))]
-        terms = self.work.sent(stage)
-        timed = [(term, seconds(term, self.config.layout, self.machine)) for term in terms]
+        model = self.model(stage)
+        data = self._timed(self.work.sent_for_data(stage))
+        sent_bytes = sum(term.bytes for term, _ in data) + model.sent_bytes
+        return _Stage(model, data, self._optimizer(stage), sent_bytes)
+
+    def model(self, stage: int) -> _OfModel:
+        """Return what of them is the same for all shardings whose kernels are the same."""
+        return self.work.once(("seconds", id(self.kernels), stage), lambda: self._of_model(stage))
+
+    def _of_model(self, stage: int) -> _OfModel:
+        kinds, places = self.shapes.kinds_of_chunks(stage)
+        of_kinds = [self._chunk(*kind) for kind in kinds]
+        chunks = [of_kinds[place] for place in places]
+        timed = self._timed(self.work.sent_for_model(stage))
         links, hidden = {}, {}
         for axis in _IN_A_MICROBATCH:
             all_of_it = sum(time for term, time in timed if term.axis == axis) / self.microbatches
             hidden[axis] = self._hidden(axis, all_of_it, stage)
             links[axis] = all_of_it - (1 - self.constants.contention) * hidden[axis]
-        return _Stage(
+        return _OfModel(
             compute=[compute for compute, _ in chunks],
             memory=[memory for _, memory in chunks],
             links=links,
             hidden=hidden,
-            data=[(term, time) for term, time in timed if term.axis in _DATA],
             embedding=sum(time for term, time in timed if term.axis == "pp" and term.collective == "all-reduce"),
-            optimizer=self._optimizer(stage),
-            sent_bytes=sum(term.bytes for term in terms),
+            sent_bytes=sum(term.bytes for term, _ in timed),
         )
+
+    def _timed(self, terms: list[Term]) -> list[tuple[Term, float]]:
+        return [(term, seconds(term, self.config.layout, self.machine)) for term in terms]
 
     def _optimizer(self, stage: int) -> float:
         """Return the seconds of an update: moments and master copy are read and written, gradients read, weights
@@ -271,7 +320,8 @@ class _Estimate:
         moved = sum(
             2 * parameters * each.optimizer / each.shares[2] * (1.0 - each.on_device[2]) for parameters, each in state
         )
-        return updated / self.kernels.stream + moved / (self.constants.host_gb_s * 1e9)
+        of_host = moved / (self.constants.host_gb_s * 1e9)
+        return updated / self.kernels.stream + of_host + self.kernels.calls_of_a_step
 
     def _hidden(self, axis: str, all_of_it: float, stage: int) -> float:
         """Return the seconds of a microbatch's traffic that run next to computation."""
@@ -300,10 +350,18 @@ class _Estimate:
             return 2 / (5 + 2 * repeats)
         return 1 / (2 + repeats)
 
-    def _chunk(self, stage: int, chunk: int) -> tuple[_Passes, _Passes]:
+    def of_a_microbatch(self) -> float:
+        """Return the seconds of all layers and the output layer, in products, attention and what is bound by the
+        memory."""
+        whole, formulas = self.shapes.whole, self.formulas
+        kept = formulas.total(whole)
+        moved = 3 * kept
+        if self.config.training.recompute_num_layers in (None, 1):
+            moved += 2 * max(kept - formulas.chunk(whole, first=False, last=False).layers, 0.0)
+        return sum(self.layers(whole)) + sum(self.kernels.output()) + moved / self.bandwidth
+
+    def _chunk(self, held: Stack, first: bool, last: bool) -> tuple[_Passes, _Passes]:
         """Return the seconds of `_compute` and `_memory`, the same for chunks with the same contents."""
-        held = self.shapes.stacks[stage][chunk]
-        first, last = self.shapes.is_first(stage, chunk), self.shapes.is_last(stage, chunk)
         key = held.kinds, first, last
         if key not in self._of_chunks:
             self._of_chunks[key] = self._compute(held, last), self._memory(held, first, last)
@@ -315,7 +373,7 @@ class _Estimate:
         if last:
             ahead, back = self.kernels.output()
             forward, backward = forward + ahead, backward + back
-        return forward, backward
+        return with_calls((forward, backward), self.kernels.calls_of_a_pass)
 
     def layers(self, held: Stack) -> _Passes:
         """Return the same of some layers alone, with what recomputation repeats of them."""
@@ -353,7 +411,8 @@ class _Estimate:
             hidden = min(gathers + sums, self.microbatches * (forward + backward))
         else:
             # Interleaved, a chunk is done with its gradients while the last group of microbatches passes the others.
-            group = min(layout.microbatch_group_size, self.microbatches) if len(stage.compute) > 1 else 1
+            chunks = len(stage.model.compute)
+            group = min(layout.microbatch_group_size, self.microbatches) if chunks > 1 else 1
             hidden = min(sums, group * backward) if layout.overlap_grad_reduce else 0.0
             hidden += min(gathers, group * forward) if layout.overlap_param_gather else 0.0
         shown = self.constants.fsdp_shown if self.fsdp else self.constants.contention

@@ -121,6 +121,7 @@ def as_json(found: Evaluation) -> dict[str, Any]:
         "hidden_seconds": found.time.hidden_by_axis,
         "sent_bytes": found.time.sent_bytes,
         "correction": found.machine.correction,
+        "measured_ratio": found.machine.measured_ratio,
         "times": "estimates",
     }
 

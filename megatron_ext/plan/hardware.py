@@ -75,7 +75,10 @@ class Machine:
 
     constants: Constants = field(default_factory=Constants)
     correction: float | None = None
-    """Measured over estimated time of a run on this machine; None: none was given."""
+    """What every time is multiplied by, since a run on this machine was measured; None: none was."""
+
+    measured_ratio: float | None = None
+    """Measured over estimated time of that run, part of which is its own (plan/calibrate.py)."""
 
     @property
     def matmul_share(self) -> float:

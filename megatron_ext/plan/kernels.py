@@ -4,7 +4,8 @@ bound by the memory.
 A matrix product of M x K by K x N takes 2 M N K / (peak x share) x (1 + e/M) (1 + e/N) (1 + k/K): tiles at the edges
 that are not full and blocks of the chip that wait for the last tiles cost e rows and columns more, starting and ending
 each tile's sum costs k terms more. Fused attention takes its operations (forward 2 products, backward 5, of the keys
-that causality leaves) over its own share of the peak. Everything else is bytes over a share of the bandwidth.
+that causality leaves) over its own share of the peak. Everything else is bytes over a share of the bandwidth. On CPU
+ranks the program's own calls come on top, which a GPU does not wait for.
 """
 
 from megatron_ext.config.layers import Attention, Layer
@@ -32,14 +33,18 @@ class Kernels:
         self.stream = self.bandwidth * self.constants.stream
         """Bytes a second that long reads and writes reach."""
         self.width = config.training.params_bytes
+        self.calls = self.constants.calls_of_a_layer / 2 / share
+        """Seconds of the program's calls for both passes of an attention or an MLP."""
+        self.calls_of_a_pass = self.constants.calls_of_a_pass / share
+        self.calls_of_a_step = self.constants.calls_of_a_step / share
         self.fused = machine.devices.is_gpu and config.model.attention_dropout == 0.0
         self._of_kinds: dict[Layer, tuple[Passes, Passes, Passes]] = {}
 
     def layer(self, layer: Layer) -> tuple[Passes, Passes, Passes]:
         """Return the seconds of the projections, of attention's core and of the MLP."""
         if layer not in self._of_kinds:
-            attention = self._all(self.products.attention(layer.attention))
-            self._of_kinds[layer] = attention, self._core(layer.attention), self._mlp(layer)
+            attention = with_calls(self._all(self.products.attention(layer.attention)), self.calls)
+            self._of_kinds[layer] = attention, self._core(layer.attention), with_calls(self._mlp(layer), self.calls)
         return self._of_kinds[layer]
 
     def output(self) -> Passes:
@@ -92,6 +97,13 @@ class Kernels:
         width = self.config.training.params_bytes
         forward, backward = (passes * width * scores / self.stream for passes in _UNFUSED)
         return square + forward, 2 * square + backward
+
+
+def with_calls(passes: Passes, calls: float) -> Passes:
+    """Return the seconds of a forward and a backward pass with those of the program's own calls for both, of which the
+    backward pass, with two products for one, has two thirds."""
+    forward, backward = passes
+    return forward + calls / 3, backward + calls * 2 / 3
 
 
 # Times that the scores are read or written: product, softmax, dropout with its mask of a byte, product; and backward.

@@ -65,6 +65,10 @@ def latency(term: Term, layout: LayoutConfig, machine: Machine) -> float:
 def span(axis: str, layout: LayoutConfig) -> tuple[int, int]:
     """Return how far apart the ranks of a group are, and how many there are."""
     tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
+    if axis == "tp":
+        return 1, tensor
+    if axis == "cp":
+        return tensor, context
     experts = layout.expert_tensor_size * layout.expert_model_parallel_size
     copies = layout.num_distributed_optimizer_instances
     sharers = context * layout.data_parallel_size
@@ -72,8 +76,6 @@ def span(axis: str, layout: LayoutConfig) -> tuple[int, int]:
         # The stages lie between data-parallel ranks.
         tensor, experts = (size * layout.pipeline_model_parallel_size for size in (tensor, experts))
     return {
-        "tp": (1, tensor),
-        "cp": (tensor, context),
         "dp": (tensor, sharers // copies),
         "between": (tensor * sharers // copies, copies),
         "ep": (1, experts),

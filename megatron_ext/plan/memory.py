@@ -7,8 +7,8 @@ buffers, libraries' workspaces and what the allocator loses between blocks are n
 left for these.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.activations import ChunkBytes
@@ -67,9 +67,10 @@ class OverTime:
 def over_time(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> OverTime:
     """Return what makes up the memory of this stage at any time; its most is the total of `memory`."""
     work = Workload(config, shapes, fused=fused)
-    chunks = _chunks(work, stage)
-    for_a_while = [max(chunk.logits, later) for chunk, later in zip(chunks, _in_layers(work, chunks), strict=True)]
-    return OverTime(sum(work.kept(stage)) + _gathered(work, stage), [chunk.held for chunk in chunks], for_a_while)
+    kinds, chunks = _chunks(work, stage)
+    for_a_while = [max(chunk.logits, _in_layers(work, chunk)) for chunk in kinds]
+    always = sum(work.kept(stage)) + _gathered(work, stage)
+    return OverTime(always, [kinds[kind].held for kind in chunks], [for_a_while[kind] for kind in chunks])
 
 
 def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> MemoryEstimate:
@@ -83,25 +84,46 @@ def memory(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Memory
 
 def stage_memory(work: Workload, stage: int) -> MemoryEstimate:
     """Return what a rank of this stage needs."""
-    layout, chunks = work.config.layout, _chunks(work, stage)
-    stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
-    few = few_microbatches(stages, len(chunks), work.microbatches, group)
-    in_layers = _in_layers(work, chunks)
-    for_a_while = tuple(max(chunk.logits, later) for chunk, later in zip(chunks, in_layers, strict=True))
-    most = most_held_of_stage(stage, stages, few, group, tuple(chunk.held for chunk in chunks), for_a_while)
-    activations = sum(number * (chunk.layers + chunk.rest) for number, chunk in zip(most.flight, chunks, strict=True))
-    loss = sum(number * chunk.loss for number, chunk in zip(most.flight, chunks, strict=True))
-    running = chunks[most.chunk]
-    loss += running.logits if in_layers[most.chunk] < running.logits else -running.loss
+    held = _most_held(work, stage)
     weights, gradients, optimizer = work.kept(stage)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=activations,
-        loss=loss,
-        work=most.bytes - activations - loss + _gathered(work, stage),
+        activations=held.activations,
+        loss=held.loss,
+        work=held.most - held.activations - held.loss + _gathered(work, stage),
     )
+
+
+class _Held(NamedTuple):
+    """Bytes beyond weights, gradients and optimizer state at the moment at which a stage needs most."""
+
+    most: float
+    activations: float
+    loss: float
+
+
+def _most_held(work: Workload, stage: int) -> _Held:
+    return work.once(("held", stage), lambda: _held(work, stage))
+
+
+def _held(work: Workload, stage: int) -> _Held:
+    layout, (kinds, chunks) = work.config.layout, _chunks(work, stage)
+    stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size
+    few = few_microbatches(stages, len(chunks), work.microbatches, group)
+    in_layers = [_in_layers(work, chunk) for chunk in kinds]
+    held = [chunk.held for chunk in kinds]
+    for_a_while = [max(chunk.logits, later) for chunk, later in zip(kinds, in_layers, strict=True)]
+    of_chunks = tuple([held[kind] for kind in chunks]), tuple([for_a_while[kind] for kind in chunks])
+    most = most_held_of_stage(stage, stages, few, group, *of_chunks)
+    activations = loss = 0.0
+    for number, kind in zip(most.flight, chunks, strict=True):
+        activations += number * (kinds[kind].layers + kinds[kind].rest)
+        loss += number * kinds[kind].loss
+    running, later = kinds[chunks[most.chunk]], in_layers[chunks[most.chunk]]
+    loss += running.logits if later < running.logits else -running.loss
+    return _Held(most.bytes, activations, loss)
 
 
 def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, MemoryEstimate]:
@@ -111,23 +133,34 @@ def worst_stage(config: Config, shapes: Shapes, *, fused: bool) -> tuple[int, Me
 
 def worst_stage_of(work: Workload) -> tuple[int, MemoryEstimate]:
     """Return the stage that needs most, and what it needs."""
-    found = {stage: stage_memory(work, stage) for stage in sorted(set(work.shapes.heaviest()))}
-    stage = max(found, key=lambda stage: found[stage].total)
-    return stage, found[stage]
+    stage = max(work.shapes.kinds_of_stages, key=lambda stage: _total(work, stage))
+    return stage, stage_memory(work, stage)
 
 
-def _chunks(work: Workload, stage: int) -> list[ChunkBytes]:
-    formulas, shapes = work.formulas, work.shapes
-    return [
-        formulas.chunk(layers, first=shapes.is_first(stage, chunk), last=shapes.is_last(stage, chunk))
-        for chunk, layers in enumerate(shapes.stacks[stage])
-    ]
+def fits(work: Workload, usable: float) -> bool:
+    """Return whether no stage needs more than so many bytes."""
+    return all(_total(work, stage) <= usable for stage in work.shapes.kinds_of_stages)
 
 
-def _in_layers(work: Workload, chunks: Sequence[ChunkBytes]) -> list[float]:
-    """Return the bytes held for a while in the backward pass of each chunk's layers, beyond what it held before."""
+def state_fits(work: Workload, usable: float) -> bool:
+    """Return whether no stage needs more without activations: what a stage keeps between steps, and gathers."""
+    return all(sum(work.kept(stage)) + _gathered(work, stage) <= usable for stage in work.shapes.kinds_of_stages)
+
+
+def _total(work: Workload, stage: int) -> float:
+    return sum(work.kept(stage)) + _most_held(work, stage).most + _gathered(work, stage)
+
+
+def _chunks(work: Workload, stage: int) -> tuple[list[ChunkBytes], list[int]]:
+    """Return the bytes of every kind of chunk that a stage has, and of which kind each of its chunks is."""
+    kinds, chunks = work.shapes.kinds_of_chunks(stage)
+    return [work.formulas.chunk(layers, first=first, last=last) for layers, first, last in kinds], chunks
+
+
+def _in_layers(work: Workload, chunk: ChunkBytes) -> float:
+    """Return the bytes held for a while in the backward pass of a chunk's layers, beyond what it held before."""
     # Before the gradients of the first layer are there, the logits are gone, and all that the loss held.
-    return [chunk.recomputed + work.gradients_of_a_layer - chunk.loss for chunk in chunks]
+    return chunk.recomputed + work.gradients_of_a_layer - chunk.loss
 
 
 def _gathered(work: Workload, stage: int) -> float:
@@ -140,6 +173,6 @@ def _gathered(work: Workload, stage: int) -> float:
     gradient = (width + 4) * shapes.largest_layer
     if work.kind == "optim_grads":
         return gradient
-    layers = sorted(shapes.layer_sizes(stage), reverse=True)
+    layers = shapes.layer_sizes(stage)
     kept = layers if work.config.layout.torch_fsdp2_no_reshard_after_forward else layers[:2]
     return width * (sum(kept) + sum(shapes.parameters_of_stage(stage)) - sum(layers)) + gradient

@@ -38,7 +38,10 @@ def head(question: Question, config_of: Candidate) -> list[str]:
 
 def _correction(question: Question) -> str:
     correction = question.machine.correction
-    return "" if correction is None else f", times {correction:.3f} as the run of --calibrate took"
+    if correction is None:
+        return ""
+    ratio = question.machine.measured_ratio
+    return f", times {correction:.3f}, since the run of --calibrate took {ratio:.3f} of its own"
 
 
 def table(best: Sequence[Candidate], machine: Machine) -> list[str]:
@@ -185,6 +188,7 @@ def as_json(question: Question, answer: Answer, short: Sequence[Candidate]) -> d
         "efficiency": question.machine.matmul_share,
         "link_efficiency": {"inside": question.machine.intra_share, "between": question.machine.inter_share},
         "correction": question.machine.correction,
+        "measured_ratio": question.machine.measured_ratio,
         "range": question.machine.range,
         "usable_bytes": question.usable_bytes,
         "times": "estimates",

@@ -162,6 +162,7 @@ def scaling_page(title: str, groups: Sequence[tuple[str, Sequence[Point]]]) -> s
             if lines[0]
         ]
     style = ".range { stroke: var(--quiet); stroke-dasharray: 3 3; stroke-width: 1; color: var(--quiet); }\n"
+    style += "pre { white-space: pre; overflow-x: auto; font-size: 12px; }\n"
     return page(title, text[:-1], f"<main>\n{''.join(charts)}</main>\n", style=style)
 
 

@@ -27,28 +27,39 @@ def order(stage: int, stages: int, chunks: int, microbatches: int, group: int) -
     """
     if stages == 1:
         return tuple(Work(forward, 0, m) for m in range(microbatches) for forward in (True, False))
-    table = _table(chunks, microbatches, group)
+    table = table_of_passes(chunks, microbatches, group)
     forward = [Work(True, chunk, microbatch) for chunk, microbatch in table]
     backward = [Work(False, chunks - 1 - chunk, microbatch) for chunk, microbatch in table]
-    ahead = stages - stage - 1
-    if chunks > 1:
-        ahead = 2 * ahead + (chunks - 1) * group
+    return tuple(in_turn(forward, backward, ahead(stage, stages, chunks, group)))
+
+
+def ahead(stage: int, stages: int, chunks: int, group: int) -> int:
+    """Return how many forward passes a stage works before its first pair of a forward and a backward pass, where there
+    are as many."""
+    passes = stages - stage - 1
+    return passes if chunks == 1 else 2 * passes + (chunks - 1) * group
+
+
+def in_turn[T](forward: Sequence[T], backward: Sequence[T], ahead: int) -> list[T]:
+    """Return the passes of a stage in the order in which it works: some forward ones ahead, then each kind in turn."""
     ahead = min(ahead, len(forward))
     steady = [work for pair in zip(forward[ahead:], backward, strict=False) for work in pair]
-    return (*forward[:ahead], *steady, *backward[len(forward) - ahead :])
+    return [*forward[:ahead], *steady, *backward[len(forward) - ahead :]]
 
 
-def _table(chunks: int, microbatches: int, group: int) -> list[tuple[int, int]]:
-    """Return (chunk, microbatch) of every forward pass of a stage."""
+@functools.lru_cache(maxsize=256)
+def table_of_passes(chunks: int, microbatches: int, group: int) -> tuple[tuple[int, int], ...]:
+    """Return (chunk, microbatch) of every forward pass of a stage; its backward passes have the chunks the other way
+    round."""
     if chunks == 1:
-        return [(0, microbatch) for microbatch in range(microbatches)]
+        return tuple((0, microbatch) for microbatch in range(microbatches))
     starts = range(0, microbatches, group)
-    return [
+    return tuple(
         (chunk, microbatch)
         for start in starts
         for chunk in range(chunks)
         for microbatch in range(start, min(start + group, microbatches))
-    ]
+    )
 
 
 def waits_for(stage: int, work: Work, stages: int, chunks: int) -> tuple[int, Work] | None:
@@ -84,8 +95,16 @@ def most_held_of_stage(
     held: tuple[float, ...],
     for_a_while: tuple[float, ...],
 ) -> Most:
-    """Return `most_held` of what a stage does in a step: a search asks the same for every way to shard the state."""
-    return most_held(order(stage, stages, len(held), microbatches, group), held, for_a_while)
+    """Return `most_held` of what a stage does in a step, without a look at all of it: chunks that are alike hold most
+    in the first pass behind those ahead, and others before whole groups repeat what they hold."""
+    chunks = len(held)
+    forward, first = table_of_passes(chunks, microbatches, group), ahead(stage, stages, chunks, group)
+    if len(set(held)) == len(set(for_a_while)) == 1 and held[0] > 0.0:
+        begun = [chunk for chunk, _ in forward[: first + 1]]
+        return Most(len(begun) * held[0] + for_a_while[0], begun[-1], [begun.count(chunk) for chunk in range(chunks)])
+    works = order(stage, stages, chunks, microbatches, group)
+    repeats = first + 2 * chunks * group + 2 if microbatches % group == 0 else len(works)
+    return most_held(works[:repeats], held, for_a_while)
 
 
 def most_held(works: Sequence[Work], held: Sequence[float], for_a_while: Sequence[float]) -> Most:

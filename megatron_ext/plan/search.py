@@ -1,5 +1,6 @@
 """Searches every combination that the program's own rules allow: what it needs, and which fit and are fastest."""
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -7,7 +8,7 @@ from typing import Any
 
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, TrainingConfig
 from megatron_ext.plan.choices import (
     BETTER,
     SHARDINGS,
@@ -18,9 +19,9 @@ from megatron_ext.plan.choices import (
     recomputations,
     shardings,
 )
-from megatron_ext.plan.estimate import StepTime, at_least, time_of
+from megatron_ext.plan.estimate import Bubble, StepTime, at_least, formula_at_least, time_of
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.memory import MemoryEstimate, worst_stage_of
+from megatron_ext.plan.memory import MemoryEstimate, fits, state_fits, worst_stage_of
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.workload import Workload
 from megatron_ext.rules.sharding import RULES_OF_KINDS
@@ -55,6 +56,9 @@ class Candidate:
     memory: MemoryEstimate
     work: Workload
     time: StepTime | None = None
+    simulated: bool = False
+    """Whether the time is that of the simulated pipeline; else one that the simulation does not undercut, or that of
+    the formula."""
 
     @property
     def seconds(self) -> float:
@@ -90,7 +94,7 @@ class Answer:
     """What the rules said to the simplest layout, where none is legal."""
 
     contenders: list[Candidate] = field(default_factory=list)
-    """The layouts that were simulated: the best and those next to them."""
+    """The best and those next to them, which were only simulated where they could have been among the best."""
 
     tight: list[Candidate] = field(default_factory=list)
     """The layouts that do not fit, or only with something computed anew."""
@@ -124,9 +128,9 @@ def _search(question: Question, number: int) -> Answer:
         if not fits or candidate.recomputation not in ("none", "as given"):
             tight.append(candidate)
     shortlist = _fastest_ways(fitting, question, 3 * number)
-    best = sorted((_timed(candidate, question) for candidate in shortlist), key=_rank)
+    best, others = _simulated(shortlist, question, number)
     refusals = [] if legal else _refusals(question)
-    return Answer(best[:number], len(fitting), legal, nearest, refusals, best, tight)
+    return Answer(best, len(fitting), legal, nearest, refusals, [*best, *others], tight)
 
 
 def tried_again(
@@ -135,26 +139,26 @@ def tried_again(
     """Return up to `number` of some layouts that fit and take less than `limit` seconds with other values of training,
     fastest first, each with the least recomputation that fits then."""
     fitting = []
-    ways = recomputations(question.values)
-    chosen = {name for way in ways.values() for name in way}
+    chosen = {name for way in recomputations(question.values).values() for name in way}
+    values = tuple({**dict.fromkeys(chosen), **training}.items())
+    recomputed = _Recomputations(question)
     for each in candidates:
-        values = {**dict.fromkeys(chosen), **training}
-        config = replace(each.config, training=replace(each.config.training, **values))
+        config = replace(each.config, training=_changed(each.config.training, values))
         work = _work(question, config, each.work.shapes, each.work)
         if at_least(work, question.machine) >= limit:
             continue
         choice = {name: value for name, value in each.choice.items() if name not in chosen}
-        found, _ = _with_least_recomputation(question, choice, work, each.sharding, 0)
+        found, _ = _with_least_recomputation(recomputed, choice, work, each.sharding, 0)
         if found is not None and found.memory.total <= question.usable_bytes:
             fitting.append(found)
-    best = sorted((_timed(each, question) for each in _fastest_ways(fitting, question, number)), key=_rank)
+    best, _ = _simulated(_fastest_ways(fitting, question, number), question, number)
     return [each for each in best if each.seconds < limit and broken_rule(each.config, question.facts) is None]
 
 
 def _fastest_ways(fitting: list[Candidate], question: Question, number: int) -> list[Candidate]:
     """Return the fastest layout of each of the fastest ways to share the model.
 
-    Those that cannot be among them, by a time below which none is, are not estimated.
+    Those that cannot be among them, by times below which none is, are not estimated.
     """
     bounds = sorted((at_least(each.work, question.machine), place) for place, each in enumerate(fitting))
     found: dict[tuple[object, ...], tuple[_Rank, int, Candidate]] = {}
@@ -162,13 +166,34 @@ def _fastest_ways(fitting: list[Candidate], question: Question, number: int) -> 
     for bound, place in bounds:
         if _rounded(bound) > slowest:
             break
-        candidate = _timed(fitting[place], question, quick=True)
+        if _rounded(formula_at_least(fitting[place].work, question.machine)) > slowest:
+            continue
+        candidate = timed(fitting[place], question.machine, "formula")
         entry, way = (_rank(candidate), place, candidate), _way(candidate)
         if way not in found or entry[:2] < found[way][:2]:
             found[way] = entry
             if len(found) >= number:
                 slowest = sorted(rank[0] for rank, _, _ in found.values())[number - 1]
     return [candidate for _, _, candidate in sorted(found.values(), key=lambda entry: entry[:2])[:number]]
+
+
+def _simulated(candidates: list[Candidate], question: Question, number: int) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the `number` fastest by simulation, fastest first, and the others, simulated only where it was not clear
+    that they are slower."""
+    least = [timed(each, question.machine, "least") for each in candidates]
+    found: list[tuple[_Rank, int]] = []
+    for place in sorted(range(len(least)), key=lambda place: least[place].seconds):
+        if len(found) >= number and _rounded(least[place].seconds) > found[number - 1][0][0]:
+            break
+        least[place] = timed(least[place], question.machine)
+        found = sorted([*found, (_rank(least[place]), place)])
+    best = [place for _, place in found[:number]]
+    return [least[place] for place in best], [each for place, each in enumerate(least) if place not in best]
+
+
+def timed(candidate: Candidate, machine: Machine, bubble: Bubble = "simulated") -> Candidate:
+    """Return the candidate with its time."""
+    return replace(candidate, time=time_of(candidate.work, machine, bubble=bubble), simulated=bubble == "simulated")
 
 
 def simpler_layouts(question: Question) -> Iterator[Candidate]:
@@ -229,6 +254,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
     values = question.values
     batch = values["global_batch_size"]
     refused: set[tuple[str, tuple[bool, ...]]] = set()
+    recomputed = _Recomputations(question)
     for layout in layouts(values, question.world_size, question.machine.gpus_per_node):
         model_ranks = layout["tensor_model_parallel_size"] * layout["context_parallel_size"]
         data_ranks = question.world_size // (model_ranks * layout["pipeline_model_parallel_size"])
@@ -247,7 +273,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
                 continue
             if (name, kinds) in refused:
                 continue
-            least, legal = 0, None
+            least, legal, smaller = 0, None, None
             for micro in micro_batches(values, batch // data_ranks):
                 choice = {**layout, **({} if alone else sharding), "micro_batch_size": micro}
                 found = _legal(question, choice) if legal is None else _of_micro_batch(question, legal, micro)
@@ -258,9 +284,9 @@ def _candidates(question: Question) -> Iterator[Candidate]:
                 if not isinstance(found, Config):
                     continue
                 legal, shapes = found, shapes or Shapes(found)
-                work = _work(question, found, shapes, works.get(micro))
+                work = smaller = _work(question, found, shapes, works.get(micro), smaller)
                 works.setdefault(micro, work)
-                candidate, least = _with_least_recomputation(question, choice, work, name, least)
+                candidate, least = _with_least_recomputation(recomputed, choice, work, name, least)
                 if candidate is None:
                     continue
                 seen.add(name)
@@ -269,8 +295,35 @@ def _candidates(question: Question) -> Iterator[Candidate]:
                     break  # larger ones need more
 
 
+class _Recomputations:
+    """The kinds of recomputation; whether they are legal does not depend on the layout, since they compute one layer
+    anew at a time, nor on the micro batch, and on the sharding only by who computes the layers."""
+
+    def __init__(self, question: Question):
+        self.facts, self.usable = question.facts, question.usable_bytes
+        self.ways = list(recomputations(question.values).items())
+        self._values = [tuple(way.items()) for _, way in self.ways]
+        self._legal: dict[tuple[int, str], bool] = {}
+
+    def of(self, config: Config, place: int) -> Config | None:
+        """Return a configuration with the kind of this place; None where it is not legal."""
+        if not self._values[place]:
+            return config
+        found = replace(config, training=_changed(config.training, self._values[place]))
+        key = place, config.model.transformer_impl
+        if key not in self._legal:
+            self._legal[key] = broken_rule(found, self.facts, RULES_OF_RECOMPUTATION) is None
+        return found if self._legal[key] else None
+
+
+@functools.lru_cache(maxsize=256)
+def _changed(training: TrainingConfig, values: tuple[tuple[str, Any], ...]) -> TrainingConfig:
+    # There are few, and each has a hundred values.
+    return replace(training, **dict(values))
+
+
 def _with_least_recomputation(
-    question: Question, choice: Choice, work: Workload, sharding: str, least: int
+    recomputed: _Recomputations, choice: Choice, work: Workload, sharding: str, least: int
 ) -> tuple[Candidate | None, int]:
     """Return the candidate with the least recomputation that fits, or else the most that is legal (None where none is),
     and the place of its kind in the list.
@@ -279,35 +332,46 @@ def _with_least_recomputation(
         work: that of the choice, without recomputation but for what was given.
         least: place of the first kind to try, since those before did not fit with a smaller micro batch.
     """
-    candidate, ways = None, list(recomputations(question.values).items())
-    for place in range(least, len(ways)):
-        name, recomputation = ways[place]
-        config = work.config
-        if recomputation:
-            config = replace(config, training=replace(config.training, **recomputation))
-            if broken_rule(config, question.facts, RULES_OF_RECOMPUTATION):
-                continue
-        own = work.recomputing(config) if recomputation else work
-        candidate, least = _candidate({**choice, **recomputation}, own, sharding, name), place
-        if candidate.memory.total <= question.usable_bytes:
+    found = None
+    places = range(least, len(recomputed.ways))
+    # What is kept anyway may be too much already: then the most that is legal.
+    hopeless = not state_fits(work, recomputed.usable)
+    for place in reversed(places) if hopeless else places:
+        config = recomputed.of(work.config, place)
+        if config is None:
+            continue
+        found, least = work if config is work.config else work.recomputing(config), place
+        if hopeless or fits(found, recomputed.usable):
             break
-    return candidate, least
+    if found is None:
+        return None, least
+    stage, needed = worst_stage_of(found)
+    name, recomputation = recomputed.ways[least]
+    return Candidate({**choice, **recomputation}, found.config, sharding, name, stage, needed, found), least
 
 
 def _legal(question: Question, choice: Choice) -> Config | Rule:
     """Return what the choice resolves to, or a rule of the program that it breaks."""
     config = resolved(question, choice)
-    return broken_rule(config, question.facts) or config
+    # Most that a search breaks are among the few first.
+    return broken_rule(config, question.facts, RULES_OF_MICRO_BATCHES) or broken_rule(config, question.facts) or config
 
 
 def _of_micro_batch(question: Question, config: Config, micro: int) -> Config | Rule:
     """Return the same for a choice that differs from that of a legal configuration in its micro batch alone."""
-    config = replace(config, training=replace(config.training, micro_batch_size=micro))
+    config = replace(config, training=_changed(config.training, (("micro_batch_size", micro),)))
     return broken_rule(config, question.facts, RULES_OF_MICRO_BATCHES) or config
 
 
-def _work(question: Question, config: Config, shapes: Shapes | None = None, like: Workload | None = None) -> Workload:
-    return Workload(config, shapes or Shapes(config), fused=question.machine.devices.is_gpu, like=like)
+def _work(
+    question: Question,
+    config: Config,
+    shapes: Shapes | None = None,
+    like: Workload | None = None,
+    keeping: Workload | None = None,
+) -> Workload:
+    fused = question.machine.devices.is_gpu
+    return Workload(config, shapes or Shapes(config), fused=fused, like=like, keeping=keeping)
 
 
 def resolved(question: Question, choice: Choice) -> Config:
@@ -319,10 +383,6 @@ def resolved(question: Question, choice: Choice) -> Config:
 def _candidate(choice: Choice, work: Workload, sharding: str, recomputation: str) -> Candidate:
     stage, needed = worst_stage_of(work)
     return Candidate(choice, work.config, sharding, recomputation, stage, needed, work)
-
-
-def _timed(candidate: Candidate, question: Question, *, quick: bool = False) -> Candidate:
-    return replace(candidate, time=time_of(candidate.work, question.machine, quick=quick))
 
 
 def _way(candidate: Candidate) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from megatron_ext.plan.choices import layouts
 from megatron_ext.plan.estimate import time_of
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.presentation import name
-from megatron_ext.plan.search import Answer, Candidate, Question
+from megatron_ext.plan.search import Answer, Candidate, Question, timed
 
 _LEAST_GAIN = 0.005
 _MOST = 1.2  # the largest change of a part of the machine
@@ -20,15 +20,16 @@ def hinges(question: Question, answer: Answer) -> list[str]:
     first = answer.best[0]
     # No part changes by more, so that those further behind cannot win.
     near = [candidate for candidate in answer.contenders if candidate.seconds <= _MOST * first.seconds]
-    exact = [candidate.seconds / _quick(candidate, question.machine) for candidate in near]
+    by_formula = [_by_formula(candidate, question.machine) for candidate in near]
     for text, machine in _others(question.machine):
-        times = [
-            (share * _quick(each, machine), place) for place, (each, share) in enumerate(zip(near, exact, strict=True))
-        ]
-        own = next(seconds for seconds, place in times if near[place].config == first.config)
-        seconds, place = min(times)
-        if own / seconds - 1 > _LEAST_GAIN:
-            lines.append(f"    {text}, {name(near[place])} wins by {own / seconds - 1:.1%}")
+        changes = [_by_formula(each, machine) / before for each, before in zip(near, by_formula, strict=True)]
+        own = next(
+            each.seconds * change for each, change in zip(near, changes, strict=True) if each.config == first.config
+        )
+        place = _fastest(near, changes, question.machine)
+        gain = own / (near[place].seconds * changes[place]) - 1
+        if gain > _LEAST_GAIN:
+            lines.append(f"    {text}, {name(near[place])} wins by {gain:.1%}")
     if not lines:
         return ["1 stays first with matrix products 10%, links 20% or memory 20% faster or slower than assumed"]
     return ["the winner hangs on assumptions:", *lines]
@@ -46,8 +47,17 @@ def _others(machine: Machine) -> Iterator[tuple[str, Machine]]:
         yield f"with memory 20% {word}", replace(machine, devices=changed)
 
 
-def _quick(candidate: Candidate, machine: Machine) -> float:
-    return time_of(candidate.work, machine, quick=True).total
+def _fastest(near: list[Candidate], changes: list[float], machine: Machine) -> int:
+    """Return the place of the candidate whose seconds times its change are fewest, which is simulated for that."""
+    while True:
+        place = min(range(len(near)), key=lambda place: near[place].seconds * changes[place])
+        if near[place].simulated:
+            return place
+        near[place] = timed(near[place], machine)
+
+
+def _by_formula(candidate: Candidate, machine: Machine) -> float:
+    return time_of(candidate.work, machine, bubble="formula").total
 
 
 def alternatives(question: Question) -> list[str]:

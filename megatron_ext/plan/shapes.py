@@ -8,8 +8,10 @@ all.
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable
 
+from megatron_ext.config import own_parameters
 from megatron_ext.config.layers import Layer, Stack, stack
 from megatron_ext.config.parameters import (
     WORD_EMBEDDINGS,
@@ -56,14 +58,18 @@ class Shapes:
 
     def __init__(self, config: Config):
         self.counts = layer_counts(config)
-        whole = stack(config)
+        self.whole = stack(config)
+        """All layers."""
         self.stacks = [
-            [whole[start : start + layers] for start, layers in zip(starts, stage, strict=True)]
+            [self.whole[start : start + layers] for start, layers in zip(starts, stage, strict=True)]
             for starts, stage in zip(first_layers(self.counts), self.counts, strict=True)
         ]
         """The layers of every chunk, `[stage][chunk]`."""
         self._sums: dict[Stack, tuple[int, int]] = {}
         self._of_stages: dict[int, tuple[int, int]] = {}
+        self._layer_sizes: dict[int, list[int]] = {}
+        self._kinds: dict[int, Counter[Layer]] = {}
+        self._kinds_of_chunks: dict[int, tuple[list[tuple[Stack, bool, bool]], list[int]]] = {}
         self._alike: list[int] | None = None
         self._heaviest: list[int] | None = None
         self.tied = not config.model.untie_embeddings_and_output_weights
@@ -74,6 +80,7 @@ class Shapes:
             layout.tensor_model_parallel_size,
             layout.expert_tensor_size,
             layout.expert_model_parallel_size,
+            own_parameters.current(),
         )
 
     def representatives(self) -> list[int]:
@@ -98,6 +105,26 @@ class Shapes:
             ]
         return self._heaviest
 
+    @functools.cached_property
+    def kinds_of_stages(self) -> list[int]:
+        """The stages that `heaviest` names, each once."""
+        return sorted(set(self.heaviest()))
+
+    def kinds_of_chunks(self, stage: int) -> tuple[list[tuple[Stack, bool, bool]], list[int]]:
+        """Return every kind of chunk that a stage has (its layers, whether it has the embedding, and the loss), and of
+        which kind each of its chunks is."""
+        if stage not in self._kinds_of_chunks:
+            places: dict[tuple[object, bool, bool], int] = {}
+            kinds, chunks = [], []
+            for chunk, layers in enumerate(self.stacks[stage]):
+                first, last = self.is_first(stage, chunk), self.is_last(stage, chunk)
+                place = places.setdefault((layers.kinds, first, last), len(kinds))
+                if place == len(kinds):
+                    kinds.append((layers, first, last))
+                chunks.append(place)
+            self._kinds_of_chunks[stage] = kinds, chunks
+        return self._kinds_of_chunks[stage]
+
     def part(self, layer: Layer) -> ElementCounts:
         """Return what a rank holds of a layer."""
         return self.layers[layer]
@@ -108,9 +135,18 @@ class Shapes:
         return max(part.dense + part.experts for part in self.layers.values())
 
     def layer_sizes(self, stage: int) -> list[int]:
-        """Return the elements that a rank of this stage holds of each of its layers."""
-        sizes = {kind: part.dense + part.experts for kind, part in self.layers.items()}
-        return [sizes[kind] for held in self.stacks[stage] for kind, number in held.kinds for _ in range(number)]
+        """Return the elements that a rank of this stage holds of each of its layers, the largest first."""
+        if stage not in self._layer_sizes:
+            sizes = {kind: part.dense + part.experts for kind, part in self.layers.items()}
+            held = (sizes[kind] for chunk in self.stacks[stage] for kind, number in chunk.kinds for _ in range(number))
+            self._layer_sizes[stage] = sorted(held, reverse=True)
+        return self._layer_sizes[stage]
+
+    def kinds_of_stage(self, stage: int) -> Counter[Layer]:
+        """Return how many layers of each kind a stage has."""
+        if stage not in self._kinds:
+            self._kinds[stage] = kinds_of(self.stacks[stage])
+        return self._kinds[stage]
 
     def layers_of_stage(self, stage: int) -> int:
         """Return the layers of a stage."""
@@ -159,11 +195,28 @@ class Shapes:
         return stage == len(self.counts) - 1 and chunk == len(self.counts[stage]) - 1
 
 
+def kinds_of(stacks: Iterable[Stack]) -> Counter[Layer]:
+    """Return how many layers of each kind there are in several chunks."""
+    found: Counter[Layer] = Counter()
+    for held in stacks:
+        found.update(dict(held.kinds))
+    return found
+
+
 @functools.lru_cache(maxsize=64)
 def _parts(
-    model: ModelConfig, data: DataConfig, tensor: int, expert_tensor: int, expert_ranks: int
+    model: ModelConfig,
+    data: DataConfig,
+    tensor: int,
+    expert_tensor: int,
+    expert_ranks: int,
+    own: own_parameters.OwnParameters | None,
 ) -> tuple[ElementCounts, int, dict[Layer, ElementCounts], ElementCounts]:
-    """Return the embedding, the word embeddings in it, a layer of each kind, and what follows the layers."""
+    """Return the embedding, the word embeddings in it, a layer of each kind, and what follows the layers.
+
+    Args:
+        own: what lists own parameters now; the catalogue asks it.
+    """
     config = Config(model=model, data=data)
 
     def held(found: Iterable[Parameter], experts: int = 0) -> ElementCounts:

@@ -1,6 +1,7 @@
 """Computes bytes of weights, gradients and optimizer state that a rank keeps between steps, for each of its
 parameters."""
 
+import functools
 from dataclasses import dataclass
 
 from megatron_ext.config.optimizers import traits_of
@@ -29,7 +30,7 @@ class StateBytes:
     on_device: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Share of each that is not in host memory, which does not count."""
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[float, float, float]:
         """Return the bytes a parameter that one rank keeps of weights, gradients and optimizer state."""
         weights, gradients, optimizer = (size / share for size, share in zip(self._whole, self.shares, strict=True))

@@ -13,6 +13,8 @@ from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, duration, si
 _WIDTH, _LEFT, _RIGHT, _TOP, _AXIS = 1120, 110, 84, 24, 28
 _LANE, _GAP = 30, 6
 _MEMORY = 40
+_PALE = 0.7  # below, a number in the colour of the page cannot be read
+_NARROW = 3  # of a box, whose border in the colour of the page would hide it
 _WIDE_ENOUGH = 8  # of a box, for each digit of its number
 
 STYLE = """
@@ -21,10 +23,11 @@ STYLE = """
 .wide pre { white-space: pre; overflow-x: auto; }
 .lane { fill: var(--grid); fill-opacity: .45; }
 .forward { fill: var(--first); } .backward { fill: var(--second); }
-.pass { stroke: var(--page); stroke-width: .6; }
+.pass { stroke: var(--page); stroke-width: .6; } .narrow { stroke-width: .15; }
 .block { fill: var(--ink); fill-opacity: .55; } .messages { fill-opacity: 0; } .gradients { fill-opacity: .4; }
 .update { fill-opacity: .2; }
 .number { fill: var(--page); font-size: 11px; text-anchor: middle; pointer-events: none; }
+.number.pale { fill: var(--ink); } .key-of-box { white-space: nowrap; }
 .phase { stroke: var(--quiet); stroke-dasharray: 3 3; }
 .memory { fill: var(--first); fill-opacity: .35; stroke: var(--first); stroke-width: 1; }
 .swatch { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; vertical-align: -.05em; }
@@ -32,10 +35,11 @@ STYLE = """
 
 
 def as_page(timeline: Timeline, remarks: Iterable[str] = ()) -> str:
-    """Return the picture as a page of its own; `remarks` stand under the table of the stages."""
-    lines = [*summary(timeline), *timeline.notes, *remarks]
-    style = f"{STYLE}pre {{ white-space: pre; overflow-x: auto; }}\n"
-    return page(timeline.title, lines, as_section(timeline), style=style)
+    """Return the picture as a page of its own; `remarks` stand above it, the table of the stages, which is long where
+    there are many, below."""
+    table = html.escape("\n".join(summary(timeline)))
+    below = f'<section class="wide">\n<h2>Stages</h2>\n<pre>{table}</pre>\n</section>\n'
+    return page(timeline.title, [*timeline.notes, *remarks], as_section(timeline) + below, style=STYLE)
 
 
 def as_section(timeline: Timeline) -> str:
@@ -59,8 +63,10 @@ def _key(timeline: Timeline) -> str:
         for name, text in texts.items()
         if name in names
     ]
-    paler = "; paler: a later chunk" if timeline.chunks > 1 else ""
-    return f"<span>{''.join(keys)}{paler}</span>"
+    if timeline.chunks > 1:
+        pale = '<i class="swatch" style="background:var(--{colour});opacity:.5"></i>'
+        keys.append(f"{pale.format(colour='first')}{pale.format(colour='second')}a later chunk")
+    return f"<span>{''.join(f'<span class="key-of-box">{key}</span>' for key in keys)}</span>"
 
 
 def _stages(timeline: Timeline) -> str:
@@ -121,17 +127,19 @@ def _phases(timeline: Timeline, height: float) -> list[str]:
 def _pass(timeline: Timeline, each: Pass, y: float) -> str:
     left, right = _x(timeline, each.begin), _x(timeline, each.end)
     kind = "forward" if each.forward else "backward"
+    shape = "pass narrow" if right - left < _NARROW else "pass"
     opacity = 1.0 - 0.6 * each.chunk / max(timeline.chunks, 1)
     chunk = f", chunk {each.chunk}" if timeline.chunks > 1 else ""
     when = f"{duration(each.begin, timeline.unit)} to {duration(each.end, timeline.unit)}"
     box = (
-        f'<rect class="pass {kind}" x="{left:.2f}" y="{y}" width="{max(right - left, 0.3):.2f}" height="{_LANE}" '
+        f'<rect class="{shape} {kind}" x="{left:.2f}" y="{y}" width="{max(right - left, 0.3):.2f}" height="{_LANE}" '
         f'fill-opacity="{opacity:.2f}"><title>{kind} pass of microbatch {each.microbatch}{chunk}: {when}</title></rect>'
     )
     number = str(each.microbatch)
     if right - left < _WIDE_ENOUGH * len(number):
         return box
-    return box + f'<text class="number" x="{(left + right) / 2:.1f}" y="{y + _LANE / 2 + 4:.1f}">{number}</text>'
+    shade = "number" if opacity > _PALE else "number pale"
+    return box + f'<text class="{shade}" x="{(left + right) / 2:.1f}" y="{y + _LANE / 2 + 4:.1f}">{number}</text>'
 
 
 def _block(timeline: Timeline, block: Block, y: float) -> str:

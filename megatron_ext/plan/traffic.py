@@ -10,17 +10,18 @@ Sources: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, sections 5 and 7), Sho
 section 3), Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2), Narayanan et al. 2021 (arXiv:2104.04473, 2.2).
 """
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_ext.config.batch import num_microbatches
-from megatron_ext.config.layers import Experts, Layer, Stack, stack
+from megatron_ext.config.layers import Experts, Layer
 from megatron_ext.config.loss_chunks import LOSS_CHUNKS
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.flops import repeated
-from megatron_ext.plan.shapes import Shapes
+from megatron_ext.plan.shapes import Shapes, kinds_of
 from megatron_ext.plan.state_bytes import sharding, sharing_ranks, state_bytes
 
 # Parameters of a bucket of megatron-core's DDP, at least, and times the ranks (DistributedDataParallelConfig 0.19).
@@ -48,7 +49,18 @@ def sent(config: Config, stage: int, shapes: Shapes | None = None) -> list[Term]
         config: the resolved and validated configuration.
         shapes: shapes of the same model and split; by default made from the configuration.
     """
-    return _Stage(config, stage, shapes or Shapes(config)).terms()
+    of_stage = _Stage(config, stage, shapes or Shapes(config))
+    return [*of_stage.of_data(), *of_stage.of_model()]
+
+
+def sent_for_data(config: Config, stage: int, shapes: Shapes) -> list[Term]:
+    """Return those purposes that depend on how data-parallel ranks divide weights, gradients and optimizer state."""
+    return _Stage(config, stage, shapes).of_data()
+
+
+def sent_for_model(config: Config, stage: int, shapes: Shapes) -> list[Term]:
+    """Return the others: of TP, CP, EP and PP."""
+    return _Stage(config, stage, shapes).of_model()
 
 
 class _Stage:
@@ -64,15 +76,27 @@ class _Stage:
         self.activation = self.tokens * config.model.hidden_size * self.weight
         self.layers = self.shapes.layers_of_stage(stage)
         self.kind = sharding(config)
-        again = [repeated(config, held) for held in shapes.stacks[stage]]
-        self.held = _kinds(shapes.stacks[stage])
-        """The stage's layers: of each kind, how many."""
-        self.again = {part: _kinds(chunk[part] for chunk in again) for part in again[0]}
-        """Layers of which recomputation repeats a part of the forward pass, and what that sends."""
 
-    def terms(self) -> list[Term]:
-        """Yield every purpose."""
-        parts = self._data(), self._tensor(), self._context(), self._experts(), self._pipeline()
+    @functools.cached_property
+    def held(self) -> Counter[Layer]:
+        """The stage's layers: of each kind, how many."""
+        return self.shapes.kinds_of_stage(self.stage)
+
+    @functools.cached_property
+    def again(self) -> dict[str, Counter[Layer]]:
+        """Layers of which recomputation repeats a part of the forward pass, and what that sends."""
+        if self.config.training.recompute_granularity is None:
+            return {part: Counter() for part in ("core", "attention", "mlp")}
+        again = [repeated(self.config, held) for held in self.shapes.stacks[self.stage]]
+        return {part: kinds_of(chunk[part] for chunk in again) for part in again[0]}
+
+    def of_data(self) -> list[Term]:
+        """Return every purpose of data parallelism."""
+        return list(self._data())
+
+    def of_model(self) -> list[Term]:
+        """Return every other purpose."""
+        parts = self._tensor(), self._context(), self._experts(), self._pipeline()
         return [term for part in parts for term in part]
 
     def _data(self) -> Iterator[Term]:
@@ -221,7 +245,7 @@ class _Stage:
         assumed."""
         layout = self.config.layout
         ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size
-        if all(layer.experts is None for layer, _ in stack(self.config).kinds) or ep * etp == 1:
+        if all(layer.experts is None for layer, _ in self.shapes.whole.kinds) or ep * etp == 1:
             return
         own = self.microbatches * self.activation / self.tensor
         # Of each mixture of experts how many layers, and how many passes through them, forward and backward.
@@ -256,14 +280,6 @@ class _Stage:
         if not self.config.model.untie_embeddings_and_output_weights and (last or self.stage == 0):
             table = self.config.model.padded_vocab_size * self.config.model.hidden_size // self.tensor
             yield Term("pp", "all-reduce", 4.0 * table, "2 (2-1)/2 4 V/t H")
-
-
-def _kinds(stacks: Iterable[Stack]) -> Counter[Layer]:
-    """Return how many layers of each kind there are in several chunks."""
-    found: Counter[Layer] = Counter()
-    for held in stacks:
-        found.update(dict(held.kinds))
-    return found
 
 
 def _number(layers: Counter[Layer], where: Callable[[Layer], object] = lambda kind: True) -> int:

@@ -127,19 +127,23 @@ def layers_divide_over_chunks(config: Config, facts: Facts) -> Iterator[str]:
     if any(count % 1 or count < 1 for count in per_stage):
         return  # other rules name that
     sizes = sorted({int(count) for count in per_stage})
-    of_a_stage = f"the {listed(sizes)} layers of a stage ({_arithmetic(config)})"
-    working = listed(n for n in divisors(sizes[0]) if all(size % n == 0 for size in sizes))
     if positive(chunks) and any(size % chunks for size in sizes):
-        yield f"{_CHUNKS} {chunks} does not divide {of_a_stage}; use {_CHUNKS} {working}"
+        yield _does_not_divide(config, sizes, _CHUNKS, chunks)
     elif _given_ends(layout):
         return
     elif positive(chunk_size) and sizes[0] % chunk_size:
-        yield f"{_CHUNK_SIZE} {chunk_size} does not divide {of_a_stage}; use {_CHUNK_SIZE} {working}"
+        yield _does_not_divide(config, sizes, _CHUNK_SIZE, chunk_size)
     elif positive(chunks, chunk_size) and chunks * chunk_size != sizes[0]:
         yield (
             f"{_CHUNKS} {chunks} and {_CHUNK_SIZE} {chunk_size} "
             f"disagree: a stage has {sizes[0]} layers; give one of them"
         )
+
+
+def _does_not_divide(config: Config, sizes: list[int], flag: str, given: int) -> str:
+    working = listed(n for n in divisors(sizes[0]) if all(size % n == 0 for size in sizes))
+    of_a_stage = f"the {listed(sizes)} layers of a stage ({_arithmetic(config)})"
+    return f"{flag} {given} does not divide {of_a_stage}; use {flag} {working}"
 
 
 def interleaving_needs_stages(config: Config, facts: Facts) -> Iterator[str]:

@@ -265,6 +265,22 @@ def _assignment_is_that_of_the_checkpoint(config: Config, saved: Mapping[str, An
     yield f"{flag} {now}, but the checkpoint in --load was saved with {was}; use {flag} {was}"
 
 
+def moments_are_kept_as_in_the_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
+    """Require moments in fp16 where the checkpoint has them, and not elsewhere: they are kept as roots. The other types
+    may change."""
+    checkpoint = config.checkpoint
+    if facts.saved is None or checkpoint.finetune or checkpoint.no_load_optim:
+        return
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        was, now = facts.saved.get(name, "fp32"), getattr(config.optimizer, name)
+        if was != now and "fp16" in (was, now):
+            flag = flag_of(name)
+            yield (
+                f"{flag} {now}, but the checkpoint in --load was saved with {was}, and fp16 holds the root of a "
+                f"moment; use {flag} {was}, or add --no-load-optim to begin Adam's moments anew"
+            )
+
+
 def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse options about a checkpoint to load without --load."""
     checkpoint = config.checkpoint
@@ -346,6 +362,7 @@ RULES = (
     elastic_runs_go_on,
     load_names_checkpoints,
     model_is_that_of_the_checkpoint,
+    moments_are_kept_as_in_the_checkpoint,
     checkpoint_options_have_a_checkpoint,
     metrics_services_are_installed,
     compiling_is_possible,

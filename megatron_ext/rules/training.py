@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron_ext.config.batch import evaluation_batch, read_schedule
 from megatron_ext.config.layers import stack
-from megatron_ext.config.optimizers import OPTIMIZERS
+from megatron_ext.config.optimizers import OPTIMIZERS, has_short_averages
 from megatron_ext.config.pipeline import layer_counts
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
@@ -137,16 +137,17 @@ def gradients_have_one_precision(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def short_moments_are_adams(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse moments in bf16 of an optimizer that has none."""
+    """Refuse moments in 16 bits of an optimizer that has none."""
     optimizer = config.optimizer
-    takers = " or ".join(name for name, traits in OPTIMIZERS.items() if traits.in_bf16)
+    takers = " or ".join(name for name, traits in OPTIMIZERS.items() if traits.in_16_bits)
     for flag, dtype in (
         ("--exp-avg-dtype", optimizer.exp_avg_dtype),
         ("--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype),
     ):
-        if dtype == "bf16" and OPTIMIZERS[optimizer.optimizer].in_bf16 is None:
+        if dtype != "fp32" and OPTIMIZERS[optimizer.optimizer].in_16_bits is None:
             yield (
-                f"{flag} bf16 belongs to --optimizer {takers}, but the optimizer is {optimizer.optimizer}; leave it out"
+                f"{flag} {dtype} belongs to --optimizer {takers}, but the optimizer is {optimizer.optimizer}; "
+                "leave it out"
             )
 
 
@@ -184,7 +185,7 @@ def recomputation_is_complete(config: Config, facts: Facts) -> Iterator[str]:
                 "--recompute-granularity full needs --recompute-method and --recompute-num-layers; "
                 "add --recompute-method uniform --recompute-num-layers 1 to recompute every layer"
             )
-        elif split_is_right(config, facts):
+        elif layers > 1 and split_is_right(config, facts):
             most = max(map(sum, layer_counts(config)))
             if layers > most:
                 yield (
@@ -403,7 +404,7 @@ def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]
             "leave it out"
         )
     offloads = optimizer.optimizer_cpu_offload or config.layout.torch_fsdp2_cpu_offload
-    if offloads and "bf16" in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype):
+    if offloads and has_short_averages(optimizer):
         flag = "--optimizer-cpu-offload" if optimizer.optimizer_cpu_offload else "--torch-fsdp2-cpu-offload"
         yield f"{flag} updates moments in fp32 on the host; leave --exp-avg-dtype and --exp-avg-sq-dtype out"
     if optimizer.optimizer_cpu_offload:

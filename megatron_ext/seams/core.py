@@ -16,7 +16,8 @@ MODEL = (
     ),
     Seam(
         f"{_CORE}.models.gpt.gpt_model.GPTModel._preprocess",
-        "overridden: rotary angles by position_ids where these restart; returns (decoder input, rotary table, ...)",
+        "overridden: rotary angles by position_ids where these restart, and for inference; returns (decoder input, "
+        "rotary table, ...), six values of which four may be None",
         ("input_ids", "position_ids", "packed_seq_params"),
         (f"{_CORE}.models.gpt.gpt_model.GPTModel.forward",),
     ),
@@ -28,6 +29,11 @@ MODEL = (
         f"{_CORE}.transformer.attention.Attention.forward",
         "overridden by a forward pass for training alone, which our layer calls",
         ("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
+    ),
+    Seam(
+        f"{_CORE}.transformer.mlp.MLP.forward",
+        "overridden by a shorter one in inference mode, which computes what it does without fusions, clamps and scales",
+        ("hidden_states", "per_token_scale"),
     ),
     Seam(
         f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear.forward",
@@ -100,6 +106,24 @@ MODEL = (
         ("logits",),
         (f"{_CORE}.transformer.moe.router.TopKRouter.routing",),
     ),
+    Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter._apply_global_aux_loss",
+        "overridden: the engine's counts the microbatches of all data-parallel ranks at once, so that every layout "
+        "trains another model",
+        ("probs", "scores_for_aux_loss", "routing_map", "with_padding_mask"),
+        (f"{_CORE}.transformer.moe.router.TopKRouter.routing",),
+    ),
+    Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter.reset_global_aux_loss_tracker",
+        "overridden: called at the end of every step, it forgets our counts in place of the engine's",
+        (),
+        (f"{_CORE}.distributed.finalize_model_grads",),
+    ),
+    Seam(
+        f"{_CORE}.transformer.moe.router.TopKRouter.global_tokens_per_expert",
+        "set to None: the engine's count would be rounded to bf16 with the model",
+    ),
+    Seam(f"{_CORE}.transformer.moe.router.TopKRouter.ga_steps", "set to None, as the count that it divides"),
     Seam(
         f"{_CORE}.transformer.module.MegatronModule.sharded_state_dict",
         "overridden by our experts, which are one parameter, with the keys of the engine's",

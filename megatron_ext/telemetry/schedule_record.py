@@ -152,6 +152,7 @@ def events(record: RankRecord) -> list[dict[str, Any]]:
         {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": place.stage * 1000 + rank}},
         {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "passes"}},
         {"ph": "M", "pid": rank, "tid": 1, "name": "thread_name", "args": {"name": "waits"}},
+        {"ph": "M", "pid": rank, "tid": 2, "name": "thread_name", "args": {"name": "steps"}},
     ]
     for step in record.steps:
         of_step = {"iteration": step.iteration}

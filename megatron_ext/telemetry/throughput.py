@@ -1,4 +1,4 @@
-"""Computes how fast the model trains: tokens per second, model TFLOP/s per GPU, and the share of the GPU's peak
+"""Computes how fast the model trains: model TFLOP/s per GPU, and the share of the GPU's peak
 (MFU)."""
 
 import re
@@ -24,11 +24,6 @@ _PEAKS = (
     (r"\bRTX 3090\b", 71.0),
     (r"\bV100\b", 125.0),
 )
-
-
-def tokens_per_second(tokens: int, elapsed_ms: float) -> float:
-    """Return the tokens that the whole job trained on, per second."""
-    return tokens / (elapsed_ms / 1000.0)
 
 
 def tflops_per_gpu(flops_per_token: float, tokens_per_second: float, world_size: int) -> float:

@@ -10,6 +10,8 @@ from megatron_ext.config.resolve import Facts
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _GPT2_VOCABULARY = 50257
 """Entries of GPT-2's own vocab.json."""
+_USUAL_VOCABULARIES = {"SentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 128256, "TikTokenizer": 131072}
+"""Kind of tokenizer -> entries of a usual one (Llama 2's, Llama 3's, Mistral NeMo's), for one that nobody can read."""
 
 _OF_GPUS = {
     "--device cuda": ("device", "cuda"),
@@ -65,10 +67,17 @@ def _missing(facts: Facts, typed: Typed) -> Iterator[tuple[str, dict]]:
 
 
 def _missing_tokenizer(facts: Facts, typed: Typed) -> Iterator[tuple[str, dict]]:
-    """Yield the tokenizer whose files are not there, where the size of its vocabulary is known without them."""
+    """Yield the tokenizer whose files are not there: the size of its vocabulary is what the flags say, or a usual
+    one."""
     values = typed.values
     absent = [path for name in _TOKENIZER_FILES if (path := values.get(name)) and not os.path.exists(path)]
     known = _GPT2_VOCABULARY if values.get("tokenizer_type") == "GPT2BPETokenizer" else None
     size = values.get("vocab_size", known)
-    if facts.tokenizer_error is not None and absent and size is not None:
+    usual = _USUAL_VOCABULARIES.get(values.get("tokenizer_type", ""))
+    if facts.tokenizer_error is None or not absent:
+        return
+    if size is not None:
         yield f"the tokenizer ({size} entries)", {"tokenizer_error": None, "vocab_size": size}
+    elif usual is not None:
+        text = f"the tokenizer (taken for one of {usual} entries, as is usual; --vocab-size says another number)"
+        yield text, {"tokenizer_error": None, "vocab_size": usual}

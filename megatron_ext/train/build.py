@@ -24,6 +24,7 @@ from megatron_ext.data.skipped import NOTHING, SkippedSamples, skipped_samples
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
+from megatron_ext.model.own_layers import mark_own_parameters
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
@@ -53,6 +54,8 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     seed_dropout(config, groups)
     core = transformer_config(config, device.kind, on_meta=sharding.builds_on_meta)
     chunks = build_model(config, core, groups, on_meta=sharding.builds_on_meta, layer_spec=extensions.layer_spec)
+    if extensions.layer_spec is not None:
+        mark_own_parameters(chunks, config)
     for chunk in chunks:
         chunk.own_loss = extensions.loss
     if config.training.torch_compile:

@@ -6,10 +6,12 @@ docs/extending.md has an example of each. Every function is called on every rank
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.optimizers import OPTIMIZERS, OptimizerTraits
+from megatron_ext.config.own_parameters import OwnParameters, in_every_layer
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Source
@@ -45,12 +47,17 @@ class Extensions:
     datasets: MakeDatasets | None = None
     loss: Loss | None = None
     layer_spec: LayerSpec | None = None
+    layer_parameters: OwnParameters | None = None
     optimizer: OptimizerTraits | None = None
     learning_rate: Schedule | None = None
 
     def named(self) -> tuple[str, ...]:
         """Return the names of the parts that are not ours."""
         return tuple(part.name for part in fields(self) if getattr(self, part.name))
+
+    def in_the_catalogue(self) -> AbstractContextManager[None]:
+        """Return a context in which the catalogue of this process lists the own layers' parameters. A run is within."""
+        return in_every_layer(self.layer_parameters)
 
     def made_callbacks(self) -> list["Callback"]:
         """Return the own callbacks, made where a class or function stands for one. The engine must be there."""
@@ -63,8 +70,16 @@ class Extensions:
 
         Raises:
             ConfigurationError: the optimizer has the name of another one, or cannot run in the flags' sharding scheme;
-                or the flags compute the cross-entropy without the logits that the own loss is given.
+                or the flags compute the cross-entropy without the logits that the own loss is given; or there are
+                parameters of own layers, and no own layers, or a Hugging Face model to begin with.
         """
+        if self.layer_parameters is not None and self.layer_spec is None:
+            raise ConfigurationError("layer_parameters= without layer_spec=: no layer has them; give layer_spec=, too")
+        if self.layer_parameters is not None and config.checkpoint.load_hf is not None:
+            raise ConfigurationError(
+                "--load-hf, but layer_parameters= adds parameters to the layers, which no Hugging Face model holds; "
+                "leave --load-hf out"
+            )
         if self.loss is not None and config.training.linear_cross_entropy:
             raise ConfigurationError(
                 "--linear-cross-entropy keeps no logits, which this run's own loss is given; leave "

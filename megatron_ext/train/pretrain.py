@@ -11,6 +11,7 @@ from megatron_ext.checkpoint.native.folder import saved_iterations
 from megatron_ext.checkpoint.native.lock import hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.optimizers import OptimizerTraits
+from megatron_ext.config.own_parameters import OwnParameters
 from megatron_ext.config.schema import CheckpointConfig
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
@@ -37,6 +38,7 @@ def pretrain(
     datasets: MakeDatasets | None = None,
     loss: Loss | None = None,
     layer_spec: LayerSpec | None = None,
+    layer_parameters: OwnParameters | None = None,
     optimizer: OptimizerTraits | None = None,
     learning_rate: Schedule | None = None,
 ) -> None:
@@ -51,13 +53,20 @@ def pretrain(
         datasets: makes the datasets of the run, in place of those that the flags name.
         loss: returns the loss of every token, in place of the cross-entropy.
         layer_spec: changes the spec of each layer.
+        layer_parameters: names the parameters that a layer then has besides ours.
         optimizer: traits of an optimizer that is not in config/optimizers.py, in place of --optimizer.
         learning_rate: changes the rate of each step.
     Raises:
         TrainingError: something ended the run before its planned end.
     """
     configured = config if isinstance(config, Configured) else configure(config)
-    extensions = Extensions(callbacks, datasets, loss, layer_spec, optimizer, learning_rate)
+    extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate)
+    with extensions.in_the_catalogue():
+        _watched(configured, status, extensions)
+
+
+def _watched(configured: Configured, status: RunStatus | None, extensions: Extensions) -> None:
+    """Train, and end the watch if nobody else does."""
     if status is not None:  # whose owner reports a failure, with what the watch knows of it
         _pretrain(configured, status, extensions)
         return

@@ -1,15 +1,17 @@
 """Kills a training at random, over and over, and compares its end, to the bit, with one that nobody touched.
 
-    trial = run_trial(CASES["DP2"], VARIANTS["save"], folder, reference, random.Random(1), kills=10)
+    trial = run_trial(("DP2", "save"), folder, expected, random.Random(1), kills=10, launcher="forkserver")
 
 A trial is one training of a tiny model from its first step to its last. A launcher starts its ranks again after every
-kill, as torchrun does: either torchrun itself, whose agent is killed too, or `ForkedRanks`, which forks them with torch
+kill, as torchrun does: either torchrun itself, whose agent is killed too, or a server that forks them with torch
 loaded, which is cheaper, so that many kills fit a day. Losses, norms and all other metrics of every step
-and the tensors of the last checkpoint must then be those of the reference.
+and the tensors of the last checkpoint must then be those of the reference. Where the number of ranks changes from
+start to start, the order of sums changes too, and the metrics of every step must be the reference's within 1e-6.
 """
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -22,7 +24,7 @@ from typing import Any
 
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.metrics import MEASURED_FIELDS
-from megatron_ext.verify.launchers import ForkedRanks, Launcher, Torchrun
+from megatron_ext.verify.launchers import LAUNCHERS, Launcher
 from megatron_ext.verify.losses.run import tensor_hashes
 
 STEPS, SAVED_EVERY = 40, 3
@@ -42,19 +44,60 @@ class Case:
 
     ranks: int
     flags: str = ""
+    smaller: tuple[int, ...] = ()
+    """Fewer ranks that it can go on with: those of another data-parallel size."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to save and to restart. `{folder}` in its flags is the training's folder, `{rank}` the rank."""
+
+    flags: str = ""
+    own_machines: bool = False
+    """Whether each rank is on a machine of its own, as far as it knows, whose memory goes with it when it is killed."""
+    elastic: bool = False
+    """Whether the number of ranks changes from start to start."""
 
 
 CASES = {
     "one rank": Case(1),
-    "DP2": Case(2),
-    "DP2 distributed optimizer": Case(2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "DP2": Case(2, smaller=(1,)),
+    "DP2 distributed optimizer": Case(
+        2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", smaller=(1,)
+    ),
     "TP2": Case(2, "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"),
     "PP2": Case(2, "--pipeline-model-parallel-size 2 --bf16"),
-    "FSDP2": Case(2, "--use-torch-fsdp2"),
-    "PP2 DP2": Case(4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
+    "FSDP2": Case(2, "--use-torch-fsdp2", smaller=(1,)),
+    "Megatron FSDP": Case(2, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"),
+    "PP2 DP2": Case(4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer", smaller=(2,)),
 }
-VARIANTS = {"save": "", "async save": "--async-save"}
-"""Flags of how a run saves and restarts; another way to do either is a row here."""
+_SNAPSHOTS = "--save-interval 9 --non-persistent-save-interval 2 --non-persistent-ckpt-type local"
+VARIANTS = {
+    "save": Variant(),
+    "async save": Variant("--async-save"),
+    "snapshots": Variant(f"{_SNAPSHOTS} --non-persistent-local-ckpt-dir {{folder}}/memory"),
+    "async save, snapshots": Variant(f"--async-save {_SNAPSHOTS} --non-persistent-local-ckpt-dir {{folder}}/memory"),
+    "snapshots, lost machines": Variant(
+        f"{_SNAPSHOTS} --replication --non-persistent-local-ckpt-dir {{folder}}/memory{{rank}}", own_machines=True
+    ),
+    # Data-parallel ranks draw masks of their own.
+    "elastic": Variant("--attention-dropout 0 --hidden-dropout 0", elastic=True),
+}
+TOLERANCE = 1e-6
+"""Relative difference up to which the metrics of an elastic training are those of its reference."""
+
+
+def combinations(launcher: str) -> list[tuple[str, str]]:
+    """Return the pairs of keys of `CASES` and `VARIANTS` that the launcher can run."""
+    forked = not LAUNCHERS[launcher].has_agent
+    return [
+        (layout, name)
+        for layout, case in CASES.items()
+        for name, variant in VARIANTS.items()
+        if not ((variant.elastic and not (forked and case.smaller)) or (variant.own_machines and not forked))
+        if not (variant.own_machines and case.ranks == 1)
+    ]
+
 
 KINDS = ("a step", "a save", "recovery", "recovery, twice", "two ranks", "the agent")
 """When, or what, is killed. The agent is torchrun's alone."""
@@ -74,6 +117,8 @@ class Kill:
     """From the kill to the first step after it; None as above."""
     late: int = 0
     """Number of ranks that the launcher had to kill in the end."""
+    of: int | None = None
+    """Number of ranks that were there."""
 
     @property
     def lost(self) -> int | None:
@@ -93,7 +138,11 @@ class Trial:
     """Seconds that the steps take which nobody interrupts."""
     kills: list[Kill] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
-    """What is not as in the run that was not killed; empty where all is equal to the bit."""
+    """What is not as in the run that was not killed; empty where all is equal to the bit (elastic: within 1e-6)."""
+    largest: float | None = None
+    """Largest relative difference of a metric; None where all must be equal to the bit."""
+    seed: int | None = None
+    """Seed of what was drawn."""
 
     def as_row(self) -> dict[str, Any]:
         """Return it for a file of JSON."""
@@ -113,15 +162,17 @@ class StuckError(AssertionError):
     """Raised where a run does not get on, or ends early."""
 
 
-def words(case: Case, variant: str, save: Path, steps: int) -> list[str]:
-    """Return the flags of a training into `save`."""
-    paths = ["--save", str(save), "--load", str(save)]
-    return [*FLAGS.split(), *case.flags.split(), *variant.split(), "--train-iters", str(steps), *paths]
+def words(case: Case, variant: Variant, folder: Path, steps: int) -> list[str]:
+    """Return the flags of a training that saves into the folder `save` of `folder`."""
+    paths = ["--save", f"{folder}/save", "--load", f"{folder}/save"]
+    flags = [word.replace("{folder}", str(folder)) for word in variant.flags.split()]
+    return [*FLAGS.split(), *case.flags.split(), "--train-iters", str(steps), *paths, *flags]
 
 
-def reference(case: Case, folder: Path, steps: int = STEPS) -> Reference:
-    """Train the case untouched, in `folder`."""
-    launcher = ForkedRanks(words(case, "", folder / "save", steps), case.ranks, folder / "log")
+def reference(case: Case, folder: Path, steps: int = STEPS, *, elastic: bool = False) -> Reference:
+    """Train the case untouched, in `folder`, for trials of elastic variants or of all others."""
+    variant = VARIANTS["elastic" if elastic else "save"]
+    launcher = LAUNCHERS["forkserver"](words(case, variant, folder, steps), case.ranks, folder / "log")
     try:
         launcher.start()
         _wait(lambda: launcher.finished(), launcher)
@@ -149,7 +200,7 @@ def run_trial(
     *,
     kills: int,
     steps: int = STEPS,
-    torchrun: bool = False,
+    launcher: str = "torchrun",
 ) -> Trial:
     """Train once with up to `kills` kills and compare.
 
@@ -159,26 +210,32 @@ def run_trial(
         expected: what the case leaves without kills.
         draw: says when and what is killed.
         steps: number of steps, the reference's.
-        torchrun: whether torchrun starts the ranks.
+        launcher: key of `LAUNCHERS`, one that `combinations` has these names for.
     Raises:
         StuckError: the run does not go on after a kill.
     """
     case, variant = CASES[names[0]], VARIANTS[names[1]]
-    save, kind = folder / "save", Torchrun if torchrun else ForkedRanks
-    launcher = kind(words(case, variant, save, steps), case.ranks, folder / "log")
-    trial = Trial(*names, kind.__name__, useful=expected.useful)
+    save = folder / "save"
+    ranks = LAUNCHERS[launcher](words(case, variant, folder, steps), case.ranks, folder / "log")
+    ranks.lost_with_rank = f"{folder}/memory{{rank}}" if variant.own_machines else None
+    sizes = (*case.smaller, case.ranks) if variant.elastic else (case.ranks,)
+    trial = Trial(*names, launcher, useful=expected.useful)
     began = time.monotonic()
     try:
-        launcher.start()
-        for strike in _strikes(launcher, save, draw, case.ranks):
+        ranks.start()
+        for strike in _strikes(ranks, save, draw, sizes):
             trial.kills += strike
             if len(trial.kills) >= kills:
                 break
-        _wait(lambda: launcher.finished(), launcher)
+        _wait(lambda: ranks.finished(), ranks)
     finally:
-        launcher.end()
+        ranks.end()
     trial.seconds = time.monotonic() - began
-    trial.differences = differences(_left(save, steps), expected)
+    left = _left(save, steps)
+    if variant.elastic:
+        trial.largest, trial.differences = largest_difference(left[0], expected.rows)
+    else:
+        trial.differences = differences(left, expected)
     return trial
 
 
@@ -186,9 +243,10 @@ def differences(left: tuple[list[dict[str, Any]], dict[str, str]], expected: Ref
     """Return what is not as it was in the reference, in words."""
     rows, tensors = left
     found = [
-        f"row {number}: {before} became {after}"
+        f"row {number}: {name} {before.get(name)} became {after.get(name, 'nothing')}"
         for number, (before, after) in enumerate(zip(expected.rows, rows, strict=False), 1)
-        if before != after
+        for name in before.keys() | after.keys()
+        if before.get(name, "nothing") != after.get(name, "nothing")
     ]
     if len(rows) != len(expected.rows):
         found.append(f"{len(expected.rows)} rows became {len(rows)}")
@@ -198,21 +256,52 @@ def differences(left: tuple[list[dict[str, Any]], dict[str, str]], expected: Ref
     ]
 
 
-def _strikes(launcher: Launcher, save: Path, draw: random.Random, ranks: int) -> Iterator[list[Kill]]:
-    """Kill, let the launcher start again, and yield the kills, until the run is finished."""
+def largest_difference(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> tuple[float, list[str]]:
+    """Return the largest relative difference of any metric, and what is further apart than `TOLERANCE`, in words.
+
+    The number of ranks, which a row has too, may differ.
+    """
+    if len(rows) != len(expected):
+        return math.inf, [f"{len(expected)} rows became {len(rows)}"]
+    largest, found = 0.0, []
+    for number, (before, after) in enumerate(zip(expected, rows, strict=True), 1):
+        names = (before.keys() | after.keys()) - {"world_size"}
+        apart = {name: _apart(before.get(name), after.get(name)) for name in names}
+        largest = max(largest, *apart.values())
+        found += [
+            f"row {number}: {name} {before.get(name)} became {after.get(name)}"
+            for name, difference in apart.items()
+            if difference > TOLERANCE
+        ]
+    return largest, found
+
+
+def _apart(before: Any, after: Any) -> float:
+    """Return the relative difference of two metrics; infinity where they are no numbers, and not the same."""
+    if before == after:
+        return 0.0
+    if isinstance(before, float) and isinstance(after, float):
+        apart = abs(after - before) / max(abs(before), abs(after))
+        return math.inf if math.isnan(apart) else apart
+    return math.inf
+
+
+def _strikes(launcher: Launcher, save: Path, draw: random.Random, sizes: Sequence[int]) -> Iterator[list[Kill]]:
+    """Kill, let the launcher start again with a number of ranks out of `sizes`, and yield the kills, until the run is
+    finished."""
     kinds = [kind for kind in KINDS if kind != "the agent" or launcher.has_agent]
     with contextlib.suppress(_Finished):
         while True:
-            kind = draw.choice([kind for kind in kinds if ranks > 1 or kind != "two ranks"])
+            kind = draw.choice([kind for kind in kinds if launcher.ranks > 1 or kind != "two ranks"])
             _await_moment(kind, launcher, save, draw)
             began = time.monotonic()
-            struck = [_kill(kind, launcher, save, draw, ranks)]
+            struck = [_kill(kind, launcher, save, draw, sizes)]
             for _ in range({"recovery": 1, "recovery, twice": 2}.get(kind, 0)):
                 time.sleep(draw.uniform(0.0, launcher.typical_start))
                 if launcher.finished():
                     break
                 began = time.monotonic()
-                struck.append(_kill("recovery", launcher, save, draw, ranks))
+                struck.append(_kill("recovery", launcher, save, draw, sizes))
             struck[-1].at = max(kill.at for kill in struck)
             _await_resumption(struck[-1], began, launcher, save)
             yield struck
@@ -239,13 +328,14 @@ def _names(folder: Path) -> list[str]:
     return []
 
 
-def _kill(kind: str, launcher: Launcher, save: Path, draw: random.Random, ranks: int) -> Kill:
+def _kill(kind: str, launcher: Launcher, save: Path, draw: random.Random, sizes: Sequence[int]) -> Kill:
     """Kill, and see to it that the launcher starts the ranks again."""
-    chosen = draw.sample(range(ranks), 2 if kind == "two ranks" else 1)
+    there = launcher.ranks
+    chosen = [] if kind == "the agent" else draw.sample(range(there), 2 if kind == "two ranks" else 1)
     at = last_iteration(save)
-    late = launcher.kill([] if kind == "the agent" else chosen)
+    late = launcher.kill(chosen, draw.choice(sizes))
     # What the ranks logged until the last of them was gone.
-    return Kill(kind, [] if kind == "the agent" else chosen, max(at, last_iteration(save)), late=late)
+    return Kill(kind, chosen, max(at, last_iteration(save)), late=late, of=there)
 
 
 def _await_resumption(kill: Kill, began: float, launcher: Launcher, save: Path) -> None:
@@ -290,11 +380,15 @@ def summary(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     seconds = sorted(kill["seconds"] for kill in kills if kill["seconds"] is not None)
     lost = [max(0, kill["at"] - kill["resumed_at"]) for kill in kills if kill["resumed_at"] is not None]
     wall = sum(trial["seconds"] for trial in trials)
+    equal = [trial for trial in trials if not trial["differences"]]
+    elastic = [trial for trial in equal if VARIANTS[trial["variant"]].elastic]
     return {
         "trainings": len(trials),
         "kills": len(kills),
         "kills_by_kind": {kind: sum(kill["kind"] == kind for kill in kills) for kind in KINDS},
-        "equal_to_the_bit": sum(not trial["differences"] for trial in trials),
+        "equal_to_the_bit": len(equal) - len(elastic),
+        "elastic_within_tolerance": len(elastic),
+        "not_as_the_reference": len(trials) - len(equal),
         "ranks_that_had_to_be_killed_after_10_s": sum(kill["late"] for kill in kills),
         "seconds_to_resume": {
             "median": statistics.median(seconds) if seconds else None,

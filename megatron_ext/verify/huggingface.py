@@ -20,11 +20,11 @@ from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.data.integrity import check_indexed_files
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
+from megatron_ext.verify.by_transformers import mean_loss, their_logits, their_loss
 from megatron_ext.verify.ranks import run_ranks
 
 _TEXT = "A language model reads text as a sequence of tokens, and for each of them it gives the odds of the next. "
 _LENGTH = 128
-_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ def compare_logits(source: SavedModel, folder: Path, dtype: str) -> Agreement:
     tokens = _tokens(source.config)
     with our_model(source, dtype) as model:
         ours = model(tokens)
-    # In a process of its own: what the device room replaces in torch leaves transformers' rotary tables unfilled.
     [theirs] = run_ranks(1, their_logits, str(folder), tokens.tolist(), fresh=True)
     difference = (ours - theirs).abs().max().item()
     return Agreement(difference, theirs.abs().max().item(), tokens.numel())
@@ -109,18 +108,6 @@ def _corpus_samples(prefix: str, length: int, samples: int) -> torch.Tensor:
     if samples < 1:
         raise ConfigurationError(f"--check-loss {prefix} has {len(found)} tokens; one sample needs {length + 1}")
     return torch.tensor([found[start : start + length + 1] for start in range(0, samples * length, length)])
-
-
-def mean_loss(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> float:
-    """Return the mean loss per token, in nats, of predicting each of `tokens` [samples, length + 1] but the first."""
-    total = 0.0
-    for rows in tokens.split(_BATCH):
-        logits = model(rows[:, :-1])
-        losses = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="none"
-        )
-        total += losses.double().sum().item()
-    return total / tokens[:, 1:].numel()
 
 
 def _need_transformers() -> None:
@@ -190,29 +177,3 @@ def _alone(config: Config) -> Config:
     training = dataclasses.replace(config.training, bf16=False, fp16=False)
     layout = LayoutConfig(world_size=1, device="cpu")
     return dataclasses.replace(config, training=training, layout=layout)
-
-
-def their_logits(folder: str, tokens: list[list[int]]) -> torch.Tensor:
-    """Return the logits [batch, sequence, vocabulary] in fp32, by transformers. No code from the folder is run."""
-    return _their_model(folder)(torch.tensor(tokens))
-
-
-def their_loss(folder: str, tokens: list[list[int]]) -> float:
-    """Return `mean_loss` of transformers' model."""
-    return mean_loss(_their_model(folder), torch.tensor(tokens))
-
-
-def _their_model(folder: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-    ).eval()
-
-    def logits(tokens: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return model(input_ids=tokens).logits
-
-    return logits

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,6 +46,9 @@ class Launcher(ABC):
         self.words, self.ranks, self.log = list(words), ranks, log
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
+        self.lost_with_rank: str | None = None
+        """Folder that is lost with a rank that is killed, `{rank}` in it standing for its number: the memory of a
+        machine. With it, each rank believes to be on a machine of its own."""
         self._read_from = 0
 
     @abstractmethod
@@ -52,8 +56,8 @@ class Launcher(ABC):
         """Start all ranks."""
 
     @abstractmethod
-    def kill(self, ranks: Sequence[int]) -> int:
-        """Kill (SIGKILL) these ranks, or without any the agent, and have all started again.
+    def kill(self, ranks: Sequence[int], ranks_then: int) -> int:
+        """Kill (SIGKILL) these ranks, or without any the agent, and have `ranks_then` ranks started.
 
         Returns:
             How many other ranks had to be killed because they did not end in time.
@@ -99,36 +103,45 @@ class ForkedRanks(Launcher):
 
     def start(self) -> None:
         self._read_from = self.log.stat().st_size
-        shared = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_WORLD_SIZE": str(self.ranks),
-            "OMP_NUM_THREADS": "1",
-        }
         self._processes = []
         for rank in range(self.ranks):
-            settings = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = forkserver().Process(target=_pretrain, args=(settings, self.words, str(self.log)), daemon=True)
+            words = [word.replace("{rank}", str(rank)) for word in self.words]
+            arguments = (self._settings(rank), words, str(self.log))
+            process = forkserver().Process(target=_pretrain, args=arguments, daemon=True)
             process.start()
             self._processes.append(process)
 
-    def kill(self, ranks: Sequence[int]) -> int:
+    def _settings(self, rank: int) -> dict[str, str]:
+        here = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.ranks)}
+        if self.lost_with_rank is not None:
+            here = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        return {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.ranks),
+            "OMP_NUM_THREADS": "1",
+            **here,
+        }
+
+    def kill(self, ranks: Sequence[int], ranks_then: int) -> int:
         for rank in ranks:
             self._processes[rank].kill()
         for rank in ranks:
             self._processes[rank].join()
+            if self.lost_with_rank is not None:
+                shutil.rmtree(self.lost_with_rank.replace("{rank}", str(rank)), ignore_errors=True)
         others = [process for number, process in enumerate(self._processes) if number not in ranks]
-        for process in others:
-            process.terminate()
-        deadline = time.monotonic() + _PATIENCE
-        for process in others:
-            process.join(max(0.0, deadline - time.monotonic()))
-        late = [process for process in others if process.is_alive()]
+        late = _terminated(others, _PATIENCE).count(None)
         self.end()
+        self.ranks = ranks_then
         self.start()
-        return len(late)
+        return late
+
+    def stop(self, seconds: float) -> list[int | None]:
+        """Send SIGTERM to all ranks; return their exit codes, None for those that did not end within `seconds`."""
+        return _terminated(self._processes, seconds)
 
     def finished(self) -> bool:
         return all(process.exitcode == 0 for process in self._processes)
@@ -140,6 +153,16 @@ class ForkedRanks(Launcher):
         for process in self._processes:
             process.kill()
             process.join()
+
+
+def _terminated(processes: Sequence[Any], seconds: float) -> list[int | None]:
+    """Send SIGTERM, and return the exit codes; None for who lives on after so many seconds."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [process.exitcode for process in processes]
 
 
 def _pretrain(settings: dict[str, str], words: list[str], log: str) -> None:
@@ -180,8 +203,9 @@ class Torchrun(Launcher):
                 start_new_session=True,
             )
 
-    def kill(self, ranks: Sequence[int]) -> int:
+    def kill(self, ranks: Sequence[int], ranks_then: int) -> int:
         assert self._agent is not None
+        assert ranks_then == self.ranks, "torchrun starts as many as before"
         before = self._rank_processes()
         if not ranks or not before.keys() >= set(ranks):  # while it starts them there are none: the agent, then
             self._agent.kill()
@@ -223,3 +247,7 @@ class Torchrun(Launcher):
                 with contextlib.suppress(psutil.Error, KeyError, ValueError):
                     found[int(process.environ()["RANK"])] = process
         return found
+
+
+LAUNCHERS: dict[str, type[Launcher]] = {"torchrun": Torchrun, "forkserver": ForkedRanks}
+"""The launchers, by the names of --launcher."""

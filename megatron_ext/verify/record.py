@@ -70,9 +70,11 @@ def record(
     results = run_ranks(world_size, _train, words, steps, sabotage, outputs, extensions, fresh=device == "cuda")
     last = results[-1]
     tensors, flaws = {}, []
-    for what in ("initial weights", "first gradients", "final weights"):
-        tensors[what], found = assemble(last.config, (shard for result in results for shard in result.shards[what]))
-        flaws += [f"{what}: {flaw}" for flaw in found]
+    with extensions.in_the_catalogue():
+        for what in ("initial weights", "first gradients", "final weights"):
+            shards = (shard for result in results for shard in result.shards[what])
+            tensors[what], found = assemble(last.config, shards)
+            flaws += [f"{what}: {flaw}" for flaw in found]
     return RunRecord(
         losses=last.losses,
         grad_norms=last.grad_norms,
@@ -106,6 +108,13 @@ def _train(
     flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool, extensions: Extensions
 ) -> _RankRecord:
     """Train on one rank of `record`."""
+    with extensions.in_the_catalogue():
+        return _trained(flags, steps, sabotage, outputs, extensions)
+
+
+def _trained(
+    flags: list[str], steps: int, sabotage: Callable[[], None] | None, outputs: bool, extensions: Extensions
+) -> _RankRecord:
     from megatron_ext import device
     from megatron_ext.device.external_kernels import asked_for
     from megatron_ext.train.configure import configure

@@ -77,6 +77,7 @@ def _check_dropout_generators(tp_rank: int) -> None:
     assert torch.equal(outside, torch.rand(3, generator=torch.Generator().manual_seed(7)))
 
 
+@pytest.mark.slow  # all other tests have all rows
 def test_with_all_rows_the_runs_work(tmp_path) -> None:
     run_ranks(2, _train_without, None, str(tmp_path))
 

@@ -69,7 +69,24 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
     assert len(bound) == 2
     assert threading.main_thread() not in bound
     assert kept.memory.bytes == size, "the second save uses the memory of the first"
+    _one_rank_is_waited_for(run)
+    assert save._sum_over_ranks(3 << 30, run.device) == 6 << 30, "more than 32 bits count"
     return there
+
+
+def _one_rank_is_waited_for(run: Any) -> None:
+    """A save is written when the slower rank has written, too."""
+    from megatron_ext.checkpoint.native import save
+
+    ends = threading.Event()
+    pending = object.__new__(save.Save)
+    pending.run, pending._thread = run, threading.Thread(target=ends.wait) if run.rank == 1 else None
+    if pending._thread is not None:
+        pending._thread.start()
+    assert not pending.written()
+    ends.set()
+    pending.join()
+    assert pending.written()
 
 
 @pytest.mark.parametrize("layout", marked(LAYOUTS, slow={"fp32", "bf16, FSDP2"}))

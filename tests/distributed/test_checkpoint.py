@@ -1,13 +1,17 @@
 """What lies in a checkpoint folder, and what happens when something in it is missing, torn or in the way."""
 
 import os
+import pickle
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint.native.folder import TRACKER, find_latest, iteration_folder, saved_iterations
+from megatron_ext.checkpoint.native.load import _reason
 from megatron_ext.errors import DataError
 from megatron_ext.verify.ranks import RankError, run_ranks
 from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
@@ -103,6 +107,18 @@ def test_every_rank_says_that_saving_failed(tmp_path: Path) -> None:
     for _, text in caught.value.tracebacks:
         assert "StorageError: cannot save a checkpoint" in text
     assert len(caught.value.tracebacks) == 2
+
+
+def test_the_reason_is_one_line_of_the_engines_own() -> None:
+    asked = "WeightsUnpickler error: Unsupported global: GLOBAL os.system was not an allowed global by default"
+    refused = pickle.UnpicklingError(
+        "Weights only load failed. Re-running `torch.load` with `weights_only` set to `False` will run code.\n"
+        f"{asked}. Please use `torch.serialization.add_safe_globals`\nto allowlist it."
+    )
+    assert _reason(refused) == f"UnpicklingError: {asked}"
+    of_ranks: Any = {1: (ValueError("too short\nsecond line"), None)}
+    assert _reason(CheckpointException("read", of_ranks)) == "ValueError: too short"
+    assert _reason(EOFError()) == "EOFError: EOFError"
 
 
 @pytest.mark.parametrize("damage", ["another model", "truncated shard", "missing shard", "garbage metadata"])

@@ -18,6 +18,7 @@ from megatron_ext.tokenizer.training import train_bytelevel_bpe
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import MODEL, REST, SCHEDULE, save_at
+from tests.support.plain_process import in_plain_process
 
 convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
 SETTINGS = [*REST, *SCHEDULE, "--train-iters", "10"]
@@ -85,7 +86,7 @@ def test_the_tokenizer_goes_along(original: Path, tmp_path: Path) -> None:
     assert written == {"bos_token_id": None, **sampling, "eos_token_id": 0}, (
         "the end that it does not name is the model's"
     )
-    generation, prompt = run_ranks(1, _as_served, str(exported), fresh=True)[0]
+    generation, prompt = in_plain_process(_as_served, str(exported))
     assert generation == (True, 0.6, 0.9, 0)
     assert prompt == "some text"
     assert "270" in (exported / "README.md").read_text()

@@ -14,6 +14,7 @@ from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import ROOT, Launched, end_all, finish, free_port, rank_processes, start_torchrun
 from tests.support.program import run_program
+from tests.support.warm_python import warm_python
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
@@ -22,14 +23,14 @@ FLAGS = shlex.split("""
     --lr-warmup-iters 10 --eval-interval 0 --log-interval 1 --save-interval 5
 """)
 
-ALONE = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-SHARED_BY_NONE = {NO_SHARED_STORE: "1"}
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", NO_SHARED_STORE: "1"}
 
 
 def test_a_lost_machine_costs_its_ranks_and_comes_back(tmp_path: Path) -> None:
     """The second machine has two ranks; of three, a batch of 8 leaves one as a spare."""
     save, gate, port = tmp_path / "save", tmp_path / "gate", free_port()
     gate.write_text("8")
+    python = warm_python(tmp_path / "bin")
     agents: list[Launched] = []
     logs = [tmp_path / f"agent{number}.log" for number in range(3)]
 
@@ -40,7 +41,7 @@ def test_a_lost_machine_costs_its_ranks_and_comes_back(tmp_path: Path) -> None:
         program = [str(ROOT / "tests/support/paced_program.py"), str(tmp_path), "--device", "cpu", "--elastic"]
         program += [*FLAGS, "--save", str(save), "--load", str(save)]
         log = logs[len(agents)]
-        agents.append(start_torchrun([*words, *program], log, {**ALONE, **SHARED_BY_NONE}))
+        agents.append(start_torchrun([*words, *program], log, {**ENVIRONMENT, **python}))
 
     def wait_until(reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 240

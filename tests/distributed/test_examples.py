@@ -3,34 +3,37 @@
 import os
 import re
 import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.train.configure import configure
+from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*command: str, path: Path | None = None) -> str:
-    """What a command that must succeed writes; programs are looked for in the folder `path` first."""
+def run(*command: str, variables: Mapping[str, str]) -> str:
+    """What a command that must succeed writes."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE"))}
-    if path is not None:
-        environment["PATH"] = f"{path}:{environment['PATH']}"
+    environment |= variables
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return ended.stdout
 
 
-# The python of these tests. Of the 30 MB of text that the first step writes, every thirtieth file stays, and the
-# batches of both trainings are as asked.
+# The quickstart's python. Of the 30 MB of text that the first step writes, every thirtieth file stays, and
+# the model and the batches of both trainings are as asked.
 PYTHON_WITH_LESS_TEXT = """#!/bin/bash
-case "$*" in *" pretrain_gpt.py "* | "tools/prepare_cache.py "*) set -- "$@" {batches} ;; esac
+case "$*" in *" pretrain_gpt.py "* | "tools/prepare_cache.py "*) set -- "$@" {changes} ;; esac
 {python} "$@" || exit
 if [[ $1 == tools/python_corpus.py ]]; then sed -i -n '1~30p' {folder}/python_train.jsonl; fi
 """
+
+
+FOR_ONE_RANK = "--num-layers 2 --micro-batch-size 4 --global-batch-size 4 --eval-iters 1"
 
 
 def write_program(file: Path, text: str) -> None:
@@ -41,16 +44,18 @@ def write_program(file: Path, text: str) -> None:
 
 @pytest.mark.parametrize("ranks", ["1", *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ("2", ""))])
 def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_path: Path) -> None:
-    """By default it takes eight ranks without GPUs. Small batches cannot be divided among several."""
+    """By default it takes eight ranks without GPUs. Few layers and small batches cannot be divided among several."""
     folder = tmp_path / "run"
-    samples, small = (4, "--micro-batch-size 4 --global-batch-size 4 --eval-iters 1") if ranks == "1" else (16, "")
+    samples, small = (4, FOR_ONE_RANK) if ranks == "1" else (16, "")
     for stale in ("checkpoints", "hf"):  # of an earlier quickstart
         (folder / stale).mkdir(parents=True)
         (folder / stale / "stale").touch()
     (folder / ".made_by_quickstart").touch()
-    less = PYTHON_WITH_LESS_TEXT.format(batches=small, python=sys.executable, folder=folder)
+    warm = warm_python(tmp_path / "warm")
+    less = PYTHON_WITH_LESS_TEXT.format(changes=small, python=tmp_path / "warm/python", folder=folder)
     write_program(tmp_path / "bin/python", less)
-    said = run("bash", "examples/quickstart.sh", str(folder), "10", ranks, path=tmp_path / "bin")
+    variables = {**warm, "PATH": f"{tmp_path}/bin:{warm['PATH']}"}
+    said = run("bash", "examples/quickstart.sh", str(folder), "10", ranks, variables=variables)
     assert not list(folder.rglob("stale"))
     rows = list(read_rows(folder / "checkpoints/metrics.jsonl"))
     losses = {row["iteration"]: row["lm_loss"] for row in rows if "lm_loss" in row}
@@ -74,7 +79,7 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_p
     if ranks == "1":  # which is what the next script trains on
         return
     short = ["--train-iters", "2", "--lr-warmup-iters", "1", *small.split()]
-    said = run("bash", "examples/pretrain_cpu.sh", str(folder), *short)
+    said = run("bash", "examples/pretrain_cpu.sh", str(folder), *short, variables=warm)
     assert " validation loss at iteration 2 |" in said
 
 

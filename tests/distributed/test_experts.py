@@ -138,7 +138,7 @@ def saved(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (1, ""),
+        pytest.param(1, "", marks=pytest.mark.slow),
         (2, f"{TP2} --expert-tensor-parallel-size 1 {EP2} --moe-token-dispatcher-type alltoall"),
         (2, "--pipeline-model-parallel-size 2"),
         pytest.param(2, TP2, marks=pytest.mark.slow),

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from megatron_ext.data.indexed import IndexedWriter
-from megatron_ext.verify.huggingface import their_loss
+from megatron_ext.verify.by_transformers import their_loss
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.hf_models import quiet_transformers
+from tests.support.plain_process import in_plain_process
 
 quiet_transformers()
 
@@ -87,7 +88,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_the_loss_is_that_of_training(trained: Trained, tmp_path: Path) -> None:
     exported = str(tmp_path / "hf")
     assert convert(["to-hf", "--load", str(trained.folder / "save"), "--save", exported, "--no-verify"]) == 0
-    [theirs] = run_ranks(1, their_loss, exported, trained.samples.tolist(), fresh=True)
+    theirs = in_plain_process(their_loss, exported, trained.samples.tolist())
     assert theirs == pytest.approx(trained.loss, rel=1e-6)
 
 

@@ -12,6 +12,7 @@ from megatron_ext.verify.ranks import run_ranks
 from megatron_ext.verify.record import RunRecord, record
 from tests.support.hf_models import quiet_transformers, write_model
 from tests.support.instructions import conversations, write_lines, write_tokenizer
+from tests.support.plain_process import in_plain_process
 
 quiet_transformers()
 
@@ -70,9 +71,7 @@ def test_every_layout_is_one_process(layout: str, prepared: Prepared, alone: Run
 
 def test_one_process_is_a_plain_loop_of_transformers(prepared: Prepared, alone: RunRecord) -> None:
     [samples] = run_ranks(1, our_samples, prepared.flags)
-    [(losses, norms)] = run_ranks(
-        1, their_training, prepared.model, prepared.tokenizer, prepared.messages, samples, fresh=True
-    )
+    losses, norms = in_plain_process(their_training, prepared.model, prepared.tokenizer, prepared.messages, samples)
     assert losses[-1] < losses[0] - 0.3, "it learns"
     assert abs(losses[0] - alone.losses[0]) <= FIRST_LOSS_TOLERANCE * losses[0]
     for ours, theirs in ((alone.losses, losses), (alone.grad_norms, norms)):

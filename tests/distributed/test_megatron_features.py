@@ -35,12 +35,17 @@ MODELS = {
     "loss of each sample": (
         f"--global-batch-size 8 {EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.3"
     ),
+    "loss of the global batch": (
+        f"--global-batch-size 8 {EXPERTS} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.3"
+    ),
     "moments in bf16": "--global-batch-size 8 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95",
+    "moments in fp16": "--global-batch-size 8 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16 --adam-beta2 0.95",
 }
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 CP2 = "--context-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LAYOUTS = [
     ("dense", 4, f"{TP2} {PP2}"),
     ("dense", 4, f"{PP2} --use-tp-pp-dp-mapping {ZERO}"),
@@ -48,7 +53,10 @@ LAYOUTS = [
     ("dense", 2, f"{CP2} --optimizer-cpu-offload"),
     ("sinkhorn, two experts", 2, CP2),
     ("loss of each sample", 2, CP2),
+    ("loss of the global batch", 2, f"{ZERO} --expert-model-parallel-size 2"),
+    ("loss of the global batch", 4, f"{TP2} {CP2} {RECOMPUTE}"),
     ("moments in bf16", 2, "--use-megatron-fsdp"),
+    ("moments in fp16", 2, ZERO),
 ]
 REPEATED = [
     ("dense", 2, "--use-megatron-fsdp"),
@@ -56,7 +64,11 @@ REPEATED = [
     ("sinkhorn", 2, CP2),
     ("loss of each sample", 4, f"{TP2} {CP2}"),
     ("sinkhorn, two experts", 2, TP2),
+    ("loss of the global batch", 4, f"{PP2} {RECOMPUTE}"),
+    ("loss of the global batch", 2, "--use-megatron-fsdp"),
     ("moments in bf16", 4, f"{TP2} {ZERO}"),
+    ("moments in fp16", 2, "--use-torch-fsdp2"),
+    ("moments in fp16", 2, "--use-megatron-fsdp"),
 ]
 """The same with another scheme or number of experts: left to --all."""
 
@@ -77,6 +89,37 @@ def _one_process(model: str) -> RunRecord:
 )
 def test_a_layout_trains_as_one_process(model: str, ranks: int, layout: str):
     assert compare(_one_process(model), record(_flags(model, layout), ranks, 8)).problems() == []
+
+
+def _balancing_gradients(run: Any) -> list[list[Any]]:
+    """Gradients of the scores of three microbatches by the loss of the global batch: ours, and the engine's."""
+    import torch
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_ext.model.moe import Router
+
+    router: Any = next(module for module in run.chunks[0].modules() if isinstance(module, Router))
+    found: list[list[Any]] = []
+    for apply in (Router._apply_global_aux_loss, TopKRouter._apply_global_aux_loss):
+        generator = torch.Generator().manual_seed(0)
+        router.reset_global_aux_loss_tracker()
+        router.global_tokens_per_expert, router.ga_steps = torch.zeros(4), torch.zeros(())
+        found.append([])
+        for _ in range(3):
+            scores = torch.rand(32, 4, generator=generator).requires_grad_()
+            chosen = scores.detach().argsort(dim=1).argsort(dim=1) >= 2
+            apply(router, scores * 1, scores, chosen).sum().backward()
+            found[-1].append(scores.grad)
+    return found
+
+
+def test_the_loss_of_the_global_batch_is_the_engines_own_for_one_rank():
+    flags = [*_flags("loss of the global batch"), "--device", "cpu"]
+    [(ours, engines)] = run_ranks(1, _in_run, flags, _balancing_gradients)
+    for found, known in zip(ours, engines, strict=True):
+        assert (found == known).all()
+        assert (found != 1).any()
+    assert (ours[0] != ours[1]).any()
 
 
 def test_first_weights_are_drawn_as_asked():
@@ -128,15 +171,17 @@ def test_embeddings_and_output_layer_have_a_rate_of_their_own(layout: str):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("moments", "layout"),
     [
-        pytest.param("", marks=pytest.mark.slow),
-        "--bf16 --main-grads-dtype bf16 --use-distributed-optimizer",
-        "--use-torch-fsdp2",
+        pytest.param("bf16", "", marks=pytest.mark.slow),
+        ("bf16", "--bf16 --main-grads-dtype bf16 --use-distributed-optimizer"),
+        ("bf16", "--use-torch-fsdp2"),
+        ("fp16", "--bf16 --use-distributed-optimizer"),
+        pytest.param("fp16", "--use-torch-fsdp2", marks=pytest.mark.slow),
     ],
 )
-def test_moments_in_bf16_survive_a_checkpoint(layout: str, tmp_path: Path):
-    flags = [*_flags("moments in bf16", "--train-iters 14"), "--device", "cpu"]
+def test_moments_in_16_bits_survive_a_checkpoint(moments: str, layout: str, tmp_path: Path):
+    flags = [*_flags(f"moments in {moments}", "--train-iters 14"), "--device", "cpu"]
     saved = saved_by((2, layout), flags, None, tmp_path / "saved")
     found = saved_by((2, layout), flags, saved.folder, tmp_path / "found")
     assert_same_tensors(found, saved)

@@ -67,7 +67,7 @@ RUNS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
 """By flags: bytes per parameter, and by what 4 ranks divide them."""
 
 
-# What others hold too: fp32 of a scheme, no sharding by another scheme, weights that are not tied. Left to --all.
+# What others hold too: fp32 of a scheme, less sharding by another scheme, untied weights, Lion twice. Left to --all.
 REPEATED = {
     "",
     "--use-distributed-optimizer",
@@ -75,6 +75,8 @@ REPEATED = {
     f"{_MEGATRON_FSDP} no_shard --bf16",
     f"{_MEGATRON_FSDP} optim --bf16",
     f"{_MEGATRON_FSDP} optim_grads_params --bf16 --untie-embeddings-and-output-weights",
+    f"{_MEGATRON_FSDP} optim_grads --bf16",
+    f"{_MEGATRON_FSDP} optim_grads_params --bf16 --optimizer lion",
 }
 
 

@@ -65,7 +65,7 @@ def _reads(flags: list[str], folder: str) -> tuple[int, list[float]]:
     return sum(read), losses
 
 
-@pytest.mark.parametrize("words", ["", "--use-distributed-optimizer --bf16"])
+@pytest.mark.parametrize("words", [pytest.param("", marks=pytest.mark.slow), "--use-distributed-optimizer --bf16"])
 def test_ranks_read_together_what_they_hold_in_common(words: str, tmp_path: Path) -> None:
     flags = [*FLAGS, *words.split()]
     saved = saved_by((2, words), FLAGS, None, tmp_path)

@@ -1,5 +1,6 @@
 """--record-schedule on real ranks: the recorded order is the simulated one, and nothing that is trained changes."""
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -45,20 +46,20 @@ LAYOUTS = {
         "--use-distributed-optimizer",
     ),
 }
-SLOW, SLEEP = "PP2 TP2", 1.5  # the layout whose second stage sleeps in every forward pass, and how many seconds
+SLOW, SLEEP = "PP2 TP2", 1.5  # the layout whose second stage sleeps in its forward passes, and how many seconds
 
 
 def train(folder: str, flags: list[str], slow: bool = False) -> tuple[int, str]:
     from megatron_ext.train import step
 
-    plain = step._forward_step
+    plain, calls = step._forward_step, itertools.count()
     if slow:
 
         def late(batches: Any, model: Any) -> Any:
             from megatron.core import parallel_state
 
-            if parallel_state.get_pipeline_model_parallel_rank() == 1:
-                time.sleep(SLEEP)
+            if parallel_state.get_pipeline_model_parallel_rank() == 1 and model.training and 2 <= next(calls) < 6:
+                time.sleep(SLEEP)  # in the steps that are recorded, each of two microbatches
             return plain(batches, model)
 
         step._forward_step = late

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launched import ROOT, end_all, start_torchrun
+from tests.support.warm_python import warm_python
 
 PROGRAM = ROOT / "tests/support/failing_rank.py"
 
@@ -26,7 +27,7 @@ class Ended:
 def torchrun(how: str, save: Path, folder: Path) -> Ended:
     log = folder / "log"
     words = ["--standalone", "--nproc-per-node=2", str(PROGRAM), how, str(save)]
-    process = start_torchrun(words, log, {"PYTHONPATH": str(ROOT)})
+    process = start_torchrun(words, log, {"PYTHONPATH": str(ROOT), **warm_python(folder / "bin")})
     try:
         code = process.wait(90)
     finally:

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_ext.telemetry.jsonl import read_rows
 from tests.support.launched import Launched, end_all, rank_processes, start
+from tests.support.warm_python import warm_python
 
 FLAGS = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
@@ -29,7 +30,7 @@ def test_a_killed_rank_comes_back_a_stop_stays_and_ranks_end_with_their_launcher
     flags = [*FLAGS, "--save", str(save), "--load", str(save)]
     first, second = tmp_path / "first.log", tmp_path / "second.log"
 
-    process = start(flags, first, [*TORCHRUN, str(kills + 1)])
+    process = start(flags, first, [*TORCHRUN, str(kills + 1)], warm_python(tmp_path / "bin"))
     try:
         wait_until(lambda: last_iteration(save) >= 6, process)
         if kills:
@@ -54,6 +55,7 @@ def test_a_killed_rank_comes_back_a_stop_stays_and_ranks_end_with_their_launcher
     try:
         wait_until(lambda: last_iteration(save) >= stopped_at + 2, process)
         ranks = rank_processes(process)
+        listening = [listening_addresses(rank) for rank in ranks.values()]
         ranks[1].suspend()
         time.sleep(0.5)  # rank 0 waits for it in a collective
         process.kill()
@@ -68,6 +70,7 @@ def test_a_killed_rank_comes_back_a_stop_stays_and_ranks_end_with_their_launcher
         for rank in ranks.values():
             if not has_ended(rank):
                 rank.kill()
+    assert listening == [{"127.0.0.1"}] * 2, "ranks of one machine listen on its loopback interface alone"
     said = second.read_text()
     assert f"resuming at iteration {stopped_at} of" in said, "a new launch goes on"
     assert f"rank 0: the launcher (torchrun, process {process.pid}) is gone at iteration" in said
@@ -84,7 +87,11 @@ def wait_until(reached: Callable[[], bool], process: Launched) -> None:
     while not reached():
         assert process.poll() is None, "the run ended early"
         assert time.monotonic() < deadline, "the run does not get on"
-        time.sleep(0.02)
+        time.sleep(0.1)
+
+
+def listening_addresses(process: psutil.Process) -> set[str]:
+    return {found.laddr[0] for found in process.net_connections("inet") if found.status == psutil.CONN_LISTEN}
 
 
 def has_ended(process: psutil.Process) -> bool:

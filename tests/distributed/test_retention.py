@@ -28,6 +28,7 @@ EVERY_10 = [10, 20, 30, 40, 50]
 )
 def test_what_expires(newest: int, keep_last: int | None, retain_interval: int | None, gone: list[int]) -> None:
     assert expired(EVERY_10, newest, keep_last, retain_interval) == gone
+    assert expired(EVERY_10[::-1], newest, keep_last, retain_interval) == gone, "in whatever order they are found"
 
 
 def _save_with_a_bad_disk(folder: str, iterations: list[int], flags: list[str]) -> None:

@@ -23,6 +23,7 @@ def _listening(process: psutil.Process) -> set[str]:
     return {found.laddr[0] for found in process.net_connections("inet") if found.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow  # test_restarts.py looks at the sockets of its ranks
 def test_ranks_under_torchrun_listen_on_loopback(tmp_path: Path) -> None:
     (tmp_path / "log").touch()
     run = launched.start(

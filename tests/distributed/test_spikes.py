@@ -83,7 +83,7 @@ def _losses(steps: int, flags: str) -> tuple[list[str], int]:
 def test_runs_that_are_repeated_are_the_same_and_change_nothing(layouts: dict[str, str]) -> None:
     """At a learning rate of almost 0 every second loss is above the median."""
     cases = [flags for layout in layouts.values() for flags in (layout, f"{layout} --spike-threshold 1")]
-    results = run_ranks(2, in_turn, partial(_losses, 7), cases)
+    results = run_ranks(2, in_turn, partial(_losses, 5), cases)
     for ranks in results:
         for name, without, checked in zip(layouts, ranks[::2], ranks[1::2], strict=True):
             assert without[1] == 0

@@ -25,6 +25,8 @@ EXAMPLES = (
     "examples/mixtral/train_mixtral_8x7b_distributed.sh",
     "examples/llama/train_llama3_8b_h100_fp8.sh",
 )
+_FP8_BRANCH = re.compile(r'^if \[\[ "\$DTYPE" == "fp8" \]\]; then$.*?^fi$', flags=re.M | re.S)
+"""What a script adds by the type that it sets itself."""
 OTHER_PROGRAMS = re.compile(r"inference|rl-|grpo")
 
 
@@ -40,7 +42,12 @@ def main(repository: str) -> None:
         other = content.get("MODE") in ("inference", "rl") or OTHER_PROGRAMS.search(match[1] + text)
         if not other:
             launches[match[1]] = words(content["MODEL_ARGS"])
-    examples = {path: _script(_git(repository, "show", f"HEAD:{path}")) for path in EXAMPLES}
+    examples = {}
+    for path in EXAMPLES:
+        text = _git(repository, "show", f"HEAD:{path}")
+        examples[path] = _script(text)
+        if _FP8_BRANCH.search(text):
+            examples[f"{path} (DTYPE=bf16)"] = _script(_FP8_BRANCH.sub("", text))
     source = f"NVIDIA/Megatron-LM, commit {commit}"
     Recorded(source, launches, examples).write()
 

@@ -3,21 +3,23 @@
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from examples.extension.extension import EXTENSIONS, Progressions
+from examples.extension.extension import EXTENSIONS, Progressions, layer_parameters, layer_spec
+from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 from megatron_ext.config.optimizers import OPTIMIZERS
+from megatron_ext.config.own_parameters import in_every_layer
+from megatron_ext.config.parameters import Parameter, count, count_per_rank, parameters
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.verify.cases import MODELS, RECIPE
+from megatron_ext.verify.gather import assemble
 from megatron_ext.verify.parity import STEPS, compare
 from megatron_ext.verify.ranks import run_ranks
 from megatron_ext.verify.record import RunRecord, record
@@ -39,7 +41,8 @@ LAYOUTS = {
 
 @functools.cache
 def one_process(*left_out: str, steps: int = STEPS) -> RunRecord:
-    kept = dataclasses.replace(EXTENSIONS, **dict.fromkeys(left_out))
+    gone = [*left_out, *(["layer_parameters"] if "layer_spec" in left_out else [])]
+    kept = dataclasses.replace(EXTENSIONS, **dict.fromkeys(gone))
     return record(FLAGS, 1, steps, extensions=kept)
 
 
@@ -105,15 +108,134 @@ def test_the_example_runs_as_a_program(tmp_path: Path) -> None:
     program = [str(ROOT / "examples" / "extension" / "extension.py"), *FLAGS, "--device", "cpu"]
     program += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--log-interval", "1"]
     program += ["--num-workers", "0", "--exit-interval"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *program, "2"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert "lowest loss: " in ended.stdout
-    finish(start_python([*program, "4"], tmp_path / "log"), tmp_path / "log")
+    for steps in ("2", "4"):
+        log = tmp_path / f"{steps}.log"
+        finish(start_python([*program, steps], log), log)
+        assert "lowest loss: " in log.read_text()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["lm_loss"] for row in rows if "lm_loss" in row]
     np.testing.assert_array_equal(losses, one_process().losses[:4])
+
+
+def _own_run(flags: list[str], folder: str, loads: bool, more: Extensions = EXTENSIONS) -> list[Any]:
+    """On a rank: save the example's run after three steps, or load what was saved; its weights either way."""
+    from megatron_ext import device
+    from megatron_ext.checkpoint.native.load import load_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
+    from megatron_ext.verify import gather
+
+    with more.in_the_catalogue():
+        config = more.applied(configure(flags).config)
+        installed = device.install("cpu")
+        from megatron_ext.train.build import build_run
+        from megatron_ext.train.trainer import Trainer
+
+        run = build_run(config, installed, None, more)
+        if loads:
+            load_checkpoint(run, folder)
+        else:
+            trainer = Trainer(run, [])
+            for _ in range(3):  # the first has a rate of 0
+                trainer.step()
+            save_checkpoint(run, folder)
+        return gather.weights(run)
+
+
+OWN = ("down.weight", "up.weight", "scale", "mix")
+
+
+def test_own_parameters_are_saved_whole_and_read_in_another_layout(tmp_path: Path) -> None:
+    """Two ranks save halves of three of them; one process reads them whole, and so does an export, which refuses."""
+    flags, ours = [*FLAGS, "--device", "cpu"], EXTENSIONS  # whose optimizer no export knows, nor needs
+    ranks = run_ranks(2, _own_run, [*flags, *LAYOUTS["TP2 SP"][1].split()], str(tmp_path), False, ours)
+    [found] = run_ranks(1, _own_run, flags, str(tmp_path), True, ours)
+    config = configure([*FLAGS, "--dry-run"]).config
+    with EXTENSIONS.in_the_catalogue():
+        saved, flaws = assemble(config, (shard for rank in ranks for shard in rank))
+        whole, _ = assemble(config, found)
+        halves = configure([*FLAGS, *LAYOUTS["TP2 SP"][1].split(), "--world-size", "2", "--dry-run"]).config
+        assert count_per_rank(halves)[0] < count(config)
+    assert flaws == []
+    own = [name for name in saved if name.endswith(OWN)]
+    assert sum(whole[name].size for name in own) == 4 * (2 * 8 * 64 + 8 + 64)
+    for name in saved:
+        np.testing.assert_array_equal(whole[name], saved[name])
+    for name in own:
+        assert saved[name].std() > 0, f"{name} is trained, or drawn"
+    with pytest.raises(
+        ConfigurationError, match=r"has decoder\.layers\.down\.weight, decoder\.layers\.mix, .* exported"
+    ):
+        SavedModel(tmp_path).check()
+    with pytest.raises(Exception, match=r"down\.weight, mix, scale, up\.weight this model does not have"):
+        run_ranks(1, _own_run, flags, str(tmp_path), True, dataclasses.replace(ours, **_OURS))
+
+
+_OURS = {"layer_spec": None, "layer_parameters": None}
+
+
+def _lacks_one(config: Any, layer: Any) -> list[Parameter]:
+    return layer_parameters(config, layer)[1:]
+
+
+def _has_another(config: Any, layer: Any) -> list[Parameter]:
+    *others, mix = layer_parameters(config, layer)
+    return [*others, dataclasses.replace(mix, shape=(7,)), Parameter("bias", (7,), layer.number, "zeros")]
+
+
+def _mistakes() -> list[str]:
+    found = []
+    for own in (_lacks_one, _has_another):
+        from tests.support.in_turn import end_layout
+
+        with pytest.raises(ConfigurationError) as caught:
+            _own_run([*FLAGS, "--device", "cpu"], "", True, dataclasses.replace(EXTENSIONS, layer_parameters=own))
+        found.append(str(caught.value))
+        end_layout()
+    return found
+
+
+def test_a_layer_that_is_not_as_it_says_is_refused() -> None:
+    [(lacking, other)] = run_ranks(1, _mistakes)
+    assert "has a parameter decoder.layers.0.down.weight of shape [8, 64], which nobody would initialize" in lacking
+    assert "Parameter('down.weight', shape, layer.number, 'zeros')" in lacking
+    assert "decoder.layers.3.mix has shape [64] on this rank, and layer_parameters= says [7]" in other
+    assert "names decoder.layers.0.bias, which the own layer does not have" in other
+
+
+@pytest.mark.parametrize(
+    ("parameter", "problem"),
+    [
+        (Parameter("a", (8,), 0, "normal", 0.1), "cannot begin with random numbers"),
+        (Parameter("a", (8, 6), 0, "zeros", tp_dim=2), "cannot be divided in its dimension 2"),
+        (Parameter("a", (7, 6), 0, "zeros", tp_dim=0), "over 2 tensor-parallel ranks"),
+        (Parameter("a", (8, 6), 0, "zeros", tp_dim=0, tp_stride=2), "tp_stride"),
+    ],
+)
+def test_a_parameter_that_cannot_be_is_refused(parameter: Parameter, problem: str) -> None:
+    config = configure([*FLAGS, "--world-size", "2", "--tensor-model-parallel-size", "2", "--dry-run"]).config
+    with in_every_layer(lambda *_: [parameter]), pytest.raises(ConfigurationError, match=problem):
+        parameters(config)
+    assert not any(name.endswith(".a") for name in (one.name for one in parameters(config)))
+
+
+def test_own_parameters_belong_to_own_layers() -> None:
+    config = configure([*FLAGS, "--dry-run"]).config
+    with pytest.raises(ConfigurationError, match="without layer_spec="):
+        Extensions(layer_parameters=layer_parameters).applied(config)
+    begun = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load_hf="folder"))
+    with pytest.raises(ConfigurationError, match="leave --load-hf out"):
+        dataclasses.replace(EXTENSIONS, optimizer=None).applied(begun)
+
+
+def test_a_dry_run_counts_own_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_ext.cli.pretrain import main
+    from megatron_ext.resilience.process_end import RunStatus
+
+    counts = []
+    for own in {}, {"layer_spec": layer_spec, "layer_parameters": layer_parameters}:
+        assert main([*FLAGS, "--dry-run"], RunStatus(0), **own) == 0
+        counts.append(int(capsys.readouterr().out.split("parameters  ")[1].split()[0].replace(",", "")))
+    assert counts[1] - counts[0] == 4 * (2 * 8 * 64 + 8 + 64)
 
 
 def test_too_short_a_dataset_is_named() -> None:

@@ -22,6 +22,7 @@ _ENGINE = ("torch", "megatron")
 _OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}
 # Text that looks like a private name and is the end of another word, or a key in a file of the library datasets.
 _SUFFIXES = {"_document", "_text_document", "_model_parallel_size", "_data_path", "_token"}
+_SUFFIXES |= {"_extra_state"}  # of torch's state dicts, as documented
 _SUFFIXES |= {"_data_files", "_indices_data_files", "_indices_files"}
 # What sets attributes whose names are computed, by its own name: on parameters, on our objects, or on the engine as
 # another table says.

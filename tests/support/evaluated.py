@@ -76,9 +76,10 @@ def _ours(task: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def their_results(exports: dict[str, str], files: dict[str, str], new_tokens: int) -> dict[str, dict[str, Any]]:
-    """The same of each exported model by transformers, in plain loops. In a process of its own."""
-    return {family: _theirs(folder, files, new_tokens) for family, folder in exports.items()}
+def their_results(exports: dict[str, str], files: dict[str, str], tokens: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """The same of each exported model by transformers, in plain loops, with so many generated tokens of each. In a
+    process of its own."""
+    return {family: _theirs(folder, files, tokens[family]) for family, folder in exports.items()}
 
 
 def _theirs(folder: str, files: dict[str, str], new_tokens: int) -> dict[str, Any]:

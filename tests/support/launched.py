@@ -2,11 +2,9 @@
 
 import contextlib
 import os
-import runpy
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +14,7 @@ import psutil
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.metrics import MEASURED_FIELDS
 from megatron_ext.verify.ranks import forkserver
+from tests.support.warm_python import run_words
 
 ROOT = Path(__file__).resolve().parents[2]
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -60,26 +59,20 @@ class _Forked:
 def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
     """Do as `python *words` does."""
     os.setsid()
-    os.chdir(ROOT)
-    for name in _LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
-    os.environ.update(environment)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+    inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    run_words(words, str(ROOT), inherited | environment)
 
 
-def start(flags: Sequence[str], log: Path, torchrun: Sequence[str] = ()) -> Launched:
+def start(
+    flags: Sequence[str], log: Path, torchrun: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Launched:
     """Start pretrain_gpt.py on the CPU, alone or with the flags of torchrun; its output goes to `log`."""
     program = ["pretrain_gpt.py", "--device", "cpu", *flags]
-    return start_python(program, log) if not torchrun else start_torchrun([*torchrun, *program], log)
+    return start_python(program, log) if not torchrun else start_torchrun([*torchrun, *program], log, environment)
 
 
 def start_python(words: Sequence[str], log: Path) -> Launched:
@@ -92,7 +85,7 @@ def start_torchrun(words: Sequence[str], log: Path, environment: Mapping[str, st
 
     Args:
         words: its flags, and the program with its own.
-        environment: further variables.
+        environment: further variables; those of `warm_python` make forks of the workers.
     """
     return _Forked(["-m", "torch.distributed.run", *words], log, environment or {})
 

@@ -286,8 +286,8 @@ EXAMPLES = {
         "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
         "--accumulate-allreduce-grads-in-fp32=false",
     ),
-    "Moments in bf16 of an optimizer that has others": Example(
-        "--optimizer lion --exp-avg-dtype bf16", "--optimizer adam"
+    "Moments in 16 bits of an optimizer that has others": Example(
+        "--optimizer lion --exp-avg-dtype fp16", "--optimizer adam"
     ),
     "Moments in bf16 in host memory": Example(
         "--optimizer-cpu-offload --exp-avg-dtype bf16", "--optimizer-cpu-offload=false"

@@ -29,8 +29,18 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, device="cuda", dtype=dtype)
 
 
+def skip_without_fake_sums() -> None:
+    """torch 2.11 takes the dtype of an addmm's result for a factor where tensors are fake."""
+    try:
+        with FakeTensorMode():
+            torch.addmm(on_gpu(2, 2, dtype=torch.float32), on_gpu(2, 2), on_gpu(2, 2), out_dtype=torch.float32)
+    except TypeError:
+        pytest.skip("this torch has no fake addmm of 16-bit factors into fp32")
+
+
 def test_the_product_adds_16_bit_factors_to_a_sum_in_fp32() -> None:
     """One operator, whose result is the sum that it was given."""
+    skip_without_fake_sums()
     with FakeTensorMode(), Calls() as calls:
         main = on_gpu(ROWS, HIDDEN, dtype=torch.float32)
         add_product_(main, on_gpu(4096, ROWS), on_gpu(4096, HIDDEN))
@@ -51,6 +61,8 @@ def test_the_product_adds_16_bit_factors_to_a_sum_in_fp32() -> None:
 
 @pytest.mark.parametrize("graded", [True, False])
 def test_the_loss_of_an_output_layer_keeps_a_chunk_of_logits(graded: bool) -> None:
+    if graded:
+        skip_without_fake_sums()
     with FakeTensorMode(), Calls() as calls:
         hidden, weight = on_gpu(10_000, HIDDEN).requires_grad_(graded), on_gpu(ROWS, HIDDEN).requires_grad_(graded)
         labels, counts = torch.empty(10_000, device="cuda", dtype=torch.int64), on_gpu(10_000, dtype=torch.float32)
@@ -100,6 +112,8 @@ def output_layer(fused: bool) -> tuple[Any, Any]:
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_padded_vocabulary_stays_in_the_products(fused: bool) -> None:
     """Rows of 50,257 numbers in 16 bits begin at odd addresses, which a GPU's matrix units do not take."""
+    if fused:
+        skip_without_fake_sums()
     with FakeTensorMode(), Calls() as calls:
         gpt, layer = output_layer(fused)
         layer.weight.main_grad = on_gpu(ROWS, HIDDEN, dtype=torch.float32)

@@ -64,15 +64,9 @@ def test_the_last_of_a_repeated_flag_counts():
         ("--optimizer muon", "--optimizer: 'muon' is not one of adam, sgd, lion"),
         ("--timing-log-level 3", "--timing-log-level: '3' is not one of 0, 1, 2"),
         (
-            "--moe-router-load-balancing-type global_aux_loss",
-            "--moe-router-load-balancing-type: 'global_aux_loss' is not supported: it weighs each microbatch by the "
-            "experts' load in the microbatches before it on all data-parallel ranks, so that another layout, or "
-            "another micro batch, trains another model; use one of aux_loss, seq_aux_loss, sinkhorn, none",
-        ),
-        (
-            "--exp-avg-dtype fp16",
-            "--exp-avg-dtype: 'fp16' is not supported: its range does not hold a moment without a scale of its own, "
-            "which Transformer Engine's Adam alone keeps; use one of fp32, bf16",
+            "--exp-avg-dtype fp8",
+            "--exp-avg-dtype: 'fp8' is not supported: it would need a scale for each tensor, which differs between the "
+            "shards of different layouts; use one of fp32, bf16, fp16",
         ),
         ("--bf16 true", "unexpected argument 'true' after --bf16"),
         ("--bf16=yes", "--bf16: 'yes' is not true or false"),

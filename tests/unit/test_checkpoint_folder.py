@@ -150,6 +150,29 @@ def test_a_manifest_reads_no_link_out_of_the_folder(tmp_path: Path) -> None:
     assert all("out of its folder" in problem for problem in found)
 
 
+def test_a_manifest_names_what_is_missing_shorter_or_changed(tmp_path: Path) -> None:
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).write_bytes(b"12345")
+    manifest.write(tmp_path, manifest.describe(tmp_path, manifest.all_files(tmp_path)))
+    (tmp_path / "a").unlink()
+    (tmp_path / "b").write_bytes(b"1234")
+    (tmp_path / "c").write_bytes(b"12346")
+    files = manifest.read(tmp_path)
+    assert files is not None
+    assert manifest.problems(tmp_path, files) == [
+        "a is missing",
+        "b has 4 bytes instead of 5",
+        "c has another checksum than cbf53a1c",
+    ]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"files": {}}', b'{"files": 3, "own_crc32": "00000000"}'])
+def test_a_damaged_manifest_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        manifest.read(tmp_path)
+
+
 def test_plain_names() -> None:
     assert is_plain("__0_0.distcp")
     assert is_plain(".metadata")

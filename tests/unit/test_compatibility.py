@@ -178,12 +178,36 @@ def test_sinkhorns_assignment_is_that_of_the_checkpoint(was: str | None, now: st
     assert [problem.partition("; ")[2] for problem in found] == expected
 
 
+@pytest.mark.parametrize("more", ["", "--no-load-optim", "--finetune"])
+@pytest.mark.parametrize(("was", "now"), [("fp16", "fp32"), ("bf16", "fp16"), ("fp16", "fp16"), ("bf16", "fp32")])
+def test_moments_in_fp16_are_those_of_the_checkpoint(was: str, now: str, more: str):
+    saved = vars(resolve(parse(BASE.split()).values, Facts()).model)
+    line = f"{BASE} --exp-avg-sq-dtype {now} --load x {more}"
+    facts = Facts(saved={**saved, "vocab_size": 1000, "exp_avg_sq_dtype": was})
+    found = problems(resolve(parse(line.split()).values, Facts()), facts)
+    wrong = was != now and "fp16" in (was, now) and not more
+    assert [f"use --exp-avg-sq-dtype {was}, or" in problem for problem in found] == [True] * wrong
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("--batch-size 2", "--micro-batch-size 2"),
+        ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
+        ("--warmup 0.01", "--lr-warmup-fraction 0.01"),
+        ("--encoder-num-layers 2", "--num-layers 2"),
+    ],
+)
+def test_an_old_spelling_is_taken_as_the_new_one(old: str, new: str):
+    assert parse(old.split()).values == parse(new.split()).values
+
+
 DROPPED = [
     ("--sequence-parallel", "--tensor-model-parallel-size 1"),
     ("--save-interval 5", "without --save"),
     ("--eval-iters -1", "as with --eval-iters 0"),
     ("--grad-reduce-in-bf16", "without --bf16"),
-    ("--use-precision-aware-optimizer", "say by themselves what is kept in bf16"),
+    ("--use-precision-aware-optimizer", "say by themselves what is kept in 16 bits"),
     ("--main-grads-dtype bf16", "without --bf16"),
     ("--world-size 2 --bf16 --use-megatron-fsdp --grad-reduce-in-bf16", "--use-megatron-fsdp sums and keeps"),
     ("--world-size 2 --bf16 --use-torch-fsdp2 --grad-reduce-in-bf16", "--use-torch-fsdp2 sums and keeps"),

@@ -15,6 +15,7 @@ from megatron_ext.telemetry.metrics import ValidationMetrics
 from megatron_ext.telemetry.short_line import remaining, short_line
 from tests.support.samples import step
 from tests.support.small_models import LLAMA, small_config
+from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = (
@@ -75,14 +76,15 @@ def test_the_banner() -> None:
     ]
 
 
-def program(*words: str, **options: object) -> subprocess.Popen[str]:
+def program(*words: str, python: str = sys.executable, **options: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, text=True, **options)  # pyright: ignore[reportCallIssue, reportArgumentType, reportReturnType]
+    return subprocess.Popen([python, *words], cwd=ROOT, env=environment, text=True, **options)  # pyright: ignore[reportCallIssue, reportArgumentType, reportReturnType]
 
 
-def test_a_terminal_shows_a_banner_and_short_lines() -> None:
+def test_a_terminal_shows_a_banner_and_short_lines(tmp_path: Path) -> None:
     ours, its = pty.openpty()
-    training = program("pretrain_gpt.py", *TRAINING.split(), "2", stdout=its, stderr=its)
+    python = warm_python(tmp_path)["PYTHON_EXEC"]
+    training = program("pretrain_gpt.py", *TRAINING.split(), "2", python=python, stdout=its, stderr=its)
     os.close(its)
     shown = b""
     try:
@@ -99,9 +101,9 @@ def test_a_terminal_shows_a_banner_and_short_lines() -> None:
     assert not [line for line in lines if "consumed samples" in line]
 
 
-def head(command: list[str]) -> tuple[str, str, int]:
+def head(command: list[str], python: str) -> tuple[str, str, int]:
     """The first line, as `| head -1` reads it, what is said on the standard error output, and the exit code."""
-    running = program(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running = program(*command, python=python, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert running.stdout is not None
     assert running.stderr is not None
     line = running.stdout.readline()
@@ -111,7 +113,8 @@ def head(command: list[str]) -> tuple[str, str, int]:
 
 def test_a_training_goes_on_without_its_reader(tmp_path: Path) -> None:
     """Each of its lines is written at once, so that the second finds the pipe closed."""
-    line, errors, code = head(["pretrain_gpt.py", *TRAINING.split(), "4", "--metrics-file", str(tmp_path / "metrics")])
+    training = ["pretrain_gpt.py", *TRAINING.split(), "4", "--metrics-file", str(tmp_path / "metrics")]
+    line, errors, code = head(training, warm_python(tmp_path)["PYTHON_EXEC"])
     assert (line[:12], errors, code) == ("megatron-ext", "", 0)
     assert '"iteration": 4' in (tmp_path / "metrics").read_text().splitlines()[-1]
 

@@ -53,10 +53,15 @@ class Gpu:
 def test_groups_connect_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a device_id, torch connects each at once, and sends of one group wait for each other."""
     started: list[dict[str, Any]] = []
+    made: list[dict[str, Any]] = []
     here: Any = Gpu()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda **options: started.append(options))
-    monkeypatch.setattr(groups.parallel_state, "initialize_model_parallel", lambda **_options: here.model_parallel())
+    monkeypatch.setattr(
+        groups.parallel_state,
+        "initialize_model_parallel",
+        lambda **options: made.append(options) or here.model_parallel(),
+    )
     monkeypatch.setattr(groups, "own_groups_only", nullcontext)
     monkeypatch.setattr(groups.ProcessGroupCollection, "use_mpu_process_groups", lambda: None)
     groups.initialize(LayoutConfig(world_size=1), here)
@@ -64,6 +69,11 @@ def test_groups_connect_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) ->
     assert started[0]["timeout"] == timedelta(minutes=10, seconds=5)  # the watch, which says who is to blame, is first
     assert started[0].get("device_id") is None
     assert [name for name, _ in here.asked] == ["bind_group", "model_parallel"], "before any barrier"
+    assert made[0]["distributed_timeout_minutes"] == 10 + 5 / 60
+    assert made[0]["virtual_pipeline_model_parallel_size"] is None, "megatron-core refuses 1"
+    assert made[0]["create_gloo_process_groups"] is False, "as many connections again"
+    groups.initialize(LayoutConfig(world_size=1, distributed_backend="gloo"), here)
+    assert started[1]["backend"] == "gloo", "the flag is stronger than the device"
 
 
 def test_no_synchronization_after_batched_sends() -> None:

@@ -22,29 +22,48 @@ def config_with(training: dict[str, Any] | None = None, **optimizer: Any) -> Con
     return Config(training=TrainingConfig(**training), optimizer=OptimizerConfig(**optimizer))
 
 
-def assert_equals_the_engine(config: Config, progress: int) -> None:
-    """Both curves after `progress` samples, reached by the engine in one step."""
-    rate, decay = LearningRateCurve.from_config(config), WeightDecayCurve.from_config(config)
+def the_engines(config: Config, progress: int) -> tuple[float, float]:
+    """Learning rate and weight decay after `progress` samples, reached by the engine in one step.
+
+    Lengths are those of the flags, as Megatron-LM takes them: iterations times the full global batch, or samples.
+    """
+    flags, training = config.optimizer, config.training
+    if training.train_samples is None:
+        of_run = (training.train_iters or 0) * BATCH
+        decay = of_run if flags.lr_decay_iters is None else flags.lr_decay_iters * BATCH
+        warmup = flags.lr_warmup_iters * BATCH
+        last_phase = None if flags.lr_wsd_decay_iters is None else flags.lr_wsd_decay_iters * BATCH
+    else:
+        of_run = training.train_samples
+        decay = of_run if flags.lr_decay_samples is None else flags.lr_decay_samples
+        warmup, last_phase = flags.lr_warmup_samples, flags.lr_wsd_decay_samples
+    constant = flags.weight_decay_incr_style == "constant"
     optimizer: Any = SimpleNamespace(param_groups=[{}])
     scheduler = OptimizerParamScheduler(
         optimizer,
-        init_lr=rate.start,
-        max_lr=rate.peak,
-        min_lr=rate.lowest,
-        lr_warmup_steps=rate.warmup,  # pyright: ignore[reportArgumentType]  # a fraction makes it a float there too
-        lr_decay_steps=rate.decay,
-        lr_decay_style=rate.style,
-        start_wd=decay.start,
-        end_wd=decay.end,
-        wd_incr_steps=decay.length,
-        wd_incr_style=decay.style,
-        wsd_decay_steps=rate.wsd_decay,
-        lr_wsd_decay_style=rate.wsd_style,
+        init_lr=flags.lr_warmup_init,
+        max_lr=flags.lr,  # pyright: ignore[reportArgumentType]
+        min_lr=flags.min_lr,
+        # a fraction makes it a float there too
+        lr_warmup_steps=warmup if flags.lr_warmup_fraction is None else flags.lr_warmup_fraction * decay,  # pyright: ignore[reportArgumentType]
+        lr_decay_steps=decay,
+        lr_decay_style=flags.lr_decay_style,
+        start_wd=flags.weight_decay if constant else flags.start_weight_decay,  # pyright: ignore[reportArgumentType]
+        end_wd=flags.weight_decay if constant else flags.end_weight_decay,  # pyright: ignore[reportArgumentType]
+        wd_incr_steps=of_run,
+        wd_incr_style=flags.weight_decay_incr_style,
+        wsd_decay_steps=last_phase,
+        lr_wsd_decay_style=flags.lr_wsd_decay_style,
     )
     scheduler.step(progress)
     group = optimizer.param_groups[0]
-    assert learning_rate(progress, rate) == group["lr"], progress
-    assert weight_decay(progress, decay) == group["weight_decay"], progress
+    return group["lr"], group["weight_decay"]
+
+
+def assert_equals_the_engine(config: Config, progress: int) -> None:
+    rate, decay = LearningRateCurve.from_config(config), WeightDecayCurve.from_config(config)
+    ours = learning_rate(progress, rate), weight_decay(progress, decay)
+    assert ours == the_engines(config, progress), progress
 
 
 @pytest.mark.parametrize(
@@ -105,3 +124,16 @@ def test_the_first_step_of_a_warmup_from_zero_has_rate_zero():
     curve = LearningRateCurve.from_config(config_with(lr_warmup_iters=10))
     assert learning_rate(0, curve) == 0.0
     assert learning_rate(BATCH, curve) == 3e-4 / 10
+
+
+def test_the_decoupled_rate_goes_the_same_way_between_ends_of_its_own():
+    config = config_with(lr_warmup_iters=3, lr_decay_style="cosine", decoupled_lr=2e-3, decoupled_min_lr=5e-4)
+    curve = LearningRateCurve.decoupled(config)
+    assert curve is not None
+    other = config_with(lr_warmup_iters=3, lr_decay_style="cosine", lr=2e-3, min_lr=5e-4)
+    for progress in range(0, 25 * BATCH, 7):
+        assert learning_rate(progress, curve) == the_engines(other, progress)[0]
+    without_end = LearningRateCurve.decoupled(config_with(decoupled_lr=2e-3))
+    assert without_end is not None
+    assert (without_end.peak, without_end.lowest) == (2e-3, 1e-5)
+    assert LearningRateCurve.decoupled(config_with()) is None

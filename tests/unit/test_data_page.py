@@ -4,8 +4,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,9 +16,12 @@ def test_the_commands_of_the_page(tmp_path: Path):
     assert len(blocks) == 4
     shutil.copy(ROOT / "tests" / "golden" / "preprocess" / "input.jsonl", tmp_path / "corpus.jsonl")
     (tmp_path / "tools").symlink_to(ROOT / "tools")
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     result = subprocess.run(
-        ["bash", "-euc", "".join(blocks)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        ["bash", "-euc", "".join(blocks)],
+        cwd=tmp_path,
+        env=os.environ | warm_python(tmp_path / "bin"),
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
     assert re.search(

@@ -50,6 +50,10 @@ BELIEVED = [
         "--mock-data --vocab-size 32000 --tokenizer-type Llama2Tokenizer --tokenizer-model nowhere",
         "the tokenizer (32000 entries)",
     ),
+    (
+        "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere",
+        "the tokenizer (taken for one of 128256 entries, as is usual; --vocab-size says another number)",
+    ),
 ]
 
 
@@ -87,7 +91,7 @@ def test_the_vocabulary_of_a_believed_tokenizer_is_the_one_of_the_model():
     [
         (f"{MOCK} --device cpu --distributed-backend nccl", "works on GPUs alone"),
         (f"{MOCK} --device cpu --profile", "add --use-pytorch-profiler"),
-        ("--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere", "does not exist"),
+        ("--mock-data --tokenizer-type HuggingFaceTokenizer", "--tokenizer-model"),
     ],
 )
 def test_what_the_flags_say_against_each_other_is_not_believed(line: str, words: str):

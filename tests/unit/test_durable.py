@@ -1,5 +1,6 @@
 """A file is replaced whole or not at all, and is on the disk before it has its name."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -40,6 +41,22 @@ def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypat
         file.write(b"all of it")
         assert not path.exists()
     assert path.read_bytes() == b"all of it"
+
+
+def test_another_name_until_then(tmp_path: Path) -> None:
+    with replacing(tmp_path / "file", tmp_path / "mine") as file:
+        file.write(b"new")
+        assert os.listdir(tmp_path) == ["mine"]
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_cannot_be_opened_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(OSError, match="No space left"), replacing(tmp_path / "file"):
+        raise AssertionError("there is no file to write to")
 
 
 def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from megatron_ext.cli import pretrain
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.resilience import elastic
 
 
@@ -34,10 +34,13 @@ def test_what_no_number_of_ranks_mends_is_left_to_the_check_of_the_flags() -> No
     values = {"global_batch_size": 8, "micro_batch_size": 1}
     assert elastic.ranks_to_use(3, values, lambda ranks: False) is None
     assert elastic.ranks_to_use(3, {"micro_batch_size": "x"}, lambda ranks: False) is None
+    assert elastic.ranks_to_use(3, {"global_batch_size": 1, "micro_batch_size": 1}, lambda ranks: ranks == 1) == 1
+    assert elastic.ranks_to_use(3, {**values, "tensor_model_parallel_size": "x"}, lambda ranks: ranks == 8) is None
 
 
 @pytest.mark.parametrize(
-    ("rank", "local", "here", "takes_part", "left_here"), [(0, 0, 2, True, 2), (2, 0, 2, True, 1), (3, 1, 2, False, 2)]
+    ("rank", "local", "here", "takes_part", "left_here"),
+    [(0, 0, 2, True, 2), (1, 1, 2, True, 2), (2, 0, 2, True, 1), (3, 1, 2, False, 2)],
 )
 def test_the_first_ranks_train_and_know_how_many_they_are(
     monkeypatch: pytest.MonkeyPatch, rank: int, local: int, here: int, takes_part: bool, left_here: int
@@ -48,6 +51,81 @@ def test_the_first_ranks_train_and_know_how_many_they_are(
     assert elastic.take_part(3) == takes_part
     assert os.environ["WORLD_SIZE"] == ("3" if takes_part else "4")
     assert os.environ["LOCAL_WORLD_SIZE"] == str(left_here)
+
+
+class _Store:
+    """What the spares and rank 0 have in common; each count of who has left is one more than before."""
+
+    def __init__(self, *keys: str):
+        self.keys, self.looks, self.left = set(keys), 0, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.looks += 1
+        if "gone" in self.keys:
+            raise RuntimeError("connection reset")
+        return set(keys) <= self.keys
+
+    def get(self, key: str) -> bytes:
+        return b"the same beat"
+
+    def set(self, key: str, value: str) -> None:
+        self.keys.add(key)
+
+    def add(self, key: str, amount: int) -> int:
+        assert key == elastic._LEFT
+        self.looks += 1
+        self.left += 1
+        return self.left - 1 if amount == 0 else self.left
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    for name, seconds in {"_BETWEEN_LOOKS": 0.001, "_PATIENCE": 0.02, "_FOR_SPARES": 0.05}.items():
+        monkeypatch.setattr(elastic, name, seconds)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_spare_waits_for_the_end_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = _Store(elastic._OVER)
+    monkeypatch.setattr(elastic, "_store", lambda: store)
+    elastic.wait_as_spare(5, 3)
+    assert store.left == 1
+    assert "elastic: 5 ranks are there, of which the layout uses 3" in capsys.readouterr().out
+    elastic.wait_as_spare(5, 2)
+    assert capsys.readouterr().out == "", "the first spare says it for all"
+
+
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ((), "have not been heard of for 0.02 s"),
+        ((elastic._BEAT,), "have not been heard"),
+        (("gone",), "rank 0 is gone"),
+    ],
+)
+def test_a_spare_ends_when_nobody_is_heard_of(
+    keys: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic, "_store", lambda: _Store(*keys))
+    with pytest.raises(PeerLostError, match=said):
+        elastic.wait_as_spare(5, 2)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_rank_0_waits_until_the_spares_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    store = _Store()
+    monkeypatch.setattr(elastic, "_store", lambda: store)
+    for spares, looks in ((0, 0), (2, 3), (10**9, 4)):
+        store.looks = store.left = 0
+        monkeypatch.setattr(elastic, "_spares", spares)
+        elastic.dismiss_spares()
+        assert (store.looks == looks) if spares < 10 else (store.looks > looks), "or until the time is over"
+    assert elastic._OVER in store.keys
 
 
 def test_a_launcher_that_would_take_no_machine_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """A flag that is accepted and does nothing is a defect: every field of the schema is read somewhere."""
 
+import ast
 import dataclasses
-import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,19 +37,78 @@ BY_CONSTRUCTION = {
     "make_vocab_size_divisible_by": "resolve turns it into padded_vocab_size",
     "lr_scale_base_batch_size": "config/lr_scale.py reads it among the typed values, and the rates are scaled",
     "recompute_activations": "resolve turns it into recompute_granularity",
+    **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "types of Adam's states, which the registry reads by name"),
+    **dict.fromkeys(
+        ("vocab_file", "merge_file", "tiktoken_pattern", "tiktoken_num_special_tokens"),
+        "the tokenizers read them of TokenizerFlags, which has the same names",
+    ),
     # tests/unit/test_optimizers.py shows that each arrives at its torch optimizer.
     **{name: f"{traits.title} reads it" for traits in OPTIMIZERS.values() for name in traits.flags},
 }
-FIELDS = [field.name for group in dataclasses.fields(Config) for field in dataclasses.fields(group.type)]  # pyright: ignore[reportArgumentType]
-SOURCE = "\n".join(
-    path.read_text() for path in PACKAGE.rglob("*.py") if not any(part in path.as_posix() for part in NOT_USES)
-)
+GROUPS: dict[str, Any] = {group.name: group.type for group in dataclasses.fields(Config)}
+FIELDS = [(group, field.name) for group, kind in GROUPS.items() for field in dataclasses.fields(kind)]
 
 
-@pytest.mark.parametrize("name", sorted(set(FIELDS) - set(BY_CONSTRUCTION)))
-def test_the_field_is_read(name: str) -> None:
-    assert re.search(rf"\.{name}\b", SOURCE), f"--{name.replace('_', '-')} is accepted and does nothing"
+def reads(source: str) -> set[tuple[str, str]]:
+    """Fields that a file reads, with the group that it reads them of: `config.data.seed`, or `data.seed` where `data`
+    was assigned the group or is annotated with its class. An attribute of anything else that has the same name is none.
+    """
+    tree = ast.parse(source)
+    known = dict(_bindings(tree))
+    return {
+        (group, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        if (group := _group(node.value) or known.get(_name(node.value)))
+    }
+
+
+def _name(node: ast.AST) -> str:
+    """Return `a` or `a.b`; nothing for what is no such name."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _bindings(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield what a file has for a group, and the group."""
+    classes = {kind.__name__: group for group, kind in GROUPS.items()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            name = node.arg if isinstance(node, ast.arg) else _name(node.target)
+            yield from ((name, group) for kind, group in classes.items() if kind in ast.unparse(node.annotation))
+        elif isinstance(node, ast.Assign | ast.NamedExpr):
+            target, value = node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value
+            pairs: Iterable[tuple[ast.expr, ast.expr]] = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = zip(target.elts, value.elts, strict=True)
+            yield from ((_name(one), group) for one, of in pairs if (group := _group(of)))
+
+
+def _group(node: ast.AST) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) and node.attr in GROUPS else None
+
+
+@pytest.fixture(scope="module")
+def read_fields() -> set[tuple[str, str]]:
+    files = (path for path in PACKAGE.rglob("*.py") if not any(part in path.as_posix() for part in NOT_USES))
+    return {field for path in files for field in reads(path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("field", [field for field in FIELDS if field[1] not in BY_CONSTRUCTION], ids="-".join)
+def test_the_field_is_read(field: tuple[str, str], read_fields: set[tuple[str, str]]) -> None:
+    assert field in read_fields, f"--{field[1].replace('_', '-')} is accepted and does nothing"
+
+
+def test_an_attribute_of_the_same_name_is_no_use() -> None:
+    source = """
+def f(run, flags: CheckpointConfig):
+    layout, seed = run.config.layout, run.loader.seed
+    torch.save(parser.save), layout.world_size, flags.load, run.config.training.lr_decay_style
+"""
+    expected = {("layout", "world_size"), ("checkpoint", "load"), ("training", "lr_decay_style")}
+    assert reads(source) == expected
 
 
 def test_the_exceptions_are_fields() -> None:
-    assert set(BY_CONSTRUCTION) <= set(FIELDS)
+    assert set(BY_CONSTRUCTION) <= {name for _, name in FIELDS}

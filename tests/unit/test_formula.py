@@ -123,6 +123,15 @@ def test_each_epoch_has_every_window_once_in_an_order_of_its_own(tmp_path: Path)
     assert texts(other, range(size)) != epochs[0]
     # 10^9 samples ahead is as near as the next one.
     assert texts(datasets.train, [10**9 - 1])[0] in expected
+    for outside in (10**9, -1):
+        with pytest.raises(IndexError, match=str(outside)):
+            datasets.train[outside]
+    assert {name: values.dtype for name, values in datasets.train[0].items()} == {
+        "tokens": np.int64,
+        "labels": np.int64,
+        "loss_mask": np.float32,
+        "position_ids": np.int64,
+    }
 
 
 def test_blends_and_passes(tmp_path: Path):

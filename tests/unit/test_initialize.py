@@ -1,14 +1,14 @@
 """Initial values: a function of (seed, name), cut the same way whatever the shard, in little memory."""
 
 import subprocess
-import sys
-import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.config.parameters import Parameter
 from megatron_ext.model.initialize import BLOCK_ELEMENTS, fill
+from tests.support.warm_python import warm_python
 
 # 3 blocks and a remainder, none of whose edges falls on a shard's.
 TALL = Parameter("tall.weight", (3312, 1000), 0, "normal", 0.02, tp_dim=0, tp_stride=2)
@@ -71,20 +71,25 @@ def test_pinned_values() -> None:
     assert whole[-1, -3:].tolist() == [0.0011175211984664202, -4.003165668109432e-05, -0.001566845690831542]
 
 
-def test_a_rank_needs_little_more_memory_than_its_slice() -> None:
-    """Shards of 26 MB out of 210: the whole would be seen at once in the peak of a process of its own."""
-    program = """
-        import resource, torch
-        from megatron_ext.config.parameters import Parameter
-        from megatron_ext.model.initialize import fill
+MEASURED = """
+import resource, torch
+from megatron_ext.config.parameters import Parameter
+from megatron_ext.model.initialize import fill
 
-        fill(torch.empty(1024, 128), Parameter("warm.weight", (1024, 1024), 0, "normal", 0.02, tp_dim=1), 1, 0, 8)
-        parameters = [Parameter("big.weight", (8 * 6400, 1024), 0, "normal", 0.02, tp_dim=dim) for dim in (0, 1)]
-        shards = [torch.empty(parameter.local_shape(8)).zero_() for parameter in parameters]
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for shard, parameter in zip(shards, parameters):
-            fill(shard, parameter, 1, 3, 8)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+fill(torch.empty(1024, 128), Parameter("warm.weight", (1024, 1024), 0, "normal", 0.02, tp_dim=1), 1, 0, 8)
+parameters = [Parameter("big.weight", (8 * 6400, 1024), 0, "normal", 0.02, tp_dim=dim) for dim in (0, 1)]
+shards = [torch.empty(parameter.local_shape(8)).zero_() for parameter in parameters]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for shard, parameter in zip(shards, parameters):
+    fill(shard, parameter, 1, 3, 8)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_rank_needs_little_more_memory_than_its_slice(tmp_path: Path) -> None:
+    """Shards of 26 MB out of 210: the whole would be seen at once in the peak of a process of its own."""
+    program = tmp_path / "program.py"
+    program.write_text(MEASURED)
+    command = [warm_python(tmp_path)["PYTHON_EXEC"], str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) * 1024 < 64 * 2**20

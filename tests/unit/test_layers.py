@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.config import layers as described
-from megatron_ext.config.layers import Attention, Layer, layers, stack
+from megatron_ext.config.layers import Attention, Layer, Rotary, layers, stack
 from megatron_ext.config.parameters import count, count_per_rank, layer_parameters, parameters
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config, ModelConfig
@@ -52,6 +52,11 @@ def test_layers_of_one_kind_are_equal_and_have_their_own_numbers() -> None:
     assert len(set(held)) == 1
     assert stack(small_config(LLAMA)).kinds == ((held[0], 4),)
     assert len(stack(small_config(LLAMA))[1:3]) == 2
+
+
+def test_a_share_of_a_heads_channels_is_rotated() -> None:
+    found = [Rotary(10000.0, share, None).channels(size) for share, size in ((1.0, 16), (0.5, 16), (0.4, 80))]
+    assert found == [16, 8, 32]
 
 
 @pytest.mark.usefixtures("two_kinds")

@@ -25,7 +25,7 @@ from megatron_ext.config.ranks import (
     groups,
     rank_of,
 )
-from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.resolve import Facts, padded_vocabulary, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import (
@@ -249,3 +249,15 @@ def test_the_report_on_many_ranks_stays_short():
     report = describe(configuration("--world-size 4096 --pipeline-model-parallel-size 8"))
     assert len(report.splitlines()) < 40
     assert "    7  3584-4095      3584: (0, 0, 0, 7), 3585: (0, 0, 1, 7), 3586: (0, 0, 2, 7), ..." in report
+
+
+@pytest.mark.parametrize("tensor_parallel_size", range(1, 9))
+def test_the_vocabulary_is_padded_as_megatron_does(tensor_parallel_size: int) -> None:
+    """Megatron-LM goes up by one until the divisor times the tensor-parallel size divides the number."""
+    for size, divisor in itertools.product((1, 127, 128, 129, 32000, 50257, 128256, 151643), (1, 16, 128)):
+        expected = size
+        while expected % (divisor * tensor_parallel_size):
+            expected += 1
+        assert padded_vocabulary(size, divisor, tensor_parallel_size) == expected
+    values = {"vocab_size": 50257, "tensor_model_parallel_size": tensor_parallel_size}
+    assert resolve(values, Facts()).model.padded_vocab_size == padded_vocabulary(50257, 128, tensor_parallel_size)

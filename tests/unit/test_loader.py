@@ -9,8 +9,10 @@ import torch
 
 from megatron_ext.data.batch import Batch, StageView
 from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.skipped import NOTHING
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.errors import DataError
+from megatron_ext.train.run import HeldOut, Loaders
 
 SEQ = 4
 
@@ -154,6 +156,16 @@ def test_what_cannot_be_read_is_named_where_it_is_needed(num_workers: int):
     with pytest.raises(DataError, match="sample 1000 was asked of a dataset of 1000 samples"):
         loader.global_batch(998, 1)
     loader.close()
+
+
+def test_a_run_ends_the_threads_of_all_its_loaders():
+    before = threading.active_count()
+    train, held_out = make(num_workers=2), make(num_workers=3)
+    for loader in (train, held_out):
+        loader.global_batch(0, 2)
+    assert threading.active_count() == before + 5
+    Loaders(train, Counting(), None, HeldOut(held_out, ()), NOTHING).close()  # pyright: ignore[reportArgumentType]
+    assert threading.active_count() == before
 
 
 def test_threads_end():

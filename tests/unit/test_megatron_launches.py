@@ -106,11 +106,12 @@ def test_the_page_shows_the_replay():
 
 
 def test_example_scripts_of_megatron_lm_start_but_for_fp8():
-    found = {Path(name).stem: replay(line).features for name, line in Recorded.read().examples.items()}
-    assert found.pop("train_llama3_8b_h100_fp8") == (
+    found = {Path(name).name: replay(line).features for name, line in Recorded.read().examples.items()}
+    assert found.pop("train_llama3_8b_h100_fp8.sh") == (
         "--fp8-amax-compute-algo",
         "--fp8-amax-history-len",
         "--fp8-format",
         "--fp8-param-gather",
     )
     assert set(found.values()) == {()}
+    assert "train_llama3_8b_h100_fp8.sh (DTYPE=bf16)" in found

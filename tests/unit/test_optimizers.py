@@ -15,8 +15,8 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.doctor.machine import checkpoint_bytes
 from megatron_ext.foreign.translate import translate
-from megatron_ext.optim.short_adam import ShortAdam
-from megatron_ext.optim.torch_optimizer import is_torchs, over, torch_optimizer
+from megatron_ext.optim.short_adam import ShortAdam, keep, kept_average
+from megatron_ext.optim.torch_optimizer import as_registered, is_torchs, over, torch_optimizer
 from megatron_ext.plan.state_bytes import state_bytes
 from tests.support.wrong_flags import BASE
 
@@ -89,6 +89,36 @@ def test_averages_in_bf16_are_those_in_fp32_rounded() -> None:
     assert 0 < distance < 30 * 0.01 * 2**-7
 
 
+def test_averages_in_fp16_are_those_in_fp32_but_for_rounding() -> None:
+    """Gradients of 1e-9 to 100, whose squares fp16 alone would lose: each average to 2^-10 of itself after one update,
+    and weights where they would be after many."""
+    settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    short, exact = torch.linspace(-1, 1, 64), torch.linspace(-1, 1, 64)
+    rounded = ShortAdam([short], **settings, dtypes=("fp16", "fp16"))
+    known = torch.optim.AdamW([exact], **settings)
+    generator = torch.Generator().manual_seed(0)
+    size = torch.logspace(-9, 2, 64)
+    for step in range(30):
+        short.grad = exact.grad = size * torch.randn(64, generator=generator)
+        rounded.step()
+        known.step()
+        kept = rounded.state[short]
+        assert kept["exp_avg"].dtype == kept["exp_avg_sq"].dtype == torch.float16
+        if step == 0:
+            for name in ("exp_avg", "exp_avg_sq"):
+                found, value = kept_average(kept[name], name), known.state[exact][name]
+                normal = value.abs().sqrt() > (2.5e-7 if name == "exp_avg_sq" else 0)
+                torch.testing.assert_close(found[normal], value[normal], rtol=2**-9.9, atol=0)
+                assert (found[~normal].sqrt() - value[~normal].sqrt()).abs().le(2.0**-33 * 1.01).all()
+    assert 0 < (short - exact).abs().max() < 30 * 0.01 * 2**-8
+
+
+def test_an_average_in_fp16_is_never_infinite() -> None:
+    kept = torch.zeros(2, dtype=torch.float16)
+    keep(kept, "exp_avg_sq", torch.tensor([1e30, 0.0]))
+    assert kept_average(kept, "exp_avg_sq").tolist() == [(65504 / 256) ** 2, 0.0]
+
+
 @pytest.mark.parametrize("optimizer", EVERY)
 def test_bytes_of_the_registry_are_those_of_dry_run_and_doctor(optimizer: str) -> None:
     config = _configuration(f"--bf16 --optimizer {optimizer}")
@@ -130,6 +160,22 @@ def test_groups_of_views_are_updated_as_they_are(traits: OptimizerTraits) -> Non
     made.step()
     assert torch.equal(weight[2:], alone)
     assert is_torchs(same, settings)
+
+
+class OfAPackage(torch.optim.SGD):
+    """A kernel of another package, which megatron-core has built."""
+
+
+def test_what_the_engine_has_built_of_a_package_stays_unless_the_optimizer_is_ours() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    built = OfAPackage([{"params": [weight], "lr": 0.5, "weight_decay": 0.25, "wd_mult": 0.0}], momentum=0.5)
+    assert as_registered(built, _settings("adam")) is built
+    assert not built.param_groups[0]["fused"], "an option of torch's own class"
+    ours = as_registered(built, _settings("lion"))
+    [group] = ours.param_groups
+    assert group["params"] == [weight]
+    assert (group["lr"], group["weight_decay"], group["wd_mult"]) == (0.5, 0.25, 0.0)
+    assert "momentum" not in group
 
 
 def test_the_choices_are_the_registry() -> None:

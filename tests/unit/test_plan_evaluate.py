@@ -11,6 +11,7 @@ import pytest
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plan.calibrate import believed
 from megatron_ext.plan.flops import forward_flops
 from megatron_ext.plan.hardware import TABLE, Machine, hardware
 from megatron_ext.plan.links import latency, transfer
@@ -163,11 +164,13 @@ def test_a_measured_run_corrects_every_time(tmp_path: Path, capsys: pytest.Captu
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = ("--world-size", "8", "--calibrate", str(metrics), "--calibrate-flags", f"{SEVEN_BILLION} --world-size 8")
     after = evaluated(capsys, own=own)
-    assert after["step_seconds"] == pytest.approx(1.5 * before["step_seconds"])
-    assert after["correction"] == pytest.approx(1.5)
+    assert after["measured_ratio"] == pytest.approx(1.5)
+    assert after["correction"] == pytest.approx(believed(1.5))
+    assert 1.49 < after["correction"] < 1.5
+    assert after["step_seconds"] == pytest.approx(after["correction"] * before["step_seconds"])
     other = evaluated(capsys, "--tensor-model-parallel-size", "4", own=own)
     plain = evaluated(capsys, "--tensor-model-parallel-size", "4")
-    assert other["step_seconds"] == pytest.approx(1.5 * plain["step_seconds"])
+    assert other["step_seconds"] == pytest.approx(after["correction"] * plain["step_seconds"])
     metrics.write_text('{"validation_loss": 1.0}\n')
     with pytest.raises(ConfigurationError, match="no row with elapsed_ms"):
         evaluated(capsys, own=own)

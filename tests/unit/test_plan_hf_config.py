@@ -57,6 +57,25 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         f"--num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --num-attention-heads 14 {_ROPE} {_DRY} "
         "--group-query-attention --num-query-groups 2 --vocab-size 151936 --add-qkv-bias",
     ),
+    "Qwen3 0.6B": (
+        {
+            "model_type": "qwen3",
+            "hidden_size": 1024,
+            "head_dim": 128,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+        },
+        f"--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 {_ROPE} {_DRY} "
+        "--group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm --vocab-size 151936",
+    ),
     "GPT-2": (
         {
             "model_type": "gpt2",

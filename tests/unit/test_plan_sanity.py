@@ -8,7 +8,7 @@ import pytest
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
-from megatron_ext.plan.constants import CPU
+from megatron_ext.plan.constants import CPU, Constants
 from megatron_ext.plan.estimate import pass_times, step_time
 from megatron_ext.plan.evaluation import Evaluation, evaluate
 from megatron_ext.plan.hardware import TABLE, Machine, hardware
@@ -112,3 +112,19 @@ def test_traffic_of_ranks_that_share_cores_takes_their_share() -> None:
     times = [step_time(config, Shapes(config), machine) for machine in (two, eight)]
     assert times[0].parts["dp"] == pytest.approx(4 * times[1].parts["dp"])
     assert times[0].total == pytest.approx(4 * times[1].total)
+
+
+def test_the_calls_of_the_program_take_time_on_cpu_ranks_in_every_process() -> None:
+    """Two ranks of tensor parallelism both call every layer; 8 processes on 2 cores wait for each other's calls."""
+    for cores, turns in ((8, 1), (2, 4)):
+        config, machine = of_cpu_ranks("--tensor-model-parallel-size 2", cores, 16)
+        constants = machine.constants
+        silent = replace(constants, calls_of_a_layer=0.0, calls_of_a_pass=0.0, calls_of_a_step=0.0)
+        times = [
+            step_time(config, Shapes(config), replace(machine, constants=each)).total for each in (constants, silent)
+        ]
+        layers, microbatches = config.model.num_layers, 16 // 4
+        calls = microbatches * (layers * constants.calls_of_a_layer + constants.calls_of_a_pass)
+        assert times[0] - times[1] == pytest.approx(turns * (calls + constants.calls_of_a_step))
+        assert calls > 0.01 * times[1]
+    assert (Constants().calls_of_a_layer, Constants().calls_of_a_pass, Constants().calls_of_a_step) == (0.0, 0.0, 0.0)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.plan.schedule import few_microbatches, most_held, order
-from megatron_ext.plan.simulate import by_formula, finish, simulate
+from megatron_ext.plan.passes import ends
+from megatron_ext.plan.schedule import few_microbatches, most_held, most_held_of_stage, order
+from megatron_ext.plan.simulate import by_formula, finish, shortest, simulate
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +26,7 @@ def test_the_bubble_is_that_of_the_formula(stages: int, chunks: int, groups: int
     assert times.busiest == pytest.approx(3 * microbatches)
     assert times.bubble == pytest.approx((stages - 1) / (chunks * microbatches), abs=1e-12)
     assert times.bubble_share == pytest.approx((stages - 1) / (chunks * microbatches + stages - 1), abs=1e-12)
-    assert by_formula(*alike(stages, chunks), microbatches, stages).total == pytest.approx(times.total)
+    assert by_formula(*alike(stages, chunks), microbatches).total == pytest.approx(times.total)
 
 
 @pytest.mark.parametrize(
@@ -36,10 +37,39 @@ def test_a_long_step_is_its_beginning_repeated(stages: int, chunks: int, group: 
     forward = [[1.0 + 0.3 * ((3 * stage + chunk) % 4) for chunk in range(chunks)] for stage in range(stages)]
     backward = [[2.1 * seconds for seconds in chunk] for chunk in forward]
     assert few_microbatches(stages, chunks, microbatches, group) < microbatches
-    whole, at_once = finish(forward, backward, microbatches, group, 0.25)
-    assert simulate(forward, backward, microbatches, group, 0.25).total == pytest.approx(whole, rel=1e-9)
-    assert simulate(forward, backward, microbatches, group).total == pytest.approx(at_once, rel=1e-9)
-    assert at_once < whole
+    for delay in (0.0, 0.25):
+        whole = finish(forward, backward, microbatches, group, delay)
+        assert simulate(forward, backward, microbatches, group, delay).total == pytest.approx(whole, rel=1e-9)
+        assert whole == max(ends(forward, backward, microbatches, group, delay).values())
+    assert finish(forward, backward, microbatches, group, 0.0) < whole
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (4, 2), (3, 4)])
+@pytest.mark.parametrize("groups", [1, 2, 9])
+def test_no_step_is_shorter_than_the_shortest(stages: int, chunks: int, groups: int) -> None:
+    """Stages that are alike take exactly as long; those that differ, and sends that take time, no less."""
+    microbatches = groups * stages
+    even = alike(stages, chunks)
+    assert shortest(*even, microbatches).total == pytest.approx(simulate(*even, microbatches, stages).total)
+    forward = [[1.0 + 0.3 * ((3 * stage + chunk) % 4) for chunk in range(chunks)] for stage in range(stages)]
+    backward = [[2.1 * seconds for seconds in chunk] for chunk in forward]
+    whole = finish(forward, backward, microbatches, stages, 0.25)
+    least = shortest(forward, backward, microbatches, 0.25)
+    assert 0.8 * whole < least.total <= whole * (1 + 1e-12)
+    assert least.busiest == simulate(forward, backward, microbatches, stages, 0.25).busiest
+
+
+@pytest.mark.parametrize(("stages", "chunks", "group", "microbatches"), [(4, 1, 4, 16), (4, 3, 4, 24), (3, 2, 5, 17)])
+def test_the_moment_of_most_is_found_without_a_look_at_all_of_a_step(
+    stages: int, chunks: int, group: int, microbatches: int
+) -> None:
+    """Chunks that are alike, as those of most stages, and such that the last holds more, as that with the loss does."""
+    for stage in range(stages):
+        works = order(stage, stages, chunks, microbatches, group)
+        for more in (0.0, 0.5):
+            held, for_a_while = (*[1.0] * (chunks - 1), 1.0 + more), (*[2.0] * (chunks - 1), 2.0 + more)
+            found = most_held_of_stage(stage, stages, microbatches, group, held, for_a_while)
+            assert found == most_held(works, held, for_a_while)
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(4, 8, 1), (4, 2, 1), (4, 8, 2), (2, 4, 2), (4, 16, 3)])

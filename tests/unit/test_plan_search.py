@@ -10,11 +10,11 @@ from benchmarks.planner_searches import CASES, Case
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.schema import Config, TrainingConfig
+from megatron_ext.config.schema import Config, LayoutConfig, TrainingConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import search as search_module
-from megatron_ext.plan.choices import RECOMPUTATIONS, hybrid, layouts
-from megatron_ext.plan.estimate import at_least, time_of
+from megatron_ext.plan.choices import RECOMPUTATIONS, SHARDINGS, flags, hybrid, layouts
+from megatron_ext.plan.estimate import at_least, formula_at_least, time_of
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import stage_memory, worst_stage
 from megatron_ext.plan.presentation import command
@@ -126,16 +126,16 @@ def memory_of(config: Config) -> float:
     return worst_stage(config, Shapes(config), fused=True)[1].total
 
 
-def _unread(training: TrainingConfig) -> tuple[TrainingConfig, set[str]]:
+def _unread[T: TrainingConfig | LayoutConfig](values: T) -> tuple[T, set[str]]:
     """Return the same values, and a set that fills with the names of those that are read."""
     names: set[str] = set()
 
-    class Watched(TrainingConfig):
-        def __getattribute__(self, name: str) -> Any:
-            names.add(name)
-            return super().__getattribute__(name)
+    def read(self: Any, name: str) -> Any:
+        names.add(name)
+        return object.__getattribute__(self, name)
 
-    watched = Watched(**{field.name: getattr(training, field.name) for field in fields(training)})
+    kind = type("Watched", (type(values),), {"__getattribute__": read})
+    watched = kind(**{field.name: getattr(values, field.name) for field in fields(values)})
     names.clear()
     return watched, names
 
@@ -144,6 +144,7 @@ def test_rules_that_a_search_does_not_ask_again_read_nothing_that_it_changes() -
     """Over all wrong launches of the page of errors, whose rules take every turn."""
     of_every_value = {values_are_in_range, values_have_what_they_need, nothing_needed_is_missing}
     recomputation = {name for choice in RECOMPUTATIONS.values() for name in choice} | {"recompute_activations"}
+    dividing = {name for choice in SHARDINGS.values() for name in choice} | {"num_distributed_optimizer_instances"}
     for line in ["", "--rampup-batch-size 8 8 64", *(wrong for wrong, _ in EXAMPLES.values())]:
         try:
             config = resolve(parse(shlex.split(f"{BASE} {line}")).values, Facts(cuda_available=True))
@@ -154,8 +155,22 @@ def test_rules_that_a_search_does_not_ask_again_read_nothing_that_it_changes() -
             list(rule(replace(config, training=training), Facts(cuda_available=True)))
             assert rule in RULES_OF_RECOMPUTATION or not names & recomputation, (rule, line)
             assert rule in RULES_OF_MICRO_BATCHES or "micro_batch_size" not in names, (rule, line)
+            layout, read = _unread(config.layout)
+            list(rule(replace(config, layout=layout), Facts(cuda_available=True)))
+            assert rule not in RULES_OF_RECOMPUTATION or not read & dividing, (rule, line)
     for name in (*recomputation, "micro_batch_size"):
         assert options_by_name()[name].needs == ()
+
+
+@pytest.mark.parametrize("kind", RECOMPUTATIONS)
+def test_whether_a_kind_of_recomputation_is_legal_does_not_depend_on_the_layout(kind: str) -> None:
+    """A search asks once for all layouts."""
+    line = f"{BASE} {' '.join(flags(RECOMPUTATIONS[kind]))}"
+    config = resolve(parse(shlex.split(line)).values, Facts(cuda_available=True))
+    layout, read = _unread(config.layout)
+    watched = replace(config, layout=layout)
+    assert [found for rule in RULES_OF_RECOMPUTATION for found in rule(watched, Facts(cuda_available=True))] == []
+    assert read == set()
 
 
 def test_what_a_search_sums_once_is_the_same_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,13 +181,13 @@ def test_what_a_search_sums_once_is_the_same_summed_again(monkeypatch: pytest.Mo
     deep = [each for each in candidates if each.config.layout.pipeline_model_parallel_size > 2]
     assert {"ZeRO-1", "DDP"} <= {each.sharding for each in deep}
     assert {1, 2} < {each.config.layout.virtual_pipeline_model_parallel_size for each in deep}
-    found = [(each.memory, each.stage, time_of(each.work, question.machine, quick=True)) for each in candidates]
+    found = [(each.memory, each.stage, time_of(each.work, question.machine, bubble="formula")) for each in candidates]
     monkeypatch.setattr(Shapes, "heaviest", Shapes.representatives)
     for each, expected in zip(candidates, found, strict=True):
         work = Workload(each.config, Shapes(each.config), fused=True)
         memory = {stage: stage_memory(work, stage) for stage in range(len(work.shapes.counts))}
         assert max(memory.values(), key=lambda needed: needed.total) == expected[0] == memory[expected[1]]
-        assert time_of(work, question.machine, quick=True) == expected[2]
+        assert time_of(work, question.machine, bubble="formula") == expected[2]
 
 
 def test_what_a_search_leaves_out_would_not_have_changed_it() -> None:
@@ -188,10 +203,17 @@ def test_what_a_search_leaves_out_would_not_have_changed_it() -> None:
         assert (candidate.recomputation, candidate.memory.total) == fit[0]
     fitting = [each for each in candidates if each.memory.total <= question.usable_bytes]
     assert {"none", "full"} < {each.recomputation for each in fitting}
-    timed = [replace(each, time=time_of(each.work, question.machine, quick=True)) for each in fitting]
+    timed = [replace(each, time=time_of(each.work, question.machine, bubble="formula")) for each in fitting]
     assert all(at_least(each.work, question.machine) <= each.seconds for each in timed)
+    assert all(formula_at_least(each.work, question.machine) <= each.seconds for each in timed)
     timed.sort(key=search_module._rank)
     ways = {search_module._way(each): each for each in reversed(timed)}
     expected = sorted(ways.values(), key=search_module._rank)[:6]
     found = search_module._fastest_ways(fitting, question, 6)
     assert [(each.choice, each.seconds) for each in found] == [(each.choice, each.seconds) for each in expected]
+    simulated = sorted((search_module.timed(each, question.machine) for each in expected), key=search_module._rank)
+    best, others = search_module._simulated(expected, question, 2)
+    assert [(each.choice, each.time) for each in best] == [(each.choice, each.time) for each in simulated[:2]]
+    exact = {id(each.work): each.seconds for each in simulated}
+    assert len(others) == 4
+    assert all(each.seconds <= exact[id(each.work)] for each in others)

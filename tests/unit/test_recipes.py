@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.hf_config import differences, read_hf_config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from tools import recipes
@@ -56,6 +57,31 @@ def test_it_has_the_published_number_of_parameters_and_warns_of_nothing(recipe: 
         assert abs(recipes.parameters(configured.config) - published) <= tolerance
         assert configured.typed.warnings == ()
         assert configured.config.layout.world_size == devices.number
+
+
+PUBLISHED = json.loads((ROOT / "tests/golden/published_configs.json").read_text())
+"""What the config.json of a model says, by the model's name: facts, read in public copies of that file."""
+
+
+def model_of(recipe: Recipe) -> str:
+    return Path(recipe.notes["model"]).name.removesuffix("-Base")
+
+
+def with_published_config() -> list[tuple[Recipe, dict[str, Any]]]:
+    named_models = [(recipe, model_of(recipe)) for recipe in WITH_MODEL]
+    return [(recipe, PUBLISHED[model]) for recipe, model in named_models if model in PUBLISHED]
+
+
+@pytest.mark.parametrize(("recipe", "content"), with_published_config(), ids=lambda one: getattr(one, "name", ""))
+def test_it_is_the_model_of_its_config_json(recipe: Recipe, content: dict[str, Any], tmp_path: Path) -> None:
+    """Every shape, epsilon and rotary base, which the number of parameters alone would not tell."""
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    _, values = read_hf_config(tmp_path)
+    assert differences(recipes.configuration(recipe, recipe.devices[0]), values) == []
+
+
+def test_every_published_config_is_that_of_a_recipe() -> None:
+    assert {model_of(recipe) for recipe, _ in with_published_config()} == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
@@ -224,6 +250,32 @@ def test_run_sh_needs_a_whole_set_of_paths(stand_ins: dict[str, str]) -> None:
     ended = subprocess.run(script, env=stand_ins | {"TRAIN": "t"}, capture_output=True, text=True, check=False)
     assert ended.returncode != 0
     assert "VALID: prefix of the validation" in ended.stderr
+
+
+def test_a_measurement_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is kept at once; `--missing` leaves it as it is."""
+    asked: list[str] = []
+
+    def stopped_at_the_third(names: list[str], _most_ranks: int) -> dict[str, list[float]]:
+        asked.extend(names)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return {name: [len(asked) + 0.5] for name in names}
+
+    monkeypatch.setattr(recipes, "LOSSES", tmp_path / "losses.json")
+    monkeypatch.setattr(recipes, "measured", stopped_at_the_third)
+    names = ["gpt2-124m", "qwen3-8b", "olmo2-7b"]
+    with pytest.raises(KeyboardInterrupt):
+        recipes.measure(names, 2, again=False)
+    recipes.measure(names, 2, again=False)
+    assert asked == [*names, "olmo2-7b"]
+    assert json.loads((tmp_path / "losses.json").read_text()) == {
+        "gpt2-124m": [1.5],
+        "olmo2-7b": [4.5],
+        "qwen3-8b": [2.5],
+    }
+    recipes.measure(names[:1], 2, again=True)
+    assert asked[4:] == names[:1]
 
 
 def test_the_tool_lists_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         assert all(close(*steps) for steps in zip(theirs.steps, ours.steps, strict=True))
 
 
+def test_every_row_of_the_joined_trace_has_a_name() -> None:
+    """Perfetto shows a row without one as a thread with a number."""
+    events = json.loads(merged([record(rank) for rank in range(4)]))["traceEvents"]
+    named = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert {(each["pid"], each["tid"]) for each in events if each["ph"] == "X"} == set(named)
+    assert [named[3, row] for row in range(3)] == ["passes", "waits", "steps"]
+
+
 def test_ranks_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     written = [record(rank, world_size=12) for rank in range(12)]
     assert [each.place.rank for each in read(write_all(tmp_path, written))] == list(range(12))

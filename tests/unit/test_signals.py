@@ -62,6 +62,7 @@ def test_handlers_are_restored():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     assert not watcher.requested
     assert watcher.reason is None
+    assert watcher.for_good, "a stop is one for all restarts, unless somebody says otherwise"
 
 
 def test_after_an_error_sigterm_does_not_cut_off_the_report():

@@ -23,7 +23,7 @@ def noisy(ranks: int, seed: int) -> Iterator[list[float]]:
         ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_noise_flags_nobody_in_a_thousand_steps(ranks: int) -> None:
     for seed in range(20):
         slow = SlowRanks([0] * ranks)

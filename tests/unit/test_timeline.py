@@ -98,7 +98,7 @@ def test_the_picture_is_that_of_the_simulation(stages: int, chunks: int, group: 
     forward = [[1.0 + 0.3 * ((3 * stage + chunk) % 4) for chunk in range(chunks)] for stage in range(stages)]
     backward = [[2.1 * seconds for seconds in chunk] for chunk in forward]
     found = ends(forward, backward, 4 * group, group, 0.25)
-    assert max(found.values()) == pytest.approx(finish(forward, backward, 4 * group, group, 0.25)[0], rel=1e-12)
+    assert max(found.values()) == pytest.approx(finish(forward, backward, 4 * group, group, 0.25), rel=1e-12)
     for stage in range(stages):
         assert tuple(work for where, work in found if where == stage) == order(stage, stages, chunks, 4 * group, group)
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import resource
 import shlex
 import subprocess
@@ -352,13 +353,33 @@ def test_help_and_dry_run_answer_within_a_second_without_torch(arguments: list[s
     assert not any(line.split("|")[-1].strip() in ("torch", "numpy", "megatron.core") for line in imports.splitlines())
 
 
-@pytest.mark.parametrize("line", [*(example.flags for example in EXAMPLES.values()), "--hiden-size 4", SEVERAL])
+WRONG_LINES = [*(example.flags for example in EXAMPLES.values()), "--hiden-size 4", SEVERAL]
+
+
+@pytest.mark.parametrize("line", WRONG_LINES[-1:])
 def test_a_wrong_command_line_ends_the_process_with_64_in_two_seconds(line: str):
-    arguments = shlex.split(f"{BASE} {line}")
-    seconds, result = timed(arguments)
+    seconds, result = timed(shlex.split(f"{BASE} {line}"))
     assert result.returncode == 64
     assert seconds < 2.0
     assert "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[str, tuple[int, float, str]]:
+    """How each of the wrong lines ends, from one interpreter, for starting it takes longer than what is asked."""
+    command = [sys.executable, "-m", "tests.support.ends_of_lines"]
+    lines = json.dumps([shlex.split(f"{BASE} {line}") for line in WRONG_LINES])
+    done = subprocess.run(command, input=lines, cwd=ROOT, capture_output=True, text=True, check=True)
+    return dict(zip(WRONG_LINES, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("line", WRONG_LINES)
+def test_each_wrong_line_ends_with_64_before_torch_is_loaded(line: str, ends: dict[str, tuple[int, float, str]]):
+    code, seconds, said = ends[line]
+    assert code == 64
+    assert seconds < 1.0  # torch alone takes longer
+    assert "Traceback" not in said
+    assert said
 
 
 @pytest.mark.parametrize("switch", ["--no-position-embedding", "--no-position-embedding=true"])

@@ -33,6 +33,11 @@ def test_who_does_not_answer_comes_first() -> None:
     assert hang_text(reports, {1: "is stopped"}) == f"rank 1 did not come: it is stopped. {WAITERS}"
 
 
+def test_all_who_do_not_answer_are_named_in_their_order() -> None:
+    text = hang_text({0: WAITS}, {2: "is stopped", 1: "ended"})
+    assert text.startswith("rank 1 did not come: it ended; rank 2 did not come: it is stopped. Rank 0 waits in ")
+
+
 def test_then_who_waits_for_its_data() -> None:
     loads = RankReport(iteration=6, phase="the batch", operation=LOADER, seconds=4.2)
     text = hang_text({0: WAITS, 1: loads, 2: WAITS}, {})
@@ -69,6 +74,13 @@ def test_who_sends_no_message_is_missed() -> None:
         "rank 1 did not come: it is at iteration 5, in the batch. Rank 0 waits in recv of the group pair (ranks 0-1) "
         "since 4.0 s."
     )
+
+
+def test_who_sends_no_message_is_missed_before_who_is_behind_for_want_of_it() -> None:
+    receives = in_collective("pair", (0, 1), {"all": 6}, "coalesced messages")
+    busy = RankReport(iteration=5, phase="the batch", counts={"all": 7})
+    text = hang_text({0: receives, 1: busy, 2: WAITS}, {})
+    assert text.startswith("rank 1 did not come: it is at iteration 5, in the batch. ")
 
 
 def test_then_who_left_out_a_collective_and_is_in_another_group() -> None:

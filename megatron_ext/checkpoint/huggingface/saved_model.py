@@ -18,7 +18,10 @@ from megatron_ext.checkpoint.native.torch_archive import place_of_elements
 from megatron_ext.checkpoint.native.torch_dist import Chunk
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.families import family_of, state_dict_mapping
+from megatron_ext.config.optimizers import has_own_optimizer
+from megatron_ext.config.parameters import parameters
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.saved import read_saved
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.untrusted.folder import check_folder, file_inside
@@ -71,8 +74,10 @@ class SavedModel:
         """Check that every parameter of the configuration is there.
 
         Raises:
+            ConfigurationError: a layer has parameters of its own, which no family has.
             DataError: a tensor is missing, has another shape, or a dtype that is not supported; all of them are named.
         """
+        self._require_our_layers()
         problems = []
         for mapping in state_dict_mapping(self.config, family_of(self.config)):
             parameter = mapping.parameter
@@ -88,6 +93,16 @@ class SavedModel:
         if problems:
             problems = list(dict.fromkeys(problems))
             raise DataError(f"{self.path} does not match its {CONFIG}: {'; '.join(problems)}")
+
+    def _require_our_layers(self) -> None:
+        known = {stacked_key(parameter.name)[0] for parameter in parameters(self.config)}
+        saved = (name for name in self.tensors if name.startswith("decoder.layers."))
+        own = sorted(name for name in saved if name not in known and not name.endswith("_extra_state"))
+        if own:
+            raise ConfigurationError(
+                f"{self.path} has {', '.join(own)}, of layers of one's own: no Hugging Face family computes with them; "
+                "such a model is evaluated and continued by the script that trains it, and cannot be exported"
+            )
 
     def dtype(self, name: str = "embedding.word_embeddings.weight") -> str:
         """Return the dtype of a parameter's weights, as in safetensors."""
@@ -153,5 +168,9 @@ def _read(file: BinaryIO, chunk: Chunk, dtype: str) -> "npt.NDArray":
 def _config(path: Path) -> Config:
     if not (path / CONFIG).exists():
         raise ConfigurationError(f"{path} has no {CONFIG}, which says what model it holds; resume and save it once")
-    values = parse(["--config", str(path / CONFIG)]).values
+    values = read_saved(path / CONFIG) or {}
+    if has_own_optimizer(values):  # which no weights depend on
+        del values["optimizer"]
+    else:
+        values = parse(["--config", str(path / CONFIG)]).values
     return resolve({**values, **kept_tokenizer(values, path)}, Facts())

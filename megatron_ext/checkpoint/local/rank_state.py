@@ -17,9 +17,10 @@ from megatron_ext.checkpoint.native.saveable import Saveable
 def tensors_of(run: Saveable) -> dict[str, torch.Tensor]:
     """Return the tensors themselves, by names that are the same in every process of this layout. Each byte once.
 
-    Call it where all parameters are up to date.
+    Call it where all parameters are up to date. A weight whose memory megatron-core's FSDP has freed after use (ZeRO-3)
+    is left out; it follows from the rows, which the buffers hold.
     """
-    found = {name: tensor.detach() for name, tensor in _all(run) if tensor.numel()}
+    found = {name: tensor.detach() for name, tensor in _all(run) if tensor.numel() and _has_memory(tensor)}
     largest_first = sorted(found, key=lambda name: -found[name].numel() * found[name].element_size())
     kept: dict[int, list[tuple[int, int]]] = {}
     chosen = set()
@@ -33,6 +34,10 @@ def tensors_of(run: Saveable) -> dict[str, torch.Tensor]:
             if tensor.is_contiguous():
                 ranges.append((begin, end))
     return {name: tensor for name, tensor in found.items() if name in chosen}
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > 0
 
 
 def numbers_of(run: Saveable) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import json
 import platform
 import shutil
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +81,8 @@ def _is_kept(path: Path) -> bool:
 
 def write_versions(checkpoint: Path) -> None:
     """Write the versions of this program, of Python, and of the packages that what is written depends on."""
+    from importlib import metadata  # with it comes a parser of e-mails, which a plan or --help need not wait for
+
     packages = {name: metadata.version(name) for name in ("torch", "megatron-core", "numpy")}
     content = {"megatron_ext": megatron_ext.__version__, "python": platform.python_version(), **packages}
     (checkpoint / VERSIONS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -23,7 +23,9 @@ from megatron_ext.checkpoint.native import optimizer_state
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.saved_rows import joined, pieces
 from megatron_ext.checkpoint.native.snapshot import Copy
+from megatron_ext.config import own_parameters
 from megatron_ext.model.names import unwrapped
+from megatron_ext.model.own_layers import divided
 from megatron_ext.parallel.rows import RowShard, row_shard
 from megatron_ext.sharding.parts import Exchange, OptimizerPart
 
@@ -33,6 +35,10 @@ CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
+
+
+OWN_PARAMETERS = "own_parameters"
+"""Key of the names of parameters that a user's own layers have, where they have any."""
 
 
 @dataclass
@@ -78,6 +84,8 @@ def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapsh
             _spread(models, run)
     state_dict = {key: _copied(value, copy, (key,)) for key, value in models.state_dict.items()}
     others: dict[str, Any] = {"train_state": asdict(run.state), "iteration": run.state.iteration}
+    if own := own_parameters.names(run.config):
+        others[OWN_PARAMETERS] = own
     taken = []
     if not run.config.checkpoint.no_save_optim:
         written = {
@@ -243,7 +251,11 @@ def models_of(run: Saveable) -> Contents:
     metadata = {**CONTENT_METADATA, "dp_cp_group": run.groups.dp_cp}
     state_dict, found = {}, {}
     for key, chunk in _chunks(run).items():
-        state_dict[key] = chunk.sharded_state_dict(metadata=metadata)
+        saved = chunk.sharded_state_dict(metadata=metadata)
+        state_dict[key] = {
+            name: divided(value, run.groups.tp) if isinstance(value, ShardedTensor) else value
+            for name, value in saved.items()
+        }
         found |= {
             f"{key}.{name}": value
             for name, value in state_dict[key].items()

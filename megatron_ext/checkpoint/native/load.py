@@ -18,9 +18,10 @@ from megatron_ext.checkpoint.native.folder import CONFIG, RELEASE, Found
 from megatron_ext.checkpoint.native.resume import search_in
 from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files
 from megatron_ext.checkpoint.native.saveable import Saveable
+from megatron_ext.config import own_parameters
 from megatron_ext.config.options import options_by_name
 from megatron_ext.config.saved import read_saved
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.terminal import warn
 from megatron_ext.untrusted.folder import file_inside
 
@@ -72,15 +73,26 @@ def load_found(run: Saveable, found: Found) -> None:
         with no_code_from_files(found.path), run.sharding.weights_in_place(run.chunks):
             _read(run, found)
     except _UNREADABLE as error:
+        reason = _reason(_refusal_of_metadata(found) if "metadata is None" in str(error) else error)
         raise DataError(
-            f"the checkpoint {found.path} cannot be read as one of this model: {_reason(error)}. Compare its "
+            f"the checkpoint {found.path} cannot be read as one of this model: {reason}. Compare its "
             "config.yaml with the flags given; if they agree, it is damaged: move it away, and the one before is used."
         ) from error
+
+
+def _refusal_of_metadata(found: Found) -> BaseException:
+    """Return why `.metadata` was refused, which torch swallows: it looks for another file, and has none."""
+    try:
+        SafeReader(found.path).read_metadata()
+    except (*_UNREADABLE, DataError) as error:
+        return error
+    return DataError("its .metadata could not be read at first; a second time it could")
 
 
 def _read(run: Saveable, found: Found) -> None:
     path = found.path
     common = dist_checkpointing.load_common_state_dict(str(path))
+    _require_own_layers(run, found, common)
     megatrons = megatron_lm.wrote(common)
     translated = _as_ours(run, path, common) if megatrons else common
     parts = _wanted(run, found, translated)
@@ -95,6 +107,17 @@ def _read(run: Saveable, found: Found) -> None:
         for chunk, names in without.items():
             loaded[chunk] |= dict.fromkeys(names)
     contents.restore(run, to_load, parts, loaded)
+
+
+def _require_own_layers(run: Saveable, found: Found, common: Mapping[str, Any]) -> None:
+    """Require the layers that the checkpoint was trained with, where they have parameters of their own."""
+    lacking = set(common.get(contents.OWN_PARAMETERS, ())) - set(own_parameters.names(run.config))
+    if lacking:
+        raise ConfigurationError(
+            f"the checkpoint {found.path} was trained with layers of one's own, whose parameters "
+            f"{', '.join(sorted(lacking))} this model does not have; start it from the script that brings them "
+            "(layer_spec= and layer_parameters=)"
+        )
 
 
 def _reading(run: Saveable) -> Any:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.megatron_lm.arguments import read_args, saved_model
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native.companions import TOKENIZER
 from megatron_ext.checkpoint.native.folder import CONFIG, DATA, Found, find_to_load
@@ -98,6 +97,9 @@ def read_resume(found: Found, *, use_checkpoint_args: bool, damaged: Sequence[st
     path = found.path
     saved = read_saved(file_inside(path, CONFIG)) if _is_listed(path, CONFIG) else None
     if saved is None and use_checkpoint_args:
+        # Pickles and archives, which hardly any run reads.
+        from megatron_ext.checkpoint.megatron_lm.arguments import read_args, saved_model
+
         args = read_args(path)
         saved = None if args is None else saved_model(args)
     return Resume(path, found.iteration, found.warning, saved, read_record(path / DATA), tuple(damaged))

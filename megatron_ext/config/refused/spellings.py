@@ -2,25 +2,8 @@
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (
-        "it is an old spelling; use --micro-batch-size",
-        """
-        --batch-size N
-        """,
-    ),
-    (
-        "it is an old spelling; use --tensor-model-parallel-size",
-        """
-        --model-parallel-size N
-        """,
-    ),
-    (
-        "it is an old spelling; use --lr-warmup-fraction or --lr-warmup-iters",
-        """
-        --warmup N
-        """,
-    ),
-    (
-        "it is an old spelling; use --recompute-activations or --recompute-granularity",
+        "it is an old spelling; use --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1, or --recompute-activations",
         """
         --checkpoint-activations
         """,

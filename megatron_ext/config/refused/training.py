@@ -5,7 +5,8 @@ from megatron_ext.config.words import listed
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (
-        "low-precision training is not in this version; use --bf16",
+        "products in FP8 or FP4 round weights, activations and gradients to 8 or 4 bits, which trains another model; "
+        "they are not in this version; leave the fp8 and fp4 flags out to train in bf16",
         """
         --fp8-format N, --fp8-recipe N =delayed, --fp8-quantizer-factory N, --fp8-margin N =0, --fp8-interval N =1,
         --fp8-amax-history-len N =1, --fp8-amax-compute-algo N =most_recent, --fp8-output-proj, --fp8-param-gather,

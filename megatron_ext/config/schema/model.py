@@ -126,14 +126,10 @@ class ModelConfig:
     )
     moe_router_load_balancing_type: tuple[str, ...] | None = option(
         None,
-        "What spreads tokens over experts: the auxiliary loss of each microbatch (the default) or of each sample, "
-        "Sinkhorn's assignment of each microbatch, or nothing.",
+        "What spreads tokens over experts: the auxiliary loss of each microbatch (the default), of each sample or of "
+        "the global batch so far, Sinkhorn's assignment of each microbatch, or nothing.",
         resume="free",
-        choices=("aux_loss", "seq_aux_loss", "sinkhorn", "none"),
-        refused={
-            "global_aux_loss": "it weighs each microbatch by the experts' load in the microbatches before it on all "
-            "data-parallel ranks, so that another layout, or another micro batch, trains another model"
-        },
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     )
     moe_aux_loss_coeff: tuple[float, ...] | None = option(
         None, "Weight of the load-balancing loss in the total loss; default 0.", resume="free"

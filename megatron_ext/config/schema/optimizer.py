@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from megatron_ext.config.optimizers import OPTIMIZERS
 from megatron_ext.config.schema.option import free, option
 
-_SCALED = dict.fromkeys(
-    ("fp16", "fp8"),
-    "its range does not hold a moment without a scale of its own, which Transformer Engine's Adam alone keeps",
-)
-"""Values that are refused, and why."""
+_BY_TENSOR = {"fp8": "it would need a scale for each tensor, which differs between the shards of different layouts"}
+"""A value that is refused, and why."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +83,16 @@ class OptimizerConfig:
     adam_beta2: float = free(0.999, "Decay of Adam's second moment.", share=True)
     adam_eps: float = free(1e-8, "Adam's epsilon.", positive=True)
     exp_avg_dtype: str = free(
-        "fp32", "Precision in which Adam keeps its first moment.", choices=("fp32", "bf16"), refused=_SCALED
+        "fp32",
+        "Precision in which Adam keeps its first moment; in fp16 it is kept as a root, whose range suffices.",
+        choices=("fp32", "bf16", "fp16"),
+        refused=_BY_TENSOR,
     )
     exp_avg_sq_dtype: str = free(
-        "fp32", "Precision in which Adam keeps its second moment.", choices=("fp32", "bf16"), refused=_SCALED
+        "fp32",
+        "Precision in which Adam keeps its second moment; in fp16 it is kept as a root, whose range suffices.",
+        choices=("fp32", "bf16", "fp16"),
+        refused=_BY_TENSOR,
     )
     main_grads_dtype: str = free(
         "fp32",

@@ -1,0 +1,100 @@
+"""What only one rank sees: a signal, a deadline, a stop file, a full disk. All ranks do the same at the same step."""
+
+import os
+import resource
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config.schema import LayoutConfig
+from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.train.callbacks.stopping import Stopping
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
+
+EVENTS = ("SIGTERM", "SIGINT", "stop file", "deadline")
+REASONS = {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "deadline": "--exit-duration-in-mins is over"}
+
+
+def _stops(event: str, file: Path) -> list[list[tuple[str, bool, bool]]]:
+    """On one of two ranks: what the trainer is told after a step without, and one with the event on rank 1, and
+    whether the stop is one for all restarts where SIGTERM is none."""
+    sees = torch.distributed.get_rank() == 1
+    told: list[tuple[str, bool, bool]] = []
+    trainer: Any = SimpleNamespace(
+        run=SimpleNamespace(
+            world_size=2, device=SimpleNamespace(torch_device="cpu"), state=SimpleNamespace(iteration=3)
+        )
+    )
+    with SignalWatcher(stop_file=file if sees and event == "stop file" else None) as watcher:
+        stopping = Stopping(watcher, None, 10.0, elastic=True)
+        trainer.stop = lambda reason, by_signal=False: told.append((reason, by_signal, watcher.for_good))
+        stopping.on_step_end(trainer, None)  # pyright: ignore[reportArgumentType]
+        before = list(told)
+        if sees and event == "deadline":
+            stopping.deadline = time.monotonic()
+        elif sees and event == "stop file":
+            file.touch()
+        elif sees:
+            os.kill(os.getpid(), getattr(signal, event))
+        stopping.on_step_end(trainer, None)  # pyright: ignore[reportArgumentType]
+    return [before, told]
+
+
+def _all_events(folder: str) -> tuple[list[list[list[tuple[str, bool, bool]]]], set[timedelta]]:
+    """The same for every event, and the time limits of all groups of a layout with a limit of 7 minutes."""
+    from torch.distributed.distributed_c10d import _world
+
+    from megatron_ext import device
+    from megatron_ext.parallel import groups
+
+    layout = LayoutConfig(world_size=2, tensor_model_parallel_size=2, distributed_timeout_minutes=7.0)
+    groups.initialize(layout, device.install("cpu"))
+    made: Any = list(_world.pg_map)
+    limits = {group._get_backend(torch.device("cpu")).options._timeout for group in made}
+    assert len(made) > 3
+    return [_stops(event, Path(folder) / "stop") for event in EVENTS], limits
+
+
+def test_all_ranks_stop_for_what_rank_1_alone_has_seen(tmp_path: Path) -> None:
+    (first, limits), (second, also) = run_ranks(2, _all_events, str(tmp_path))
+    for event, (before, told), (before_too, told_too) in zip(EVENTS, first, second, strict=True):
+        assert before == before_too == [], event
+        [(reason, by_signal, for_good)], [(said, by_signal_too, for_good_too)] = told, told_too
+        assert by_signal == by_signal_too == (event != "deadline"), event
+        assert for_good == for_good_too == (event != "SIGTERM"), event
+        assert said == REASONS.get(event, f"the file {tmp_path / 'stop'}")
+        assert reason == (said if event == "deadline" else "another rank was asked to stop")
+    # torch's limit is 5 s after that of the watch, which says who is to blame.
+    assert limits == also == {timedelta(minutes=7, seconds=5)}
+
+
+def _full_on_rank_1(folder: str) -> str:
+    """Save where no file of rank 1 may grow beyond 1 kB."""
+    from megatron_ext.checkpoint.native.save import save_checkpoint
+    from megatron_ext.errors import StorageError
+
+    run = build([*FLAGS, "--use-distributed-optimizer"])
+    run.state.iteration = 2
+    if run.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    with pytest.raises(StorageError) as raised:
+        save_checkpoint(run, folder)
+    return str(raised.value)
+
+
+def test_a_disk_that_is_full_on_rank_1_alone_fails_the_save_of_all(tmp_path: Path) -> None:
+    run_ranks(1, save_at, str(tmp_path), [1], FLAGS)
+    before = file_hashes(tmp_path)
+    for said in run_ranks(2, _full_on_rank_1, str(tmp_path)):
+        assert said.startswith(f"cannot save a checkpoint to {tmp_path}: ")
+        assert "Earlier checkpoints there are whole" in said
+    assert file_hashes(tmp_path) == before
+    assert not list(tmp_path.glob(".iter*"))
+    assert run_ranks(1, load, str(tmp_path), FLAGS) == [(1, 1)]

@@ -1,0 +1,175 @@
+"""What is counted next to the loss is the same in every layout, an evaluation changes nothing, and what bf16 computes
+is right by value."""
+
+import shlex
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import build
+from tests.support.in_turn import in_turn
+from tests.support.small_models import LLAMA, build_small_model, small_config
+
+FLAGS = shlex.split("""
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --position-embedding-type rope --mock-data
+    --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 10
+    --lr 1e-2 --eval-interval 0 --attention-dropout 0 --hidden-dropout 0 --log-num-zeros-in-grad --device cpu
+    --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
+""")
+LAYOUTS = (
+    "",
+    "--use-distributed-optimizer",
+    "--use-torch-fsdp2",
+    "--tensor-model-parallel-size 2",
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--context-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+)
+FP32 = 2.0**-24
+
+
+def _counted(layout: str) -> list[Any]:
+    """What two steps count; the zeros among the gradients are as many in every layout, too."""
+    from megatron_ext.train.trainer import Trainer
+
+    run = build([*FLAGS, *layout.split()])
+    trainer, found = Trainer(run, []), []
+    for _ in range(2):
+        result = trainer.step()
+        found.append((result.tokens, result.global_batch_size, result.num_zeros))
+    state = run.state
+    run.loaders.close()
+    return [*found, state.iteration, state.consumed_samples, state.consumed_tokens, state.scheduled_samples]
+
+
+def test_counts_do_not_depend_on_the_layout() -> None:
+    [[expected]] = run_ranks(1, in_turn, _counted, [""])
+    assert expected[0][:2] == (4 * 16, 4)
+    assert expected[2:] == [2, 8, 2 * 4 * 16, 8]
+    for rank in run_ranks(2, in_turn, _counted, LAYOUTS):
+        for layout, found in zip(LAYOUTS, rank, strict=True):
+            assert found == expected, layout
+
+
+def _losses_with_dropout(evaluations: int) -> tuple[list[str], list[str]]:
+    """The losses of three steps, and those of evaluations in training and between the steps."""
+    from megatron_ext.train.evaluate import evaluate
+    from megatron_ext.train.trainer import Trainer
+
+    rates = "--attention-dropout 0.3 --hidden-dropout 0.3 --eval-interval 10 --eval-iters 1"
+    run = build([*FLAGS, *rates.split()])
+    assert run.loaders.valid is not None
+    trainer, losses, evaluated = Trainer(run, []), [], []
+    for _ in range(3):
+        evaluated += [evaluate(run, run.loaders.valid).hex() for _ in range(evaluations)]
+        losses.append(trainer.step().loss.hex())
+    run.loaders.close()
+    return losses, evaluated
+
+
+def test_dropout_is_off_in_an_evaluation_and_on_after_it_as_if_there_had_been_none() -> None:
+    [[(expected, _), (losses, evaluated)]] = run_ranks(1, in_turn, _losses_with_dropout, [0, 2])
+    assert losses == expected
+    assert evaluated[::2] == evaluated[1::2], "no mask is drawn"
+    assert len(set(evaluated)) == 3
+
+
+def _loss_of_divided_logits() -> float:
+    """How far the losses of TP2 in bf16 are from the fp64 cross-entropy of the same logits of both ranks."""
+    layout = {"tensor_model_parallel_size": 2, "world_size": 2}
+    config = small_config({**LLAMA, "padded_vocab_size": 256}, layout, {"bf16": True})
+    [gpt], groups = build_small_model(config)
+    tokens = torch.randint(0, 250, (2, 17), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(16).expand(2, 16)
+    losses = gpt(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+    own: Any = gpt(tokens[:, :-1], positions, None)
+    assert losses.dtype == torch.float32
+    assert own.dtype == torch.bfloat16
+    parts = [torch.empty_like(own) for _ in range(2)]
+    torch.distributed.all_gather(parts, own.detach(), group=groups.tp)
+    logits = torch.cat(parts, -1).double()
+    exact = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(2, 16)
+    return float((losses - exact).detach().abs().max())
+
+
+def _masters_and_update(scheme: str) -> dict[str, float]:
+    """One step in bf16 of two microbatches a rank. How far gradients, masters and weights are from what they must be,
+    in the units that the test names."""
+    from megatron_ext.train.trainer import Callback, Trainer
+
+    lr, beta1, beta2, eps = 1e-2, 0.9, 0.95, 1e-8
+    settings = "--bf16 --clip-grad 0 --weight-decay 0 --adam-beta2 0.95 --lr-decay-style constant"
+    run = build([*FLAGS, *settings.split(), *scheme.split()])
+    far: dict[str, float] = {"initial masters": 0.0, "gradients": 0.0, "masters": 0.0, "weights": 0.0, "compared": 0.0}
+    of_microbatches: dict[Any, list[torch.Tensor]] = {}
+    if not scheme:
+        for chunk in run.chunks:
+            for parameter in chunk.parameters():
+                made = of_microbatches.setdefault(parameter, [])
+                parameter.register_hook(lambda gradient, made=made: made.append(gradient.double()))
+    pairs = [pair for part in run.sharding.parts(run.optimizer) for pair in part.main_parameters()]
+    for _, main in pairs:
+        assert main.dtype == torch.float32
+        far["initial masters"] = max(far["initial masters"], float((main - main.bfloat16().float()).abs().max()))
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Watch(Callback):
+        def on_loss(self, trainer: Any, loss: Any) -> None:
+            tokens = 4 * 16
+            for weight, main in pairs:
+                before.append((main.detach().double().clone(), main.grad.double().clone()))  # pyright: ignore
+                if weight in of_microbatches:
+                    made = torch.stack(of_microbatches[weight])
+                    exact, sizes = made.sum(0), made.abs().sum(0)
+                    torch.distributed.all_reduce(exact)
+                    torch.distributed.all_reduce(sizes)
+                    error = (main.grad.double() - exact / tokens).abs()  # pyright: ignore
+                    units = error / (sizes / tokens * FP32).clamp(min=1e-30)
+                    far["compared"] += 1
+                    far["gradients"] = max(far["gradients"], float(units.max()))
+
+    Trainer(run, [Watch()]).step()
+    for (weight, main), (old, gradient) in zip(pairs, before, strict=True):
+        average, square = (1 - beta1) * gradient, (1 - beta2) * gradient.square()
+        step = lr * average / (1 - beta1) / ((square / (1 - beta2)).sqrt() + eps)
+        units = (main.double() - (old - step)).abs() / (FP32 * (old.abs() + lr))
+        far["masters"] = max(far["masters"], float(units.max()))
+        if not scheme:
+            far["weights"] = max(far["weights"], float((weight.float() - main.bfloat16().float()).abs().max()))
+    run.loaders.close()
+    return far
+
+
+def _sixteen_bits(what: str) -> Any:
+    return _loss_of_divided_logits() if what == "loss" else _masters_and_update(what)
+
+
+@pytest.fixture(scope="module")
+def sixteen_bits() -> list[Any]:
+    return run_ranks(2, in_turn, _sixteen_bits, ["loss", "", "--use-torch-fsdp2"])
+
+
+def test_the_loss_of_divided_bf16_logits_is_fp32(sixteen_bits: list[Any]) -> None:
+    """A sum of 250 exponentials, each rounded to fp32: 2^-24 of it for each; and 16 for two terms of up to 8."""
+    for loss, *_ in sixteen_bits:
+        assert loss < (250 + 16) * FP32
+
+
+def test_masters_are_the_rounded_weights_and_are_updated_in_fp32(sixteen_bits: list[Any]) -> None:
+    """The update has some 8 roundings to fp32, of numbers up to the weight and the learning rate."""
+    for _, *schemes in sixteen_bits:
+        for far in schemes:
+            assert far["initial masters"] == 0.0
+            assert far["masters"] <= 8.0
+            assert far["weights"] == 0.0
+
+
+def test_bf16_gradients_are_added_in_fp32(sixteen_bits: list[Any]) -> None:
+    """Two microbatches on each of two ranks, and the division: 4 roundings to fp32 of the sum of their sizes, none of
+    which changes most sums of so few 16-bit numbers."""
+    for _, far, _ in sixteen_bits:
+        assert far["compared"] > 10
+        assert far["gradients"] <= 4.0

@@ -1,0 +1,160 @@
+"""A machine that goes down between any two calls, and loses what nobody waited for: what is left is whole."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.checkpoint.native import folder as checkpoints
+from megatron_ext.checkpoint.native import manifest
+from megatron_ext.data.indexed import IndexedWriter
+from megatron_ext.data.integrity import check_indexed_files
+from megatron_ext.data.prepare.journal import Journal
+from megatron_ext.data.prepare.merge import merge_indexed_files
+from megatron_ext.durable import replacing
+from tests.support.crashes import Disk
+
+
+def _write(save: Path, iteration: int, content: bytes) -> None:
+    """All files of a checkpoint, not yet under its name."""
+    partial = checkpoints.make_partial(save, iteration)
+    (partial / "tokenizer").mkdir()
+    for name in ("__0_0.distcp", ".metadata", "metadata.json", "tokenizer/vocab.json"):
+        (partial / name).write_bytes(name.encode() + content)
+    manifest.write(partial, manifest.describe(partial, manifest.all_files(partial)))
+
+
+def _loaded(save: Path) -> tuple[int, bytes]:
+    """What a run resumes from; every checkpoint with a name is whole."""
+    for iteration in checkpoints.saved_iterations(save):
+        path = checkpoints.iteration_folder(save, iteration)
+        files = manifest.read(path)
+        assert files is not None
+        assert len(files) == 4
+        assert manifest.problems(path, files) == []
+    found = checkpoints.find_latest(save)
+    assert found is not None
+    return found.iteration, (found.path / "__0_0.distcp").read_bytes().removeprefix(b"__0_0.distcp")
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    """Two checkpoints, of iterations 1 and 2."""
+    folder = tmp_path / "save"
+    for iteration in (1, 2):
+        _write(folder, iteration, b"first course")
+        checkpoints.publish(folder, iteration)
+    return folder
+
+
+@pytest.mark.parametrize("iteration", [3, 2], ids=["a new one", "in place of another course's"])
+def test_a_checkpoint_is_published_whole(
+    iteration: int, save: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(save, monkeypatch)
+    _write(save, iteration, b"second course")
+    before = len(disk.calls)
+    checkpoints.publish(save, iteration)
+    monkeypatch.undo()
+    left = [(call, _loaded(path)) for call, path in disk.crashes(tmp_path / "left")]
+    assert {found for _, found in left} <= {(1, b"first course"), (2, b"first course"), (iteration, b"second course")}
+    assert [found for _, found in left[-2:]] == [(iteration, b"second course")] * 2, "it is there when publish returns"
+    assert left[0][1] == (2, b"first course")
+    _assert_order(disk.calls[before:], iteration)
+
+
+def _assert_order(calls: list[str], iteration: int) -> None:
+    """The files and folders of the checkpoint; its name, and that of its folder's list; the tracker, and again."""
+    partial, final = f".iter_000000{iteration}.partial", f"iter_000000{iteration}"
+    files = ("__0_0.distcp", ".metadata", "metadata.json", "manifest.json", "tokenizer", "tokenizer/vocab.json")
+    named = calls.index(f"rename {partial} {final}")
+    assert {call for call in calls[:named] if call.startswith("fsync")} == {
+        f"fsync {partial}",
+        *(f"fsync {partial}/{name}" for name in files),
+    }
+    tracker, temporary = checkpoints.TRACKER, f".{checkpoints.TRACKER}.tmp"
+    rest = [call for call in calls[named + 1 :] if call.startswith(("fsync", "replace"))]
+    assert rest == ["fsync .", f"fsync {temporary}", f"replace {temporary} {tracker}", "fsync ."]
+
+
+def test_a_removed_checkpoint_is_whole_or_gone(save: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(save, monkeypatch)
+    checkpoints.remove(save, 1)
+    monkeypatch.undo()
+    assert len(disk.calls) > 6
+    for _, path in disk.crashes(tmp_path / "left"):
+        assert _loaded(path) == (2, b"first course")
+    assert sorted(path.name for path in save.iterdir()) == ["iter_0000002", checkpoints.TRACKER]
+
+
+def test_a_replaced_file_is_the_old_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"old")
+    disk = Disk(folder, monkeypatch)
+    with replacing(folder / "file") as file:
+        file.write(b"new")
+    monkeypatch.undo()
+    left = [(path / "file").read_bytes() for _, path in disk.crashes(tmp_path / "left")]
+    assert left[0] == b"old"
+    assert left[-2] == b"new"
+    assert set(left) == {b"old", b"new"}
+
+
+def _pair(prefix: Path, tokens: list[int]) -> None:
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_tokens(np.array(tokens, np.uint16).tobytes(), [len(tokens)])
+
+
+def _tokens(prefix: Path) -> list[int] | None:
+    """Those of a pair; None where it has no index, without which it is none."""
+    if not prefix.with_suffix(".idx").exists():
+        return None
+    check_indexed_files(str(prefix))
+    return np.fromfile(prefix.with_suffix(".bin"), np.uint16).tolist()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_pair_is_replaced_by_another(merged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    _pair(folder / "text", [1, 2, 3])
+    _pair(tmp_path / "other", [4, 5])
+    disk = Disk(folder, monkeypatch)
+    if merged:
+        merge_indexed_files([str(tmp_path / "other")], str(folder / "text"))
+    else:
+        _pair(folder / "text", [4, 5])
+    monkeypatch.undo()
+    left = [_tokens(path / "text") for _, path in disk.crashes(tmp_path / "left")]
+    assert left[:2] == [[1, 2, 3]] * 2
+    assert left[-2:] == [[4, 5]] * 2
+    assert all(found in ([1, 2, 3], None, [4, 5]) for found in left)
+    assert None in left, "there is a moment without an index, and none with that of the other"
+
+
+def test_a_journal_speaks_of_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    disk = Disk(folder, monkeypatch)
+    writer, journal = IndexedWriter(folder / "text", np.uint16), Journal(job={})
+    for number in range(3):
+        writer.add_tokens(np.array([number] * 4, np.uint16).tobytes(), [4])
+        journal.written = [writer.commit()]
+        journal.save(folder / "text.partial.json")
+    writer.close()
+    monkeypatch.undo()
+    told = set()
+    for call, path in disk.crashes(tmp_path / "left"):
+        found = Journal.load(path / "text.partial.json")
+        if found is None:
+            assert not (path / "text.partial.json").exists(), "torn"
+            continue
+        [written] = found.written
+        assert IndexedWriter.holds(path / "text", written), call
+        tokens = np.fromfile(path / "text.bin.partial", np.uint16)[: written.token_bytes // 2]
+        assert tokens.tolist() == [number for number in range(written.documents) for _ in range(4)]
+        told.add(written.documents)
+    assert told == {1, 2, 3}
+    assert json.loads((folder / "text.partial.json").read_text())["written"][0]["documents"] == 3
