@@ -42,7 +42,8 @@ def exercise_until_stopped(seconds: float, folder: str, late: int) -> None:
         pid.write_text(str(os.getpid()))
         collectives._Exercise._ring = _stop
     [line] = exercise(seconds + (20 if rank == late else 0))
-    said.write_text(line)
+    if line != "silent":  # the late rank may hear of the end, and come by here, before it is ended too
+        said.write_text(line)
     with contextlib.suppress(ProcessLookupError):
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
@@ -73,11 +74,11 @@ def test_a_rank_that_never_comes_is_named() -> None:
 def test_a_rank_that_stops_in_the_middle_is_named(tmp_path: Path, late: int) -> None:
     """Its connections stay open, so that the others hear nothing from it. Whoever reports it says where it stopped."""
     with pytest.raises(RankError) as caught:
-        run_ranks(3, exercise_until_stopped, 3.0, str(tmp_path), late)
+        run_ranks(3, exercise_until_stopped, 5.0, str(tmp_path), late)
     assert [rank for rank, _ in caught.value.tracebacks] == [2]
     message = (tmp_path / "said").read_text()
     assert message.startswith("ring: rank 2 (")
-    assert "came and no longer answers, within 3 s" in message
+    assert "came and no longer answers, within 5 s" in message
 
 
 def test_a_slow_link_is_named() -> None:
