@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 _CALL, _VERDICT, _END, _SPEAKER = "watch/call", "watch/verdict", "watch/end", "watch/speaker"
+_NEWS = "watch/news"  # there before a call or an end is: who looks twice a second asks for one key
 
 
 class Board:
@@ -39,9 +40,14 @@ class Board:
         """Return what these ranks said last, by default all; those that have said nothing are left out."""
         return self._read({rank: _beat_key(rank) for rank in (range(self.world_size) if ranks is None else ranks)})
 
+    def has_news(self) -> bool:
+        """Return whether a rank calls, or has been seen to end, or is about to say so."""
+        return self._has([_NEWS])
+
     def call(self, step: int) -> tuple[int, int]:
         """Call all ranks because of a hang in `step`; return rank and step of the first who called."""
         with self._asking():
+            self._store.set(_NEWS, "")
             first = self._store.compare_set(_CALL, "", f"{self.rank} {step}").decode()
         return _caller(first)
 
@@ -78,6 +84,7 @@ class Board:
     def note_end(self, text: str) -> None:
         """Note how a rank ended, unless one ended before it: the first is the cause of the others."""
         with self._asking():
+            self._store.set(_NEWS, "")
             self._store.compare_set(_END, "", text)
 
     def first_end(self) -> str | None:

@@ -100,7 +100,7 @@ class Watch:
         self._status, self._progress, self._timeout = status, status.progress, timeout
         self._board, self._describe, self._marks, self._runs_ahead = board, describe, marks, device_runs_ahead
         self._flight_recorder = flight_recorder
-        self._own = ProcessName.own()
+        self._process = ProcessName.own().as_json()
         self._processes = PeerProcesses()
         self._names: dict[int, ProcessName] = {}
         self._beats: dict[int, dict[str, Any]] = {}
@@ -186,16 +186,21 @@ class Watch:
         if board is not None:
             board.publish(self._beat_now())
             self._introduce(board)
-            if self._first_end is None and (end := board.first_end()) is not None:
-                self._first_end, self._noticed_at = end, self._noticed_at or time.monotonic()
-            caller = board.caller()
-            if caller is not None:
-                self._answer(board, caller)
+            if board.has_news():
+                self._hear(board)
         if self._is_overdue():
             if board is None:
                 self._end_alone("")
             else:
                 self._answer(board, board.call(self._step))
+
+    def _hear(self, board: Board) -> None:
+        """Note how the first rank ended, and answer who calls."""
+        if self._first_end is None and (end := board.first_end()) is not None:
+            self._first_end, self._noticed_at = end, self._noticed_at or time.monotonic()
+        caller = board.caller()
+        if caller is not None:
+            self._answer(board, caller)
 
     @property
     def _step(self) -> int:
@@ -203,8 +208,8 @@ class Watch:
 
     def _beat_now(self) -> dict[str, Any]:
         self._beat += 1
-        own, progress = self._own.as_json(), self._progress
-        return {"beat": self._beat, "iteration": self._status.iteration, "phase": progress.phase, "process": own}
+        iteration, phase = self._status.iteration, self._progress.phase
+        return {"beat": self._beat, "iteration": iteration, "phase": phase, "process": self._process}
 
     def _introduce(self, board: Board) -> None:
         """Learn the processes of the ranks of this machine, once all have said theirs."""
@@ -394,15 +399,15 @@ class Watch:
         How long the store is silent is counted in looks of this thread: after a pause of this whole process, in which
         nobody listened, nobody was silent.
         """
-        asked, looks = None, 0
-        while not self._closing.wait(_BETWEEN_LOOKS / 2):
+        asked, silent, pause = None, 0.0, _BETWEEN_LOOKS
+        while not self._closing.wait(pause):
             board, wait = self._board, self._waits_in()
             asking = board.asking_since if board is not None else None
-            looks = looks + 1 if asking is not None and asking == asked else 0
-            asked = asking
+            silent = silent + pause if asking is not None and asking == asked else 0.0
+            asked, pause = asking, _BETWEEN_LOOKS if asking is None else _BETWEEN_LOOKS / 2
             if wait is None or asking is None or self._closing.is_set():
                 continue
-            waited, silent = time.monotonic() - wait.began, looks * _BETWEEN_LOOKS / 2
+            waited = time.monotonic() - wait.began
             enough = self._timeout if self._noticed_at is None else min(self._timeout, _AFTER_NOTICE)
             if waited >= enough and silent >= self._patience_with_the_board(waited):
                 if _the_launcher_holds_the_store():

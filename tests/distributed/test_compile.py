@@ -19,9 +19,10 @@ pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler"
 )
 
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 LAYOUTS = {
     "one process": (1, 4, ""),
-    "TP2 SP": (2, 1, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "TP2 SP": (2, 1, TP2),
     "PP2 VPP2, selective recompute": (
         2,
         4,
@@ -38,9 +39,19 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Expe
     return functools.cache(lambda layers: Experiment([*data, "--num-layers", str(layers)], steps=2 * layers))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "TP2 SP")) for name in LAYOUTS]
-)
+def without_kernels() -> None:
+    """The compiler's graphs, forward and backward, run with torch's own operators: its C++ takes a minute to compile."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+
+
+def test_graphs_of_compiled_layers_train_as_eager_ones(experiment: Callable[[int], Experiment]) -> None:
+    case = Case("TP2 SP", "tied", 2, ("--torch-compile", *TP2.split()))
+    traced = experiment(1).train(case, sabotage=without_kernels)
+    assert compare(experiment(1).reference("tied"), traced).problems() == []
+
+
+@pytest.mark.slow  # the same with kernels, whose compilation takes most of a minute
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_compiled_layers_train_as_eager_ones(name: str, experiment: Callable[[int], Experiment]) -> None:
     world_size, layers, flags = LAYOUTS[name]
     case = Case(name, "tied", world_size, ("--torch-compile", *flags.split()))

@@ -1,5 +1,7 @@
 """What the ranks write for each other: the first call and the first end count, and who is absent is left out."""
 
+from collections.abc import Callable
+
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -35,6 +37,13 @@ def test_the_first_end_is_the_cause(boards: list[Board]) -> None:
     boards[1].note_end("rank 0 was killed")
     boards[0].note_end("rank 1 ended")
     assert boards[2].first_end() == "rank 0 was killed"
+
+
+@pytest.mark.parametrize("tell", [lambda board: board.call(5), lambda board: board.note_end("rank 0 was killed")])
+def test_a_call_and_an_end_are_news_to_all(boards: list[Board], tell: Callable[[Board], object]) -> None:
+    assert not any(board.has_news() for board in boards)
+    tell(boards[1])
+    assert all(board.has_news() for board in boards)
 
 
 def test_one_speaks_and_the_verdict_reaches_all(boards: list[Board]) -> None:
