@@ -11,9 +11,19 @@ unset PYTHONDONTWRITEBYTECODE
 echo "== ruff"
 python -m ruff check .
 python -m ruff format --check .
-echo "== pyright"
-python -m pyright --pythonpath "$(command -v python)"
+echo "== pyright, while the tests run"
+types="$(mktemp)"
+python -m pyright --pythonpath "$(command -v python)" >"$types" 2>&1 &
+checker=$!
+trap 'kill "$checker" 2>/dev/null; rm -f "$types"' EXIT
 echo "== pytest"
 # Three files at a time on two cores, for some wait; in the order of tests/conftest.py. A file's tests stay together:
 # they share what they trained.
-python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@"
+code=0
+python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@" || code=$?
+if ! wait "$checker"; then
+    echo "== pyright"
+    cat "$types"
+    code=1
+fi
+exit "$code"

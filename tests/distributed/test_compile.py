@@ -40,7 +40,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Expe
 
 
 def without_kernels() -> None:
-    """The compiler's graphs, forward and backward, run with torch's own operators: its C++ takes a minute to compile."""
+    """Let torch's own operators run the compiler's graphs, forward and backward: its C++ takes a minute to compile."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
