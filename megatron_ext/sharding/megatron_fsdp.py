@@ -8,12 +8,11 @@ throws that sum away when it scales them.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -65,8 +64,12 @@ class MegatronFSDP(RowSharding):
         dtype = getattr(torch, self.config.training.params_dtype)
         return ChainedOptimizer([MegatronFSDPOptimizer(built, chunks, dtype, groups)])
 
-    def gathered(self, chunks: Sequence[_BaseDataParallel]) -> AbstractContextManager[None]:
-        return self.weights_in_place(chunks)
+    @contextmanager
+    def gathered(self, chunks: Sequence[Any]) -> Iterator[None]:
+        with self.weights_in_place(chunks):
+            yield
+        for chunk in chunks:
+            chunk.free_gathered()  # by the forward passes of an evaluation
 
     @contextmanager
     def weights_in_place(self, chunks: Sequence[Any]) -> Iterator[None]:
@@ -155,9 +158,10 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
         """
         fsdp: Any = self.module
         fsdp.finish_grad_sync(force_all_reduce)
-        self._free_gathered()
+        self.free_gathered()
 
-    def _free_gathered(self) -> None:
+    def free_gathered(self) -> None:
+        """Free what forward passes have gathered, under ZeRO-3."""
         if self.strategy == "optim_grads_params":
             fsdp: Any = self.module
             fsdp.all_gather_pipeline.reset(preserve_non_fsdp_units=False)
@@ -166,7 +170,7 @@ class MegatronFSDPChunk(FullyShardedDataParallel):
         """Compute with what has been written into the rows."""
         fsdp: Any = self.module
         fsdp.install_optimized_model_weights()
-        self._free_gathered()
+        self.free_gathered()
         if self.strategy in ("optim", "optim_grads"):
             fsdp.start_param_sync(force_sync=True)
 

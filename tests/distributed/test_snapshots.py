@@ -91,6 +91,15 @@ def test_the_newest_of_snapshots_and_checkpoints_is_used_and_a_lost_machine_has_
     assert reproducible_rows(place / "save/metrics.jsonl") == expected
 
 
+def test_an_evaluation_just_before_a_snapshot_leaves_nothing_in_it(tmp_path: Path) -> None:
+    """megatron-core's ZeRO-3 keeps the tied embedding that the evaluation gathered, and a new process has none."""
+    words = shlex.split("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --eval-interval 6")
+    run(tmp_path, words, crashes_at=8)
+    resumed = run(tmp_path, words)
+    assert {ended.code for ended in resumed} == {0}, resumed[0].errors
+    assert "resuming at iteration 6 of the snapshots in " in resumed[0].output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
