@@ -160,7 +160,7 @@ def _chunks(work: Workload, stage: int) -> tuple[list[ChunkBytes], list[int]]:
 def _in_layers(work: Workload, chunk: ChunkBytes) -> float:
     """Return the bytes held for a while in the backward pass of a chunk's layers, beyond what it held before."""
     # Before the gradients of the first layer are there, the logits are gone, and all that the loss held.
-    return chunk.recomputed + work.gradients_of_a_layer - chunk.loss
+    return chunk.recomputed + work.portion.gradients_of_a_layer - chunk.loss
 
 
 def _gathered(work: Workload, stage: int) -> float:
