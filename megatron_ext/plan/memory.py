@@ -148,7 +148,9 @@ def state_fits(work: Workload, usable: float) -> bool:
 
 
 def _total(work: Workload, stage: int) -> float:
-    return sum(work.kept(stage)) + _most_held(work, stage).most + _gathered(work, stage)
+    if stage not in work.totals:
+        work.totals[stage] = sum(work.kept(stage)) + _most_held(work, stage).most + _gathered(work, stage)
+    return work.totals[stage]
 
 
 def _chunks(work: Workload, stage: int) -> tuple[list[ChunkBytes], list[int]]:

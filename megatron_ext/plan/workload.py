@@ -16,8 +16,9 @@ from megatron_ext.plan.traffic import Term, sent_for_data, sent_for_model
 
 
 class Portion:
-    """A rank's portion of a layer and a microbatch: what it holds and computes of them is the same in all layouts of a
-    model with the same tensor-, context- and expert-parallel sizes and micro batch.
+    """A rank's portion of a layer and a microbatch: what it holds of them is the same in all layouts of a model with
+    the same tensor- and context-parallel sizes and micro batch, and what it computes where the expert-parallel size is
+    the same too.
 
     Args:
         fused: whether it runs on GPUs, as for `activations.Activations`.
@@ -28,7 +29,7 @@ class Portion:
         self.gradients_of_a_layer = _gradients_of_a_layer(self.formulas, shapes)
         """Bytes held in a backward pass: gradients of a layer's widest activations and, before it is added up, of one
         matrix."""
-        self.kernels: dict[tuple[int, bool], tuple[Machine, Kernels]] = {}
+        self.kernels: dict[tuple[int, bool, int], tuple[Machine, Kernels]] = {}
         self.of_recomputations: dict[Hashable, dict[Hashable, Any]] = {}
 
 
@@ -49,7 +50,6 @@ class Portions:
         sizes = (
             layout.tensor_model_parallel_size,
             layout.context_parallel_size,
-            layout.expert_model_parallel_size,
             layout.expert_tensor_size,
             layout.sequence_parallel,
             config.training.micro_batch_size,
@@ -105,6 +105,8 @@ class Workload:
         self._once = self._of_recomputations.setdefault(again, {})
         self._of_portion = self.portion.of_recomputations.setdefault(again, {})
         self._sent_for_data: dict[int, list[Term]] = {}
+        self.totals: dict[int, float] = {}
+        """All bytes of a rank by stage, as far as anybody asked."""
 
     def once[T](self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returns, which must be the same for all shardings of this layout, micro batch and
@@ -114,14 +116,15 @@ class Workload:
         return self._once[key]
 
     def once_for_portion[T](self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the same of what must be the same for all layouts with this portion and recomputation."""
+        """Return the same of what must be the same for all layouts with this portion and recomputation; what depends on
+        the kernels names them in its key."""
         if key not in self._of_portion:
             self._of_portion[key] = make()
         return self._of_portion[key]
 
     def kernels(self, machine: Machine, *, fsdp: bool) -> Kernels:
         """Return the seconds of products, attention and memory-bound work on a machine."""
-        key = id(machine), fsdp
+        key = id(machine), fsdp, self.config.layout.expert_model_parallel_size
         # With its machine, so that no other one gets the same id.
         found = self.portion.kernels
         if key not in found:
