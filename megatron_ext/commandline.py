@@ -1,6 +1,7 @@
 """Holds what the programs in tools/ share: errors of the command line, and how a failure ends the process."""
 
 import argparse
+import gc
 import os
 import re
 import select
@@ -79,6 +80,9 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
             sys.exit(128 + signal.SIGPIPE)
         print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         code = 74
+    if "torch" not in sys.modules:
+        # The end of the interpreter looks through all objects; torch's libraries report theirs unless it does.
+        gc.freeze()
     sys.exit(code)
 
 

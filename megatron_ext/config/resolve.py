@@ -86,10 +86,7 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
 
 def positive(*values: Any) -> bool:
     """Return whether all values are there and above zero, so that one may divide by them."""
-    for value in values:  # a search asks some ten thousand times
-        if value is None or not value > 0:
-            return False
-    return True
+    return all(value is not None and value > 0 for value in values)
 
 
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
@@ -221,6 +218,7 @@ def _build(values: Mapping[str, Any]) -> Config:
 
 
 _last: dict[str, tuple[dict[str, Any], Any]] = {}
+"""By name of a group its values and itself, as they were built the last time."""
 
 
 def _group(name: str, given: dict[str, Any]) -> Any:
