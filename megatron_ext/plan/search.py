@@ -215,7 +215,9 @@ def simpler_layouts(question: Question) -> Iterator[Candidate]:
             micro = question.values.get("micro_batch_size") or 1
             choice = {**plain, **sharding, **ways[recomputation], "micro_batch_size": micro}
             found = _legal(question, choice)
-            if isinstance(found, Config):
+            if not isinstance(found, Config):
+                continue
+            if name == "DDP" or found.layout.data_parallel_size * found.layout.context_parallel_size > 1:
                 yield _candidate(choice, _work(question, found), name, recomputation)
 
 

@@ -12,14 +12,16 @@ from megatron_ext.config.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plan import presentation
 from megatron_ext.plan import search as search_module
 from megatron_ext.plan.choices import RECOMPUTATIONS, SHARDINGS, flags, hybrid, layouts
 from megatron_ext.plan.estimate import at_least, formula_at_least, time_of
+from megatron_ext.plan.evaluation import evaluate_config
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import stage_memory, worst_stage
-from megatron_ext.plan.presentation import command
+from megatron_ext.plan.presentation import command, simpler, speed
 from megatron_ext.plan.question import question
-from megatron_ext.plan.search import Answer, Question, search
+from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
 from megatron_ext.plan.sensitivity import alternatives, hinges
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.short_gradients import with_short_gradients
@@ -96,6 +98,38 @@ def test_the_winner_hangs_on_what_another_assumption_would_change(eight: tuple[Q
     said = hinges(question, replace(answer, best=[slowest]))
     assert said[0] == "the winner hangs on assumptions:"
     assert any("10% more efficiency of matrix products" in line and "wins by" in line for line in said)
+
+
+def test_the_speed_of_the_first_is_that_of_its_evaluation(eight: tuple[Question, Answer]) -> None:
+    question, answer = eight
+    exact = evaluate_config(answer.best[0].config, question.machine, question.usable_bytes)
+    numbers = f"{exact.tokens_per_second:,.0f} tokens a second, {exact.tokens_per_second / 8:,.0f} a device"
+    said = speed(answer.best[0], question.machine)
+    assert said == f"1 trains {numbers}: {exact.mfu(full_attention=False):.1%} of the peak (causal attention)"
+
+
+def test_what_lies_in_host_memory_is_said() -> None:
+    """One device of 85 GB holds no 12 bytes a parameter of optimizer state next to the rest."""
+    question = asked(1, f"{SMALL} --global-batch-size 16")
+    first = search(question, 1).best[0]
+    assert "DDP, optimizer in host memory" in presentation.name(first)
+    kept = f"{12 * 8_030_261_248 / 1e9:.1f} GB"
+    assert speed(first, question.machine).endswith(f"it keeps {kept} a device in host memory, up to {kept} a node")
+
+
+def test_plain_ways_are_named_where_there_are_some() -> None:
+    alone = asked(1, f"{SMALL} --global-batch-size 16")
+    assert {each.sharding for each in simpler_layouts(alone)} == {"DDP"}  # one rank has nothing to share
+    none = asked(64, f"{SMALL} --global-batch-size 32")
+    said = simpler(simpler_layouts(none), none)
+    assert said == ["no plain way is legal, with no TP, CP and PP but what was given, and the smallest micro batch"]
+
+
+def test_words_that_the_tool_does_not_know_are_answered() -> None:
+    with pytest.raises(ConfigurationError, match=r"did you mean --world-size\?"):
+        main(["--wrld-size=8", "--", *SMALL.split()])
+    with pytest.raises(ConfigurationError, match="--num-layers 2; training flags come after --"):
+        main(["--world-size", "8", "--num-layers", "2"])
 
 
 def test_what_gradients_of_2_bytes_make_possible(eight: tuple[Question, Answer]) -> None:
