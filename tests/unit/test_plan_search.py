@@ -160,7 +160,7 @@ def memory_of(config: Config) -> float:
     return worst_stage(config, Shapes(config), fused=True)[1].total
 
 
-def _unread[T](values: T) -> tuple[T, set[str]]:
+def _unread(values: Any) -> tuple[Any, set[str]]:
     """Return the same values, and a set that fills with the names of those that are read."""
     names: set[str] = set()
 
