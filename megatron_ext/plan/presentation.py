@@ -34,17 +34,19 @@ def head(question: Question, config_of: Candidate) -> list[str]:
         f"model of {count(replace(config, model=true_size)):,} parameters; "
         f"{config.training.global_batch_size:,} samples of {config.model.seq_length:,} tokens a step",
         "Memory is formula (the rest of a device is for CUDA, NCCL and fragmentation). Times are estimates, not "
-        f"measurements{_correction(question)}; of ten runs nine take {question.machine.range[0]:.2f} to "
+        f"measurements{correction(question.machine)}; of ten runs nine take {question.machine.range[0]:.2f} to "
         f"{question.machine.range[1]:.2f} times as long. Try the best few.",
     ]
 
 
-def _correction(question: Question) -> str:
-    correction = question.machine.correction
-    if correction is None:
+def correction(machine: Machine) -> str:
+    """Return what a run of the user's own changed, in parentheses; nothing without one."""
+    if machine.correction is None:
         return ""
-    ratio = question.machine.measured_ratio
-    return f" (multiplied by {correction:.3f}, because the run of --calibrate took {ratio:.3f} times its estimate)"
+    ratio = machine.measured_ratio
+    return (
+        f" (multiplied by {machine.correction:.3f}, because the run of --calibrate took {ratio:.3f} times its estimate)"
+    )
 
 
 def table(best: Sequence[Candidate], machine: Machine) -> list[str]:
@@ -117,11 +119,11 @@ def speed(candidate: Candidate, machine: Machine) -> str:
     each = tokens / config.layout.world_size
     share = each * flops_per_token(config) / machine.devices.peak_flops(config.training)
     text = f"1 trains {tokens:,.0f} tokens a second, {each:,.0f} a device: {share:.1%} of the peak (causal attention)"
-    return text + (f"; it keeps {_on_host(config, machine)}" if host_bytes(config) else "")
+    return text + (f"; it keeps {on_host(config, machine)}" if host_bytes(config) else "")
 
 
-def _on_host(config: Config, machine: Machine) -> str:
-    """Return the bytes that the ranks of the fullest stage keep in host memory, and that a node of them does."""
+def on_host(config: Config, machine: Machine) -> str:
+    """Return the bytes that a rank of the fullest stage keeps in host memory, and that a node of such ranks does."""
     each, ranks = host_bytes(config, fullest=True), min(machine.gpus_per_node, config.layout.world_size)
     return f"{_gb(each)} GB a device in host memory, up to {_gb(each * ranks)} GB a node"
 
@@ -186,7 +188,7 @@ def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloads
     lines.append(f"  devices of {_gb(need / share)} GB")
     for flag, offloaded in offloads.items():
         verdict = "fits" if offloaded.memory.total <= question.usable_bytes else "is not enough"
-        kept = _on_host(offloaded.config, question.machine)
+        kept = on_host(offloaded.config, question.machine)
         lines.append(f"  {flag}: {_gb(offloaded.memory.total)} GB, which {verdict}; {kept}")
     pinned = [word for word in _PINNED if question.values.get(word) is not None]
     if pinned:
