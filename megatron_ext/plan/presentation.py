@@ -107,9 +107,13 @@ def name(candidate: Candidate) -> str:
     if candidate.config.model.num_experts is not None:
         sizes.append(f"EP{layout.expert_model_parallel_size}")
     recomputed = "" if candidate.recomputation == "none" else f", recompute {candidate.recomputation}"
-    moved = ", optimizer in host memory" if candidate.config.optimizer.optimizer_cpu_offload else ""
+    moved = ""
+    if layout.torch_fsdp2_cpu_offload:
+        moved = ", weights and optimizer in host memory"
+    elif candidate.config.optimizer.optimizer_cpu_offload:
+        moved = ", optimizer in host memory"
     micro = candidate.config.training.micro_batch_size
-    return f"{' '.join(sizes)}, {candidate.sharding}{moved}{recomputed}, micro batch {micro}"
+    return f"{' '.join(sizes)}, {candidate.sharding}{recomputed}, micro batch {micro}{moved}"
 
 
 def speed(candidate: Candidate, machine: Machine) -> str:

@@ -112,7 +112,7 @@ def test_what_lies_in_host_memory_is_said() -> None:
     """One device of 85 GB holds no 12 bytes a parameter of optimizer state next to the rest."""
     question = asked(1, f"{SMALL} --global-batch-size 16")
     first = search(question, 1).best[0]
-    assert "DDP, optimizer in host memory" in presentation.name(first)
+    assert presentation.name(first).endswith("micro batch 1, optimizer in host memory")
     kept = f"{12 * 8_030_261_248 / 1e9:.1f} GB"
     assert speed(first, question.machine).endswith(f"it keeps {kept} a device in host memory, up to {kept} a node")
 
