@@ -1,15 +1,19 @@
 """Searches layouts of models that practitioners have trained, and puts what they chose next to what is found.
 
     python benchmarks/planner_searches.py [--write] [--only NAME]
+    python benchmarks/planner_searches.py --times --output benchmarks/results
 
 Every choice of practice is evaluated exactly (tools/plan.py --evaluate): its time, and whether it fits by the formula.
 Each search is asked twice where practice sums gradients in 2 bytes: without a word on gradients, and with
 --grad-reduce-in-bf16, as practice did. The verdict says whether the first three proposals contain what was trained, or
-take less than was published. --write puts the table into docs/planner.md.
+take less than was published. --write puts the table into docs/planner.md. --times measures tools/plan.py as a whole
+instead: processor seconds of each search from the start of the interpreter to its end, the least of several.
 """
 
 import argparse
 import gc
+import os
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.recording import heading, keep, sentence  # noqa: E402
 from megatron_ext.config.arguments import parse  # noqa: E402
 from megatron_ext.config.resolve import Facts  # noqa: E402
 from megatron_ext.config.schema import Config  # noqa: E402
@@ -74,9 +79,14 @@ class Case:
         """Name of the row."""
         return f"{self.model} on {self.gpus:,} {self.device}, {self.batch:,}"
 
+    @property
+    def flags(self) -> str:
+        """Model and batch."""
+        return f"{_MODELS[self.model]} --global-batch-size {self.batch}"
+
     def question(self, layout: str = "") -> Question:
         """Return what tools/plan.py would ask, with the flags of a layout where one is given."""
-        values = parse(f"{_MODELS[self.model]} --global-batch-size {self.batch} {layout}".split()).values
+        values = parse(f"{self.flags} {layout}".split()).values
         return question(values, Facts(), self.gpus, Machine(hardware(self.device)), USABLE)
 
     def trained(self) -> Evaluation:
@@ -186,12 +196,65 @@ def _practice(case: Case, trained: Evaluation) -> str:
     return f"{text} ({case.source}; {fits})"
 
 
+def times(cases: list[Case], rounds: int, output: Path | None) -> None:
+    """Measure the program as a whole in several rounds over the cases, print it, and keep it where asked."""
+    record = heading()
+    seconds: dict[str, list[float]] = {case.title: [] for case in cases}
+    loops = []
+    for _ in range(rounds):
+        loops.append(_loop())
+        for case in cases:
+            seconds[case.title].append(_of_the_program(case))
+    record |= {
+        "loop_seconds": loops,
+        "load_average_after": round(os.getloadavg()[0], 1),
+        "searches": [{"search": case.title, "cpu_seconds": seconds[case.title]} for case in cases],
+    }
+    lines = [
+        "# Searches of tools/plan.py: processor seconds of the whole program",
+        "",
+        sentence(record),
+        f"Load average after it {record['load_average_after']}. A loop of a million turns took "
+        f"{min(loops):.3f} to {max(loops):.3f} s. Every search {rounds} times, in turns.",
+        "",
+        "| search | least | most |",
+        "|---|---|---|",
+        *(f"| {title} | {min(each):.2f} | {max(each):.2f} |" for title, each in seconds.items()),
+    ]
+    print("\n".join(lines))
+    if output is not None:
+        keep(output, "planner_searches", record, "\n".join(lines) + "\n")
+
+
+def _of_the_program(case: Case) -> float:
+    """Return the processor seconds of tools/plan.py, its start included."""
+    own = f"--world-size {case.gpus} --device {case.device} --"
+    command = [sys.executable, str(ROOT / "tools/plan.py"), *own.split(), *case.flags.split()]
+    before = os.times()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def _loop() -> float:
+    """Return the processor seconds of a loop at the level of a module, by which days of a machine are compared."""
+    begin = time.process_time()
+    exec("turn = 0\nwhile turn < 1_000_000:\n    turn += 1", {})
+    return time.process_time() - begin
+
+
 def main() -> None:
     """Print the table, and write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", metavar="NAME", default="", help="searches whose title contains this")
+    parser.add_argument("--times", action="store_true", help="measure the program in place of showing what it finds")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of --times")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="keep what --times measures there")
     options = parser.parse_args()
+    if options.times:
+        times([case for case in CASES if options.only in case.title], options.rounds, options.output)
+        return
     gc.disable()
     lines = [_HEAD, "|---|---|---|---|---|---|"]
     for case in CASES:

@@ -1,6 +1,8 @@
 """Holds what the programs in tools/ share: errors of the command line, and how a failure ends the process."""
 
 import argparse
+import difflib
+import gc
 import os
 import re
 import select
@@ -32,8 +34,18 @@ class ToolParser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
-        """Raise `message` as a ConfigurationError."""
-        raise ConfigurationError(f"{message} (see {self.prog} --help)")
+        """Raise `message` as a ConfigurationError; of a flag that is not known it says which was meant."""
+        raise ConfigurationError(f"{message}{self._meant(message)} (see {self.prog} --help)")
+
+    def _meant(self, message: str) -> str:
+        kind, _, words = message.partition(": ")
+        if kind != "unrecognized arguments" or not words.startswith("--"):
+            return ""
+        own = [flag for action in self._actions for flag in action.option_strings]
+        close = difflib.get_close_matches(words.split()[0].partition("=")[0], own, n=1, cutoff=0.8)
+        if close:
+            return f"; did you mean {close[0]}?"
+        return "; training flags come after --" if "-- <training flags>" in (self.usage or "") else ""
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -79,6 +91,9 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
             sys.exit(128 + signal.SIGPIPE)
         print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         code = 74
+    if "torch" not in sys.modules:
+        # The end of the interpreter looks through all objects; torch's libraries report theirs unless it does.
+        gc.freeze()
     sys.exit(code)
 
 

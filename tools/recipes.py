@@ -384,17 +384,13 @@ def _alone(config: Config) -> list[str]:
 
 
 def _layout(name: str, recipe: Recipe, config: Config) -> str:
-    """Return the planner's name of a layout without sizes of 1, and what lies in host memory."""
+    """Return the planner's name of a layout without sizes of 1, with its copies."""
     if _alone(config):
         name = name.replace(", DDP", "")
     name = re.sub(r"\b(TP|CP|PP|EP|DP)1 ", "", name)
     name = name.replace(", recompute as given", f", recompute {config.training.recompute_granularity}")
     if (copies := recipe.values.get("num_distributed_optimizer_instances", 1)) > 1:
         name += f", {copies} copies"
-    if recipe.values.get("torch_fsdp2_cpu_offload"):
-        name += ", weights and optimizer in host memory"
-    elif recipe.values.get("optimizer_cpu_offload"):
-        name += ", optimizer in host memory"
     return name
 
 

@@ -148,7 +148,7 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
     lines += ["", f"{answer.fitting:,} of {answer.legal:,} layouts fit; the best ways to share the model:", ""]
     lines += [*report.table(answer.best, asked.machine), ""]
     lines += report.with_short_gradients(short, asked.machine)
-    lines.append(report.why(answer.best, asked))
+    lines += [report.speed(answer.best[0], asked.machine), report.why(answer.best, asked)]
     lines += hinges(asked, answer)
     lines += report.simpler(simpler_layouts(asked), asked)
     lines += beyond.lines if beyond else []
@@ -184,7 +184,9 @@ def _parser() -> ToolParser:
     parser.usage = "%(prog)s [options] -- <training flags>"
     parser.add_argument("--world-size", type=int, metavar="N", help="devices")
     parser.add_argument("--evaluate", action="store_true", help="time and memory of the layout given, as it is")
-    parser.add_argument("--device", choices=sorted(TABLE), default="h100", help="row of the table of data sheets")
+    parser.add_argument(
+        "--device", type=str.lower, choices=sorted(TABLE), default="h100", help="row of the table of data sheets"
+    )
     parser.add_argument("--device-memory-gb", type=float, metavar="GB", help="of one device; default the table's")
     parser.add_argument("--memory-share", type=float, default=USABLE, help="of a device's memory that may be filled")
     parser.add_argument(

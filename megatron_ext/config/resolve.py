@@ -208,17 +208,43 @@ def _fill(values: dict[str, Any], name: str, derived: Any) -> None:
 
 
 def _build(values: Mapping[str, Any]) -> Config:
-    groups = {
-        name: group(**{field: values[field] for field in fields if field in values})
-        for name, group, fields in _groups()
-    }
-    unknown = set(values) - {field for _, _, fields in _groups() for field in fields}
+    given: dict[str, dict[str, Any]] = {name: {} for name in _groups()}
+    homes = _homes()
+    unknown = values.keys() - homes.keys()
     assert not unknown, f"not in the schema: {unknown}"
-    return Config(**groups)
+    for name, value in values.items():
+        given[homes[name]][name] = value
+    return Config(**{name: _group(name, of_group) for name, of_group in given.items()})
+
+
+_last: dict[str, tuple[dict[str, Any], Any]] = {}
+"""By name of a group its values and itself, as they were built the last time."""
+
+
+def _group(name: str, given: dict[str, Any]) -> Any:
+    """Return the group with these values; the same object as the last time where they are the same, since a search
+    resolves thousands of configurations that differ in a few values."""
+    before = _last.get(name)
+    if before is not None and len(before[0]) == len(given) and all(map(_same, before[0].items(), given.items())):
+        return before[1]
+    _last[name] = given, _groups()[name](**given)
+    return _last[name][1]
+
+
+def _same(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    (name, value), (other_name, found) = one, other
+    return name == other_name and (
+        value is found or (type(value) is type(found) and type(value) in (int, str) and value == found)
+    )
 
 
 @functools.cache
-def _groups() -> tuple[tuple[str, type, tuple[str, ...]], ...]:
-    """Return name, type and fields of every group of the schema."""
-    types = [(group.name, typing.cast(type, group.type)) for group in dataclasses.fields(Config)]
-    return tuple((name, kind, tuple(field.name for field in dataclasses.fields(kind))) for name, kind in types)
+def _groups() -> dict[str, type]:
+    """Return the groups of the schema by name."""
+    return {group.name: typing.cast(type, group.type) for group in dataclasses.fields(Config)}
+
+
+@functools.cache
+def _homes() -> dict[str, str]:
+    """Return the name of the group of every field."""
+    return {field.name: name for name, group in _groups().items() for field in dataclasses.fields(group)}

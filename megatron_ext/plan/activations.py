@@ -74,6 +74,17 @@ class ChunkBytes:
         return self.layers + self.loss + self.rest
 
 
+def recomputation(config: Config) -> tuple[object, ...]:
+    """Return all that says what is recomputed."""
+    training = config.training
+    return (
+        training.recompute_granularity,
+        training.recompute_method,
+        training.recompute_num_layers,
+        training.recompute_modules,
+    )
+
+
 class Activations:
     """The formulas of one resolved configuration.
 
@@ -93,16 +104,16 @@ class Activations:
         self.kinds = stack(config).kinds
         self._of_kinds: dict[Layer, LayerBytes] = {}
         self._of_chunks: dict[tuple[object, bool, bool], ChunkBytes] = {}
-        self._of_kinds_of_recomputation: dict[tuple[object, ...], dict[tuple[object, bool, bool], ChunkBytes]] = {}
+        self._of_recomputations: dict[tuple[object, ...], Activations] = {recomputation(config): self}
 
     def recomputing(self, config: Config) -> "Activations":
         """Return the formulas of a configuration that differs from this one in what it recomputes alone."""
-        training, other = config.training, Activations.__new__(Activations)
-        vars(other).update(vars(self))
-        names = "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"
-        key = tuple(getattr(training, name) for name in names)
-        other.config, other._of_chunks = config, self._of_kinds_of_recomputation.setdefault(key, {})
-        return other
+        again = recomputation(config)
+        found = self._of_recomputations.get(again)
+        if found is None:
+            found = self._of_recomputations[again] = Activations.__new__(Activations)
+            vars(found).update(vars(self), config=config, _of_chunks={})
+        return found
 
     def layer(self, layer: Layer) -> LayerBytes:
         """Return the bytes of one layer, without recomputation."""

@@ -14,6 +14,7 @@ from megatron_ext.plan.presentation import name
 from megatron_ext.plan.scaling import DEVICES, LENGTHS, Point, Wanted, over_devices, over_lengths, scaling_page
 from megatron_ext.plan.search import Candidate, Question
 
+_OF_COSTS = ("--dollars-per-hour", "--watts", "--stall")
 _SAVED_GB_S = 2.0  # of one device: what a checkpoint's copy reaches, as long as nobody has measured the stall
 
 
@@ -57,6 +58,9 @@ def economics(question: Question, best: Sequence[Candidate], options: argparse.N
             "--over-devices, --over-seq-lengths and --html search, but --evaluate chooses nothing; leave it out, or "
             "evaluate one number at a time"
         )
+    unused = [flag for flag in _OF_COSTS if getattr(options, flag.removeprefix("--").replace("-", "_")) is not None]
+    if unused and options.tokens is None:
+        raise ConfigurationError(f"{unused[0]} is part of what a whole run costs; add --tokens, as in --tokens 15T")
     lines: list[str] = []
     found: dict[str, Any] = {}
     wanted = _wanted(question, best[0], options)

@@ -205,7 +205,7 @@ def at_least(work: Workload, machine: Machine) -> float:
     shared evenly by all stages, and the bubble of that."""
     layout = work.config.layout
     kernels = work.kernels(machine, fsdp=_divides_weights(work))
-    of_all = work.once(("all", id(kernels)), lambda: _Estimate(work, machine).of_a_microbatch())
+    of_all = work.once_for_portion(("all", id(kernels)), lambda: _Estimate(work, machine).of_a_microbatch())
     each = of_all / layout.pipeline_model_parallel_size
     passes = float(work.microbatches)
     if machine.processes_share(layout.world_size) == 1.0:
@@ -273,7 +273,6 @@ class _Estimate:
         self.kernels = work.kernels(machine, fsdp=self.fsdp)
         self.bandwidth = self.kernels.bandwidth / self.constants.activations
         """Bytes a second of what is bound by the memory."""
-        self._of_chunks: dict[tuple[object, bool, bool], tuple[_Passes, _Passes]] = {}
 
     def stage(self, stage: int) -> _Stage:
         """Return the seconds of a stage."""
@@ -362,10 +361,10 @@ class _Estimate:
 
     def _chunk(self, held: Stack, first: bool, last: bool) -> tuple[_Passes, _Passes]:
         """Return the seconds of `_compute` and `_memory`, the same for chunks with the same contents."""
-        key = held.kinds, first, last
-        if key not in self._of_chunks:
-            self._of_chunks[key] = self._compute(held, last), self._memory(held, first, last)
-        return self._of_chunks[key]
+        return self.work.once_for_portion(
+            ("chunk", id(self.kernels), held.kinds, first, last),
+            lambda: (self._compute(held, last), self._memory(held, first, last)),
+        )
 
     def _compute(self, held: Stack, last: bool) -> _Passes:
         """Return the seconds of matrix products and attention, forward and backward."""

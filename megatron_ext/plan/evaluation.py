@@ -10,6 +10,8 @@ from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import MemoryEstimate, memory
+from megatron_ext.plan.presentation import correction, on_host
+from megatron_ext.plan.relief import host_bytes
 from megatron_ext.plan.search import Candidate, Question, resolved
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.workload import Workload
@@ -149,7 +151,7 @@ def as_text(found: Evaluation) -> list[str]:
     causal, full = found.tflops(full_attention=False), found.tflops(full_attention=True)
     lines = [
         f"{seconds:.4g} s a step ({low:.3g} to {high:.3g} for nine of ten runs), an estimate for {world_size:,} x "
-        f"{devices.name}",
+        f"{devices.name}{correction(found.machine)}",
         f"{found.tokens_per_second:,.0f} tokens/s, {found.tokens_per_second / world_size:,.0f} per device; "
         f"{causal:.0f} TFLOP/s ({found.mfu(full_attention=False):.1%} of the peak) with causal attention, {full:.0f} "
         f"({found.mfu(full_attention=True):.1%}) with all of it",
@@ -159,7 +161,7 @@ def as_text(found: Evaluation) -> list[str]:
         "",
         *_memory(found),
     ]
-    return lines
+    return [*lines, on_host(found.config, found.machine)] if host_bytes(found.config) else lines
 
 
 def _communication(time: StepTime) -> str:

@@ -105,7 +105,9 @@ def _change(now: float, other: float | None) -> float:
 
 
 def _share(change: float) -> str:
-    return "nothing fits" if change == float("inf") else f"{change:+.1%}"
+    if change == float("inf"):
+        return "nothing fits"
+    return "0.0%" if abs(change) < 0.0005 else f"{change:+.1%}"
 
 
 def _winners(limit: Limit) -> str:

@@ -148,7 +148,9 @@ def state_fits(work: Workload, usable: float) -> bool:
 
 
 def _total(work: Workload, stage: int) -> float:
-    return sum(work.kept(stage)) + _most_held(work, stage).most + _gathered(work, stage)
+    if stage not in work.totals:
+        work.totals[stage] = sum(work.kept(stage)) + _most_held(work, stage).most + _gathered(work, stage)
+    return work.totals[stage]
 
 
 def _chunks(work: Workload, stage: int) -> tuple[list[ChunkBytes], list[int]]:
@@ -160,7 +162,7 @@ def _chunks(work: Workload, stage: int) -> tuple[list[ChunkBytes], list[int]]:
 def _in_layers(work: Workload, chunk: ChunkBytes) -> float:
     """Return the bytes held for a while in the backward pass of a chunk's layers, beyond what it held before."""
     # Before the gradients of the first layer are there, the logits are gone, and all that the loss held.
-    return chunk.recomputed + work.gradients_of_a_layer - chunk.loss
+    return chunk.recomputed + work.portion.gradients_of_a_layer - chunk.loss
 
 
 def _gathered(work: Workload, stage: int) -> float:

@@ -6,8 +6,11 @@ from typing import Any
 
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.parameters import count
+from megatron_ext.config.schema import Config
 from megatron_ext.plan.choices import Choice, flags
+from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine
+from megatron_ext.plan.relief import host_bytes
 from megatron_ext.plan.search import Answer, Candidate, Question
 
 _GIGA = 1e9
@@ -30,18 +33,20 @@ def head(question: Question, config_of: Candidate) -> list[str]:
         f"{devices.memory_gb:g} GB each, of which {_gb(question.usable_bytes)} may be filled",
         f"model of {count(replace(config, model=true_size)):,} parameters; "
         f"{config.training.global_batch_size:,} samples of {config.model.seq_length:,} tokens a step",
-        "Memory is formula (the rest of a device is for CUDA, NCCL and fragmentation). Times are estimates"
-        f"{_correction(question)}, not measurements; of ten runs nine take {question.machine.range[0]:.2f} to "
+        "Memory is formula (the rest of a device is for CUDA, NCCL and fragmentation). Times are estimates, not "
+        f"measurements{correction(question.machine)}; of ten runs nine take {question.machine.range[0]:.2f} to "
         f"{question.machine.range[1]:.2f} times as long. Try the best few.",
     ]
 
 
-def _correction(question: Question) -> str:
-    correction = question.machine.correction
-    if correction is None:
+def correction(machine: Machine) -> str:
+    """Return what a run of the user's own changed, in parentheses; nothing without one."""
+    if machine.correction is None:
         return ""
-    ratio = question.machine.measured_ratio
-    return f", times {correction:.3f}, since the run of --calibrate took {ratio:.3f} of its own"
+    ratio = machine.measured_ratio
+    return (
+        f" (multiplied by {machine.correction:.3f}, because the run of --calibrate took {ratio:.3f} times its estimate)"
+    )
 
 
 def table(best: Sequence[Candidate], machine: Machine) -> list[str]:
@@ -102,9 +107,29 @@ def name(candidate: Candidate) -> str:
     if candidate.config.model.num_experts is not None:
         sizes.append(f"EP{layout.expert_model_parallel_size}")
     recomputed = "" if candidate.recomputation == "none" else f", recompute {candidate.recomputation}"
-    return (
-        f"{' '.join(sizes)}, {candidate.sharding}{recomputed}, micro batch {candidate.config.training.micro_batch_size}"
-    )
+    moved = ""
+    if layout.torch_fsdp2_cpu_offload:
+        moved = ", weights and optimizer in host memory"
+    elif candidate.config.optimizer.optimizer_cpu_offload:
+        moved = ", optimizer in host memory"
+    micro = candidate.config.training.micro_batch_size
+    return f"{' '.join(sizes)}, {candidate.sharding}{recomputed}, micro batch {micro}{moved}"
+
+
+def speed(candidate: Candidate, machine: Machine) -> str:
+    """Return how fast the first layout is, and what it keeps in host memory."""
+    config = candidate.config
+    tokens = (config.training.global_batch_size or 0) * config.model.seq_length / candidate.seconds
+    each = tokens / config.layout.world_size
+    share = each * flops_per_token(config) / machine.devices.peak_flops(config.training)
+    text = f"1 trains {tokens:,.0f} tokens a second, {each:,.0f} a device: {share:.1%} of the peak (causal attention)"
+    return text + (f"; it keeps {on_host(config, machine)}" if host_bytes(config) else "")
+
+
+def on_host(config: Config, machine: Machine) -> str:
+    """Return the bytes that a rank of the fullest stage keeps in host memory, and that a node of such ranks does."""
+    each, ranks = host_bytes(config, fullest=True), min(machine.gpus_per_node, config.layout.world_size)
+    return f"{_gb(each)} GB a device in host memory, up to {_gb(each * ranks)} GB a node"
 
 
 def why(best: Sequence[Candidate], question: Question) -> str:
@@ -132,7 +157,7 @@ def why(best: Sequence[Candidate], question: Question) -> str:
 
 def simpler(candidates: Iterable[Candidate], question: Question) -> list[str]:
     """Return which of the plain ways fit, and what those need that do not."""
-    lines = ["the plain ways, with no TP, CP and PP but what was given, and the smallest micro batch:"]
+    lines = []
     for candidate in candidates:
         title = candidate.sharding
         if candidate.recomputation not in ("none", "as given"):
@@ -140,7 +165,8 @@ def simpler(candidates: Iterable[Candidate], question: Question) -> list[str]:
         fits = candidate.memory.total <= question.usable_bytes
         need = _gb(candidate.memory.total)
         lines.append(f"    {title:<24}{'fits' if fits else 'does not fit'}, {need} GB: {_largest(candidate)}")
-    return lines
+    head = "with no TP, CP and PP but what was given, and the smallest micro batch"
+    return [f"the plain ways, {head}:", *lines] if lines else [f"no plain way is legal, {head}"]
 
 
 def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloads: Mapping[str, Candidate]) -> list[str]:
@@ -166,7 +192,8 @@ def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloads
     lines.append(f"  devices of {_gb(need / share)} GB")
     for flag, offloaded in offloads.items():
         verdict = "fits" if offloaded.memory.total <= question.usable_bytes else "is not enough"
-        lines.append(f"  {flag}: {_gb(offloaded.memory.total)} GB, which {verdict}")
+        kept = on_host(offloaded.config, question.machine)
+        lines.append(f"  {flag}: {_gb(offloaded.memory.total)} GB, which {verdict}; {kept}")
     pinned = [word for word in _PINNED if question.values.get(word) is not None]
     if pinned:
         lines.append(f"  leave to the planner: {' '.join(flags({word: question.values[word] for word in pinned}))}")

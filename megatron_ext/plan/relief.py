@@ -36,12 +36,17 @@ def kept_at_least(config: Config, *, fused: bool, anywhere: bool) -> tuple[int, 
     return stage, kept[stage]
 
 
-def host_bytes(config: Config) -> float:
-    """Return the bytes of state that every rank keeps in host memory, next to its GPU: those of the emptiest stage."""
+def host_bytes(config: Config, *, fullest: bool = False) -> float:
+    """Return the bytes of state that every rank keeps in host memory, next to its GPU: those of the emptiest stage.
+
+    Args:
+        fullest: those of the fullest stage instead.
+    """
     shapes = Shapes(config)
     kinds = state_bytes(config), state_bytes(config, expert=True)
     per_stage = (shapes.parameters_of_stage(stage) for stage in set(shapes.representatives()))
-    return min(sum(size * _moved(kind) for size, kind in zip(sizes, kinds, strict=True)) for sizes in per_stage)
+    choose = max if fullest else min
+    return choose(sum(size * _moved(kind) for size, kind in zip(sizes, kinds, strict=True)) for sizes in per_stage)
 
 
 def described(parts: Mapping[str, float]) -> str:

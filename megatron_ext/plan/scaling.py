@@ -25,7 +25,7 @@ class Point:
 
     devices: int
     best: Candidate | None
-    """The fastest layout; None where nothing fits."""
+    """The fastest layout; None where there is none."""
 
     mfu: float
     """Operations of the model (attention's causal) over the peak of the devices."""
@@ -35,6 +35,9 @@ class Point:
 
     spread: tuple[float, float] = (1.0, 1.0)
     """The time over the estimate between which nine of ten runs are expected."""
+
+    missing: str = "nothing fits"
+    """Why there is no layout."""
 
     @property
     def seconds(self) -> tuple[float, float, float]:
@@ -83,9 +86,12 @@ def over_lengths(question: Question, lengths: Sequence[int], wanted: Wanted) -> 
 
 
 def _point(number: int, question: Question, wanted: Wanted) -> Point:
-    best = next(iter(search(question, 1).best), None)
+    answer = search(question, 1)
+    best = next(iter(answer.best), None)
     if best is None:
-        return Point(number, question.world_size, None, 0.0, None)
+        illegal = f"no layout is legal with a global batch of {question.values['global_batch_size']:,}"
+        missing = "nothing fits" if answer.legal else illegal
+        return Point(number, question.world_size, None, 0.0, None, missing=missing)
     point = Point(number, question.world_size, best, 0.0, None, question.machine.range)
     peak = question.machine.devices.peak_flops(best.config.training) * question.world_size
     mfu = flops_per_token(best.config) * point.tokens_per_second / peak
@@ -104,7 +110,7 @@ def table(points: Sequence[Point], along: str) -> list[str]:
     first = next((point.tokens_per_second / point.devices for point in points if point.best is not None), 1.0)
     for point in points:
         if point.best is None:
-            rows.append([f"{point.number:,}", *[""] * 9, "nothing fits"])
+            rows.append([f"{point.number:,}", *[""] * 9, point.missing])
             continue
         each = point.tokens_per_second / point.devices
         spent = point.cost

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,9 +23,17 @@ from megatron_ext.plan.estimate import Bubble, StepTime, at_least, formula_at_le
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.memory import MemoryEstimate, fits, state_fits, worst_stage_of
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.workload import Workload
+from megatron_ext.plan.workload import Portions, Workload
 from megatron_ext.rules.sharding import RULES_OF_KINDS
-from megatron_ext.rules.validate import RULES_OF_MICRO_BATCHES, RULES_OF_RECOMPUTATION, Rule, broken_rule, problems
+from megatron_ext.rules.validate import (
+    RULES,
+    RULES_OF_LAYOUTS,
+    RULES_OF_MICRO_BATCHES,
+    RULES_OF_RECOMPUTATION,
+    Rule,
+    broken_rule,
+    problems,
+)
 
 
 @dataclass(frozen=True)
@@ -143,10 +151,10 @@ def tried_again(
     values = tuple({**dict.fromkeys(chosen), **training}.items())
     recomputed = _Recomputations(question)
     for each in candidates:
+        if at_least(each.work.plain, question.machine) >= limit:
+            continue
         config = replace(each.config, training=_changed(each.config.training, values))
         work = _work(question, config, each.work.shapes, each.work)
-        if at_least(work, question.machine) >= limit:
-            continue
         choice = {name: value for name, value in each.choice.items() if name not in chosen}
         found, _ = _with_least_recomputation(recomputed, choice, work, each.sharding, 0)
         if found is not None and found.memory.total <= question.usable_bytes:
@@ -207,7 +215,9 @@ def simpler_layouts(question: Question) -> Iterator[Candidate]:
             micro = question.values.get("micro_batch_size") or 1
             choice = {**plain, **sharding, **ways[recomputation], "micro_batch_size": micro}
             found = _legal(question, choice)
-            if isinstance(found, Config):
+            if not isinstance(found, Config):
+                continue
+            if name == "DDP" or found.layout.data_parallel_size * found.layout.context_parallel_size > 1:
                 yield _candidate(choice, _work(question, found), name, recomputation)
 
 
@@ -255,6 +265,8 @@ def _candidates(question: Question) -> Iterator[Candidate]:
     batch = values["global_batch_size"]
     refused: set[tuple[str, tuple[bool, ...]]] = set()
     recomputed = _Recomputations(question)
+    rules = RULES  # until a configuration keeps them all: the rest of it is the same for all layouts
+    portions = Portions(fused=question.machine.devices.is_gpu)
     for layout in layouts(values, question.world_size, question.machine.gpus_per_node):
         model_ranks = layout["tensor_model_parallel_size"] * layout["context_parallel_size"]
         data_ranks = question.world_size // (model_ranks * layout["pipeline_model_parallel_size"])
@@ -276,15 +288,15 @@ def _candidates(question: Question) -> Iterator[Candidate]:
             least, legal, smaller = 0, None, None
             for micro in micro_batches(values, batch // data_ranks):
                 choice = {**layout, **({} if alone else sharding), "micro_batch_size": micro}
-                found = _legal(question, choice) if legal is None else _of_micro_batch(question, legal, micro)
+                found = _legal(question, choice, rules) if legal is None else _of_micro_batch(question, legal, micro)
                 if found in RULES_OF_KINDS:
                     # With other sizes of the same axes it would be refused as well.
                     refused.add((name, kinds))
                     break
                 if not isinstance(found, Config):
                     continue
-                legal, shapes = found, shapes or Shapes(found)
-                work = smaller = _work(question, found, shapes, works.get(micro), smaller)
+                legal, shapes, rules = found, shapes or Shapes(found), RULES_OF_LAYOUTS
+                work = smaller = _work(question, found, shapes, works.get(micro), smaller, portions)
                 works.setdefault(micro, work)
                 candidate, least = _with_least_recomputation(recomputed, choice, work, name, least)
                 if candidate is None:
@@ -350,11 +362,12 @@ def _with_least_recomputation(
     return Candidate({**choice, **recomputation}, found.config, sharding, name, stage, needed, found), least
 
 
-def _legal(question: Question, choice: Choice) -> Config | Rule:
-    """Return what the choice resolves to, or a rule of the program that it breaks."""
+def _legal(question: Question, choice: Choice, rules: Sequence[Rule] = RULES) -> Config | Rule:
+    """Return what the choice resolves to, or one of the rules that it breaks."""
     config = resolved(question, choice)
     # Most that a search breaks are among the few first.
-    return broken_rule(config, question.facts, RULES_OF_MICRO_BATCHES) or broken_rule(config, question.facts) or config
+    first = broken_rule(config, question.facts, RULES_OF_MICRO_BATCHES)
+    return first or broken_rule(config, question.facts, rules) or config
 
 
 def _of_micro_batch(question: Question, config: Config, micro: int) -> Config | Rule:
@@ -369,9 +382,10 @@ def _work(
     shapes: Shapes | None = None,
     like: Workload | None = None,
     keeping: Workload | None = None,
+    portions: Portions | None = None,
 ) -> Workload:
     fused = question.machine.devices.is_gpu
-    return Workload(config, shapes or Shapes(config), fused=fused, like=like, keeping=keeping)
+    return Workload(config, shapes or Shapes(config), fused=fused, like=like, keeping=keeping, portions=portions)
 
 
 def resolved(question: Question, choice: Choice) -> Config:

@@ -113,27 +113,50 @@ class _Walk:
 
     def _add(self, part: _Part, works: list[list[int]], state: _State) -> None:
         """Give a place to every pass, up to those that wait for one which is not among them."""
-        place, width = state.place, self.width
-        waiting: dict[int, int] = {}
-        ready = list(range(self.stages))
+        place, free = state.place, state.free
+        before_all: list[int] = []
+        needs: list[int] = []
+        kinds: list[int] = []
+        # Of each stage what is left, with what it waits for, its own index and its kind.
+        left = [iter(self._steps(stage, works[stage][state.added[stage] :])) for stage in range(self.stages)]
+        waiting: dict[int, tuple[int, tuple[int, int, int]]] = {}
+        ready: list[tuple[int, tuple[int, int, int] | None]] = [(stage, None) for stage in range(self.stages)]
         while ready:
-            stage = ready.pop()
-            before, own, kind = state.last[stage], stage * self.size, stage * 2 * self.chunks
-            for work in works[stage][state.added[stage] :]:
-                need = self._needed[stage][work]
+            stage, step = ready.pop()
+            before, steps = state.last[stage], left[stage]
+            added = len(kinds)
+            if step is None:
+                step = next(steps, None)
+            while step is not None:
+                need, own, kind = step
                 found = place[need]
                 if found == _BEGINNING:
-                    waiting[need] = stage
+                    waiting[need] = stage, step
                     break
-                part.before.append(before)
-                part.needs.append(found)
-                part.kinds.append(kind + work // width)
-                before = place[own + work] = state.free
-                state.free += 1
-                state.added[stage] += 1
-                if own + work in waiting:
-                    ready.append(waiting.pop(own + work))
+                before_all.append(before)
+                needs.append(found)
+                kinds.append(kind)
+                before = place[own] = free
+                free += 1
+                if own in waiting:
+                    ready.append(waiting.pop(own))
+                step = next(steps, None)
             state.last[stage] = before
+            state.added[stage] += len(kinds) - added
+        state.free = free
+        part.before.extend(before_all)
+        part.needs.extend(needs)
+        part.kinds.extend(kinds)
+
+    def _steps(self, stage: int, works: list[int]) -> "zip[tuple[int, int, int]]":
+        """Return for some passes of a stage what each waits for, its own place in the list of places, and its kind."""
+        own, kind, width, needed = stage * self.size, stage * 2 * self.chunks, self.width, self._needed[stage]
+        return zip(
+            [needed[work] for work in works],
+            [own + work for work in works],
+            [kind + work // width for work in works],
+            strict=True,
+        )
 
     def _needs(self, stage: int) -> list[int]:
         """Return for each pass of a stage the one of another stage that it waits for, as an index of places."""

@@ -7,12 +7,56 @@ from typing import Any
 from megatron_ext.config.batch import num_microbatches
 from megatron_ext.config.layers import Layer
 from megatron_ext.config.schema import Config
-from megatron_ext.plan.activations import Activations
+from megatron_ext.plan.activations import Activations, recomputation
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.kernels import Kernels
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.state_bytes import sharding, state_bytes
 from megatron_ext.plan.traffic import Term, sent_for_data, sent_for_model
+
+
+class Portion:
+    """A rank's portion of a layer and a microbatch: what it holds of them is the same in all layouts of a model with
+    the same tensor- and context-parallel sizes and micro batch, and what it computes where the expert-parallel size is
+    the same too.
+
+    Args:
+        fused: whether it runs on GPUs, as for `activations.Activations`.
+    """
+
+    def __init__(self, config: Config, shapes: Shapes, *, fused: bool):
+        self.formulas = Activations(config, fused=fused)
+        self.gradients_of_a_layer = _gradients_of_a_layer(self.formulas, shapes)
+        """Bytes held in a backward pass: gradients of a layer's widest activations and, before it is added up, of one
+        matrix."""
+        self.kernels: dict[tuple[int, bool, int], tuple[Machine, Kernels]] = {}
+        self.of_recomputations: dict[Hashable, dict[Hashable, Any]] = {}
+
+
+class Portions:
+    """The portions of all layouts of one model.
+
+    Args:
+        fused: as for `Portion`.
+    """
+
+    def __init__(self, *, fused: bool):
+        self._fused = fused
+        self._found: dict[tuple[int, ...], Portion] = {}
+
+    def of(self, config: Config, shapes: Shapes) -> Portion:
+        """Return that of a configuration, the same one for all with its sizes."""
+        layout = config.layout
+        sizes = (
+            layout.tensor_model_parallel_size,
+            layout.context_parallel_size,
+            layout.expert_tensor_size,
+            layout.sequence_parallel,
+            config.training.micro_batch_size,
+        )
+        if sizes not in self._found:
+            self._found[sizes] = Portion(config, shapes, fused=self._fused)
+        return self._found[sizes]
 
 
 class Workload:
@@ -25,6 +69,7 @@ class Workload:
             is then not summed again.
         keeping: work of a configuration that differs in its micro batch and recomputation alone. What both keep of
             weights, gradients and optimizer state is then not asked again.
+        portions: those of other layouts of the model.
     """
 
     def __init__(
@@ -35,9 +80,11 @@ class Workload:
         fused: bool,
         like: "Workload | None" = None,
         keeping: "Workload | None" = None,
+        portions: Portions | None = None,
     ):
         self.config, self.shapes = config, shapes
-        self.formulas = Activations(config, fused=fused) if like is None else like.formulas.recomputing(config)
+        self.plain = self
+        """The same work without the recomputation that a search chose."""
         self.microbatches = num_microbatches(config, config.training.global_batch_size)
         self.kind = sharding(config)
         if keeping is None:
@@ -46,21 +93,20 @@ class Workload:
         else:
             self.state, self.state_of_experts, self._kept = keeping.state, keeping.state_of_experts, keeping._kept
         if like is None:
-            self._kernels: dict[tuple[int, bool], tuple[Machine, Kernels]] = {}
+            self.portion = (portions or Portions(fused=fused)).of(config, shapes)
             self._of_recomputations: dict[Hashable, dict[Hashable, Any]] = {}
-            self.gradients_of_a_layer = _gradients_of_a_layer(self.formulas, shapes)
-            """Bytes held in a backward pass: gradients of a layer's widest activations and, before it is added up, of
-            one matrix."""
         else:
-            self._kernels, self._of_recomputations = like._kernels, like._of_recomputations
-            self.gradients_of_a_layer = like.gradients_of_a_layer
+            self.portion, self._of_recomputations = like.portion, like._of_recomputations
         self._begin()
 
     def _begin(self) -> None:
-        training = self.config.training
-        names = "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"
-        self._once = self._of_recomputations.setdefault(tuple(getattr(training, name) for name in names), {})
+        again = recomputation(self.config)
+        self.formulas = self.portion.formulas.recomputing(self.config)
+        self._once = self._of_recomputations.setdefault(again, {})
+        self._of_portion = self.portion.of_recomputations.setdefault(again, {})
         self._sent_for_data: dict[int, list[Term]] = {}
+        self.totals: dict[int, float] = {}
+        """All bytes of a rank by stage, as far as anybody asked."""
 
     def once[T](self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returns, which must be the same for all shardings of this layout, micro batch and
@@ -69,19 +115,27 @@ class Workload:
             self._once[key] = make()
         return self._once[key]
 
+    def once_for_portion[T](self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the same of what must be the same for all layouts with this portion and recomputation; what depends on
+        the kernels names them in its key."""
+        if key not in self._of_portion:
+            self._of_portion[key] = make()
+        return self._of_portion[key]
+
     def kernels(self, machine: Machine, *, fsdp: bool) -> Kernels:
         """Return the seconds of products, attention and memory-bound work on a machine."""
-        key = id(machine), fsdp
+        key = id(machine), fsdp, self.config.layout.expert_model_parallel_size
         # With its machine, so that no other one gets the same id.
-        if key not in self._kernels:
-            self._kernels[key] = machine, Kernels(self.config, self.shapes, machine, fsdp=fsdp)
-        return self._kernels[key][1]
+        found = self.portion.kernels
+        if key not in found:
+            found[key] = machine, Kernels(self.config, self.shapes, machine, fsdp=fsdp)
+        return found[key][1]
 
     def recomputing(self, config: Config) -> "Workload":
         """Return the work of a configuration that differs from this one in what it recomputes alone."""
         other = Workload.__new__(Workload)
         vars(other).update(vars(self))
-        other.config, other.formulas = config, self.formulas.recomputing(config)
+        other.config = config
         other._begin()
         return other
 

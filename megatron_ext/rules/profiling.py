@@ -24,6 +24,18 @@ def profile_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def recorded_steps_are_trained(config: Config, facts: Facts) -> Iterator[str]:
+    """Require that training reaches the steps whose schedule is recorded: nobody waits for a picture of none."""
+    profiling, last = config.profiling, config.training.train_iters
+    first = profiling.profile_step_start
+    if profiling.record_schedule and last is not None and 0 < last < first < profiling.profile_step_end:
+        start = max(last // 2, 1)
+        yield (
+            f"--record-schedule records from --profile-step-start {first} on, but --train-iters {last} ends before; "
+            f"use --profile-step-start {start} --profile-step-end {start + 2}"
+        )
+
+
 def profiled_ranks_exist(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the profiled ranks exist."""
     ranks, world = config.profiling.profile_ranks or (), config.layout.world_size
@@ -86,6 +98,7 @@ def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
 RULES = (
     communication_can_be_timed,
     profile_has_a_range,
+    recorded_steps_are_trained,
     profiled_ranks_exist,
     options_are_of_the_chosen_profiler,
     recorded_memory_is_of_a_gpu,

@@ -42,6 +42,29 @@ RULES_OF_MICRO_BATCHES: tuple[Rule, ...] = (
 )
 """All rules that ask for the micro batch size."""
 
+_OF_LAYOUTS = {
+    *layout.RULES,
+    *context.RULES,
+    *moe.RULES,
+    *pipeline.RULES,
+    *sharding.RULES,
+    *RULES_OF_RECOMPUTATION,
+    *RULES_OF_MICRO_BATCHES,
+    run.compiling_is_possible,
+    model.heads_divide_by_tensor_size,
+    model.query_groups_fit_tensor_size,
+    model.mlp_divides_by_tensor_size,
+    model.vocabulary_fits_its_padding,
+    training.gradients_have_one_precision,
+    training.offloading_offloads_something,
+    operations.loss_of_linear_layer_has_its_weight,
+    operations.products_add_to_main_gradients,
+    profiling.communication_can_be_timed,
+}
+RULES_OF_LAYOUTS: tuple[Rule, ...] = tuple(rule for rule in RULES if rule in _OF_LAYOUTS)
+"""All rules that ask for anything that a search chooses, in the order of the rules. The bounds of single values are not
+among them: a search chooses no value that is out of them."""
+
 
 def problems(config: Config, facts: Facts) -> list[str]:
     """Return all problems of the configuration, in the order of the rules; empty where the run may start.

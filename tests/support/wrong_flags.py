@@ -259,6 +259,9 @@ EXAMPLES = {
         "--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5",
         "--profile-step-end 7",
     ),
+    "A schedule to record in steps that are not trained": Example(
+        "--record-schedule --train-iters 8", "--profile-step-start 4 --profile-step-end 6"
+    ),
     "A profiled rank that does not exist": Example(
         "--world-size 2 --profile --use-pytorch-profiler --profile-ranks 2", "--profile-ranks 1"
     ),

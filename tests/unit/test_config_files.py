@@ -27,6 +27,18 @@ def test_a_resolved_configuration_passed_back_resolves_to_its_equal(line: str, t
     assert resolve(parse(["--config", str(file)]).values, facts) == config
 
 
+def test_groups_are_shared_only_by_configurations_that_say_the_same() -> None:
+    values = parse(shlex.split(BASE)).values
+    first, same = resolve(values, Facts()), resolve(values, Facts())
+    assert same == first
+    assert same.model is first.model
+    other = resolve({**values, "hidden_dropout": 0, "add_qkv_bias": 1}, Facts())
+    again = resolve({**values, "hidden_dropout": 0.0, "add_qkv_bias": True}, Facts())
+    assert (type(other.model.hidden_dropout), type(again.model.hidden_dropout)) == (int, float)
+    assert (other.model.add_qkv_bias, again.model.add_qkv_bias) == (1, True)
+    assert again.model.add_qkv_bias is True
+
+
 def test_another_save_folder_gets_its_own_metrics_file(tmp_path: Path):
     config = resolve(parse(shlex.split(f"{BASE} --save runs/a")).values, Facts())
     assert config.logging.metrics_file == "runs/a/metrics.jsonl"

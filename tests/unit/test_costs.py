@@ -146,6 +146,8 @@ def test_scaling_is_the_search_at_each_number() -> None:
 def test_what_does_not_fit_is_said_in_the_table() -> None:
     points = scaling.over_devices(asked(memory_gb=0.2), [8], scaling.Wanted())
     assert scaling.table(points, "devices")[1].endswith("nothing fits")
+    points = scaling.over_devices(asked(), [7], scaling.Wanted())
+    assert scaling.table(points, "devices")[1].endswith("no layout is legal with a global batch of 64")
 
 
 def run(folder: Path, words: str) -> tuple[list[str], dict[str, Any]]:
@@ -181,6 +183,7 @@ def test_the_tool_says_all_of_it(tmp_path: Path) -> None:
         (["--over-devices", "0"], "--over-devices 0 is not above 0"),
         (["--html", "x.html"], "--over-devices or --over-seq-lengths"),
         (["--mtbf-hours", "0"], "--mtbf-hours 0"),
+        (["--watts", "700"], "--watts is part of what a whole run costs; add --tokens"),
     ],
 )
 def test_wrong_values_are_named(words: list[str], message: str) -> None:

@@ -219,6 +219,10 @@ def test_nothing_fits_says_what_would(tmp_path: Path, capsys: pytest.CaptureFixt
     assert needs["--optimizer-cpu-offload"] - needs["--torch-fsdp2-cpu-offload"] == pytest.approx(
         8 * parameters / 8 / 1e9, abs=0.2
     )
+    host = re.search(r"torch-fsdp2.*fits; ([\d.]+) GB a device in host memory, up to ([\d.]+) GB a node", printed)
+    assert host is not None
+    each, node = map(float, host.groups())
+    assert (8 * each, node) == pytest.approx((16 * parameters / 1e9,) * 2, rel=5e-3)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["best"] == []
     assert found["nearest"]["bytes"]["total"] > found["usable_bytes"]

@@ -171,6 +171,12 @@ def test_a_measured_run_corrects_every_time(tmp_path: Path, capsys: pytest.Captu
     other = evaluated(capsys, "--tensor-model-parallel-size", "4", own=own)
     plain = evaluated(capsys, "--tensor-model-parallel-size", "4")
     assert other["step_seconds"] == pytest.approx(after["correction"] * plain["step_seconds"])
+    words = f"{SEVEN_BILLION} --use-distributed-optimizer --optimizer-cpu-offload"
+    assert main(["--evaluate", *own, "--", *words.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("because the run of --calibrate took 1.500 times its estimate)")
+    # 12 bytes of each of 6.74e9 parameters, over 8 ranks of one node.
+    assert lines[-1] == "10.1 GB a device in host memory, up to 80.9 GB a node"
     metrics.write_text('{"validation_loss": 1.0}\n')
     with pytest.raises(ConfigurationError, match="no row with elapsed_ms"):
         evaluated(capsys, own=own)

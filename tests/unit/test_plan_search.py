@@ -10,22 +10,24 @@ from benchmarks.planner_searches import CASES, Case
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.schema import Config, LayoutConfig, TrainingConfig
+from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plan import presentation
 from megatron_ext.plan import search as search_module
 from megatron_ext.plan.choices import RECOMPUTATIONS, SHARDINGS, flags, hybrid, layouts
 from megatron_ext.plan.estimate import at_least, formula_at_least, time_of
+from megatron_ext.plan.evaluation import evaluate_config
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import stage_memory, worst_stage
-from megatron_ext.plan.presentation import command
+from megatron_ext.plan.presentation import command, simpler, speed
 from megatron_ext.plan.question import question
-from megatron_ext.plan.search import Answer, Question, search
+from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
 from megatron_ext.plan.sensitivity import alternatives, hinges
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.short_gradients import with_short_gradients
 from megatron_ext.plan.workload import Workload
 from megatron_ext.rules.run import nothing_needed_is_missing, values_are_in_range, values_have_what_they_need
-from megatron_ext.rules.validate import RULES, RULES_OF_MICRO_BATCHES, RULES_OF_RECOMPUTATION
+from megatron_ext.rules.validate import RULES, RULES_OF_LAYOUTS, RULES_OF_MICRO_BATCHES, RULES_OF_RECOMPUTATION
 from tests.support.wrong_flags import BASE, EXAMPLES
 from tools.plan import main
 
@@ -98,6 +100,38 @@ def test_the_winner_hangs_on_what_another_assumption_would_change(eight: tuple[Q
     assert any("10% more efficiency of matrix products" in line and "wins by" in line for line in said)
 
 
+def test_the_speed_of_the_first_is_that_of_its_evaluation(eight: tuple[Question, Answer]) -> None:
+    question, answer = eight
+    exact = evaluate_config(answer.best[0].config, question.machine, question.usable_bytes)
+    numbers = f"{exact.tokens_per_second:,.0f} tokens a second, {exact.tokens_per_second / 8:,.0f} a device"
+    said = speed(answer.best[0], question.machine)
+    assert said == f"1 trains {numbers}: {exact.mfu(full_attention=False):.1%} of the peak (causal attention)"
+
+
+def test_what_lies_in_host_memory_is_said() -> None:
+    """One device of 85 GB holds no 12 bytes a parameter of optimizer state next to the rest."""
+    question = asked(1, f"{SMALL} --global-batch-size 16")
+    first = search(question, 1).best[0]
+    assert presentation.name(first).endswith("micro batch 1, optimizer in host memory")
+    kept = f"{12 * 8_030_261_248 / 1e9:.1f} GB"
+    assert speed(first, question.machine).endswith(f"it keeps {kept} a device in host memory, up to {kept} a node")
+
+
+def test_plain_ways_are_named_where_there_are_some() -> None:
+    alone = asked(1, f"{SMALL} --global-batch-size 16")
+    assert {each.sharding for each in simpler_layouts(alone)} == {"DDP"}  # one rank has nothing to share
+    none = asked(64, f"{SMALL} --global-batch-size 32")
+    said = simpler(simpler_layouts(none), none)
+    assert said == ["no plain way is legal, with no TP, CP and PP but what was given, and the smallest micro batch"]
+
+
+def test_words_that_the_tool_does_not_know_are_answered() -> None:
+    with pytest.raises(ConfigurationError, match=r"did you mean --world-size\?"):
+        main(["--wrld-size=8", "--", *SMALL.split()])
+    with pytest.raises(ConfigurationError, match="--num-layers 2; training flags come after --"):
+        main(["--world-size", "8", "--num-layers", "2"])
+
+
 def test_what_gradients_of_2_bytes_make_possible(eight: tuple[Question, Answer]) -> None:
     """TP1 CP2 is what dgxc-benchmarking trains Llama 3.1 8B with; 4-byte gradients leave it no room (84.9 GB)."""
     question, answer = eight
@@ -126,7 +160,7 @@ def memory_of(config: Config) -> float:
     return worst_stage(config, Shapes(config), fused=True)[1].total
 
 
-def _unread[T: TrainingConfig | LayoutConfig](values: T) -> tuple[T, set[str]]:
+def _unread(values: Any) -> tuple[Any, set[str]]:
     """Return the same values, and a set that fills with the names of those that are read."""
     names: set[str] = set()
 
@@ -162,6 +196,33 @@ def test_rules_that_a_search_does_not_ask_again_read_nothing_that_it_changes() -
         assert options_by_name()[name].needs == ()
 
 
+def test_rules_that_a_search_asks_once_read_nothing_that_it_chooses() -> None:
+    """Over all wrong launches of the page of errors, as above."""
+    of_every_value = {values_are_in_range, values_have_what_they_need, nothing_needed_is_missing}
+    chosen = {name for choice in (*SHARDINGS.values(), *RECOMPUTATIONS.values()) for name in choice}
+    chosen |= {"micro_batch_size", "num_distributed_optimizer_instances", "optimizer_cpu_offload"}
+    for line in (EXPERTS, BIG, f"{SMALL} --global-batch-size 16"):
+        question = asked(16, f"--global-batch-size 16 {line}")
+        chosen |= {name for layout in layouts(question.values, 16, 8) for name in layout}
+    configs = [each.config for each in search_module._candidates(question)]
+    for group in fields(Config):
+        held = [getattr(config, group.name) for config in configs]
+        for name in (field.name for field in fields(held[0])):
+            if len({getattr(values, name) for values in held}) > 1:
+                chosen.add(name)  # what follows from what is chosen as well
+    assert {"padded_vocab_size", "pipeline_model_parallel_size", "expert_model_parallel_size"} <= chosen
+    for line in ["", *(wrong for wrong, _ in EXAMPLES.values())]:
+        try:
+            config = resolve(parse(shlex.split(f"{BASE} {line}")).values, Facts(cuda_available=True))
+        except ConfigurationError:
+            continue  # no value could be read
+        watched = {group.name: _unread(getattr(config, group.name)) for group in fields(Config)}
+        config = Config(**{name: values for name, (values, _) in watched.items()})
+        for rule in set(RULES) - of_every_value - set(RULES_OF_LAYOUTS):
+            list(rule(config, Facts(cuda_available=True)))
+            assert not chosen & {name for _, names in watched.values() for name in names}, (rule, line)
+
+
 @pytest.mark.parametrize("kind", RECOMPUTATIONS)
 def test_whether_a_kind_of_recomputation_is_legal_does_not_depend_on_the_layout(kind: str) -> None:
     """A search asks once for all layouts."""
@@ -171,6 +232,32 @@ def test_whether_a_kind_of_recomputation_is_legal_does_not_depend_on_the_layout(
     watched = replace(config, layout=layout)
     assert [found for rule in RULES_OF_RECOMPUTATION for found in rule(watched, Facts(cuda_available=True))] == []
     assert read == set()
+
+
+EXPERTS = (
+    f"--num-layers 8 --hidden-size 1024 --num-attention-heads 16 {_LLAMA} --num-experts 8 --moe-router-topk 2 "
+    "--tensor-model-parallel-size 2"
+)
+
+
+def test_what_layouts_share_is_the_same_for_each_by_itself() -> None:
+    """Layouts with the same tensor- and context-parallel sizes and micro batch hold the same of a layer, whatever their
+    stages, experts' ranks and sharding."""
+    question = asked(16, f"{EXPERTS} --global-batch-size 16", memory_gb=12.0)
+    candidates = list(search_module._candidates(question))
+    layouts_found = [each.config.layout for each in candidates]
+    assert {1, 2, 4} <= {layout.expert_model_parallel_size for layout in layouts_found}
+    assert {1, 2, 4} <= {layout.pipeline_model_parallel_size for layout in layouts_found}
+    assert {1, 2, 4} <= {each.config.training.micro_batch_size for each in candidates}
+    assert {"none", "full"} < {each.recomputation for each in candidates}
+    for each in candidates:
+        alone = Workload(each.config, Shapes(each.config), fused=True)
+        assert stage_memory(alone, each.stage) == each.memory
+        assert at_least(each.work, question.machine) == at_least(alone, question.machine)
+        assert at_least(each.work.plain, question.machine) <= at_least(alone, question.machine)
+        assert time_of(each.work, question.machine, bubble="formula") == time_of(
+            alone, question.machine, bubble="formula"
+        )
 
 
 def test_what_a_search_sums_once_is_the_same_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
