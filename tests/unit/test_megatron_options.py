@@ -143,6 +143,7 @@ def test_a_value_that_passes_silently_is_megatrons_default_or_asks_for_nothing()
         "--expert-tensor-parallel-size": "1",  # as the tensor-parallel size that a model without experts has
         "--recompute-modules": "core_attn",  # what selective recomputation covers
         "--rope-type": "rope",
+        "--rotary-seq-len-interpolation-factor": "1",  # positions as they are
         "--dataloader-type": "single",
         "--dist-ckpt-format": "torch_dist",
         "--exit-signal": "SIGTERM",

@@ -18,7 +18,10 @@ TOKENIZER_TYPES = (
 _FROM_ITS_FOLDER = "use HuggingFaceTokenizer with --tokenizer-model naming the model's folder, which has tokenizer.json"
 _OTHER_TOKENIZERS = {
     "MultimodalTokenizer": "images are not in this version",
-    **dict.fromkeys(("Llama3Tokenizer", "LLama3Tokenizer", "Qwen2Tokenizer", "Qwen3Tokenizer"), _FROM_ITS_FOLDER),
+    **dict.fromkeys(
+        ("Llama3Tokenizer", "LLama3Tokenizer", "Qwen2Tokenizer", "Qwen3Tokenizer", "PretrainedFromHF"),
+        _FROM_ITS_FOLDER,
+    ),
 }
 """Tokenizers of Megatron and of its forks that are not built, and what to use instead."""
 
