@@ -70,10 +70,16 @@ three_d=(
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 if ((gpus)); then machine=(--bf16); else machine=(--device cpu); fi
 case "${ranks:-$gpus}" in
-    1) ranks=1 layout=() ;;
-    2 | 3) ranks=2 layout=(--tensor-model-parallel-size 2 --sequence-parallel) ;;
-    4 | 5 | 6 | 7) ranks=4 layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2) ;;
-    *) ranks=8 layout=("${three_d[@]}") ;;
+    1) ranks=1 shape="one process" layout=() ;;
+    2 | 3)
+        ranks=2 shape="2 processes, TP 2"
+        layout=(--tensor-model-parallel-size 2 --sequence-parallel)
+        ;;
+    4 | 5 | 6 | 7)
+        ranks=4 shape="4 processes, TP 2 x PP 2"
+        layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2)
+        ;;
+    *) ranks=8 shape="8 processes, TP 2 x PP 2 x DP 2" layout=("${three_d[@]}") ;;
 esac
 export OMP_NUM_THREADS=1
 train() {
@@ -85,7 +91,7 @@ step "4/8 training on one process; stops after $stop of $iterations steps"
 python tools/prepare_cache.py "${model[@]}" "${training[@]}" "${data[@]}" "${machine[@]}" --micro-batch-size 8
 train 1 --micro-batch-size 8 --exit-interval "$stop" --log-interval 50
 
-step "5/8 the same run on $ranks processes, divided in other ways: resumes at step $stop and goes on with the same curve"
+step "5/8 the same run on $shape: resumes at step $stop and goes on with the same curve"
 train "$ranks" --micro-batch-size 2 --log-interval 5 "${layout[@]}"
 
 step "6/8 the loss curve (also as a page: $run/report.html)"

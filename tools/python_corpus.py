@@ -66,7 +66,9 @@ def is_validation(path: str, share: float) -> bool:
 
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
-    parser = ToolParser("Write sources of Python, the standard library's or a package's, as a training and a validation .jsonl file.")
+    parser = ToolParser(
+        "Write Python sources, the standard library's or a package's, as a training and a validation .jsonl file."
+    )
     parser.add_argument(
         "--output-prefix", required=True, help="the files get this name plus _train.jsonl, _valid.jsonl"
     )
