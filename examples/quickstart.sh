@@ -107,7 +107,8 @@ python tools/convert_checkpoint.py to-hf --load "$run/checkpoints" --save "$run/
     --no-verify --check-loss "$run/valid_text_document"
 
 step "8/8 a sample of it, by transformers"
-python tools/generate_sample.py --model "$run/hf" --prompt "def " --max-new-tokens 250 --temperature 0.6
+python tools/generate_sample.py --model "$run/hf" --max-new-tokens 225 --temperature 0.5 --prompt \
+    $'class SmallMLP(nn.Module):\n    def __init__(self, config'
 
 cat <<TEXT
 
@@ -115,6 +116,6 @@ Done in $((SECONDS - started)) s. Everything is under $run.
 The TensorBoard log is in $run/tensorboard. Next:
   python pretrain_gpt.py --help                                   # all flags
   bash examples/pretrain_cpu.sh                                   # the same data and model, 100 steps on one process
-  python tools/generate_sample.py --model $run/hf --prompt "class " --seed 1
+  python tools/generate_sample.py --model $run/hf --prompt "class " --max-new-tokens 200 --seed 1
   tensorboard --logdir $run/tensorboard          # the curves in a browser
 TEXT
