@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# From nothing to a trained GPT in Hugging Face's format, with a stop and a resume on the way, in about five minutes on
-# two cores.
-#   bash examples/quickstart.sh [FOLDER [ITERATIONS [RANKS]]]      default: runs/quickstart, 100
+# From nothing to a small GPT that writes PyTorch code, in Hugging Face's format, in some nine minutes of processor time.
+#   bash examples/quickstart.sh [FOLDER [ITERATIONS [RANKS]]]      default: runs/quickstart, 1200
 # Begins by emptying FOLDER, if an earlier quickstart made it; refuses any other folder that holds something.
-# Trains on RANKS (1, 2, 4 or 8) of the machine's GPUs, by default as many as it has, or else on CPU processes, by
-# default 8: the same program, the same flags.
+# Trains on one process, stops, and goes on from its checkpoint on RANKS (1, 2, 4 or 8) of the machine's GPUs, by default
+# as many as it has, or else on CPU processes, by default 8: the same program, the same flags, the same curve.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 run=${1:-runs/quickstart}
-iterations=${2:-100}
+iterations=${2:-1200}
 ranks=${3:-}
 while [[ $run == ?*/ ]]; do run=${run%/}; done # "link/" is what the link points to
 marker=.made_by_quickstart
@@ -30,36 +29,38 @@ find "$run" -mindepth 1 -maxdepth 1 ! -name "$marker" -exec rm -rf -- {} +
 started=$SECONDS
 step() { printf '\n== [%3d s] %s\n' "$((SECONDS - started))" "$*"; }
 
-step "1/8 corpus: the sources of this Python's standard library"
-python tools/python_corpus.py --output-prefix "$run/python"
+step "1/8 corpus: the models in the transformers package that is installed, PyTorch code in one style"
+python tools/python_corpus.py --output-prefix "$run/python" \
+    --package transformers --files "models/*/modeling_*.py" --without-header
 
-step "2/8 tokenizer: byte-level BPE with 8,192 entries"
-python tools/train_tokenizer.py --input "$run/python_train.jsonl" --output-dir "$run/tokenizer" --vocab-size 8192
+step "2/8 tokenizer: byte-level BPE with 1,024 entries"
+python tools/train_tokenizer.py --input "$run/python_train.jsonl" --output-dir "$run/tokenizer" --vocab-size 1024
 
 step "3/8 preprocessing: text to .bin/.idx with a manifest of what they are made from; every token checked"
 tokenizer=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$run/tokenizer")
 for part in train valid; do
     python tools/preprocess_data.py --input "$run/python_$part.jsonl" --output-prefix "$run/$part" \
         "${tokenizer[@]}" --append-eod --workers 2
-    python tools/inspect_dataset.py verify "$run/${part}_text_document" --vocab-size 8192
+    python tools/inspect_dataset.py verify "$run/${part}_text_document" --vocab-size 1024
 done
 cat "$run/train_manifest.json"
 
-# A Llama-shaped model of 7.7M parameters.
+# A Llama-shaped model of 0.9M parameters.
 model=(
-    --num-layers 8 --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 4
-    --swiglu --ffn-hidden-size 704 --normalization RMSNorm --disable-bias-linear
-    --position-embedding-type rope --seq-length 128 --hidden-dropout 0 --attention-dropout 0
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --swiglu --ffn-hidden-size 352 --normalization RMSNorm --disable-bias-linear
+    --position-embedding-type rope --seq-length 256 --hidden-dropout 0 --attention-dropout 0
 )
+stop=$((iterations * 97 / 100))
 training=(
-    --micro-batch-size 4 --global-batch-size 16 --train-iters "$iterations" --eval-at-start --eval-interval $((iterations / 2)) --eval-iters 4
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters $((iterations / 10)) --weight-decay 0.1
+    --global-batch-size 8 --train-iters "$iterations" --eval-at-start --eval-interval $((iterations / 2)) --eval-iters 8
+    --lr 6e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters $((iterations / 20)) --weight-decay 0.1
     --adam-beta2 0.95 --clip-grad 1.0
 )
 data=(--train-data-path "$run/train_text_document" --valid-data-path "$run/valid_text_document" "${tokenizer[@]}")
 outputs=(
-    --save "$run/checkpoints" --load "$run/checkpoints" --save-interval $((iterations / 2))
-    --tensorboard-dir "$run/tensorboard" --log-interval 5
+    --save "$run/checkpoints" --load "$run/checkpoints" --save-interval "$iterations"
+    --tensorboard-dir "$run/tensorboard"
 )
 three_d=(
     --tensor-model-parallel-size 2 --sequence-parallel
@@ -67,26 +68,31 @@ three_d=(
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
-if ((gpus)); then layout=(--bf16); else layout=(--device cpu); fi
+if ((gpus)); then machine=(--bf16); else machine=(--device cpu); fi
 case "${ranks:-$gpus}" in
-    1) ranks=1 ;;
-    2 | 3) ranks=2 layout+=(--tensor-model-parallel-size 2 --sequence-parallel) ;;
-    4 | 5 | 6 | 7) ranks=4 layout+=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2) ;;
-    *) ranks=8 layout+=("${three_d[@]}") ;;
+    1) ranks=1 shape="one process" layout=() ;;
+    2 | 3)
+        ranks=2 shape="2 processes, TP 2"
+        layout=(--tensor-model-parallel-size 2 --sequence-parallel)
+        ;;
+    4 | 5 | 6 | 7)
+        ranks=4 shape="4 processes, TP 2 x PP 2"
+        layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2)
+        ;;
+    *) ranks=8 shape="8 processes, TP 2 x PP 2 x DP 2" layout=("${three_d[@]}") ;;
 esac
 export OMP_NUM_THREADS=1
 train() {
-    python -m torch.distributed.run --nproc-per-node "$ranks" pretrain_gpt.py \
-        "${model[@]}" "${training[@]}" "${data[@]}" "${outputs[@]}" "${layout[@]}" "$@"
+    python -m torch.distributed.run --nproc-per-node "$1" pretrain_gpt.py \
+        "${model[@]}" "${training[@]}" "${data[@]}" "${outputs[@]}" "${machine[@]}" "${@:2}"
 }
 
-stop=$((iterations * 6 / 10))
-step "4/8 training on $ranks processes; stops after $stop of $iterations steps"
-python tools/prepare_cache.py "${model[@]}" "${training[@]}" "${data[@]}" "${layout[@]}" --world-size "$ranks"
-train --exit-interval "$stop"
+step "4/8 training on one process; stops after $stop of $iterations steps"
+python tools/prepare_cache.py "${model[@]}" "${training[@]}" "${data[@]}" "${machine[@]}" --micro-batch-size 8
+train 1 --micro-batch-size 8 --exit-interval "$stop" --log-interval 50
 
-step "5/8 the same command again: resumes at step $stop and goes on with the same curve"
-train
+step "5/8 the same run on $shape: resumes at step $stop and goes on with the same curve"
+train "$ranks" --micro-batch-size 2 --log-interval 5 "${layout[@]}"
 
 step "6/8 the loss curve (also as a page: $run/report.html)"
 python tools/show_run.py "$run/checkpoints/metrics.jsonl" --html "$run/report.html"
@@ -101,14 +107,15 @@ python tools/convert_checkpoint.py to-hf --load "$run/checkpoints" --save "$run/
     --no-verify --check-loss "$run/valid_text_document"
 
 step "8/8 a sample of it, by transformers"
-python tools/generate_sample.py --model "$run/hf" --prompt "def "
+python tools/generate_sample.py --model "$run/hf" --max-new-tokens 225 --temperature 0.5 --prompt \
+    $'class SmallMLP(nn.Module):\n    def __init__(self, config'
 
 cat <<TEXT
 
 Done in $((SECONDS - started)) s. Everything is under $run.
 The TensorBoard log is in $run/tensorboard. Next:
   python pretrain_gpt.py --help                                   # all flags
-  bash examples/pretrain_cpu.sh                                   # the same data and model on one process
-  python tools/generate_sample.py --model $run/hf --prompt "class " --seed 1
+  bash examples/pretrain_cpu.sh                                   # the same data and model, 100 steps on one process
+  python tools/generate_sample.py --model $run/hf --prompt "class " --max-new-tokens 200 --seed 1
   tensorboard --logdir $run/tensorboard          # the curves in a browser
 TEXT

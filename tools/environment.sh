@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by examples/quickstart.sh and tests/run.sh: gives them `python` with our requirements installed.
 #   source tools/environment.sh REQUIREMENTS_FILE
 # Uses the virtual environment that is active; otherwise makes and uses .venv in the root of the repository.

@@ -4,12 +4,14 @@ Launch scripts written for Megatron-LM name many of its roughly 850 options. Non
 each is in one of four classes: supported (a field of the schema), an old spelling (`old_spellings.py`, or an alias in
 the schema), of no bearing here (`megatron_accepted.py`: one warning line says what happens instead), or refused
 (`refused/`: it would change what is trained or kept). The last two are listed with the number of values that they take.
+What earlier releases had besides (`earlier_options.py`) is taken with a warning too.
 """
 
 import functools
 import re
 from dataclasses import dataclass
 
+from megatron_ext.config.earlier_options import EARLIER
 from megatron_ext.config.megatron_accepted import ACCEPTED
 from megatron_ext.config.refused import REFUSED
 
@@ -56,15 +58,25 @@ def _same(given: str, neutral: str) -> bool:
 
 
 def find(flag: str) -> MegatronOption | None:
-    """Return the option behind a flag, if Megatron has it and the schema does not."""
-    return megatron_options().get(flag)
+    """Return the option behind a flag, if Megatron has it, or had it, and the schema does not."""
+    return megatron_options().get(flag) or earlier_options().get(flag)
 
 
 @functools.cache
 def megatron_options() -> dict[str, MegatronOption]:
     """Return flag -> option, for all of them."""
+    return _read_tables((ACCEPTED, True), (REFUSED, False))
+
+
+@functools.cache
+def earlier_options() -> dict[str, MegatronOption]:
+    """Return flag -> option, for those that Megatron no longer has."""
+    return _read_tables((EARLIER, True))
+
+
+def _read_tables(*tables: tuple[tuple[tuple[str, str], ...], bool]) -> dict[str, MegatronOption]:
     found: dict[str, MegatronOption] = {}
-    for table, accepted in ((ACCEPTED, True), (REFUSED, False)):
+    for table, accepted in tables:
         for reason, flags in table:
             for entry in " ".join(flags.split()).split(", "):
                 option = _read_entry(entry, reason, accepted)

@@ -23,6 +23,7 @@ FLAGS: dict[str, str] = {
     "--no-pipeline-parallel": (
         "it is Megatron-DeepSpeed's: leave it out; without --pipeline-model-parallel-size there are no stages"
     ),
+    "--tokenizer-name-or-path": "it is Megatron-DeepSpeed's: use --tokenizer-model with HuggingFaceTokenizer",
     "--ds-sequence-parallel-size": (
         "it is Megatron-DeepSpeed's: use --context-parallel-size with --cp-comm-type a2a, which exchanges heads"
     ),

@@ -2,7 +2,7 @@
 show."""
 
 from megatron_ext.config.help_text import default_text
-from megatron_ext.config.megatron_options import megatron_options
+from megatron_ext.config.megatron_options import earlier_options, megatron_options
 from megatron_ext.config.old_spellings import FLAGS, VALUES
 from megatron_ext.config.options import Option, flag_of, options
 from megatron_ext.config.other_defaults import other_default
@@ -21,6 +21,7 @@ def pinned_command_line() -> str:
 def flags_page() -> str:
     """Return docs/flags.md: every flag by group, and what becomes of Megatron's other options."""
     accepted = [known for known in megatron_options().values() if known.accepted]
+    earlier = list(earlier_options().values())
     refused = [known for known in megatron_options().values() if not known.accepted]
     lines = [
         "# Flags",
@@ -66,7 +67,11 @@ def flags_page() -> str:
         "",
         *_old_spellings(),
     ]
-    for title, known_options in (("Of no bearing here", accepted), ("Refused", refused)):
+    for title, known_options in (
+        ("Of no bearing here", accepted),
+        ("Of earlier releases and forks, and of no bearing here", earlier),
+        ("Refused", refused),
+    ):
         lines += ["", f"### {title}", ""]
         reasons: dict[str, list[str]] = {}
         for known in known_options:

@@ -1,9 +1,14 @@
 """No option of Megatron falls through: each is supported, accepted with a warning, or refused by name."""
 
-from megatron_ext.config.megatron_options import megatron_options
+import pytest
+
+from megatron_ext.config import other_programs
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.megatron_options import earlier_options, megatron_options
 from megatron_ext.config.old_spellings import FLAGS, VALUES
 from megatron_ext.config.options import options_by_flag, options_by_name
 from megatron_ext.config.other_defaults import OTHER_DEFAULTS, OTHER_MEANINGS
+from megatron_ext.errors import ConfigurationError
 from tests.support.megatron_wheel import UNREADABLE, wheel_options
 
 OUR_OWN = {
@@ -138,6 +143,7 @@ def test_a_value_that_passes_silently_is_megatrons_default_or_asks_for_nothing()
         "--expert-tensor-parallel-size": "1",  # as the tensor-parallel size that a model without experts has
         "--recompute-modules": "core_attn",  # what selective recomputation covers
         "--rope-type": "rope",
+        "--rotary-seq-len-interpolation-factor": "1",  # positions as they are
         "--dataloader-type": "single",
         "--dist-ckpt-format": "torch_dist",
         "--exit-signal": "SIGTERM",
@@ -159,3 +165,23 @@ def test_an_old_value_is_one_of_megatrons_and_is_taken_as_one_of_ours():
         assert option.choices is None or new in option.choices
         theirs = wheel_options()[option.flag].choices
         assert theirs is None or old in theirs or old == "zarr", (name, old)
+
+
+def test_an_option_of_an_earlier_release_is_in_no_other_class():
+    """Where Megatron has it again, the list read from its wheel says what becomes of it."""
+    earlier = set(earlier_options())
+    assert earlier
+    assert not earlier & (set(wheel_options()) | set(options_by_flag()) | set(FLAGS) | set(other_programs.FLAGS))
+
+
+def test_a_script_of_an_earlier_release_is_taken_with_a_warning_for_each():
+    words = "--data-impl lazy --DDP-impl torch --no-async-tensor-model-parallel-allreduce --partition_activations"
+    typed = parse(words.split())
+    assert [warning.partition(" changes")[0] for warning in typed.warnings] == [
+        *("--data-impl", "--DDP-impl", "--no-async-tensor-model-parallel-allreduce", "--partition-activations")
+    ]
+
+
+def test_tokenizers_of_forks_are_refused_with_what_to_use():
+    with pytest.raises(ConfigurationError, match=r"Llama3Tokenizer.* use HuggingFaceTokenizer with --tokenizer-model"):
+        parse(["--tokenizer-type", "Llama3Tokenizer"])

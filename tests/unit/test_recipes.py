@@ -84,6 +84,19 @@ def test_every_published_config_is_that_of_a_recipe() -> None:
     assert {model_of(recipe) for recipe, _ in with_published_config()} == set(PUBLISHED)
 
 
+TOO_LARGE_FOR_ONE_MACHINE = {"gpt3-175b", "gpt3-175b-megatron-deepspeed", "llama3.1-405b"}
+"""Recipes that begin with a cluster: no machine of 8 holds these models, as docs/recipes.md says."""
+
+
+@pytest.mark.parametrize("recipe", WITH_MODEL, ids=named)
+def test_its_model_has_a_row_for_one_machine_of_8_and_one_for_a_cluster(recipe: Recipe) -> None:
+    alike = [other for other in WITH_MODEL if model_of(other) == model_of(recipe)]
+    numbers = {devices.number for other in alike for devices in other.devices}
+    assert max(devices.number for devices in recipe.devices) >= 64
+    if recipe.name not in TOO_LARGE_FOR_ONE_MACHINE:
+        assert 8 in numbers
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
 def test_it_says_where_its_numbers_are_from(recipe: Recipe) -> None:
     assert recipe.title.endswith(".") or recipe.name == "continued"

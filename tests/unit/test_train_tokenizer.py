@@ -86,3 +86,27 @@ def test_python_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert paths["train"] == sorted(paths["train"])
     assert 10 <= len(paths["valid"]) <= 30
     assert all(row["text"] == f"# {row['path']} é" for split_rows in rows.values() for row in split_rows)
+
+
+def test_a_corpus_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Files of one pattern, without the comment that each begins with; the package's own code does not run."""
+    for path, text in {
+        "models/a/modeling_a.py": "# Copyright\n#\n\n# Licence\nimport torch  # kept\n# kept\n",
+        "models/b/modeling_b.py": '"""No comment."""\n',
+        "models/b/other.py": "no",
+        "__init__.py": "raise SystemError",
+    }.items():
+        (tmp_path / "some_package" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "some_package" / path).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tool = runpy.run_path(str(TOOLS / "python_corpus.py"))
+    flags = ["--output-prefix", str(tmp_path / "c"), "--files", "models/*/modeling_*.py", "--without-header"]
+    assert tool["main"]([*flags, "--package", "some_package"]) == 0
+    lines = [line for split in ("train", "valid") for line in (tmp_path / f"c_{split}.jsonl").read_text().splitlines()]
+    assert {row["path"]: row["text"] for row in map(json.loads, lines)} == {
+        "models/a/modeling_a.py": "import torch  # kept\n# kept\n",
+        "models/b/modeling_b.py": '"""No comment."""\n',
+    }
+    for name in ("no_such_package", "json.tool", "this"):
+        with pytest.raises(ConfigurationError, match=f"--package {name} is not installed"):
+            tool["main"]([*flags, "--package", name])

@@ -50,7 +50,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "other rotary variants are not in this version; use --rotary-base, --rotary-percent or --use-rope-scaling",
         """
-        --rotary-seq-len-interpolation-factor N, --rope-type N =rope,
+        --rotary-seq-len-interpolation-factor N =1, --rope-type N =rope,
         --yarn-original-max-position-embeddings N, --yarn-beta-fast N, --yarn-beta-slow N,
         --yarn-correction-range-round-to-int, --no-yarn-correction-range-round-to-int, --no-rope-freq N,
         --mrope-section N...

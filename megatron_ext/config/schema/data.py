@@ -15,6 +15,17 @@ TOKENIZER_TYPES = (
 """Values of --tokenizer-type; `tokenizer/build.py` builds each."""
 
 
+_FROM_ITS_FOLDER = "use HuggingFaceTokenizer with --tokenizer-model naming the model's folder, which has tokenizer.json"
+_OTHER_TOKENIZERS = {
+    "MultimodalTokenizer": "images are not in this version",
+    **dict.fromkeys(
+        ("Llama3Tokenizer", "LLama3Tokenizer", "Qwen2Tokenizer", "Qwen3Tokenizer", "PretrainedFromHF"),
+        _FROM_ITS_FOLDER,
+    ),
+}
+"""Tokenizers of Megatron and of its forks that are not built, and what to use instead."""
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Options of the data."""
@@ -47,6 +58,7 @@ class DataConfig:
         "Tokenizer that made the data.",
         resume="tokenizer",
         choices=TOKENIZER_TYPES,
+        refused=_OTHER_TOKENIZERS,
     )
     accept_other_tokenizer: bool = free(
         False, "Train although a manifest next to the data says that another tokenizer made it; default refuse."
