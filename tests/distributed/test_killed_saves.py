@@ -39,7 +39,8 @@ def test_50_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded, killed = [], 0
     for point in range(POINTS):
         try:
-            run_ranks(1, _save_and_die, str(tmp_path / "save"), duration * (point + 1) / POINTS)
+            [taken] = run_ranks(1, _save_and_die, str(tmp_path / "save"), duration * (point + 1) / POINTS)
+            duration = min(duration, taken)  # the first one may have been measured on a busier machine
         except RankError as error:
             if "exit code -14" not in str(error):
                 raise
