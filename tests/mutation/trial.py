@@ -22,6 +22,8 @@ from tests.mutation.operators import Mutant, mutants_of, sample
 ROOT = Path(__file__).resolve().parents[2]
 _VARIABLES_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _AT_IMPORT = "import"
+BY_HAND = "by hand"
+"""The operator of mistakes that somebody has thought of."""
 _INTERPRETERS = ("subprocess", "launched", "sys.executable", "fresh=True")
 
 
@@ -124,6 +126,23 @@ def chosen_mutants(
         every = mutants_of((ROOT / path).read_text(encoding="utf-8"), path)
         wanted = (one for one in every if (path, one.line) not in recorded.at_import and one.operator not in without)
         found += sample(list(wanted), each, seed)
+    return found
+
+
+def planted_by_hand(path: Path) -> list[Mutant]:
+    """Return the mistakes of a file that somebody has thought of, one JSON line for each: path, original, replacement.
+
+    Raises:
+        ValueError: an original does not stand in its file exactly once, or its replacement moves the lines after it.
+    """
+    found = []
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        file, original, replacement = row["path"], row["original"], row["replacement"]
+        before, *after = (ROOT / file).read_text(encoding="utf-8").split(original)
+        if len(after) != 1 or original.count("\n") != replacement.count("\n"):
+            raise ValueError(f"{path}: {original!r} stands {len(after)} times in {file}, or moves its lines")
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n") - 1
+        found.append(Mutant(file, BY_HAND, line, column, original, replacement))
     return found
 
 
