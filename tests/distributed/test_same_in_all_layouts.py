@@ -1,7 +1,9 @@
 """What is counted next to the loss is the same in every layout, an evaluation changes nothing, and what bf16 computes
 is right by value."""
 
+import dataclasses
 import shlex
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.model.names import global_named_parameters
+from megatron_ext.parallel.rows import local_part
 from megatron_ext.train.gradient_watch import _before_other_uses
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
@@ -69,36 +72,67 @@ OF_EXPERTS = (
     f"{EXPERTS} --use-distributed-optimizer --context-parallel-size 2 --expert-model-parallel-size 2",
 )
 OF_SAMPLES = f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss"
-TIED_ENDS = (f"{TIED} --pipeline-model-parallel-size 2", f"{TIED} --tensor-model-parallel-size 2", f"{TIED} --bf16")
+UNBALANCED = "--num-experts 4 --moe-ffn-hidden-size 24"
+TIED_ENDS = (
+    f"{TIED} --pipeline-model-parallel-size 2",
+    f"{TIED} --tensor-model-parallel-size 2",
+    f"{TIED} --use-torch-fsdp2",
+)
 
 
-def _measured(layout: str) -> tuple[float, float, float]:
-    """The norm of all weights, and both auxiliary losses of a step (0 of a dense model)."""
+@dataclass(frozen=True)
+class Measured:
+    """Norms of all weights and of the first gradients, and what the routers of a step add to the loss."""
+
+    weights: float
+    gradients: float
+    balance: float | None
+    z: float | None
+    z_of_next_step: float | None
+    exact: float
+    """The norm of this rank's weights by themselves, in fp64."""
+
+
+def _measured(layout: str) -> Measured:
     from megatron_ext.train.norms import parameters_norm
+    from megatron_ext.train.step import AuxiliaryLosses
     from megatron_ext.train.trainer import Trainer
 
     run = build([*FLAGS, *layout.split()])
-    norm, found = parameters_norm(run), Trainer(run, []).step().auxiliary_losses
+    weights = [weight.detach() for chunk in run.chunks for weight in chunk.parameters()]
+    squares = [local_part(weight).double().square().sum() for weight in weights]
+    norm, trainer = parameters_norm(run), Trainer(run, [])
+    first, second = trainer.step(), trainer.step()
     run.loaders.close()
-    return norm, *((0.0, 0.0) if found is None else (found.load_balancing or 0.0, found.z or 0.0))
+    auxiliary, next_step = (result.auxiliary_losses or AuxiliaryLosses(None, None) for result in (first, second))
+    assert first.grad_norm is not None
+    exact = float(torch.stack(squares).sum().sqrt())
+    return Measured(norm, first.grad_norm, auxiliary.load_balancing, auxiliary.z, next_step.z, exact)
 
 
-def test_norm_of_weights_and_auxiliary_losses_do_not_depend_on_the_layout() -> None:
-    """Weights that ranks hold together count once, be they divided, whole, tied, or experts; losses are means."""
-    alone = (EXPERTS, OF_SAMPLES, TIED, f"{TIED} --bf16")
+def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout() -> None:
+    """Weights that ranks hold together count once, be they divided, whole, tied, or experts; losses are means. A loss
+    scale, and 16 bits, change gradients by their roundings alone."""
+    alone = (EXPERTS, OF_SAMPLES, TIED, f"{TIED} --bf16", f"{TIED} --fp16 --initial-loss-scale 1024", UNBALANCED)
     [known] = run_ranks(1, in_turn, _measured, alone)
-    experts, of_samples, tied, in_bf16 = known
-    assert experts[1] > 1.0
-    assert min(experts[2], of_samples[1]) > 0.0
+    experts, of_samples, tied, in_bf16, in_fp16, unbalanced = known
+    for one in known:
+        assert one.weights == pytest.approx(one.exact, rel=1e-6), "in fp64, of 16-bit weights too"
+    assert (experts.balance or 0.0) > 1.0
+    assert experts.z_of_next_step == pytest.approx(experts.z, rel=0.3), "of one step"
+    assert (unbalanced.balance, unbalanced.z) == (None, None)
+    for one in (in_bf16, in_fp16):
+        assert one.gradients == pytest.approx(tied.gradients, rel=2.0**-6)
     divided = {
         **dict.fromkeys(OF_EXPERTS, experts),
         f"{OF_SAMPLES} --context-parallel-size 2": of_samples,
-        **dict.fromkeys(TIED_ENDS[:2], tied),
-        TIED_ENDS[2]: in_bf16,
+        **dict.fromkeys(TIED_ENDS, tied),
     }
     for rank in run_ranks(2, in_turn, _measured, list(divided)):
         for (layout, expected), found in zip(divided.items(), rank, strict=True):
-            assert found == pytest.approx(expected, rel=1e-6), layout
+            same = dataclasses.replace(found, exact=expected.exact)
+            assert dataclasses.asdict(same) == pytest.approx(dataclasses.asdict(expected), rel=1e-5), layout
+            assert found.weights == pytest.approx(expected.weights, rel=1e-6), layout
 
 
 def _losses_with_dropout(evaluations: int) -> tuple[list[str], list[str]]:

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_when_it_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
 class _Save:
     """A save that is written when it is told to be."""
 
-    log: list[str] = []
+    log: ClassVar[list[str]] = []
     is_written = False
 
     def __init__(self, run: Any, folder: str, *, background: bool, kept: Any):

@@ -157,3 +157,23 @@ def test_the_groups_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     groups.initialize(other, SimpleNamespace())  # pyright: ignore[reportArgumentType]
     assert (seen["virtual_pipeline_model_parallel_size"], seen["order"]) == (3, "tp-cp-ep-pp-dp")
+
+
+@pytest.mark.parametrize(
+    ("asked", "from_host", "backend"),
+    [(None, False, "nccl"), ("gloo", False, "gloo"), (None, True, "cpu:gloo,cuda:nccl"), ("ucc", False, "ucc")],
+)
+def test_how_ranks_talk(asked: str | None, from_host: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(groups.sockets, "keep_to_this_machine", lambda: None)
+    monkeypatch.setattr(groups.torch.distributed, "init_process_group", lambda **given: seen.update(given))
+    bound: list[bool] = []
+    device: Any = SimpleNamespace(
+        backend="nccl", backend_with_host="cpu:gloo,cuda:nccl", bind_group=lambda: bound.append(True)
+    )
+    layout = LayoutConfig(world_size=1, distributed_backend=asked, distributed_timeout_minutes=2.0)
+    assert groups.start(layout, device, from_host=from_host) is seen["store"]
+    assert (seen["backend"], seen["rank"], seen["world_size"]) == (backend, 0, 1)
+    assert seen["timeout"].total_seconds() == 125.0
+    assert bound == [True]

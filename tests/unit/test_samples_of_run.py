@@ -97,3 +97,11 @@ def test_samples_of_an_evaluation() -> None:
 def test_a_file_that_is_named_twice_is_one_source() -> None:
     data: Any = _Samples()
     assert use_of_sources(data, 40, 8) == {"a": {"samples": 40, "tokens": 320, "epochs": 0.8}}
+
+
+def test_a_checkpoint_gives_the_flags_of_another_only_if_they_are_the_same() -> None:
+    one = Resume(Path("a"), 1, None, {"lr": 1.0})
+    assert one.gives_the_flags_of(Resume(Path("a"), 1, None, {"lr": 1.0}))
+    assert not one.gives_the_flags_of(Resume(Path("a"), 1, None, {"lr": 2.0})), "it was read from elsewhere"
+    assert not one.gives_the_flags_of(Resume(Path("b"), 1, None, {"lr": 1.0}))
+    assert not one.gives_the_flags_of(None)

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.config.schema import Config, OptimizerConfig, TrainingConfig
 from megatron_ext.errors import StoppedBySignal
 from megatron_ext.train import trainer as module
+from megatron_ext.train.gradient_watch import Finding
 from megatron_ext.train.state import TrainState
-from megatron_ext.train.step import StepResult
+from megatron_ext.train.step import StepResult, _cause, _sum
 from megatron_ext.train.trainer import Callback, Trainer
 
 CONFIG = Config(
@@ -128,3 +130,17 @@ def test_the_first_reason_is_told_and_a_signal_is_not_forgotten(monkeypatch: pyt
     with pytest.raises(StoppedBySignal, match=r"stopped at iteration 1: SIGTERM; nothing saved: no --save"):
         trainer.fit()
     assert heard == ["first begins", "second begins", "second ends", "first ends"]
+
+
+def test_losses_are_added_in_fp64() -> None:
+    """fp32 counts to 2^24, tokens too: from there on one more is none."""
+    losses = torch.tensor([[2.0**24, 2.0**24], [1.0, 1.0], [1.0, 1.0]])
+    assert _sum(losses).tolist() == [2**24 + 2, 2**24 + 2]
+    assert _sum(losses).dtype == torch.float64
+
+
+def test_the_cause_is_what_a_backward_pass_comes_to_first_on_the_lowest_rank() -> None:
+    early, late = Finding((0, 1), "early"), Finding((3, 0), "late")
+    assert _cause([early, None, late, late]) == "rank 2: late"
+    assert _cause([None, early]) == "rank 1: early"
+    assert _cause([None, None]) is None
