@@ -136,6 +136,24 @@ def test_tests_that_execute_a_line_come_first_and_the_quickest_file_before_other
     assert recorded.tests_of("megatron_ext/data/x.py", 4, 100.0) == ["naming.py::a"], "in an interpreter of its own"
 
 
+def test_mistakes_of_a_file_are_planted_where_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sums.py").write_text(SOURCE)
+    monkeypatch.setattr(trial, "ROOT", tmp_path)
+
+    def planted(original: str, replacement: str) -> list[Mutant]:
+        row = {"path": "sums.py", "original": original, "replacement": replacement}
+        (tmp_path / "mistakes.jsonl").write_text(json.dumps(row) + "\n")
+        return trial.planted_by_hand(tmp_path / "mistakes.jsonl")
+
+    [found] = planted("dtype=torch.float32", "dtype=torch.bfloat16")
+    assert (found.operator, found.line) == ("by hand", 11)
+    assert found.apply(SOURCE) == SOURCE.replace("torch.float32", "torch.bfloat16")
+    for original, replacement in (("not there", "x"), ("LIMIT = 5", "LIMIT = 5\n"), ("names", "x")):
+        times = SOURCE.count(original)
+        with pytest.raises(ValueError, match=rf"stands {times} times in sums\.py, or moves its lines"):
+            planted(original, replacement)
+
+
 def test_lines_are_recorded_of_this_process_and_of_its_forks(tmp_path: Path) -> None:
     folder = tmp_path / "megatron_ext"
     folder.mkdir()
