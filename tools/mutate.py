@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import ConfigurationError
-from tests.mutation.page import BEFORE, BEGIN, END, JUDGED, PAGE, RESULTS, page
+from tests.mutation.page import BEGIN, END, PAGE, whole_page
 from tests.mutation.trial import (
     ROOT,
     chosen_mutants,
@@ -83,7 +83,7 @@ def _again(options: Namespace) -> None:
 def _table(_options: Namespace) -> None:
     text = PAGE.read_text(encoding="utf-8")
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(f"{head}{BEGIN}\n{page(BEFORE, RESULTS, JUDGED)}\n{END}{tail}", encoding="utf-8")
+    PAGE.write_text(f"{head}{BEGIN}\n{whole_page()}\n{END}{tail}", encoding="utf-8")
 
 
 def _given(options: Namespace, name: str) -> Path:

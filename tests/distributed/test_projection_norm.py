@@ -80,5 +80,6 @@ def test_equals_its_formula_on_the_heads_of_all_ranks(heads: int, bf16: bool) ->
         for_x[:, :, _own(rank, heads)] += one.for_x.double()
         sizes[:, :, _own(rank, heads)] += one.for_x.double().abs()
     _assert_close(for_x, x.grad, sizes, bf16)
+    assert weight.grad is not None
     of_ranks = torch.stack([one.for_weight.double() for one in found])
     _assert_close(of_ranks.sum(0) / 10, weight.grad / 10, of_ranks.abs().sum(0) / 10, bf16)

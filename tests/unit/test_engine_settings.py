@@ -27,8 +27,14 @@ SCALES = {"initial_loss_scale": 4096.0, "min_loss_scale": 16.0, "loss_scale_wind
 def test_the_optimizers_settings(training: dict[str, Any]) -> None:
     config = small_config(training=training, layout={"overlap_param_gather": True})
     logging = type(config.logging)(log_num_zeros_in_grad=True)
-    own = {"lr": 0.25, "min_lr": 0.125, "decoupled_lr": 0.5, "decoupled_min_lr": 0.0625, "weight_decay": 0.03}
-    adam = {"adam_beta1": 0.7, "adam_beta2": 0.8, "adam_eps": 1e-5}
+    own: dict[str, Any] = {
+        "lr": 0.25,
+        "min_lr": 0.125,
+        "decoupled_lr": 0.5,
+        "decoupled_min_lr": 0.0625,
+        "weight_decay": 0.03,
+    }
+    adam: dict[str, Any] = {"adam_beta1": 0.7, "adam_beta2": 0.8, "adam_eps": 1e-5}
     optimizer = OptimizerConfig(**own, **adam, clip_grad=0.75)
     config = type(config)(config.model, config.layout, config.training, optimizer, config.data, logging=logging)
     for distributed in (False, True):

@@ -16,7 +16,20 @@ import pytest
 from tests.mutation import trial
 from tests.mutation.host import Lines, replace_function, until_ready
 from tests.mutation.operators import Mutant, mutants_of, sample
-from tests.mutation.page import BEFORE, BEGIN, END, JUDGED, PAGE, RESULTS, name_of, page, read_judged
+from tests.mutation.page import (
+    BEFORE,
+    BEGIN,
+    END,
+    JUDGED,
+    OF_A_READER,
+    PAGE,
+    RESULTS,
+    name_of,
+    of_a_reader,
+    page,
+    read_judged,
+    whole_page,
+)
 from tests.mutation.trial import Recorded, read_results
 
 SOURCE = '''
@@ -201,10 +214,8 @@ def _hung(action: Callable[[], object]) -> tuple[bool, str]:
 
 def test_the_page_is_what_was_found() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text.split(BEGIN)[1].split(END)[0].strip() == page(BEFORE, RESULTS, JUDGED).strip(), (
-        "run python tools/mutate.py table"
-    )
-    known = {name_of(mutant) for mutant in {**read_results(BEFORE), **read_results(RESULTS)}}
+    assert text.split(BEGIN)[1].split(END)[0].strip() == whole_page(), "run python tools/mutate.py table"
+    known = {name_of(mutant) for path in (BEFORE, RESULTS, OF_A_READER) for mutant in read_results(path)}
     assert read_judged(JUDGED).keys() <= known
 
 
@@ -224,3 +235,14 @@ def test_a_page_counts_by_room(tmp_path: Path) -> None:
     assert "- x/a.py: `1` → `2`: t" in lines
     assert "- y/a.py: `1` → `2`: same" in lines
     assert "- y/a.py: `1` → `2`: not looked at yet" in lines
+    # The same mistakes, as if a reader had thought of them.
+    rows = [json.loads(line) for line in (tmp_path / "after").read_text().splitlines()]
+    rows[0]["new_test"] = True
+    (tmp_path / "reader").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    lines = of_a_reader(tmp_path / "reader", tmp_path / "judged").splitlines()
+    assert lines[2:5] == [
+        "| x | 2 | 2 | 1 | 0 | 0 | 100% |",
+        "| y | 2 | 0 | 0 | 1 | 1 | 0% |",
+        "| all | 4 | 2 | 1 | 1 | 1 | 67% |",
+    ]
+    assert "- y/a.py: `1` → `2`: same" in lines
