@@ -1,5 +1,6 @@
 """Extras of the loop by themselves: when they evaluate, save, compare and stop, on a trainer made by hand."""
 
+import dataclasses
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,11 +9,12 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_ext.errors import NumericError, StorageError
-from megatron_ext.train.callbacks import checkpointing, evaluation, replicas, stopping
+from megatron_ext.train.callbacks import checkpointing, evaluation, replicas, standard, stopping
 from megatron_ext.train.callbacks.checkpointing import Checkpointing
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.stopping import Stopping
+from tests.support.small_models import small_config
 
 NOTHING: Any = None
 
@@ -146,3 +148,53 @@ def test_the_deadline_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Stopping(NOTHING, None, 2.5).deadline == 1150.0
     assert Stopping(NOTHING, None, None).deadline is None
     assert time.monotonic() > 0
+
+
+def _standard(monkeypatch: pytest.MonkeyPatch, **groups: dict[str, Any]) -> dict[str, tuple[tuple[Any, ...], Any]]:
+    """The arguments of the callbacks that flags ask for, by class, in the order of the list."""
+    made: dict[str, tuple[tuple[Any, ...], Any]] = {}
+    for name in ("Status", "Profiling", "Reporting", "ReplicaCheck", "SpikeCheck", "GarbageCollection", "Evaluation"):
+        monkeypatch.setattr(standard, name, lambda *given, name=name, **named: made.update({name: (given, named)}))
+    monkeypatch.setattr(standard, "Stopping", lambda *given, **named: made.update(Stopping=(given, named)))
+    monkeypatch.setattr(checkpointing, "Checkpointing", lambda *given, **named: made.update(Saves=(given, named)))
+    monkeypatch.setattr(standard, "StepProfiler", SimpleNamespace(from_config=lambda *_: "profiler"))
+    config = small_config(training={"train_iters": 10, "eval_interval": 7, **groups.pop("training", {})})
+    for group, values in groups.items():
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **values)})
+    run: Any = SimpleNamespace(
+        config=config, device=NOTHING, groups=SimpleNamespace(pp=NOTHING), rank=0, is_last_rank=False, recorder=None
+    )
+    run.loaders = SimpleNamespace(valid="valid", test="test")
+    standard.standard_callbacks(run, "signals", "status")  # pyright: ignore[reportArgumentType]
+    return made
+
+
+def test_flags_reach_the_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _standard(monkeypatch)
+    assert list(made) == ["Status", "Profiling", "Reporting", "ReplicaCheck", "Evaluation", "Stopping"]
+    assert made["Evaluation"] == (("valid", "test", 7, None), {"at_start": False, "first": 0})
+    assert made["Stopping"] == (("signals", None, None), {"elastic": False})
+    training = {
+        "start_eval_at_iter": 3,
+        "eval_at_start": True,
+        "spike_threshold": 2.5,
+        "manual_gc": True,
+        "manual_gc_interval": 4,
+        "check_weight_hash_across_dp_replicas_interval": 5,
+        "check_replicated_weights_interval": 6,
+        "exit_interval": 8,
+        "exit_duration_in_mins": 9.0,
+    }
+    saves = {"save": "folder", "save_interval": 11}
+    made = _standard(monkeypatch, training=training, checkpoint=saves, layout={"elastic": True})
+    assert made["Evaluation"][1] == {"at_start": True, "first": 3}
+    assert made["Stopping"] == (("signals", 8, 9.0), {"elastic": True})
+    assert made["ReplicaCheck"][0] == (5, 6)
+    assert made["SpikeCheck"][0] == (2.5,)
+    assert made["GarbageCollection"][0] == (4, 7)
+    assert made["Saves"] == (("folder", 11), {"background": False})
+    assert list(made)[-2:] == ["Stopping", "Saves"]
+    quiet = {"manual_gc": True, "no_manual_gc_eval": True}
+    made = _standard(monkeypatch, training=quiet, checkpoint={**saves, "async_save": True})
+    assert made["GarbageCollection"][0] == (0, 0)
+    assert made["Saves"][1] == {"background": True}
