@@ -74,6 +74,13 @@ def test_equals_attention_written_out(groups: int, scale: float | None, dtype: t
             )
 
 
+def test_as_many_samples_as_heads_share_keys() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(6, heads, 9, 16) for heads in (6, 2, 2))
+    expected = _written_out(query.double(), key.double(), value.double(), 0.25)
+    torch.testing.assert_close(_attention()(query, key, value).double(), expected, atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("exchange", "packed", "called"),
     [

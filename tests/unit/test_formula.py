@@ -14,8 +14,11 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.data.formula import FormulaSource
 from megatron_ext.data.indexed import IndexedWriter
+from megatron_ext.data.integrity import share_of
 from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.mask import BEGINS, COUNTS, Mask, header, mask_path
 from megatron_ext.data.mixture import Mixture
 from megatron_ext.data.permutation import Permutation
 from megatron_ext.data.splits import split_bounds
@@ -146,6 +149,22 @@ def test_tokens_of_four_bytes(tmp_path: Path):
     documents = [document for document in write(tmp_path / "a", 60_000, 60, dtype=np.int32) if document]
     valid = build(tmp_path, train=1, data_path=(str(tmp_path / "a"),), split="80,20,0").valid
     assert sorted(texts(valid, range(len(valid)))) == windows(documents[round(0.8 * len(documents)) :])
+
+
+def test_documents_that_were_packed_are_windows(tmp_path: Path):
+    """Of one length, to the last one; the label of its last token belongs to another document, and never counts."""
+    prefix, tokens = tmp_path / "a", np.arange(100, 100 + 3 * SEQ, dtype=np.uint16)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_tokens(tokens.tobytes(), np.array([SEQ] * 3))
+    mask_path(prefix).write_bytes(header(SEQ) + bytes([COUNTS | BEGINS] * len(tokens)))
+    mask = Mask(str(prefix), len(tokens))
+    source = FormulaSource(str(prefix), share_of(str(prefix), (0.0, 1.0)), SEQ, b"key", mask)
+    assert source.windows == 3
+    for number in range(3):
+        window, flags = source.window(number), source.flags(number)
+        assert window.tolist() == [*tokens[number * SEQ : (number + 1) * SEQ].tolist(), 0]
+        assert flags.tolist() == [COUNTS | BEGINS] * SEQ + [0]
+        assert (window.dtype, flags.dtype) == (np.int64, np.int64)
 
 
 def test_blends_and_passes(tmp_path: Path):

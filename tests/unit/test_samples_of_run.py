@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.native.resume import Resume
+from megatron_ext.config.batch import evaluation_batch
 from megatron_ext.config.schema import Config, DataConfig, TrainingConfig
 from megatron_ext.data.accounting import use_of_sources
 from megatron_ext.data.corpus import Splits
@@ -36,6 +37,12 @@ def _config(**training: Any) -> Config:
 def test_samples_of_a_run(training: dict[str, Any], expected: tuple[int, int]) -> None:
     train, held_out = expected
     assert samples_of_run(_config(**training)) == Splits(train, held_out, held_out)
+
+
+def test_batches_of_an_evaluation() -> None:
+    """Those of the training, unless they have flags of their own."""
+    assert evaluation_batch(_config(micro_batch_size=2)) == (8, 2)
+    assert evaluation_batch(_config(eval_global_batch_size=16, eval_micro_batch_size=4)) == (16, 4)
 
 
 def test_samples_of_a_step() -> None:
