@@ -2,6 +2,7 @@
 
     python tools/mutate.py record --lines lines.jsonl                       # once: which tests execute which lines
     python tools/mutate.py try megatron_ext/train/step.py --lines lines.jsonl --output found.jsonl --each 20
+    python tools/mutate.py try --planted mistakes.jsonl --lines lines.jsonl --output found.jsonl    # those of a file
     python tools/mutate.py again --lines lines.jsonl --output found.jsonl   # those that survived, with today's tests
     python tools/mutate.py table                                            # writes docs/mutations.md
 
@@ -21,8 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import ConfigurationError
-from tests.mutation.page import BEFORE, BEGIN, END, JUDGED, PAGE, RESULTS, page
-from tests.mutation.trial import ROOT, chosen_mutants, read_recorded, read_results, record, try_mutants
+from tests.mutation.page import BEGIN, END, PAGE, whole_page
+from tests.mutation.trial import (
+    ROOT,
+    chosen_mutants,
+    planted_by_hand,
+    read_recorded,
+    read_results,
+    record,
+    try_mutants,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -38,6 +47,7 @@ def _parser() -> ToolParser:
     parser.add_argument("files", nargs="*", metavar="FILE", help="of the package; for record, files of tests")
     parser.add_argument("--lines", type=Path, metavar="FILE", help="which tests execute which lines, from record")
     parser.add_argument("--output", type=Path, metavar="FILE", help="results, one JSON line for each mutant")
+    parser.add_argument("--planted", type=Path, metavar="FILE", help="mistakes to try, a JSON line for each")
     parser.add_argument("--each", type=int, default=10, metavar="N", help="mutants of each file; default 10")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the mutants; default 0")
     parser.add_argument("--without", action="append", default=[], metavar="OPERATOR", help="none of this; repeatable")
@@ -58,6 +68,7 @@ def _record(options: Namespace) -> None:
 def _try(options: Namespace) -> None:
     output, recorded = _given(options, "output"), read_recorded(_given(options, "lines"))
     mutants = chosen_mutants(options.files, options.each, options.seed, recorded, options.without)
+    mutants += [] if options.planted is None else planted_by_hand(options.planted)
     done = read_results(output)
     left = [mutant for mutant in mutants if mutant not in done]
     try_mutants(left, recorded, output, budget=options.budget, seconds=options.seconds, light=options.light)
@@ -72,7 +83,7 @@ def _again(options: Namespace) -> None:
 def _table(_options: Namespace) -> None:
     text = PAGE.read_text(encoding="utf-8")
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(f"{head}{BEGIN}\n{page(BEFORE, RESULTS, JUDGED)}\n{END}{tail}", encoding="utf-8")
+    PAGE.write_text(f"{head}{BEGIN}\n{whole_page()}\n{END}{tail}", encoding="utf-8")
 
 
 def _given(options: Namespace, name: str) -> Path:

@@ -318,6 +318,8 @@ def test_a_weight_that_was_bad_before_is_told_from_a_bad_gradient() -> None:
 def _overflowing(flags: str, plants: Sequence[Plant]) -> list[tuple[bool, bool, float]]:
     trainer = _build(flags)
     saboteur = _Saboteur(trainer.run)
+    read, places = trainer.run.loaders.train.global_batch, []
+    trainer.run.loaders.train.global_batch = lambda first, *more: places.append(first) or read(first, *more)
     assert trainer.step().updated
     found = []
     for plant in plants:
@@ -325,6 +327,8 @@ def _overflowing(flags: str, plants: Sequence[Plant]) -> list[tuple[bool, bool, 
         saboteur.arm(plant)
         result = trainer.step()
         found.append((result.updated, before == _weights(trainer.run), result.loss_scale))
+    assert places == [0, 4, 8, 12], "the data goes on"
+    assert (trainer.run.state.consumed_samples, trainer.run.state.scheduled_samples) == (16, 4)
     return found
 
 

@@ -19,6 +19,7 @@ from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
 
 EVENTS = ("SIGTERM", "SIGINT", "stop file", "deadline")
+ON_ALL = "SIGTERM on all"
 REASONS = {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "deadline": "--exit-duration-in-mins is over"}
 
 
@@ -41,6 +42,8 @@ def _stops(event: str, file: Path) -> list[list[tuple[str, bool, bool]]]:
             stopping.deadline = time.monotonic()
         elif sees and event == "stop file":
             file.touch()
+        elif event == ON_ALL:
+            os.kill(os.getpid(), signal.SIGTERM)
         elif sees:
             os.kill(os.getpid(), getattr(signal, event))
         stopping.on_step_end(trainer, None)  # pyright: ignore[reportArgumentType]
@@ -59,11 +62,13 @@ def _all_events(folder: str) -> tuple[list[list[list[tuple[str, bool, bool]]]], 
     made: Any = list(_world.pg_map)
     limits = {group._get_backend(torch.device("cpu")).options._timeout for group in made}
     assert len(made) > 3
-    return [_stops(event, Path(folder) / "stop") for event in EVENTS], limits
+    return [_stops(event, Path(folder) / "stop") for event in (*EVENTS, ON_ALL)], limits
 
 
 def test_all_ranks_stop_for_what_rank_1_alone_has_seen(tmp_path: Path) -> None:
     (first, limits), (second, also) = run_ranks(2, _all_events, str(tmp_path))
+    # torchrun takes all ranks down by SIGTERM: a stop for this launch, however many have seen it.
+    assert first.pop() == second.pop() == [[], [("SIGTERM", True, False)]]
     for event, (before, told), (before_too, told_too) in zip(EVENTS, first, second, strict=True):
         assert before == before_too == [], event
         [(reason, by_signal, for_good)], [(said, by_signal_too, for_good_too)] = told, told_too

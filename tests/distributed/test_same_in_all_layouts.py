@@ -1,13 +1,18 @@
 """What is counted next to the loss is the same in every layout, an evaluation changes nothing, and what bf16 computes
 is right by value."""
 
+import dataclasses
 import shlex
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_ext.model.names import global_named_parameters
+from megatron_ext.parallel.rows import local_part
+from megatron_ext.train.gradient_watch import _before_other_uses
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.checkpoints import build
 from tests.support.in_turn import in_turn
@@ -52,6 +57,84 @@ def test_counts_do_not_depend_on_the_layout() -> None:
     for rank in run_ranks(2, in_turn, _counted, LAYOUTS):
         for layout, found in zip(LAYOUTS, rank, strict=True):
             assert found == expected, layout
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.3 --moe-z-loss-coeff 0.02 --micro-batch-size 2"
+)
+TIED = "--untie-embeddings-and-output-weights=false"
+OF_EXPERTS = (
+    f"{EXPERTS} --expert-model-parallel-size 2",
+    f"{EXPERTS} --context-parallel-size 2",
+    f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel",
+    f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+    "--moe-token-dispatcher-type alltoall",
+    f"{EXPERTS} --use-distributed-optimizer --context-parallel-size 2 --expert-model-parallel-size 2",
+)
+OF_SAMPLES = f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss"
+UNBALANCED = "--num-experts 4 --moe-ffn-hidden-size 24"
+TIED_ENDS = (
+    f"{TIED} --pipeline-model-parallel-size 2",
+    f"{TIED} --tensor-model-parallel-size 2",
+    f"{TIED} --use-torch-fsdp2",
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Norms of all weights and of the first gradients, and what the routers of a step add to the loss."""
+
+    weights: float
+    gradients: float
+    balance: float | None
+    z: float | None
+    z_of_next_step: float | None
+    exact: float
+    """The norm of this rank's weights by themselves, in fp64."""
+
+
+def _measured(layout: str) -> Measured:
+    from megatron_ext.train.norms import parameters_norm
+    from megatron_ext.train.step import AuxiliaryLosses
+    from megatron_ext.train.trainer import Trainer
+
+    run = build([*FLAGS, *layout.split()])
+    weights = [weight.detach() for chunk in run.chunks for weight in chunk.parameters()]
+    squares = [local_part(weight).double().square().sum() for weight in weights]
+    norm, trainer = parameters_norm(run), Trainer(run, [])
+    first, second = trainer.step(), trainer.step()
+    run.loaders.close()
+    auxiliary, next_step = (result.auxiliary_losses or AuxiliaryLosses(None, None) for result in (first, second))
+    assert first.grad_norm is not None
+    exact = float(torch.stack(squares).sum().sqrt())
+    return Measured(norm, first.grad_norm, auxiliary.load_balancing, auxiliary.z, next_step.z, exact)
+
+
+def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout() -> None:
+    """Weights that ranks hold together count once, be they divided, whole, tied, or experts; losses are means. A loss
+    scale, and 16 bits, change gradients by their roundings alone."""
+    alone = (EXPERTS, OF_SAMPLES, TIED, f"{TIED} --bf16", f"{TIED} --fp16 --initial-loss-scale 1024", UNBALANCED)
+    [known] = run_ranks(1, in_turn, _measured, alone)
+    experts, of_samples, tied, in_bf16, in_fp16, unbalanced = known
+    for one in known:
+        assert one.weights == pytest.approx(one.exact, rel=1e-6), "in fp64, of 16-bit weights too"
+    assert (experts.balance or 0.0) > 1.0
+    assert (of_samples.balance or 0.0) > 0.0
+    assert experts.z_of_next_step == pytest.approx(experts.z, rel=0.3), "of one step"
+    assert (unbalanced.balance, unbalanced.z) == (None, None)
+    for one in (in_bf16, in_fp16):
+        assert one.gradients == pytest.approx(tied.gradients, rel=2.0**-6)
+    divided = {
+        **dict.fromkeys(OF_EXPERTS, experts),
+        f"{OF_SAMPLES} --context-parallel-size 2": of_samples,
+        **dict.fromkeys(TIED_ENDS, tied),
+    }
+    for rank in run_ranks(2, in_turn, _measured, list(divided)):
+        for (layout, expected), found in zip(divided.items(), rank, strict=True):
+            same = dataclasses.astuple(dataclasses.replace(found, exact=expected.exact))
+            numbers = [value or 0.0 for value in dataclasses.astuple(expected)]  # None of a dense model
+            assert [value or 0.0 for value in same] == pytest.approx(numbers, rel=1e-5), layout
+            assert found.weights == pytest.approx(expected.weights, rel=1e-6), layout
 
 
 def _losses_with_dropout(evaluations: int) -> tuple[list[str], list[str]]:
@@ -143,13 +226,78 @@ def _masters_and_update(scheme: str) -> dict[str, float]:
     return far
 
 
-def _sixteen_bits(what: str) -> Any:
-    return _loss_of_divided_logits() if what == "loss" else _masters_and_update(what)
+SCHEMES = (
+    "--use-distributed-optimizer",
+    "--use-torch-fsdp2",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+    "--use-megatron-fsdp",
+)
+
+
+class _OwnGradients:
+    """Adds up, in fp64, what this rank's microbatches give before anything is reduced, by name."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.made: dict[str, list[torch.Tensor]] = {}
+
+    def register(self, chunk: Any) -> list[tuple[str, torch.nn.Parameter]]:
+        parameters = list(global_named_parameters([chunk]))
+        self.names |= {id(parameter): name for name, parameter in parameters}
+        return parameters
+
+    def watch(self, name: str, weight: torch.Tensor) -> None:
+        made = self.made.setdefault(name, [])
+        _before_other_uses(weight, lambda gradient: made.append(gradient.double().clone()))
+
+    def before_reduction(self, parameters: Any) -> None:
+        for parameter in parameters:
+            self.made.setdefault(self.names[id(parameter)], []).append(parameter.main_grad.double().clone())
+
+
+def _far_from_the_sum(scheme: str) -> dict[str, float]:
+    """One step in bf16 of two microbatches a rank. By parameter, how far the reduced gradient is from the sum of all
+    microbatches', in units of 2^-24 of the sum of their sizes."""
+    from megatron_ext.train.trainer import Callback, Trainer
+    from megatron_ext.verify import gather
+
+    run = build([*FLAGS, "--bf16", *scheme.split()])
+    own, far = _OwnGradients(), {}
+    for chunk in run.chunks:
+        run.sharding.watch(chunk, own)
+
+    class Watch(Callback):
+        def before_update(self, trainer: Any) -> None:
+            for shard in gather.gradients(run):
+                made = torch.stack(own.made[shard.name])
+                both = torch.stack((made.sum(0), made.abs().sum(0)))
+                torch.distributed.all_reduce(both)
+                exact, sizes = both / (4 * 16)
+                error = (torch.from_numpy(shard.values).double() - exact).abs()
+                far[shard.name] = float((error / (sizes * FP32).clamp(min=1e-30)).max())
+
+    Trainer(run, [Watch()]).step()
+    run.loaders.close()
+    return far
+
+
+def _sixteen_bits(asked: tuple[str, str]) -> Any:
+    what, scheme = asked
+    if what == "loss":
+        return _loss_of_divided_logits()
+    return _masters_and_update(scheme) if what == "update" else _far_from_the_sum(scheme)
 
 
 @pytest.fixture(scope="module")
-def sixteen_bits() -> list[Any]:
-    return run_ranks(2, in_turn, _sixteen_bits, ["loss", "", "--use-torch-fsdp2"])
+def by_scheme() -> list[Any]:
+    """What each of two ranks finds, the gradients of each scheme last."""
+    updates = [("loss", ""), ("update", ""), ("update", "--use-torch-fsdp2")]
+    return run_ranks(2, in_turn, _sixteen_bits, [*updates, *(("sum", scheme) for scheme in SCHEMES)])
+
+
+@pytest.fixture(scope="module")
+def sixteen_bits(by_scheme: list[Any]) -> list[Any]:
+    return [found[:3] for found in by_scheme]
 
 
 def test_the_loss_of_divided_bf16_logits_is_fp32(sixteen_bits: list[Any]) -> None:
@@ -173,3 +321,11 @@ def test_bf16_gradients_are_added_in_fp32(sixteen_bits: list[Any]) -> None:
     for _, far, _ in sixteen_bits:
         assert far["compared"] > 10
         assert far["gradients"] <= 4.0
+
+
+def test_bf16_gradients_are_reduced_in_fp32_by_every_scheme(by_scheme: list[Any]) -> None:
+    """As above: 4 roundings to fp32. One to bf16 would be 2^16 of them."""
+    for found in by_scheme:
+        for scheme, far in zip(SCHEMES, found[3:], strict=True):
+            assert len(far) > 10
+            assert max(far.values()) <= 4.0, scheme

@@ -213,13 +213,16 @@ def test_bad_data_is_written_down_and_left_out(tmp_path: Path) -> None:
 
 
 def test_a_step_without_a_sample_updates_nothing() -> None:
-    [(plain, skipped)] = {
-        tuple(map(tuple, found)) for found in run_ranks(2, in_turn, _updates, ["", "--skip-samples 24-47"])
-    }
+    cases = ["", "--skip-samples 24-47", "--skip-samples 24-28"]
+    [(plain, skipped, partly)] = {tuple(map(tuple, found)) for found in run_ranks(2, in_turn, _updates, cases)}
     assert plain[:2] == skipped[:2], "until there"
     assert (skipped[2], skipped[3]) == (((0.0).hex(), False, 24), ((0.0).hex(), False, 24))
     assert skipped[4][1]
     assert math.isfinite(float.fromhex(skipped[4][0]))
+    # Of the third batch five samples are left out: the others are trained on.
+    assert partly[:2] == plain[:2]
+    assert partly[2][1]
+    assert partly[2][0] != plain[2][0]
 
 
 def _updates(flags: str) -> list[tuple[str, bool, int]]:

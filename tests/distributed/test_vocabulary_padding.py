@@ -14,26 +14,36 @@ VOCAB_SIZE = 250
 UNTIED = (False, True)
 
 
-def _loss_and_gradients(config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Losses, or their sum, and gradients by name."""
+
+
+def _losses_and_sum(config) -> list[Found]:
+    """Of the loss of each token, and of their sum in one with the output layer (--linear-cross-entropy)."""
     [gpt], _ = build_small_model(config)
     tokens = torch.randint(0, VOCAB_SIZE, (2, 17), generator=torch.Generator().manual_seed(0))
-    losses = gpt(tokens[:, :-1], torch.arange(16).expand(2, 16), None, labels=tokens[:, 1:])
-    losses.sum().backward()
-    return losses.detach(), {name: tensor.grad for name, tensor in global_named_parameters([gpt])}  # pyright: ignore
+    given = tokens[:, :-1], torch.arange(16).expand(2, 16), None
+    found: list[Found] = []
+    for mask in (None, torch.ones(2, 16)):
+        losses = gpt(*given, labels=tokens[:, 1:], loss_mask=mask)
+        losses.sum().backward()
+        found.append((losses.detach(), {name: tensor.grad for name, tensor in global_named_parameters([gpt])}))  # pyright: ignore
+        gpt.zero_grad(set_to_none=True)
+    return found
 
 
-def _results(padded: int, tp: int) -> list[list[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+def _results(padded: int, tp: int) -> list[list[list[Found]]]:
     """By rank: of a model with tied, and of one with untied embeddings."""
     layout = {"tensor_model_parallel_size": tp, "world_size": tp}
     models = [
         {**LLAMA, "untie_embeddings_and_output_weights": untied, "padded_vocab_size": padded} for untied in UNTIED
     ]
     configs = [small_config(model, layout, vocab_size=VOCAB_SIZE) for model in models]
-    return run_ranks(tp, in_turn, _loss_and_gradients, configs)
+    return run_ranks(tp, in_turn, _losses_and_sum, configs)
 
 
 @pytest.fixture(scope="module")
-def unpadded() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+def unpadded() -> list[list[Found]]:
     return _results(VOCAB_SIZE, tp=1)[0]
 
 
@@ -42,10 +52,11 @@ def test_loss_and_gradients_are_those_without_padding(padded: int, tp: int, unpa
     """At 512 over 4 ranks, two ranks hold nothing but padding."""
     by_rank = _results(padded, tp)
     for number, untied in enumerate(UNTIED):
-        _assert_equal(unpadded[number], [rank[number] for rank in by_rank], untied)
+        for way, exact in enumerate(unpadded[number]):
+            _assert_equal(exact, [rank[number][way] for rank in by_rank], untied)
 
 
-def _assert_equal(exact: Any, results: list[tuple[torch.Tensor, dict[str, torch.Tensor]]], untied: bool) -> None:
+def _assert_equal(exact: Any, results: list[Found], untied: bool) -> None:
     expected, gradients = exact
     for losses, _ in results:
         torch.testing.assert_close(losses, expected, rtol=3e-7, atol=0)

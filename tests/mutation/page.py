@@ -12,6 +12,7 @@ from tests.mutation.trial import ROOT, read_results
 PAGE = ROOT / "docs" / "mutations.md"
 BEFORE = Path(__file__).with_name("results_before.jsonl")
 RESULTS = Path(__file__).with_name("results.jsonl")
+OF_A_READER = Path(__file__).with_name("results_by_hand.jsonl")
 JUDGED = Path(__file__).with_name("judged.json")
 VERDICTS = ("equivalent", "accepted", "test added", "open")
 BEGIN, END = "<!-- tools/mutate.py: begin -->", "<!-- tools/mutate.py: end -->"
@@ -33,8 +34,14 @@ def read_judged(path: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
-def page(before: Path, after: Path, judged: Path) -> str:
+def whole_page() -> str:
     """Return the part of docs/mutations.md between its marks."""
+    parts = [page(BEFORE, RESULTS, JUDGED), "## Mistakes of a reader", of_a_reader(OF_A_READER, JUDGED)]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def page(before: Path, after: Path, judged: Path) -> str:
+    """Return what became of the mutants, by room and by operator, and what was judged of them."""
     verdicts = read_judged(judged)
     first, last = read_results(before), read_results(after)
     rooms = sorted({room_of(mutant.path) for mutant in last})
@@ -49,6 +56,26 @@ def page(before: Path, after: Path, judged: Path) -> str:
     lines += [f"| {kind} | {count} | {missed[kind]} |" for kind, count in sorted(kinds.items())]
     lines += ["", *_judgements(first, last, verdicts)]
     return "\n".join(lines)
+
+
+def of_a_reader(results: Path, judged: Path) -> str:
+    """Return what became of the mistakes that a reader has thought of: a table by room, and those that no test catches.
+
+    A row of the results may have `new_test`: the test that caught it was written with this list in hand.
+    """
+    verdicts, found = read_judged(judged), read_results(results)
+    lines = ["| room | planted | caught | by a test written for the list | equivalent | survived | score |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for room in [*sorted({room_of(mutant.path) for mutant in found}), "all"]:
+        of_room = {m: row for m, row in found.items() if room in (room_of(m.path), "all")}
+        caught = {m: row for m, row in of_room.items() if row["outcome"] == "caught"}
+        equivalent = sum(_verdict(m, verdicts) == "equivalent" for m in of_room.keys() - caught.keys())
+        counted, new = len(of_room) - equivalent, sum(bool(row.get("new_test")) for row in caught.values())
+        score = f"{100 * len(caught) / counted:.0f}%" if counted else "-"
+        lines.append(
+            f"| {room} | {len(of_room)} | {len(caught)} | {new} | {equivalent} | {counted - len(caught)} | {score} |"
+        )
+    return "\n".join([*lines, "", *_judgements(found, found, verdicts)])
 
 
 def room_of(path: str) -> str:

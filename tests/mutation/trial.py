@@ -1,8 +1,8 @@
 """Chooses the tests of each mutant, and has a warm process try them on a copy of the tree.
 
-What was recorded (`record`) says which tests execute a line. A mutant's tests are those, file by file, the quickest
-file first, and after them the other tests of these files, which may look at what a shared run has left; as many as a
-budget of seconds allows. The first that fails has caught the mutant. So has one that hangs.
+What was recorded (`record`) says which tests execute a line. A mutant's tests are those, the files in turn, and after
+them the other tests of these files, which may look at what a shared run has left; as many as a budget of seconds
+allows. The first that fails has caught the mutant. So has one that hangs.
 """
 
 import json
@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.mutation.operators import Mutant, mutants_of, sample
 ROOT = Path(__file__).resolve().parents[2]
 _VARIABLES_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _AT_IMPORT = "import"
+BY_HAND = "by hand"
+"""The operator of mistakes that somebody has thought of."""
 _INTERPRETERS = ("subprocess", "launched", "sys.executable", "fresh=True")
 
 
@@ -45,8 +48,10 @@ class Recorded:
         by_file: dict[str, list[str]] = defaultdict(list)
         for name in self.by_line.get((path, line), ()):
             by_file[name.split("::")[0]].append(name)
-        files = sorted(by_file, key=lambda file: sum(self.seconds[name] for name in by_file[file][:20]))
-        wanted = [name for file in files for name in by_file[file]]
+        files = sorted(by_file, key=lambda file: min(self.seconds[name] for name in by_file[file]))
+        # The files in turn, the quickest test of each first: tests of one file look at the same things.
+        in_turn = (sorted(by_file[file], key=self.seconds.__getitem__) for file in files)
+        wanted = [name for turn in zip_longest(*in_turn) for name in turn if name is not None]
         seen = set(wanted)
         files += sorted(self._naming(path) - by_file.keys())
         wanted += [name for name in self.seconds if name.split("::")[0] in files and name not in seen]
@@ -124,6 +129,23 @@ def chosen_mutants(
         every = mutants_of((ROOT / path).read_text(encoding="utf-8"), path)
         wanted = (one for one in every if (path, one.line) not in recorded.at_import and one.operator not in without)
         found += sample(list(wanted), each, seed)
+    return found
+
+
+def planted_by_hand(path: Path) -> list[Mutant]:
+    """Return the mistakes of a file that somebody has thought of, one JSON line for each: path, original, replacement.
+
+    Raises:
+        ValueError: an original does not stand in its file exactly once, or its replacement moves the lines after it.
+    """
+    found = []
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        file, original, replacement = row["path"], row["original"], row["replacement"]
+        before, *after = (ROOT / file).read_text(encoding="utf-8").split(original)
+        if len(after) != 1 or original.count("\n") != replacement.count("\n"):
+            raise ValueError(f"{path}: {original!r} stands {len(after)} times in {file}, or moves its lines")
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n") - 1
+        found.append(Mutant(file, BY_HAND, line, column, original, replacement))
     return found
 
 

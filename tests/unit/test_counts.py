@@ -1,10 +1,12 @@
 """What is reported next to the loss: tokens, samples, rates, over intervals of a clock that the test turns."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.train.callbacks import reporting
 from megatron_ext.train.callbacks.reporting import Reporting
@@ -13,6 +15,10 @@ from megatron_ext.train.step import StepResult
 from tests.support.small_models import small_config
 
 RANKS = 4
+CURVE = OptimizerConfig(
+    lr=1.0, weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=100 * 4 / 1000
+)
+"""Over 100 batches of 4: a thousandth for each sample of an update."""
 
 
 class _Sink:
@@ -32,7 +38,7 @@ def _trainer(state: TrainState) -> Any:
     samples = SimpleNamespace(sources=[], counts=lambda consumed: [])
     run = SimpleNamespace(
         state=state,
-        config=small_config(training={"train_iters": 100}),
+        config=dataclasses.replace(small_config(training={"train_iters": 100}), optimizer=CURVE),
         is_last_rank=True,
         world_size=RANKS,
         device=device,
@@ -53,7 +59,7 @@ def _reported(monkeypatch: pytest.MonkeyPatch, batches: list[int], seconds: list
         clock[0] += duration
         state.iteration, state.consumed_samples = number, state.consumed_samples + batch
         state.consumed_tokens += 10 * batch
-        state.scheduled_samples += batch
+        state.scheduled_samples += batch // 2  # as if half of them had updated nothing
         state.interval_loss, state.interval_losses = state.interval_loss + number, state.interval_losses + 1
         report.on_step_end(trainer, StepResult(float(number), 10 * batch, batch, True, 0.5, 1.0, None))
         clock[0] += 77.0  # an evaluation, which is no training
@@ -76,6 +82,7 @@ def test_intervals_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.lm_loss for row in log.written] == [1.0, 2.5, 5.0]
     assert [row.consumed_samples for row in log.written] == [4, 20, 84]
     assert [row.consumed_tokens for row in log.written] == [40, 200, 840]
+    assert [row.weight_decay for row in log.written] == pytest.approx([0.002, 0.010, 0.042])
     assert [row.global_batch_size for row in log.written] == [4, 8, 32]
 
 

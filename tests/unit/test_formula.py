@@ -14,8 +14,11 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits, build_datasets
+from megatron_ext.data.formula import FormulaSource
 from megatron_ext.data.indexed import IndexedWriter
+from megatron_ext.data.integrity import share_of
 from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.mask import BEGINS, COUNTS, Mask, header, mask_path
 from megatron_ext.data.mixture import Mixture
 from megatron_ext.data.permutation import Permutation
 from megatron_ext.data.splits import split_bounds
@@ -23,6 +26,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.byte import ByteTokenizer
 
 SEQ = 8
+PINNED, PINNED_LARGE = [720, 781, 924, 58, 462], [69726931, 57063159, 120290890]
 
 
 @pytest.mark.parametrize("sizes", [range(1, 201), (1000, 1024, 4095, 4097, 9_973)], ids=["small", "large"])
@@ -40,6 +44,12 @@ def test_a_huge_permutation_stays_in_range_without_repeating(size: int):
     assert all(0 <= number < size for number in numbers)
     # As spread as random numbers: the mean of 4,000 is within five standard errors of the middle.
     assert abs(sum(numbers) / 4000 / size - 0.5) < 5 * 12**-0.5 / 4000**0.5
+
+
+def test_the_order_is_the_same_for_ever():
+    """Another one would give every run that goes on samples that it has seen."""
+    assert [Permutation(1000, b"seed 1, epoch 0")(index) for index in (0, 1, 2, 500, 999)] == PINNED
+    assert [Permutation(122_000_000, b"seed 1, epoch 0")(index) for index in (0, 1, 121_999_999)] == PINNED_LARGE
 
 
 def test_all_orders_are_about_as_likely():
@@ -70,11 +80,11 @@ def test_shares_of_a_split_are_megatron_cores():
         assert split_bounds(split) == convert_split_vector_to_split_matrix(parse_and_normalize_split(split)), split
 
 
-def write(prefix: Path, first: int, documents: int, seed: int = 0) -> list[list[int]]:
+def write(prefix: Path, first: int, documents: int, seed: int = 0, dtype: Any = np.uint16) -> list[list[int]]:
     """Documents of 0 to 30 tokens, of ascending numbers from `first`, so that each token says where it lies."""
     lengths = np.random.default_rng(seed).integers(0, 31, documents)
-    tokens = np.arange(first, first + lengths.sum(), dtype=np.uint16)
-    with IndexedWriter(prefix, np.uint16) as writer:
+    tokens = np.arange(first, first + lengths.sum(), dtype=dtype)
+    with IndexedWriter(prefix, dtype) as writer:
         writer.add_tokens(tokens.tobytes(), lengths)
     return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])]
 
@@ -132,6 +142,29 @@ def test_each_epoch_has_every_window_once_in_an_order_of_its_own(tmp_path: Path)
         "loss_mask": np.float32,
         "position_ids": np.int64,
     }
+
+
+def test_tokens_of_four_bytes(tmp_path: Path):
+    """Of a vocabulary above 65,536, in the second split: places in the file are bytes."""
+    documents = [document for document in write(tmp_path / "a", 60_000, 60, dtype=np.int32) if document]
+    valid = build(tmp_path, train=1, data_path=(str(tmp_path / "a"),), split="80,20,0").valid
+    assert sorted(texts(valid, range(len(valid)))) == windows(documents[round(0.8 * len(documents)) :])
+
+
+def test_documents_that_were_packed_are_windows(tmp_path: Path):
+    """Of one length, to the last one; the label of its last token belongs to another document, and never counts."""
+    prefix, tokens = tmp_path / "a", np.arange(100, 100 + 3 * SEQ, dtype=np.uint16)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_tokens(tokens.tobytes(), np.array([SEQ] * 3))
+    mask_path(prefix).write_bytes(header(SEQ) + bytes([COUNTS | BEGINS] * len(tokens)))
+    mask = Mask(str(prefix), len(tokens))
+    source = FormulaSource(str(prefix), share_of(str(prefix), (0.0, 1.0)), SEQ, b"key", mask)
+    assert source.windows == 3
+    for number in range(3):
+        window, flags = source.window(number), source.flags(number)
+        assert window.tolist() == [*tokens[number * SEQ : (number + 1) * SEQ].tolist(), 0]
+        assert flags.tolist() == [COUNTS | BEGINS] * SEQ + [0]
+        assert (window.dtype, flags.dtype) == (np.int64, np.int64)
 
 
 def test_blends_and_passes(tmp_path: Path):

@@ -18,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rotary_interleaved": True,
         "rotary_percent": 0.5,
     },
+    "pairs of neighbouring channels, all of them": {**LLAMA, "rotary_interleaved": True},
     "Mixtral": {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32},
 }
 ROWS, LENGTH = 3, 12

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.data.batch import Batch, StageView
 from megatron_ext.data.loader import BatchLoader
-from megatron_ext.data.skipped import NOTHING
+from megatron_ext.data.skipped import NOTHING, skipped_samples
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.errors import DataError
 from megatron_ext.train.run import HeldOut, Loaders
@@ -63,6 +63,27 @@ def test_content_does_not_depend_on_the_threads(num_workers: int):
     assert firsts(loader.global_batch(500, 1)) == [[502, 503]]  # a resume
     assert firsts(loader.global_batch(504, 1)) == [[506, 507]]
     loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_another_ranks_microbatches_leave_what_is_loaded_ahead(num_workers: int):
+    """A spike's batch is read again in another place, rank 0's too."""
+    loader = make(num_workers=num_workers)
+    assert firsts(loader.global_batch(0, 2)) == [[2, 3], [6, 7]]
+    assert firsts(loader.microbatches_of(0, 0, 2)) == [[0, 1], [4, 5]]
+    assert firsts(loader.microbatches_of(1, 0, 2)) == [[2, 3], [6, 7]]
+    assert firsts(loader.global_batch(8, 2)) == [[10, 11], [14, 15]]
+    loader.close()
+
+
+def test_a_skipped_sample_is_padding_and_is_not_read():
+    dataset = Counting()
+    [batch] = make(dataset, skipped=skipped_samples(["3", "6-9"])).global_batch(0, 1)
+    assert dataset.reads == [2]
+    assert batch.tokens is not None
+    assert batch.loss_mask is not None
+    assert batch.tokens.tolist() == [[2, 3, 4, 5], [0, 0, 0, 0]]
+    assert batch.loss_mask.sum(1).tolist() == [SEQ, 0]
 
 
 def test_dtypes_and_shapes():

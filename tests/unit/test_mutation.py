@@ -16,7 +16,20 @@ import pytest
 from tests.mutation import trial
 from tests.mutation.host import Lines, replace_function, until_ready
 from tests.mutation.operators import Mutant, mutants_of, sample
-from tests.mutation.page import BEFORE, BEGIN, END, JUDGED, PAGE, RESULTS, name_of, page, read_judged
+from tests.mutation.page import (
+    BEFORE,
+    BEGIN,
+    END,
+    JUDGED,
+    OF_A_READER,
+    PAGE,
+    RESULTS,
+    name_of,
+    of_a_reader,
+    page,
+    read_judged,
+    whole_page,
+)
 from tests.mutation.trial import Recorded, read_results
 
 SOURCE = '''
@@ -136,6 +149,24 @@ def test_tests_that_execute_a_line_come_first_and_the_quickest_file_before_other
     assert recorded.tests_of("megatron_ext/data/x.py", 4, 100.0) == ["naming.py::a"], "in an interpreter of its own"
 
 
+def test_mistakes_of_a_file_are_planted_where_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sums.py").write_text(SOURCE)
+    monkeypatch.setattr(trial, "ROOT", tmp_path)
+
+    def planted(original: str, replacement: str) -> list[Mutant]:
+        row = {"path": "sums.py", "original": original, "replacement": replacement}
+        (tmp_path / "mistakes.jsonl").write_text(json.dumps(row) + "\n")
+        return trial.planted_by_hand(tmp_path / "mistakes.jsonl")
+
+    [found] = planted("dtype=torch.float32", "dtype=torch.bfloat16")
+    assert (found.operator, found.line) == ("by hand", 11)
+    assert found.apply(SOURCE) == SOURCE.replace("torch.float32", "torch.bfloat16")
+    for original, replacement in (("not there", "x"), ("LIMIT = 5", "LIMIT = 5\n"), ("names", "x")):
+        times = SOURCE.count(original)
+        with pytest.raises(ValueError, match=rf"stands {times} times in sums\.py, or moves its lines"):
+            planted(original, replacement)
+
+
 def test_lines_are_recorded_of_this_process_and_of_its_forks(tmp_path: Path) -> None:
     folder = tmp_path / "megatron_ext"
     folder.mkdir()
@@ -183,10 +214,8 @@ def _hung(action: Callable[[], object]) -> tuple[bool, str]:
 
 def test_the_page_is_what_was_found() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text.split(BEGIN)[1].split(END)[0].strip() == page(BEFORE, RESULTS, JUDGED).strip(), (
-        "run python tools/mutate.py table"
-    )
-    known = {name_of(mutant) for mutant in {**read_results(BEFORE), **read_results(RESULTS)}}
+    assert text.split(BEGIN)[1].split(END)[0].strip() == whole_page(), "run python tools/mutate.py table"
+    known = {name_of(mutant) for path in (BEFORE, RESULTS, OF_A_READER) for mutant in read_results(path)}
     assert read_judged(JUDGED).keys() <= known
 
 
@@ -206,3 +235,14 @@ def test_a_page_counts_by_room(tmp_path: Path) -> None:
     assert "- x/a.py: `1` → `2`: t" in lines
     assert "- y/a.py: `1` → `2`: same" in lines
     assert "- y/a.py: `1` → `2`: not looked at yet" in lines
+    # The same mistakes, as if a reader had thought of them.
+    rows = [json.loads(line) for line in (tmp_path / "after").read_text().splitlines()]
+    rows[0]["new_test"] = True
+    (tmp_path / "reader").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    lines = of_a_reader(tmp_path / "reader", tmp_path / "judged").splitlines()
+    assert lines[2:5] == [
+        "| x | 2 | 2 | 1 | 0 | 0 | 100% |",
+        "| y | 2 | 0 | 0 | 1 | 1 | 0% |",
+        "| all | 4 | 2 | 1 | 1 | 1 | 67% |",
+    ]
+    assert "- y/a.py: `1` → `2`: same" in lines

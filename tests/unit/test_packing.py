@@ -72,6 +72,31 @@ def test_every_stage_knows_the_documents_and_restarted_positions() -> None:
         assert (got.tokens is None, got.labels is None) == (not first, not last)
 
 
+def test_documents_begin_where_the_samples_say_so() -> None:
+    """And not after an end of document; a padding sample is one document."""
+    begins = torch.zeros(LENGTH, dtype=torch.bool)
+    begins[[0, 5, 6, 17]] = True
+    rows: list[dict[str, torch.Tensor]] = [{**padding_sample(LENGTH), "tokens": SAMPLES[1], "document_begins": begins}]
+    rows.append(padding_sample(LENGTH))
+    got = collate(rows, StageView(eod=EOD, restarts_positions=True, separates_documents=True))
+    expected = [*range(5), 0, *range(11), *range(7)]
+    assert torch.as_tensor(got.position_ids).tolist() == [expected, list(range(LENGTH))]
+    assert got.documents is not None
+    assert got.documents.query_ends.diff().tolist() == [5, 1, 11, 7, LENGTH]
+
+
+def test_a_stage_reads_tokens_for_either_flag() -> None:
+    middle = {"is_first_stage": False, "is_last_stage": False}
+    for flag in ("restarts_positions", "separates_documents"):
+        view = StageView(**middle, eod=EOD, **{flag: True})
+        assert view.reads_samples
+        got = batch(view)
+        assert (got.position_ids is None, got.documents is None) == (
+            flag != "restarts_positions",
+            flag != "separates_documents",
+        )
+
+
 def test_without_the_flags_nothing_is_made() -> None:
     got = batch(StageView(eod=EOD))
     assert got.documents is None

@@ -18,6 +18,7 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.rules.validate import problems
+from tests.support.small_models import small_config
 from tests.support.wrong_flags import BASE
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
@@ -125,3 +126,10 @@ def test_parameters_and_report_follow_the_split():
     layer = (even[1] - uneven[1]) // -3
     assert (uneven[0], uneven[1]) == (even[0] - 3 * layer, even[1] + 3 * layer)
     assert layer > 0
+
+
+def test_chunks_of_a_layout_go_around_the_stages() -> None:
+    """In the order in which a microbatch passes them: stage 0, stage 1, stage 0 again."""
+    split = {"pipeline_model_parallel_layout": "Et*3|t|tt|L", "pipeline_model_parallel_size": 2, "world_size": 2}
+    config = small_config({"num_layers": 6}, {**split, "num_virtual_stages_per_pipeline_rank": 2})
+    assert layer_counts(config) == [[3, 2], [1, 0]]

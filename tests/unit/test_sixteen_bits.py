@@ -5,6 +5,7 @@ fp32, which has 24, by 2^-24.
 A bound that is one rounding to bf16 leaves the sums no room to be 16-bit, too.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.data.packing import restarted_positions
+from megatron_ext.inference.scoring import _Scored
 from megatron_ext.model.config import transformer_config
+from megatron_ext.model.loss import TokenLogits, token_loss
 from megatron_ext.model.moe import Router
 from megatron_ext.model.norm import LayerNorm, RMSNorm, norm_class
 from megatron_ext.optim.lion import Lion
@@ -41,6 +44,43 @@ def test_the_loss_is_the_cross_entropy_of_the_same_logits_in_fp32() -> None:
     exact = F.cross_entropy(logits.double().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(2, 16)
     assert 4.0 < exact.mean() < 8.0
     assert (losses - exact).abs().max() < (250 + 16) * FP32
+
+
+ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+def _logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits in bf16, [N, V], labels, and the log-probabilities of these in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3.0 * torch.randn(40, 250, generator=generator)).bfloat16()
+    labels = torch.randint(0, 250, (40,), generator=generator)
+    return logits, labels, logits.double().log_softmax(-1).gather(1, labels[:, None])[:, 0]
+
+
+def test_a_loss_of_ones_own_is_given_what_is_right_in_fp32() -> None:
+    """As above; the sum over 40 tokens is as many roundings off, of numbers below 16, however it is masked."""
+    logits, labels, exact = _logits()
+    losses = TokenLogits(logits[:, None], labels[None], ALONE).cross_entropy()
+    assert (losses.shape, losses.dtype) == ((1, 40), torch.float32)
+    assert (losses[0] + exact).abs().max() < (250 + 32) * FP32
+    mask = (torch.arange(40) % 3 > 0).float()[None]
+    total, tokens, report = token_loss(mask, losses.bfloat16())
+    assert (total.dtype, int(tokens), report["lm loss"].dtype) == (torch.float32, 26, torch.float32)
+    expected = (losses.bfloat16().double() * mask).sum()
+    assert abs(float(total) - float(expected)) < 40 * float(expected) * FP32
+
+
+def test_scores_are_log_probabilities_in_fp32() -> None:
+    """Padding, which may have any logit, takes no probability, and is no most likely token."""
+    logits, labels, exact = _logits()
+    padded = torch.cat((logits, torch.full((40, 6), 100.0).bfloat16()), dim=1)
+    labels[::2], exact[::2] = logits.argmax(1)[::2], logits.double().log_softmax(-1).amax(1)[::2]
+    scored: Any = _Scored.__new__(_Scored)
+    scored._model = SimpleNamespace(groups=SimpleNamespace(tp=ALONE), vocab_size=250)
+    log_probability, is_best = scored._of(padded, labels).unbind(1)
+    assert (log_probability - exact).abs().max() < (250 + 32) * FP32
+    assert torch.equal(is_best, (logits.float().argmax(1) == labels).double())
+    assert is_best.sum() >= 20
 
 
 def test_rotary_angles_are_right_up_to_the_longest_position() -> None:

@@ -11,7 +11,7 @@ from megatron_ext.data.skipped import NOTHING, skipped_samples
 def test_numbers_ranges_and_files_are_joined(tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     file.write_text('{"sample": 40, "text": "x"}\n{"sample": 3}\n\n41-43\n')
-    skipped = skipped_samples(["7", "1-2", "4-6", "20-29", "25-30", str(file)])
+    skipped = skipped_samples(["7", "1-2", "4-6", "20-29", "25-30", "22-23", str(file)])
     assert skipped.ranges == (range(1, 8), range(20, 31), range(40, 44))
     assert [sample for sample in range(50) if sample in skipped] == [*range(1, 8), *range(20, 31), *range(40, 44)]
 

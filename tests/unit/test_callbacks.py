@@ -1,0 +1,200 @@
+"""Extras of the loop by themselves: when they evaluate, save, compare and stop, on a trainer made by hand."""
+
+import dataclasses
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from megatron_ext.errors import NumericError, StorageError
+from megatron_ext.train.callbacks import checkpointing, evaluation, replicas, standard, stopping
+from megatron_ext.train.callbacks.checkpointing import Checkpointing
+from megatron_ext.train.callbacks.evaluation import Evaluation
+from megatron_ext.train.callbacks.replicas import ReplicaCheck
+from megatron_ext.train.callbacks.stopping import Stopping
+from tests.support.small_models import small_config
+
+NOTHING: Any = None
+
+
+def _trainer(iteration: int, *, finished: bool = False) -> Any:
+    state = SimpleNamespace(iteration=iteration, consumed_samples=8 * iteration)
+    config = SimpleNamespace(training=SimpleNamespace(skip_train=False))
+    run = SimpleNamespace(state=state, config=config, world_size=1, is_last_rank=True, rank=0)
+    return SimpleNamespace(run=run, finished=finished, report_evaluation=lambda metrics: None)
+
+
+def _evaluated(
+    monkeypatch: pytest.MonkeyPatch, start: int, last: int, *, finished: bool, at_start: bool = False, first: int = 0
+) -> list[tuple[str, int]]:
+    """The iterations at which the data is evaluated, every third and at the end."""
+    seen: list[tuple[str, int]] = []
+
+    def losses(run: Any, data: Any) -> Any:
+        seen.append((data, run.state.iteration))
+        return SimpleNamespace(all=1.0, parts=())
+
+    monkeypatch.setattr(evaluation, "evaluate_sources", lambda run, data: losses(run, "valid"))
+    monkeypatch.setattr(evaluation, "evaluate", lambda run, data: losses(run, "test").all)
+    valid: Any = SimpleNamespace(parts=())
+    callback = Evaluation(valid, valid, 3, None, at_start=at_start, first=first)
+    trainer = _trainer(start)
+    callback.on_start(trainer)
+    for iteration in range(start + 1, last + 1):
+        trainer.run.state.iteration = iteration
+        callback.on_step_end(trainer, NOTHING)
+    trainer.finished = finished
+    callback.on_end(trainer)
+    return seen
+
+
+def test_when_it_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end once, and only if it is the planned one; before the first step only where there was none."""
+    assert _evaluated(monkeypatch, 0, 7, finished=True) == [("valid", 3), ("valid", 6), ("valid", 7), ("test", 7)]
+    assert _evaluated(monkeypatch, 0, 6, finished=True) == [("valid", 3), ("valid", 6), ("test", 6)]
+    assert _evaluated(monkeypatch, 0, 4, finished=False) == [("valid", 3)]
+    assert _evaluated(monkeypatch, 0, 4, finished=False, at_start=True) == [("valid", 0), ("valid", 3)]
+    assert _evaluated(monkeypatch, 4, 6, finished=False, at_start=True) == [("valid", 6)]
+    assert _evaluated(monkeypatch, 0, 6, finished=False, first=6) == [("valid", 6)]
+    assert _evaluated(monkeypatch, 0, 6, finished=False, first=7) == []
+
+
+class _Save:
+    """A save that is written when it is told to be."""
+
+    log: ClassVar[list[str]] = []
+    is_written = False
+
+    def __init__(self, run: Any, folder: str, *, background: bool, kept: Any):
+        self.run, self.iteration = run, run.state.iteration
+        self.log.append(f"begin {self.iteration}")
+
+    def written(self) -> bool:
+        return self.is_written
+
+    def finish(self) -> Path:
+        self.log.append(f"finish {self.iteration}")
+        return Path(f"iter_{self.iteration}")
+
+
+@pytest.fixture
+def saves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(checkpointing, "Save", _Save)
+    monkeypatch.setattr(_Save, "log", [])
+    monkeypatch.setattr(_Save, "is_written", False)
+    return _Save.log
+
+
+def _saving(interval: int | None, start: int, last: int, *, background: bool) -> tuple[Checkpointing, Any]:
+    callback, trainer = Checkpointing("folder", interval, background=background), _trainer(start)
+    callback.on_start(trainer)
+    for iteration in range(start + 1, last + 1):
+        trainer.run.state.iteration = iteration
+        callback.on_step_end(trainer, NOTHING)
+    return callback, trainer
+
+
+def test_the_end_saves_what_is_not_saved_yet(saves: list[str]) -> None:
+    for interval, start, last, expected in ((2, 0, 3, [2, 3]), (2, 0, 4, [2, 4]), (None, 0, 3, [3]), (2, 4, 4, [])):
+        saves.clear()
+        callback, trainer = _saving(interval, start, last, background=False)
+        callback.on_end(trainer)
+        assert saves == [f"{what} {iteration}" for iteration in expected for what in ("begin", "finish")]
+
+
+def test_one_background_save_ends_before_the_next_begins(saves: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, trainer = _saving(2, 0, 4, background=True)
+    assert saves == ["begin 2", "finish 2", "begin 4"]
+    monkeypatch.setattr(_Save, "is_written", True)
+    trainer.run.state.iteration = 5
+    callback.on_step_end(trainer, NOTHING)
+    assert saves[3:] == ["finish 4"], "as soon as all ranks have written"
+    callback.on_end(trainer)
+    assert saves[4:] == ["begin 5", "finish 5"]
+
+
+@pytest.mark.parametrize(
+    ("error", "finishes"), [(NumericError("NaN"), True), (StorageError("full"), False), (KeyboardInterrupt(), False)]
+)
+def test_a_background_save_is_finished_only_where_all_ranks_are_there(
+    error: BaseException, finishes: bool, saves: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are after a numeric error, which every rank raises; after any other the collective might wait for ever."""
+    callback, trainer = _saving(2, 0, 2, background=True)
+    callback.on_failure(trainer, error)
+    assert saves == ["begin 2", *(["finish 2"] if finishes else [])]
+    assert ("the background save of iteration 2 was not finished" in capsys.readouterr().err) != finishes
+
+
+def test_the_last_good_comparison_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each check by itself; a run that goes on from a checkpoint was good there."""
+    told: list[tuple[str, int, int]] = []
+    for name, which in (("check_data_parallel_replicas", "replicas"), ("check_model_parallel_copies", "copies")):
+        monkeypatch.setattr(
+            replicas, name, lambda run, good, which=which: told.append((which, run.state.iteration + 1, good))
+        )
+    callback, trainer = ReplicaCheck(3, 2), _trainer(4)
+    callback.on_start(trainer)
+    for iteration in range(4, 9):
+        trainer.run.state.iteration = iteration
+        callback.before_update(trainer)
+    assert told == [("replicas", 6, 4), ("copies", 6, 4), ("copies", 8, 5), ("replicas", 9, 5)]
+
+
+def test_the_deadline_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    assert Stopping(NOTHING, None, 2.5).deadline == 1150.0
+    assert Stopping(NOTHING, None, None).deadline is None
+    assert time.monotonic() > 0
+
+
+def _standard(monkeypatch: pytest.MonkeyPatch, **groups: dict[str, Any]) -> dict[str, tuple[tuple[Any, ...], Any]]:
+    """The arguments of the callbacks that flags ask for, by class, in the order of the list."""
+    made: dict[str, tuple[tuple[Any, ...], Any]] = {}
+    for name in ("Status", "Profiling", "Reporting", "ReplicaCheck", "SpikeCheck", "GarbageCollection", "Evaluation"):
+        monkeypatch.setattr(standard, name, lambda *given, name=name, **named: made.update({name: (given, named)}))
+    monkeypatch.setattr(standard, "Stopping", lambda *given, **named: made.update(Stopping=(given, named)))
+    monkeypatch.setattr(checkpointing, "Checkpointing", lambda *given, **named: made.update(Saves=(given, named)))
+    monkeypatch.setattr(standard, "StepProfiler", SimpleNamespace(from_config=lambda *_: "profiler"))
+    config = small_config(training={"train_iters": 10, "eval_interval": 7, **groups.pop("training", {})})
+    for group, values in groups.items():
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **values)})
+    run: Any = SimpleNamespace(
+        config=config, device=NOTHING, groups=SimpleNamespace(pp=NOTHING), rank=0, is_last_rank=False, recorder=None
+    )
+    run.loaders = SimpleNamespace(valid="valid", test="test")
+    standard.standard_callbacks(run, "signals", "status")  # pyright: ignore[reportArgumentType]
+    return made
+
+
+def test_flags_reach_the_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _standard(monkeypatch)
+    assert list(made) == ["Status", "Profiling", "Reporting", "ReplicaCheck", "Evaluation", "Stopping"]
+    assert made["Evaluation"] == (("valid", "test", 7, None), {"at_start": False, "first": 0})
+    assert made["Stopping"] == (("signals", None, None), {"elastic": False})
+    training = {
+        "start_eval_at_iter": 3,
+        "eval_at_start": True,
+        "spike_threshold": 2.5,
+        "manual_gc": True,
+        "manual_gc_interval": 4,
+        "check_weight_hash_across_dp_replicas_interval": 5,
+        "check_replicated_weights_interval": 6,
+        "exit_interval": 8,
+        "exit_duration_in_mins": 9.0,
+    }
+    saves = {"save": "folder", "save_interval": 11}
+    made = _standard(monkeypatch, training=training, checkpoint=saves, layout={"elastic": True})
+    assert made["Evaluation"][1] == {"at_start": True, "first": 3}
+    assert made["Stopping"] == (("signals", 8, 9.0), {"elastic": True})
+    assert made["ReplicaCheck"][0] == (5, 6)
+    assert made["SpikeCheck"][0] == (2.5,)
+    assert made["GarbageCollection"][0] == (4, 7)
+    assert made["Saves"] == (("folder", 11), {"background": False})
+    assert list(made)[-2:] == ["Stopping", "Saves"]
+    quiet = {"manual_gc": True, "no_manual_gc_eval": True}
+    made = _standard(monkeypatch, training=quiet, checkpoint={**saves, "async_save": True})
+    assert made["GarbageCollection"][0] == (0, 0)
+    assert made["Saves"][1] == {"background": True}

@@ -1,0 +1,65 @@
+"""What remembers which gradients were bad before they were reduced, on parameters made by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_ext.train.gradient_watch import GradientWatch
+
+FIRST, LAST = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+def _watch() -> Any:
+    watch: Any = GradientWatch([], SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    watch.reset(torch.tensor(1.0))
+    watch._places = {FIRST: (0, 1), LAST: (1, 1)}
+    return watch
+
+
+def _bucket(watch: Any, gradients: dict[str, torch.Tensor]) -> list[Any]:
+    parameters = [SimpleNamespace(main_grad=gradient) for gradient in gradients.values()]
+    watch._names = {id(parameter): name for parameter, name in zip(parameters, gradients, strict=True)}
+    return parameters
+
+
+def test_a_norm_that_16_bits_cannot_hold_is_no_bad_gradient() -> None:
+    """300 times the root of 100,000 is beyond 65,504, the largest number of fp16."""
+    watch = _watch()
+    watch.before_reduction(_bucket(watch, {FIRST: torch.full((100_000,), 300.0, dtype=torch.float16)}))
+    assert watch.diagnose() is None
+
+
+def test_the_last_bad_one_in_the_order_of_a_forward_pass_is_the_cause() -> None:
+    watch = _watch()
+    bad = torch.tensor([1.0, torch.nan, torch.inf, torch.nan])
+    watch.before_reduction(_bucket(watch, {LAST: bad, FIRST: torch.full((3,), torch.nan)}))
+    assert watch.diagnose() == ((1, 1), f"2 NaN and 1 infinite values in the gradient of {LAST}")
+    assert watch.in_reduced_gradients(zip(_bucket(watch, {FIRST: bad, LAST: bad}), [bad, bad], strict=True)) == (
+        (1, 1),
+        f"2 NaN and 1 infinite values in the reduced gradient of {LAST}",
+    )
+
+
+def test_a_bad_gradient_of_an_earlier_microbatch_is_remembered_and_forgotten_with_its_step() -> None:
+    watch, weight = _watch(), torch.ones(2, requires_grad=True)
+    watch.watch(FIRST, weight)
+    for factor in (torch.nan, 1.0):
+        (weight * factor).sum().backward()
+        weight.grad = None
+    assert watch.diagnose() == ((0, 1), f"NaN or infinite values in the gradient of {FIRST}")
+    watch.reset(torch.tensor(1.0))
+    (weight * 1.0).sum().backward()
+    assert watch.diagnose() is None
+
+
+def test_a_bad_loss_comes_after_everything() -> None:
+    watch = _watch()
+    loss = torch.tensor(0.0)
+    watch.reset(loss)
+    loss.fill_(torch.nan)  # written when the forward passes are done
+    watch.before_reduction(_bucket(watch, {LAST: torch.full((3,), torch.nan)}))
+    found = watch.diagnose()
+    assert found is not None
+    assert found.text == "NaN or infinity in the loss"
+    assert found.place > (1, 1)

@@ -1,0 +1,61 @@
+"""Sinkhorn's assignment against megatron-core's own on one rank, and experts' weights in 16 bits."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import sinkhorn
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_ext.model.moe import GroupedExperts, Router
+
+
+def _router(topk: int, training: bool) -> Any:
+    router: Any = Router.__new__(Router)
+    torch.nn.Module.__init__(router)
+    router.config, router.topk = SimpleNamespace(moe_aux_loss_coeff=0), topk
+    router.tp_cp_group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    return router.train(training)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("topk", [1, 2])
+def test_on_one_rank_it_is_the_engines(topk: int, training: bool, dtype: torch.dtype) -> None:
+    """In training balanced, else by the weights alone: a sigmoid for one expert, a softmax for several."""
+    logits = (2.0 * torch.randn(64, 8, generator=torch.Generator().manual_seed(topk)) + torch.arange(8)).to(dtype)
+    router = _router(topk, training)
+    (weights, chosen), (known, of_engine) = (
+        sort.sinkhorn_load_balancing(router, logits) for sort in (Router, TopKRouter)
+    )
+    assert torch.equal(chosen, of_engine)
+    assert torch.equal(weights, known)
+    assert weights.dtype == dtype
+    assert chosen.sum(1).tolist() == [topk] * 64
+    load = chosen.sum(0)
+    assert (load.max() < 4 * load.min()) == training, "the last experts are the favourites of most"
+
+
+def test_the_assignment_is_balanced_in_fp32() -> None:
+    logits = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(_router(1, True)._balanced(logits), sinkhorn(logits.float()))
+
+
+def test_weights_of_experts_are_rounded_with_what_they_multiply() -> None:
+    """Once: a weight that is rounded before has 2^-8 more of an error."""
+    experts: Any = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(experts)
+    experts.config = SimpleNamespace(gated_linear_unit=True, activation_func=lambda gate: gate)
+    seen: list[torch.Tensor] = []
+    # Gate and up projection side by side; what the second matrix is given comes back.
+    experts.linear_fc1 = lambda tokens, counts: torch.cat((tokens, torch.full_like(tokens, 1.5)), dim=-1)
+    experts.linear_fc2 = lambda hidden, counts: seen.append(hidden) or hidden
+    tokens = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights = torch.rand(50, generator=torch.Generator().manual_seed(1))
+    experts(tokens, torch.tensor([50]), weights)
+    gated = (tokens * 1.5).double()  # in 16 bits, as the activation is
+    assert seen[0].dtype == torch.bfloat16
+    assert torch.equal(seen[0], (gated * weights.double()[:, None]).float().bfloat16())
+    assert math.isfinite(float(seen[0].sum()))
