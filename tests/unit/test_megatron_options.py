@@ -60,6 +60,7 @@ OUR_OWN = {
 
 FEWER_CHOICES = {
     "--transformer-impl": "the inference variant is not for training",
+    "--fp8-recipe": "scales of past steps, and blocks for Blackwell, are not in this version; rowwise is ours",
     "--position-embedding-type": "yarn, mrope and relative positions are not in this version",
     "--optimizer": "muon and soap are not in this version",
     "--exp-avg-dtype": "16 bits with the range of fp32 need no scale of their own",
