@@ -101,8 +101,8 @@ class _Linear(torch.autograd.Function):
         grad_x, reduced = None, None
         if for_x:
             weight_KN = _turned(weight, recipe.weights, how, (how.outputs_over, how.inputs_over), weight_largest)
-            grad_x = product(rounded_TN, weight_KN, x.dtype).view(*grad.shape[:-1], -1)
-            grad_x, reduced = _reduced(grad_x, how)
+            whole_grad = product(rounded_TN, weight_KN, x.dtype).view(*grad.shape[:-1], -1)
+            grad_x, reduced = _reduced(whole_grad, how)
         grad_weight = None
         if for_weight:
             if arrives is not None:
