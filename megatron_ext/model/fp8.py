@@ -77,7 +77,7 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, how: Fp8) -> torch.Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Fp8) -> torch.Tensor:
-        recipe = how.recipe
+        recipe, x = how.recipe, x.contiguous()
         whole, _ = _gathered(x, how.gathers_over)
         x_TK = _quantize(_rows(whole), recipe.activations, E4M3, how, (how.tokens_over, how.inputs_over))
         weight_NK = _quantize(weight, recipe.weights, E4M3, how, (how.outputs_over, how.inputs_over))
@@ -170,7 +170,7 @@ def _gathered(
     if group is None:
         return x, None
     whole = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
-    arrives = torch.distributed.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=not waits)
+    arrives = torch.distributed.all_gather_into_tensor(whole, x, group=group, async_op=not waits)
     return whole, arrives
 
 
