@@ -68,10 +68,9 @@ def products_of(config: Config, groups: ProcessGroupCollection, *, divides: str)
     )
 
 
-@torch.compiler.disable
 def linear(x: torch.Tensor, weight_NK: torch.Tensor, how: Fp8) -> torch.Tensor:
     """Return X W^T, differentiable. x: [sequence, batch, K]; the result has N in the place of K."""
-    return _Linear.apply(x, weight_NK, how)  # pyright: ignore[reportReturnType]
+    return _uncompiled(x, weight_NK, how)
 
 
 class _Linear(torch.autograd.Function):
@@ -117,6 +116,10 @@ class _Linear(torch.autograd.Function):
         if reduced is not None:
             reduced.wait()
         return grad_x, grad_weight, None
+
+
+# A compiled layer is compiled up to here and from here on; what rounds has been compiled by itself.
+_uncompiled: Any = torch.compiler.disable(_Linear.apply)
 
 
 def _cut_of_gradient(how: Fp8) -> tuple[Sequence[ProcessGroup], Sequence[ProcessGroup]]:

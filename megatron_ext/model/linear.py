@@ -39,6 +39,7 @@ class ColumnLinear(ColumnParallelLinear):
             assert weight is None, "this layer multiplies with its own weight"
             assert not self.gather_output, "outputs stay divided"
             assert not runtime_gather_output, "outputs stay divided"
+            assert self.weight is not None, "this layer has a weight"
             output = fp8.linear(input_, self.weight, self.in_fp8)
             return output if self.bias is None else output + self.bias, None
         if not self.plain or self.weight is None or weight is not None:

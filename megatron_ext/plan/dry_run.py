@@ -72,7 +72,7 @@ def _fp8(config: Config) -> list[str]:
     if config.training.fp8_format is None:
         return []
     chosen = f"--fp8-format {config.training.fp8_format}, --fp8-recipe {config.training.fp8_recipe}"
-    of = f"{len(layers_in_fp8(config))} of {config.model.num_layers} layers"
+    of = f"{len(layers_in_fp8(config))} of {len(layers(config))} layers"
     return [f"products in FP8      {chosen}, in {of}; estimates of memory and time are those without"]
 
 

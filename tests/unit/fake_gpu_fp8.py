@@ -16,8 +16,8 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.model import fp8
 from megatron_ext.model.scaled_products import E4M3, E5M2, RECIPES
 from megatron_ext.train.pretrain import require_fp8
+from tests.support.fake_tensors import backward, on_gpu
 from tests.support.operator_calls import Calls, aten
-from tests.unit.fake_gpu_operations import backward, on_gpu
 
 TOKENS, INPUTS, OUTPUTS = 1024, 640, 384
 KINDS = {
@@ -76,7 +76,7 @@ def test_the_kernels_get_what_they_take(recipe: str, format_: torch.dtype, fused
             assert [scale.stride(one) for one in read] == [strides[one] for one in read], (kind, scale.shape)
         if recipe != "blockwise":  # torch's fake of the older operator checks the rest
             with left.fake_mode:
-                torch._scaled_mm(left, right, left_scale, right_scale, out_dtype=out.dtype)
+                aten._scaled_mm(left, right, left_scale, right_scale, out_dtype=out.dtype)
     assert len(products) == 3
     # Fast sums in the forward pass alone, as Transformer Engine has them, and not with blocks.
     fast = [bool(args[11]) if len(args) > 11 else False for args, _ in products]

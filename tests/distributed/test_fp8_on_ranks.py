@@ -106,7 +106,7 @@ LAYOUTS = {
     "FSDP2": (2, "--use-torch-fsdp2"),
     "Megatron-FSDP": (2, "--use-megatron-fsdp"),
 }
-OF_WHOLE_LAYERS = ("PP2", "DP2 overlapped", "FSDP2", "Megatron-FSDP")
+OF_WHOLE_LAYERS = ("PP2", "DP2 overlapped", "FSDP2")
 """Layouts that divide no product, and so no sum before it is rounded."""
 PLAIN_RUN = {("tensorwise", "TP2 SP"), ("rowwise", "CP2"), ("rowwise", "TP2, fused gradients"), ("tensorwise", "FSDP2")}
 STEPS = 8
