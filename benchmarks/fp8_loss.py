@@ -6,10 +6,11 @@
 The text is cut into bytes, the last tenth of which is for validation. Every run has the same weights, samples and
 flags, but for those of its precision; fp32 says how much bf16 itself changes. On a CPU the numbers that are multiplied
 are those of a GPU, and sums are in fp32. A training loss is the mean of the last 100 steps; the validation is computed
-with all products in bf16 (in fp32 for the first run).
+with all products in bf16 (in fp32 for the first run). Runs that the folder has from the same day are not repeated.
 """
 
 import argparse
+import json
 import shlex
 import sys
 import tempfile
@@ -98,15 +99,18 @@ def main() -> None:
     import torch
 
     found: dict[str, Any] = {**heading(), "torch": torch.__version__, "steps": args.steps, "text": args.text.name}
-    found["runs"] = {}
+    before = args.output / f"fp8_loss-{found['date']}.json" if args.output is not None else None
+    found["runs"] = json.loads(before.read_text())["runs"] if before is not None and before.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         data = write_text(args.text.read_bytes(), Path(folder))
         for name, flags in RUNS.items():
+            if name in found["runs"]:
+                continue
             found["runs"][name] = measured([*FLAGS, *data, *flags.split()], args.steps)
             print(name, found["runs"][name], flush=True)
+            if args.output is not None and "bf16" in found["runs"]:
+                keep(args.output, "fp8_loss", found, page(found))
     print(page(found))
-    if args.output is not None:
-        keep(args.output, "fp8_loss", found, page(found))
 
 
 if __name__ == "__main__":
