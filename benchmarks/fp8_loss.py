@@ -35,8 +35,8 @@ RUNS = {
     "bf16": "--bf16",
     **{
         f"{format_}, {recipe}": f"--bf16 --fp8-format {format_} --fp8-recipe {recipe}"
-        for recipe in ("tensorwise", "rowwise", "blockwise")
         for format_ in ("hybrid", "e4m3")
+        for recipe in ("tensorwise", "rowwise", "blockwise")
     },
 }
 LAST = 100

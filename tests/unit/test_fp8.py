@@ -11,7 +11,17 @@ from megatron_ext.config.fp8 import layers_in_fp8
 from megatron_ext.config.resolve import Facts
 from megatron_ext.model import fp8
 from megatron_ext.model.linear import ColumnLinear, RowLinear
-from megatron_ext.model.scaled_products import E4M3, E5M2, RECIPES, Block, Quantized, product, quantize
+from megatron_ext.model.scaled_products import (
+    E4M3,
+    E5M2,
+    RECIPES,
+    Block,
+    Quantized,
+    _largest,
+    _rounded,
+    product,
+    quantize,
+)
 from megatron_ext.rules.fp8 import fp8_has_layers_of_its_own
 from tests.support.in_turn import end_layout
 from tests.support.small_models import LLAMA, build_small_model, small_config
@@ -97,6 +107,20 @@ def test_the_smallest_and_largest_numbers_have_a_scale() -> None:
             assert got.dequantized()[0, 0] == pytest.approx(value, rel=2**-4, abs=1e-38)
     exact = quantize(torch.full((1, 128), 448.0 * 2**-20), Block(1, 128), E4M3, powers_of_two=True)
     assert exact.scales.item() == 2**-20, "a power of two stays"
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_what_rounds_is_one_graph_for_the_compiler(powers: bool) -> None:
+    """As megatron-core's fused functions are on a GPU; here each operation of the graph is run as it is."""
+    x = matrix(TOKENS, INPUTS, 1, torch.bfloat16)
+    functions: list[Any] = [_largest, _rounded]
+    compiled = [torch.compile(made, backend="aot_eager", fullgraph=True) for made in functions]
+    expected = quantize(x, Block(1, 128), E5M2, powers_of_two=powers)
+    largest = compiled[0](x, 1, 128)
+    values, scales = compiled[1](x, largest, E5M2, powers)
+    assert torch.equal(largest, expected.largest)
+    assert torch.equal(scales, expected.scales)
+    assert torch.equal(values.float(), expected.values_RC.float())
 
 
 def factors(recipe: str, left: torch.dtype) -> tuple[Quantized, Quantized]:
