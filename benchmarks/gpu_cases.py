@@ -64,11 +64,15 @@ LLAMA_1B = MOCK + (
     + LLAMA
     + NO_DROPOUT
 )
+FP8 = {
+    recipe: f"--bf16 --fp8-format hybrid --fp8-recipe {recipe} " for recipe in ("tensorwise", "rowwise", "blockwise")
+}
 SPEEDS = {
     "GPT-2 124M, sequences of 1,024": GPT_2,
     "Llama-shaped 1.3B, sequences of 2,048": LLAMA_1B,
     "GPT-2 124M, compiled": GPT_2 + "--torch-compile ",
     "Llama-shaped 1.3B, compiled": LLAMA_1B + "--torch-compile ",
+    **{f"Llama-shaped 1.3B, FP8 {recipe}": LLAMA_1B + flags for recipe, flags in FP8.items()},
 }
 SWITCHES = {
     "loss with its output layer": "--linear-cross-entropy",
@@ -115,6 +119,8 @@ def _facts(device: str) -> list[Case]:
 
 def _smoke(device: str) -> list[Case]:
     runs = {"fp32": "", "bf16": "--bf16 "}
+    if device == "cuda":  # a CPU multiplies nothing in FP8
+        runs |= {f"FP8 {recipe}": flags for recipe, flags in FP8.items()}
     return [_trial(name, "smoke", device, "loss", SMALL + LLAMA + flags) for name, flags in runs.items()]
 
 

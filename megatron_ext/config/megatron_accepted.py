@@ -25,6 +25,18 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "FP8 scales are those of the tensor itself at each use (--fp8-recipe), so that no history of maxima is kept",
+        """
+        --fp8-amax-history-len N =1, --fp8-amax-compute-algo N =most_recent, --fp8-interval N =1
+        """,
+    ),
+    (
+        "weights are gathered in bf16, and rounded to FP8 from there where they are used",
+        """
+        --fp8-param-gather, --reuse-grad-buf-for-mxfp8-param-ag
+        """,
+    ),
+    (
         "the output layer and its loss are computed together only where --linear-cross-entropy asks for it, exactly",
         """
         --cross-entropy-loss-fusion, --cross-entropy-fusion-impl N

@@ -23,6 +23,7 @@ OTHER_DEFAULTS = {
     "--eval-interval": OtherDefault(None, "there evaluation is off until it is given; here 0 says so"),
     "--moe-router-load-balancing-type": OtherDefault("aux_loss", "the same, read as one of a list"),
     "--moe-aux-loss-coeff": OtherDefault(0.0, "the same, read as one of a list"),
+    "--fp8-recipe": OtherDefault("delayed", "scales are those of the tensor itself, not of the steps before"),
     "--split": OtherDefault(None, "the same, which Megatron fills in later"),
 }
 """Flags whose default Megatron's parser gives otherwise."""

@@ -52,6 +52,19 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if name in values:
                 yield name, _OF_FSDP
     yield from _of_gradients(values)
+    yield from _of_fp8(values)
+
+
+def _of_fp8(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    kept = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    if values.get("fp8_format") is None:
+        for name in ("fp8_recipe", "first_last_layers_bf16", *kept):
+            if name in values:
+                yield name, "without --fp8-format nothing is in FP8"
+    elif not values.get("first_last_layers_bf16"):
+        for name in kept:
+            if name in values:
+                yield name, "without --first-last-layers-bf16 all layers are in FP8"
 
 
 def _of_gradients(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

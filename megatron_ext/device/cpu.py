@@ -27,6 +27,9 @@ class CpuDevice:
     def bind_group(self) -> None:
         """Do nothing: there is one CPU to communicate from."""
 
+    def lacks_for_fp8(self, *, blocks: bool) -> None:
+        """Lack nothing: the same numbers are multiplied in fp32."""
+
     def synchronize(self) -> None:
         """Do nothing: CPU work is done when the call returns."""
 

@@ -44,6 +44,10 @@ class Device(Protocol):
         """
         ...
 
+    def lacks_for_fp8(self, *, blocks: bool) -> str | None:
+        """Return why products in FP8 cannot run here, those with scales for blocks or others; None where they can."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until everything that was launched is done."""
         ...

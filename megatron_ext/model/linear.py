@@ -8,14 +8,22 @@ model's step 7% shorter.)
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_pg_size
 
+from megatron_ext.config.fp8 import layers_in_fp8
+from megatron_ext.config.schema import Config
 from megatron_ext.device.kernels import linear
+from megatron_ext.model import fp8
 
 
 class ColumnLinear(ColumnParallelLinear):
     """Computes Y = X A^T + b with the rows of A, and b, divided over the tensor-parallel ranks."""
+
+    in_fp8: fp8.Fp8 | None = None
+    """How it multiplies in FP8 while it is trained; None where it does not."""
 
     def __init__(self, *sizes: int, skip_bias_add: bool, **settings: Any) -> None:
         # The bias lies with its rows, so that nothing is gained by handing it to the next operation.
@@ -27,6 +35,13 @@ class ColumnLinear(ColumnParallelLinear):
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return this rank's part of Y, and no bias to add later. input_: [..., columns of A]."""
+        if self.in_fp8 is not None and self.training:
+            assert weight is None, "this layer multiplies with its own weight"
+            assert not self.gather_output, "outputs stay divided"
+            assert not runtime_gather_output, "outputs stay divided"
+            assert self.weight is not None, "this layer has a weight"
+            output = fp8.linear(input_, self.weight, self.in_fp8)
+            return output if self.bias is None else output + self.bias, None
         if not self.plain or self.weight is None or weight is not None:
             return super().forward(input_, weight, runtime_gather_output)
         return linear(input_, self.weight, self.bias), None
@@ -34,6 +49,9 @@ class ColumnLinear(ColumnParallelLinear):
 
 class RowLinear(RowParallelLinear):
     """Computes Y = X A^T + b with the columns of A divided over the tensor-parallel ranks."""
+
+    in_fp8: fp8.Fp8 | None = None
+    """How it multiplies in FP8 while it is trained; None where it does not."""
 
     def __init__(self, *sizes: int, **settings: Any) -> None:
         super().__init__(*sizes, **settings)
@@ -43,11 +61,26 @@ class RowLinear(RowParallelLinear):
         self, input_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return Y, and the bias if it must be added once, after the sum. input_: [..., this rank's columns of A]."""
-        if not self.plain:
+        if not self.plain or (self.in_fp8 is not None and self.training):
             return super().forward(input_)
         return linear(input_, self.weight, self.bias), None
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **settings: Any) -> torch.Tensor:
+        if self.in_fp8 is not None and self.training:
+            return fp8.linear(input, weight, self.in_fp8)
         if self.gradient_accumulation_fusion:
             return super()._forward_impl(input, weight, **settings)
         return linear(input, weight)
+
+
+def multiply_in_fp8(chunk: torch.nn.Module, config: Config, groups: ProcessGroupCollection) -> None:
+    """Have the linear layers of a model chunk's transformer layers multiply in FP8, where the flags ask for it."""
+    chosen = layers_in_fp8(config)
+    for layer in (module for module in chunk.modules() if chosen and isinstance(module, TransformerLayer)):
+        if layer.layer_number - 1 not in chosen:
+            continue
+        for module in layer.modules():
+            if isinstance(module, ColumnLinear):
+                module.in_fp8 = fp8.products_of(config, groups, divides="outputs")
+            elif isinstance(module, RowLinear):
+                module.in_fp8 = fp8.products_of(config, groups, divides="inputs")

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from megatron_ext.config.batch import batch_phases, num_microbatches, training_steps
+from megatron_ext.config.fp8 import layers_in_fp8
 from megatron_ext.config.layers import Experts, layers
 from megatron_ext.config.parameters import count, count_per_rank
 from megatron_ext.config.ranks import (
@@ -63,7 +64,16 @@ def _model(config: Config) -> list[str]:
         f"parameters           {total:,} ({parameters_without_embeddings(config):,} without embeddings and output)",
         f"vocabulary           {config.model.padded_vocab_size:,} rows, {padding:,} of them padding",
         f"FLOPs per token      {flops_per_token(config):,} (forward and backward, causal attention)",
+        *_fp8(config),
     ]
+
+
+def _fp8(config: Config) -> list[str]:
+    if config.training.fp8_format is None:
+        return []
+    chosen = f"--fp8-format {config.training.fp8_format}, --fp8-recipe {config.training.fp8_recipe}"
+    of = f"{len(layers_in_fp8(config))} of {len(layers(config))} layers"
+    return [f"products in FP8      {chosen}, in {of}; estimates of memory and time are those without"]
 
 
 def _experts(config: Config) -> list[str]:

@@ -10,7 +10,19 @@ from collections.abc import Callable, Iterable, Sequence
 from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
-from megatron_ext.rules import context, inference, model, moe, operations, pipeline, profiling, run, sharding, training
+from megatron_ext.rules import (
+    context,
+    fp8,
+    inference,
+    model,
+    moe,
+    operations,
+    pipeline,
+    profiling,
+    run,
+    sharding,
+    training,
+)
 from megatron_ext.rules import ranks as layout
 
 Rule = Callable[[Config, Facts], Iterable[str]]
@@ -25,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *sharding.RULES,
     *training.RULES,
     *operations.RULES,
+    *fp8.RULES,
     *profiling.RULES,
     *inference.RULES,
 )
@@ -39,6 +52,7 @@ RULES_OF_MICRO_BATCHES: tuple[Rule, ...] = (
     training.rampup_is_well_formed,
     training.schedule_of_batches_is_well_formed,
     training.evaluation_batch_divides,
+    fp8.fp8_sums_over_whole_blocks_of_tokens,
 )
 """All rules that ask for the micro batch size."""
 

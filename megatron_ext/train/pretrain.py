@@ -12,7 +12,7 @@ from megatron_ext.checkpoint.native.lock import hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.optimizers import OptimizerTraits
 from megatron_ext.config.own_parameters import OwnParameters
-from megatron_ext.config.schema import CheckpointConfig
+from megatron_ext.config.schema import CheckpointConfig, TrainingConfig
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
 from megatron_ext.resilience import elastic, exit_record, launch
@@ -90,6 +90,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         fuses=not config.training.disable_jit_fuser,
         kernels=external_kernels.asked_for(config),
     )
+    require_fp8(config.training, here)
     # Only now may megatron-core be imported.
     from megatron_ext.parallel import groups
     from megatron_ext.sharding.choose import sharding_of
@@ -117,6 +118,19 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         check_it_fits(config, here)
     with telling_of_memory(config, here):
         _build_and_train(replace(configured, config=config), here, status, extensions)
+
+
+def require_fp8(training: TrainingConfig, here: "Device") -> None:
+    """Raise ConfigurationError where --fp8-format asks for products that this rank's device does not have."""
+    recipe = training.fp8_recipe
+    missing = here.lacks_for_fp8(blocks=recipe == "blockwise") if training.fp8_format is not None else None
+    if missing is None:
+        return
+    other = "use --fp8-recipe rowwise, or " if here.lacks_for_fp8(blocks=False) is None else ""
+    raise ConfigurationError(
+        f"--fp8-format {training.fp8_format} --fp8-recipe {recipe}: {missing}; {other}leave --fp8-format out to train "
+        "in bf16"
+    )
 
 
 def _build_and_train(configured: Configured, here: "Device", status: RunStatus, extensions: Extensions) -> None:

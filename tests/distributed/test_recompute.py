@@ -48,3 +48,19 @@ def test_recompute_is_bitwise_the_same(model: dict[str, Any], layout: dict[str, 
             assert torch.equal(got[0], expected[0]), method
             for name, gradient in got[1].items():
                 assert torch.equal(gradient, expected[1][name]), (method, name)
+
+
+def test_numbers_in_fp8_are_rounded_alike_again() -> None:
+    """Scales are found again, together with the other ranks."""
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "world_size": 2}
+    in_fp8 = {"fp8_format": "hybrid", "fp8_recipe": "rowwise"}
+    model = {**LLAMA, "hidden_dropout": 0.1}
+    configs = [small_config(model, layout, {**in_fp8, **method}) for method in ({}, *METHODS.values())]
+    for without, expected, *found in run_ranks(
+        2, in_turn, _loss_and_gradients, [small_config(model, layout), *configs]
+    ):
+        assert not torch.equal(without[0], expected[0])
+        for method, got in zip(METHODS, found, strict=True):
+            assert torch.equal(got[0], expected[0]), method
+            for name, gradient in got[1].items():
+                assert torch.equal(gradient, expected[1][name]), (method, name)

@@ -43,6 +43,8 @@ TP2_PP2_VPP2 = shlex.split("""
     --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer --num-layers 4 --micro-batch-size 1
 """)
 
+FP8_TP2 = shlex.split("--bf16 --fp8-format hybrid --ffn-hidden-size 64 --tensor-model-parallel-size 2")
+
 CASES: dict[str, tuple[int, list[str]]] = {
     "fp32": (1, [*GPT2]),
     "bf16": (1, [*LLAMA, *BF16]),
@@ -54,6 +56,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "fp32, distributed optimizer": (2, [*LLAMA, *DP2_OVERLAPPED]),
     "bf16, distributed optimizer": (2, [*GPT2, *BF16, *DP2_OVERLAPPED]),
     "fp16, distributed optimizer": (2, [*LLAMA, *FP16, *DP2_OVERLAPPED]),
+    "FP8, TP2": (2, [*GPT2, *FP8_TP2]),
     "bf16, TP2 PP2 VPP2, tied": (4, [*GPT2, *BF16, *TP2_PP2_VPP2]),
     "fp32, TP2 PP2 VPP2 DP2": (8, [*LLAMA, *TP2_PP2_VPP2]),
     "bf16, TP2 PP2 VPP2 DP2, tied": (8, [*GPT2, *BF16, *TP2_PP2_VPP2]),

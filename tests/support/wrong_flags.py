@@ -192,6 +192,18 @@ EXAMPLES = {
         "--transformer-impl transformer_engine --gradient-accumulation-fusion",
         "--transformer-impl local",
     ),
+    "FP8 in float16": Example("--fp16 --fp8-format hybrid", "--fp16=false --bf16"),
+    "FP8 in Transformer Engine": Example(
+        "--transformer-impl transformer_engine --fp8-format hybrid", "--transformer-impl local"
+    ),
+    "FP8 with all layers left in bf16": Example(
+        "--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 8", "--first-last-layers-bf16=false"
+    ),
+    "Blocks of FP8 that a rank cuts": Example(
+        "--world-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 --fp8-format hybrid --fp8-recipe blockwise",
+        "--fp8-recipe rowwise",
+    ),
+    "Too few tokens for a block of FP8": Example("--fp8-format e4m3 --fp8-recipe blockwise", "--micro-batch-size 2"),
     "FSDP2 with buckets": Example(
         "--world-size 2 --use-torch-fsdp2 --overlap-grad-reduce", "--overlap-grad-reduce=false"
     ),

@@ -10,23 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_ext.device.weight_gradients import ProductsOfTorch, add_product_, stand_in
 from megatron_ext.model.gpt import GPT
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
+from tests.support.fake_tensors import backward, on_gpu
 from tests.support.operator_calls import Calls, aten
 
 TRUE_ROWS, ROWS, HIDDEN = 50_257, 50_304, 768
-
-
-def backward(result: torch.Tensor, name: str, grad: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients that one autograd function behind a result returns. torch's engine needs a real GPU; the functions
-    do not."""
-    nodes: list[Any] = [result.grad_fn]
-    while type(nodes[-1]).__name__ != name:
-        nodes.append(nodes[-1].next_functions[0][0])
-    function = type(nodes[-1])._forward_cls
-    return [made for made in function.backward(nodes[-1], grad) if made is not None]
-
-
-def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(*shape, device="cuda", dtype=dtype)
 
 
 def skip_without_fake_sums() -> None:

@@ -23,7 +23,7 @@ from megatron_ext.parallel import groups
 from tests.support.small_models import small_config
 
 ROOT = Path(__file__).resolve().parents[2]
-FAKE = ("tests/unit/fake_gpu.py", "tests/unit/fake_gpu_operations.py")
+FAKE = tuple(f"tests/unit/fake_gpu{name}.py" for name in ("", "_operations", "_fp8"))
 COMPILED = "_torchdynamo_orig_callable"
 """An attribute of what torch.compile returns."""
 

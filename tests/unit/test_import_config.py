@@ -13,6 +13,7 @@ from megatron_ext.cli.preprocess_data import main as preprocess
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.integrity import open_index
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.foreign.meanings import MIXED_PRECISION, Flags
 from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, leaves, read, translate
 from megatron_ext.train.configure import configure
 
@@ -158,10 +159,12 @@ def test_the_trainers_order_of_precedence() -> None:
     assert "--lr-warmup-fraction" not in result.command
 
 
-def test_a_flag_that_this_version_refuses_is_not_printed() -> None:
-    key = next(key for key in translate("accelerate", {"mixed_precision": "fp8"}).keys)
+def test_a_flag_that_this_version_refuses_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert translate("accelerate", {"mixed_precision": "fp8"}).command["--fp8-format"] == "hybrid"
+    monkeypatch.setitem(MIXED_PRECISION.by_value, "fp4", Flags("--bf16 --fp4-format e2m1"))  # pyright: ignore
+    key = next(key for key in translate("accelerate", {"mixed_precision": "fp4"}).keys)
     assert key.became == "none"
-    assert "--fp8-format hybrid is not supported" in key.reason
+    assert "--fp4-format e2m1 is not supported" in key.reason
 
 
 def test_what_is_unknown_is_named() -> None:

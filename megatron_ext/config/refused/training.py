@@ -5,14 +5,16 @@ from megatron_ext.config.words import listed
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (
-        "products in FP8 or FP4 round weights, activations and gradients to 8 or 4 bits, which trains another model; "
-        "they are not in this version; leave the fp8 and fp4 flags out to train in bf16",
+        "products in FP4 are not in this version; use --fp8-format hybrid, or leave it out to train in bf16",
         """
-        --fp8-format N, --fp8-recipe N =delayed, --fp8-quantizer-factory N, --fp8-margin N =0, --fp8-interval N =1,
-        --fp8-amax-history-len N =1, --fp8-amax-compute-algo N =most_recent, --fp8-output-proj, --fp8-param-gather,
-        --no-fp8-wgrad, --disable-fp8-wgrad, --fp4-format N, --fp4-recipe N =nvfp4, --fp4-quantizer-factory N,
-        --fp4-param-gather, --first-last-layers-bf16, --num-layers-at-start-in-bf16 N =1,
-        --num-layers-at-end-in-bf16 N =1, --reuse-grad-buf-for-mxfp8-param-ag
+        --fp4-format N, --fp4-recipe N =nvfp4, --fp4-quantizer-factory N, --fp4-param-gather
+        """,
+    ),
+    (
+        "with --fp8-format all three products of a linear layer are in FP8, with scales as large as the format allows, "
+        "and the output layer's in --bf16; leave it out",
+        """
+        --no-fp8-wgrad, --disable-fp8-wgrad, --fp8-output-proj, --fp8-margin N =0, --fp8-quantizer-factory N
         """,
     ),
     (

@@ -1,0 +1,156 @@
+"""FP8 in all layouts: the same numbers are rounded by the same scales, alone and divided.
+
+Rounding hides a difference of 1e-7 but where the middle between two numbers of the format lies in it: there it becomes
+a sixteenth, and so on in the next layer. A layer is therefore compared exactly, and a curve with how far FP8 itself
+takes it from the one without, as a curve in bf16 is with fp32.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.model import fp8
+from megatron_ext.model.scaled_products import E5M2, RECIPES
+from megatron_ext.verify.cases import MODELS, RECIPE
+from megatron_ext.verify.corpus import write_corpus
+from megatron_ext.verify.parity import BF16_FACTOR, FIRST_LOSS_TOLERANCE, GRADIENT_TOLERANCE, compare
+from megatron_ext.verify.ranks import run_ranks
+from megatron_ext.verify.record import RunRecord, record
+
+TOKENS, INPUTS, OUTPUTS = 512, 256, 512
+FUSION = "--gradient-accumulation-fusion"
+TP2 = "--tensor-model-parallel-size 2"
+
+
+def _whole() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight and gradient of a layer; in each the second half is 8 times the first, down and across."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for rows, columns in ((TOKENS, INPUTS), (OUTPUTS, INPUTS), (TOKENS, OUTPUTS)):
+        matrix = torch.randn(rows, columns, generator=generator)
+        matrix[rows // 2 :] *= 8
+        matrix[:, columns // 2 :] *= 8
+        made.append(matrix)
+    return made[0], made[1], made[2]
+
+
+def _products(
+    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, how: fp8.Fp8
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, weight = x.unsqueeze(1).clone().requires_grad_(), weight.clone().requires_grad_()
+    y = fp8.linear(x, weight, how)
+    y.backward(grad.unsqueeze(1))
+    assert x.grad is not None
+    assert weight.grad is not None
+    return y.detach().squeeze(1), x.grad.squeeze(1), weight.grad
+
+
+def _distances(recipe: str, told: bool) -> dict[str, float]:
+    """Largest distance of each product of this rank's part from the same part of one process's, over its size."""
+    group: Any = torch.distributed.group.WORLD
+    rank = group.rank()
+    x, weight, grad = _whole()
+    how = fp8.Fp8(RECIPES[recipe], E5M2)
+    y, for_x, for_weight = _products(x, weight, grad, how)
+
+    def half(matrix: torch.Tensor, dim: int) -> torch.Tensor:
+        return matrix.chunk(2, dim)[rank]
+
+    over = [group] if told else []
+    found = {}
+    column = replace(how, outputs_over=over, sums_over=group)
+    found["outputs"] = (
+        _products(x, half(weight, 0), half(grad, 1), column),
+        (half(y, 1), for_x, half(for_weight, 0)),
+    )
+    gathers = replace(how, outputs_over=over, gathers_over=group)
+    found["outputs, sequence"] = (
+        _products(half(x, 0), half(weight, 0), half(grad, 1), gathers),
+        (half(y, 1), half(for_x, 0), half(for_weight, 0)),
+    )
+    part_of_y, *of_row = _products(half(x, 1), half(weight, 1), grad, replace(how, inputs_over=over))
+    torch.distributed.all_reduce(part_of_y)
+    found["inputs"] = ((part_of_y, *of_row), (y, half(for_x, 1), half(for_weight, 1)))
+    of_y, of_x, part = _products(half(x, 0), weight, half(grad, 0), replace(how, tokens_over=over))
+    torch.distributed.all_reduce(part)
+    found["tokens"] = ((of_y, of_x, part), (half(y, 0), half(for_x, 0), for_weight))
+    return {
+        name: max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*both, strict=True))
+        for name, both in found.items()
+    }
+
+
+def _all_distances(recipes: list[str]) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+    torch.distributed.init_process_group("gloo")
+    return {recipe: (_distances(recipe, told=True), _distances(recipe, told=False)) for recipe in recipes}
+
+
+def test_a_divided_layer_rounds_as_the_whole_one() -> None:
+    """Ranks that each take their own part's largest values round otherwise, but for blocks, which nobody divides."""
+    for found in run_ranks(2, _all_distances, list(RECIPES)):
+        for recipe, (told, alone) in found.items():
+            assert max(told.values()) < 1e-6, (recipe, told)  # sums in another order
+            assert recipe == "blockwise" or min(alone.values()) > 1e-4, (recipe, alone)
+
+
+LAYOUTS = {
+    "TP2": (2, TP2),
+    "TP2 SP": (2, f"{TP2} --sequence-parallel"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "CP2": (2, "--context-parallel-size 2 --cp-comm-type all_gather"),
+    "DP2 overlapped": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "TP2, fused gradients": (2, f"{TP2} {FUSION}"),
+    "FSDP2": (2, "--use-torch-fsdp2"),
+    "Megatron-FSDP": (2, "--use-megatron-fsdp"),
+}
+OF_WHOLE_LAYERS = ("PP2", "DP2 overlapped", "FSDP2")
+"""Layouts that divide no product, and so no sum before it is rounded."""
+PLAIN_RUN = {("tensorwise", "TP2 SP"), ("rowwise", "CP2"), ("rowwise", "TP2, fused gradients"), ("tensorwise", "FSDP2")}
+STEPS = 8
+
+
+class Curves:
+    """Runs of one small model, each of one process once."""
+
+    def __init__(self, folder: Path) -> None:
+        model = MODELS["learned positions, biases"]
+        self.flags = [*RECIPE.split(), *model.split(), *write_corpus(folder), "--ffn-hidden-size", "128"]
+        self.alone: dict[str, RunRecord] = {}
+
+    def run(self, flags: str, ranks: int = 1) -> RunRecord:
+        if ranks > 1:
+            return record([*self.flags, *flags.split()], ranks, STEPS)
+        if flags not in self.alone:
+            self.alone[flags] = record([*self.flags, *flags.split()], 1, STEPS)
+        return self.alone[flags]
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
+    return Curves(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        pytest.param(recipe, layout, marks=[] if (recipe, layout) in PLAIN_RUN else [pytest.mark.slow])
+        for recipe in ("tensorwise", "rowwise")
+        for layout in LAYOUTS
+    ],
+)
+def test_a_layout_has_the_curve_of_one_process(recipe: str, layout: str, curves: Curves) -> None:
+    ranks, flags = LAYOUTS[layout]
+    in_fp8 = f"--fp8-format hybrid --fp8-recipe {recipe}"
+    without, alone = curves.run(""), curves.run(in_fp8)
+    run = curves.run(f"{in_fp8} {flags}", ranks)
+    found, apart = compare(alone, run), compare(without, alone)
+    assert not found.weights
+    assert not found.flaws
+    if layout in OF_WHOLE_LAYERS:
+        assert found.first_loss <= FIRST_LOSS_TOLERANCE
+        assert max(found.gradients.values()) <= GRADIENT_TOLERANCE
+    assert found.gradients[found.worst_gradient] <= apart.gradients[apart.worst_gradient]
+    assert found.loss <= BF16_FACTOR * apart.loss

@@ -1,0 +1,112 @@
+"""Run by test_cuda_path.py as fake_gpu.py is: products in FP8 on fake CUDA tensors.
+
+What torch's kernels demand beyond that stands in ATen/native/cuda/ScaledBlas.cpp and its fake `_scaled_mm`.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_ext.device import cuda
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.model import fp8
+from megatron_ext.model.scaled_products import E4M3, E5M2, RECIPES
+from megatron_ext.train.pretrain import require_fp8
+from tests.support.fake_tensors import backward, on_gpu
+from tests.support.operator_calls import Calls, aten
+
+TOKENS, INPUTS, OUTPUTS = 1024, 640, 384
+KINDS = {
+    "tensorwise": [("TensorWise", "TensorWise")] * 3,
+    "rowwise": [("RowWise", "RowWise")] * 3,
+    "blockwise": [("BlockWise1x128", "BlockWise128x128")] * 2 + [("BlockWise1x128", "BlockWise1x128")],
+}
+"""The blocks of Y, dX and dW: pairs that cuBLAS multiplies."""
+
+
+def demanded_scales(kind: str, rows: int, summed: int, right: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shape and strides of a factor's scales."""
+    if kind == "TensorWise":
+        return (1, 1), (1, 1)
+    if kind == "RowWise":
+        return ((1, rows), (1, 1)) if right else ((rows, 1), (1, 1))
+    if kind == "BlockWise1x128":
+        return (rows, summed // 128), (1, rows)
+    padded = -(-(summed // 128) // 4) * 4
+    return (padded, rows // 128), (1, padded)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("format_", [E5M2, E4M3])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_kernels_get_what_they_take(recipe: str, format_: torch.dtype, fused: bool) -> None:
+    how = fp8.Fp8(RECIPES[recipe], format_, adds_to_main_gradient=fused)
+    with FakeTensorMode(), Calls() as calls:
+        x, weight = on_gpu(TOKENS // 2, 2, INPUTS).requires_grad_(), on_gpu(OUTPUTS, INPUTS).requires_grad_()
+        if fused:
+            weight.main_grad = on_gpu(OUTPUTS, INPUTS, dtype=torch.float32)  # pyright: ignore
+            weight.grad_added_to_main_grad = False  # pyright: ignore
+        y = fp8.linear(x, weight, how)
+        assert (tuple(y.shape), y.dtype, y.device.type) == ((TOKENS // 2, 2, OUTPUTS), torch.bfloat16, "cuda")
+        made = backward(y, "_LinearBackward", on_gpu(TOKENS // 2, 2, OUTPUTS))
+    assert [(gradient.shape, gradient.dtype) for gradient in made] == [(x.shape, x.dtype), (weight.shape, weight.dtype)]
+    products = [(args, out) for func, args, out in calls.calls if func is aten._scaled_mm_v2.default]
+    sizes = [(TOKENS, INPUTS, OUTPUTS), (TOKENS, OUTPUTS, INPUTS), (OUTPUTS, TOKENS, INPUTS)]
+    result = [torch.bfloat16, torch.bfloat16, torch.float32 if fused else torch.bfloat16]
+    left_formats = [E4M3, format_, format_]
+    for number, (args, out) in enumerate(products):
+        left, right, (left_scale,), left_kind, _, (right_scale,), right_kind, *_ = args
+        rows, summed, columns = sizes[number]
+        assert (tuple(left.shape), tuple(right.shape)) == ((rows, summed), (summed, columns))
+        assert (left.stride(), right.stride()) == ((summed, 1), (1, summed)), "Hopper reads along the sum alone"
+        assert (left.dtype, right.dtype, out.dtype) == (left_formats[number], E4M3, result[number])
+        for kind, given, scale, of_rows, is_right in (
+            (KINDS[recipe][number][0], left_kind, left_scale, rows, False),
+            (KINDS[recipe][number][1], right_kind, right_scale, columns, True),
+        ):
+            assert given == [getattr(F.ScalingType, kind).value]
+            shape, strides = demanded_scales(kind, of_rows, summed, is_right)
+            assert (tuple(scale.shape), scale.dtype) == (shape, torch.float32)
+            # The stride of a single element says nothing, and torch's kernels do not read it.
+            read = [one for one in (0, 1) if scale.size(one) > 1]
+            assert [scale.stride(one) for one in read] == [strides[one] for one in read], (kind, scale.shape)
+        if recipe != "blockwise":  # torch's fake of the older operator checks the rest
+            with left.fake_mode:
+                aten._scaled_mm(left, right, left_scale, right_scale, out_dtype=out.dtype)
+    assert len(products) == 3
+    # Fast sums in the forward pass alone, as Transformer Engine has them, and not with blocks.
+    fast = [bool(args[11]) if len(args) > 11 else False for args, _ in products]
+    assert fast == [recipe != "blockwise", False, False]
+    assert not [func for func, _, _ in calls.calls if "_local_scalar_dense" in str(func)], "nobody waits for the device"
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe", "words"),
+    [
+        ((8, 0), "tensorwise", "capability 8.9 or more, and a GPU has compute capability 8.0; leave --fp8-format out"),
+        ((8, 9), "blockwise", "9.0 (Hopper), and a GPU has compute capability 8.9; use --fp8-recipe rowwise, or leave"),
+        ((10, 0), "blockwise", "compute capability 10.0; use --fp8-recipe rowwise"),
+        ((8, 9), "rowwise", None),
+        ((9, 0), "blockwise", None),
+        ((10, 0), "tensorwise", None),
+    ],
+)
+def test_an_older_gpu_is_told(
+    capability: tuple[int, int], recipe: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    here, training = cuda.CudaDevice(0), SimpleNamespace(fp8_format="hybrid", fp8_recipe=recipe)
+    found: Any = None
+    try:
+        require_fp8(training, here)  # pyright: ignore[reportArgumentType]
+    except ConfigurationError as problem:
+        found = str(problem)
+    assert (found is None) == (words is None)
+    assert words is None or (words in found and f"--fp8-recipe {recipe}" in found)
+    require_fp8(SimpleNamespace(fp8_format=None, fp8_recipe=recipe), here)  # pyright: ignore[reportArgumentType]
