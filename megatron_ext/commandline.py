@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_ext.errors import ConfigurationError, TrainingError
 from megatron_ext.terminal import printable
@@ -25,8 +25,14 @@ class ToolParser(argparse.ArgumentParser):
     """
 
     def __init__(self, description: str, documentation: str | None = None):
+        self._flags: list[str] = []
         super().__init__(description=description, allow_abbrev=False, formatter_class=_Formatter)
         self.epilog = _examples(documentation, self.prog)
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """Add an argument, and remember its flags for who misspells one."""
+        self._flags += [name for name in names if name.startswith("--")]
+        return super().add_argument(*names, **settings)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """End the process, once all is written: a reader that has left must be noticed before."""
@@ -41,8 +47,7 @@ class ToolParser(argparse.ArgumentParser):
         kind, _, words = message.partition(": ")
         if kind != "unrecognized arguments" or not words.startswith("--"):
             return ""
-        own = [flag for action in self._actions for flag in action.option_strings]
-        close = difflib.get_close_matches(words.split()[0].partition("=")[0], own, n=1, cutoff=0.8)
+        close = difflib.get_close_matches(words.split()[0].partition("=")[0], self._flags, n=1, cutoff=0.8)
         if close:
             return f"; did you mean {close[0]}?"
         return "; training flags come after --" if "-- <training flags>" in (self.usage or "") else ""

@@ -62,6 +62,7 @@ _OF_LAYOUTS = {
     *moe.RULES,
     *pipeline.RULES,
     *sharding.RULES,
+    *fp8.RULES,
     *RULES_OF_RECOMPUTATION,
     *RULES_OF_MICRO_BATCHES,
     run.compiling_is_possible,

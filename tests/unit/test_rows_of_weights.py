@@ -65,7 +65,7 @@ def test_weights_follow_the_rows_that_were_read(strategy: str, fetches: bool, fr
         all_gather_pipeline=SimpleNamespace(reset=lambda preserve_non_fsdp_units: called.append("free")),
     )
     chunk: Any = SimpleNamespace(strategy=strategy, module=fsdp)
-    chunk._free_gathered = lambda: MegatronFSDPChunk._free_gathered(chunk)
+    chunk.free_gathered = lambda: MegatronFSDPChunk.free_gathered(chunk)
     MegatronFSDPChunk.install_rows(chunk)
     assert called == ["install", *(["free"] if frees else []), *(["fetch True"] if fetches else [])]
 

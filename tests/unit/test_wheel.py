@@ -108,7 +108,7 @@ def test_bash_completes_commands_flags_and_choices(installed: Installed) -> None
         eval "$(megatron-ext completion bash)"
         complete_line() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _megatron_ext; echo "${COMPREPLY[*]}"; }
         complete_line megatron-ext pre
-        complete_line megatron-ext pretrain --num-layers
+        complete_line megatron-ext pretrain --num-layers-p
         complete_line megatron-ext pretrain --optimizer l
         complete_line megatron-ext convert --max-
         complete_line megatron-ext convert --dtype b
@@ -118,7 +118,7 @@ def test_bash_completes_commands_flags_and_choices(installed: Installed) -> None
     lines = run(shell, "-c", script, cwd=installed.home, env=path).stdout.splitlines()
     assert lines == [
         "pretrain preprocess prepare-cache",
-        "--num-layers --num-layers-per-virtual-pipeline-stage",
+        "--num-layers-per-virtual-pipeline-stage",
         "lion",
         "--max-shard-size",
         "bf16",
