@@ -7,7 +7,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = (TESTS.parent / "docs" / "faults.md").read_text()
-NAMED = re.findall(r"`([a-z]+/test_\w+\.py)::(\w+)`", PAGE)
+NAMED_IN_A_ROW = re.compile(r"`([a-z]+/test_\w+\.py)::(\w+)`")
+NAMED = NAMED_IN_A_ROW.findall(PAGE)
 
 
 @functools.cache
@@ -26,3 +27,9 @@ def test_every_fault_has_a_row_with_a_test() -> None:
     rows = {int(number): line for line in PAGE.splitlines() for number in re.findall(r"^\| (\d+)\. ", line)}
     assert sorted(rows) == list(range(1, 40))
     assert [number for number, line in rows.items() if ".py::test_" not in line] == []
+
+
+def test_every_row_says_how_many_tests_passed_in_how_many_seconds() -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("|") and NAMED_IN_A_ROW.search(line)]
+    assert len(rows) > 39
+    assert [row[:60] for row in rows if not re.search(r"\| [1-9]\d* in \d+\.\d s \|$", row)] == []
