@@ -15,7 +15,7 @@ echo "== pyright, while the tests run"
 types="$(mktemp)"
 python -m pyright --pythonpath "$(command -v python)" >"$types" 2>&1 &
 checker=$!
-trap 'kill "$checker" 2>/dev/null; rm -f "$types"' EXIT
+trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 echo "== pytest"
 # Three files at a time on two cores, for some wait; in the order of tests/conftest.py. A file's tests stay together:
 # they share what they trained.
