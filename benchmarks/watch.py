@@ -7,14 +7,14 @@ that other work on the machine changes them little; what a step waits for on its
 
     mark, clock one marked (--log-straggler: timed) collective and its wait, minus the plain ones: a stand-in for the
                 backend that returns at once, so that nothing else is measured
-    heartbeat   what the watch's threads take in a second, over a real store with all ranks, minus what the rank takes
-                without them: gloo's own thread looks a hundred times a second
+    heartbeat   what the watch's two threads take in a second, over a real store with all ranks (of the rank's other
+                threads gloo's takes more: it looks a hundred times a second)
     straggler   what --log-straggler takes at the end of a step (the median of every fourth, and of the others), and how
                 many ranks it flags in 1,000 steps of a smaller model, where none is slow
     replicas    one comparison of all weights between data-parallel replicas, in the same training
     data        what --verify-data background takes in a second, of all ranks
     snapshot    how long a step stops for one of --non-persistent-save-interval, and how long a copy of the same tensors
-                takes, in a training of its own
+                takes, in a training of a larger model
     stop        seconds from SIGTERM to the end of all processes, which saved, with --exit-signal-deadline, and the
                 clock seconds of a step of that training
 
@@ -27,8 +27,9 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ FLAGS = (
 SMALL = "--num-layers 2 --hidden-size 64 --seq-length 64 --global-batch-size 8"
 FLAGGED_STEPS = 1000
 WATCHED = "--log-straggler --check-weight-hash-across-dp-replicas-interval 5"
+LARGE = "--hidden-size 1024 --seq-length 32 --micro-batch-size 1 --global-batch-size 2"
 SNAPSHOTS = "--non-persistent-save-interval 2 --non-persistent-ckpt-type local --train-iters 8"
 CALLS = 200_000
 SECONDS = 20.0
@@ -87,7 +89,7 @@ def _each(call: Any) -> float:
 
 
 def heartbeat() -> float:
-    """Return processor seconds per second that the watch takes of a rank that does nothing else."""
+    """Return processor seconds per second of the watch's threads, in a rank that does nothing else."""
     import torch
 
     from megatron_ext import device
@@ -99,15 +101,21 @@ def heartbeat() -> float:
     device.install("cpu")
     store, rank, ranks = meeting.meet(timedelta(seconds=60))
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    torch.distributed.barrier()
-    unwatched = _used_while_asleep()
     watch = Watch(RunStatus(rank=rank), 600.0, Board(store.clone(), rank, ranks), lambda group: ("", "", ()))
     watch.start()
     torch.distributed.barrier()
-    used = _used_while_asleep()
+    before = _seconds_of(watch._threads)
+    time.sleep(SECONDS)
+    used = _seconds_of(watch._threads) - before
     torch.distributed.barrier()
     watch.close()
-    return used - unwatched
+    return used / SECONDS
+
+
+def _seconds_of(threads: Iterable[threading.Thread]) -> float:
+    """Return the processor seconds of threads of this process, by the scheduler's count."""
+    files = [Path(f"/proc/self/task/{thread.native_id}/schedstat") for thread in threads]
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 def data_check(file: str, blocks: int, size: int) -> float:
@@ -209,7 +217,7 @@ def snapshots(folder: str) -> dict[str, float]:
     bytes_of_a_snapshot: list[float] = []
     paths = ["--save", f"{folder}/save", "--load", f"{folder}/save"]
     memory = ["--non-persistent-local-ckpt-dir", f"{folder}/memory"]
-    _trained([*SNAPSHOTS.split(), *paths, *memory], RunStatus(rank=int(os.environ["RANK"])))
+    _trained([*LARGE.split(), *SNAPSHOTS.split(), *paths, *memory], RunStatus(rank=int(os.environ["RANK"])))
     return {
         "megabytes_of_a_snapshot": bytes_of_a_snapshot[-1] / 1e6,
         "clock_seconds_a_step_stops": median(seconds["take"][1:]),
