@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _current: Device | None = None
 
 
-def install(kind: str, *, fuses: bool = True, kernels: Collection[str] = (), engine: bool = True) -> Device:
+def install(
+    kind: str, *, fuses: bool = True, own_kernels: bool = False, kernels: Collection[str] = (), engine: bool = True
+) -> Device:
     """Choose the device of this process and prepare megatron-core for it. Calling it again is harmless.
 
     Args:
@@ -31,6 +33,8 @@ def install(kind: str, *, fuses: bool = True, kernels: Collection[str] = (), eng
         fuses: whether megatron-core compiles its fused functions, which a GPU without Triton or a C compiler cannot.
             A CPU process never does: of them it calls squared ReLU alone, which gives the same bits, and importing the
             compiler is a third of the program's start.
+        own_kernels: whether a GPU uses our Triton kernels (`device.triton`), which it cannot without Triton or a C
+            compiler either.
         kernels: packages that megatron-core may take kernels from (`device.external_kernels`).
         engine: whether this process is going to import megatron-core.
     Raises:
@@ -67,12 +71,21 @@ def install(kind: str, *, fuses: bool = True, kernels: Collection[str] = (), eng
                 "Start at most one process per GPU, or use --device cpu."
             )
         _current = CudaDevice(local_rank)
-        fuses = fuses and _can_fuse(local_rank)
+        fuses = _choose_kernels(local_rank, fuses=fuses, own_kernels=own_kernels)
     if engine and not fuses:
         from megatron_ext.device.fusions import leave_uncompiled
 
         leave_uncompiled()
     return _current
+
+
+def _choose_kernels(local_rank: int, *, fuses: bool, own_kernels: bool) -> bool:
+    """Use our own kernels, or not, and return whether megatron-core's functions are compiled."""
+    from megatron_ext.device.triton import choice
+
+    compiles = (fuses or own_kernels) and _can_fuse(local_rank)
+    choice.use(own_kernels and compiles)
+    return fuses and compiles
 
 
 def _can_fuse(local_rank: int) -> bool:
@@ -81,7 +94,10 @@ def _can_fuse(local_rank: int) -> bool:
 
     missing = missing_for_kernels()
     if missing and local_rank == 0:
-        print(f"warning: {missing}: fused functions run as plain torch (as with --disable-jit-fuser)", file=sys.stderr)
+        print(
+            f"warning: {missing}: fused functions run as plain torch (as with --disable-jit-fuser --no-triton-kernels)",
+            file=sys.stderr,
+        )
     return missing is None
 
 

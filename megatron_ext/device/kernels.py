@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_ext.device.triton import choice
+
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -55,6 +57,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension; x: [..., hidden], weight: [hidden]."""
     if nothing_is_trained():
         return F.rms_norm(x, weight.shape, weight, eps)
+    if choice.take_rows(x):
+        from megatron_ext.device.triton import norm
+
+        return norm.rms_norm(x, weight, eps)
     # The compiler knows torch's own, and makes one kernel of it.
     if _is_fp32_on_cpu(x, weight) and not torch.compiler.is_compiling():
         return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]

@@ -17,6 +17,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.data.packing import Documents
+from megatron_ext.device.triton import choice
 from megatron_ext.model import context_parallel
 from megatron_ext.model.inference import WholeSequences
 from megatron_ext.model.packed_attention import attend_documents
@@ -43,18 +44,14 @@ class CausalSelfAttention(SelfAttention):
         given = [name for name, value in unused.items() if value is not None]
         assert attention_mask is None, "the mask is causal"
         assert not given, f"not for training on plain sequences: {given}"
-        tensors_SBHD: Any = self.get_query_key_value_tensors(hidden_states)
         if isinstance(packed_seq_params, WholeSequences):
-            query, key, value = tensors_SBHD
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
             return self._inferred(query, key, value, rotary_pos_emb, packed_seq_params)
-        # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors_SBHD)
-        if rotary_pos_emb is not None:
-            interleaved = self.config.rotary_interleaved
-            query = rotate(query, rotary_pos_emb, interleaved=interleaved)
-            key = rotate(key, rotary_pos_emb, interleaved=interleaved)
-        heads_BHSD = query.contiguous(), key.contiguous(), value.contiguous()
         attend: Any = self.core_attention
+        heads_BHSD = self._heads(hidden_states, rotary_pos_emb)
+        if not (isinstance(attend, SDPAttention) and attend.reads_views(hidden_states, packed_seq_params)):
+            # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
+            heads_BHSD = tuple(head.contiguous() for head in heads_BHSD)
         if packed_seq_params is not None:
             attend = partial(attend, documents=packed_seq_params)
         if self.checkpoint_core_attention and self.training:
@@ -62,6 +59,26 @@ class CausalSelfAttention(SelfAttention):
         else:
             context = attend(*heads_BHSD)
         return self.linear_proj(context)
+
+    def _heads(self, hidden_states: torch.Tensor, table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return queries, [B, H, S, D], keys and values, [B, G, S, D], rotated if there is a table of angles."""
+        interleaved = self.config.rotary_interleaved
+        if table is not None and self._splits_at_once() and choice.take(hidden_states):
+            from megatron_ext.device.triton.rotary import split_heads
+
+            packed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+            return split_heads(packed[0], table, self.hidden_size_per_attention_head, interleaved=interleaved)
+        tensors_SBHD: Any = self.get_query_key_value_tensors(hidden_states)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors_SBHD)
+        if table is None:
+            return query, key, value
+        return rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved), value
+
+    def _splits_at_once(self) -> bool:
+        """Return whether queries and keys are rotated as the product gives them, with nothing in between."""
+        groups = self.config.num_query_groups
+        assert groups is not None
+        return self.q_layernorm is None and self.k_layernorm is None and groups >= self.world_size
 
     def _inferred(
         self,
@@ -111,6 +128,10 @@ class SDPAttention(torch.nn.Module):
         self.dropout = config.attention_dropout
         # Under sequence parallelism the whole block already draws from this rank's own generator.
         self.fork_generator = not config.sequence_parallel
+
+    def reads_views(self, like: torch.Tensor, documents: Documents | None) -> bool:
+        """Return whether heads may lie in any order: a GPU's kernels read rows of channels wherever they are."""
+        return like.device.type == "cuda" and documents is None and self.cp_group is None
 
     def forward(
         self,

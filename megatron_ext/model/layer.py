@@ -10,8 +10,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.data.packing import Documents
+from megatron_ext.device.triton import choice
 from megatron_ext.model.inference import WholeSequences
-from megatron_ext.model.norm import norm_class
+from megatron_ext.model.norm import LayerNorm, RMSNorm, norm_class
 
 
 class PreNormLayer(TransformerLayer):
@@ -40,13 +41,28 @@ class PreNormLayer(TransformerLayer):
         normed, forget = self._norm(self.input_layernorm, hidden_states, self.recompute_input_layernorm)
         attended: Any = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params)
         forget(attended[0])
-        hidden_states = add(attended, hidden_states, self.hidden_dropout)
-
-        normed, forget = self._norm(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
+        if self._adds_and_norms_at_once(attended):
+            normed, hidden_states = self.pre_mlp_layernorm.of_sum(attended[0], hidden_states)
+            forget = _nothing
+        else:
+            hidden_states = add(attended, hidden_states, self.hidden_dropout)
+            normed, forget = self._norm(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
         expanded = self._checkpointed_mlp(normed) if self.recompute_mlp and self.training else self._mlp(normed)
         forget(expanded[0])
         hidden_states = add(expanded, hidden_states, self.hidden_dropout)
         return hidden_states, None
+
+    def _adds_and_norms_at_once(self, attended: tuple[torch.Tensor, torch.Tensor | None]) -> bool:
+        """Return whether one kernel of a GPU adds attention's output to the residual stream and normalizes the sum."""
+        output, bias = attended
+        return (
+            self.config.bias_dropout_fusion
+            and bias is None
+            and (self.hidden_dropout == 0.0 or not self.training)
+            and not self.recompute_pre_mlp_layernorm
+            and isinstance(self.pre_mlp_layernorm, RMSNorm | LayerNorm)
+            and choice.take_rows(output)
+        )
 
     def _inferred(self, hidden_states: torch.Tensor, rotary_pos_emb: Any, inference: WholeSequences) -> torch.Tensor:
         """Return the output without dropout: of the last layer, that of the positions that are read alone."""
@@ -83,7 +99,7 @@ class PreNormLayer(TransformerLayer):
         With --recompute-modules layernorm that frees them, and computes them anew when the output's gradient is there.
         """
         if not (recompute and torch.is_grad_enabled()):
-            return norm(hidden_states), lambda output: None
+            return norm(hidden_states), _nothing
         # Its default, False, asks Transformer Engine about FP8 all the same; None does not.
         kept = tensor_parallel.CheckpointWithoutOutput(fp8=None)  # pyright: ignore[reportArgumentType]
         return kept.checkpoint(norm, hidden_states), kept.discard_output_and_register_recompute
@@ -126,6 +142,10 @@ class PostNormLayer(PreNormLayer):
         normed = self.post_self_attn_layernorm(_with_bias(*attended))
         hidden_states = inference.narrowed(hidden_states, self) + normed
         return hidden_states + self.post_mlp_layernorm(_with_bias(*self._mlp(hidden_states)))
+
+
+def _nothing(_output: torch.Tensor) -> None:
+    """Free nothing: what would be freed is kept."""
 
 
 def _with_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -32,6 +32,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_ext.device.kernels import linear
+from megatron_ext.device.triton import choice
 from megatron_ext.model.linear import ColumnLinear, RowLinear
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -176,6 +177,10 @@ class GroupedExperts(MegatronModule):
         """
         hidden_TF = self.linear_fc1(tokens_TH, tokens_per_expert)
         activation: Any = self.config.activation_func
+        if self.config.bias_activation_fusion and choice.take(hidden_TF):
+            from megatron_ext.device.triton.swiglu import swiglu
+
+            return self.linear_fc2(swiglu(hidden_TF, weights_T), tokens_per_expert), None
         if self.config.gated_linear_unit:
             gate_TF, up_TF = hidden_TF.chunk(2, dim=-1)
             hidden_TF = activation(gate_TF) * up_TF

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.layers import Layer
 from megatron_ext.device.kernels import rms_norm
+from megatron_ext.device.triton import choice
 
 NormBuilder = Callable[..., torch.nn.Module]
 """Builds a norm from `config` (megatron-core's), `hidden_size` (channels that are normalized together) and `eps`."""
@@ -37,6 +38,12 @@ class RMSNorm(torch.nn.Module):
         """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
         return rms_norm(x, self.weight, self.eps)
 
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x + residual, and that sum, by one kernel (`choice.take_rows`)."""
+        from megatron_ext.device.triton.norm import norm_of_sum
+
+        return norm_of_sum(x, residual, self.weight, None, self.eps)
+
 
 class LayerNorm(torch.nn.Module):
     """Computes (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (Ba et al. 2016,
@@ -51,7 +58,17 @@ class LayerNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
+        if choice.take_rows(x):
+            from megatron_ext.device.triton.norm import layer_norm
+
+            return layer_norm(x, self.weight, self.bias, self.eps)
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x + residual, and that sum, by one kernel (`choice.take_rows`)."""
+        from megatron_ext.device.triton.norm import norm_of_sum
+
+        return norm_of_sum(x, residual, self.weight, self.bias, self.eps)
 
 
 class ProjectionNorm(torch.nn.Module):

@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.layers import Attention, RotaryScaling
 from megatron_ext.config.ranks import context_chunks
+from megatron_ext.device.triton import choice
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):
@@ -108,6 +109,10 @@ def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = Fal
     """
     if torch.compiler.is_compiling():
         return rotate_reference(x_BHSD, table, interleaved=interleaved)
+    if choice.take(x_BHSD):
+        from megatron_ext.device.triton import rotary
+
+        return rotary.rotate(x_BHSD, table, interleaved=interleaved)
     if not torch.is_grad_enabled():
         return _turn(x_BHSD, table, 1, interleaved)
     return _Rotation.apply(x_BHSD, table, interleaved)  # pyright: ignore[reportReturnType]

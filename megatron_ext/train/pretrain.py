@@ -88,6 +88,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
     here = device.install(
         config.layout.device,
         fuses=not config.training.disable_jit_fuser,
+        own_kernels=not config.training.no_triton_kernels,
         kernels=external_kernels.asked_for(config),
     )
     require_fp8(config.training, here)

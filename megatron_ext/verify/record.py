@@ -123,7 +123,10 @@ def _trained(
     config = extensions.applied(configured.config)
     # Before anything that imports the engine.
     installed = device.install(
-        config.layout.device, fuses=not config.training.disable_jit_fuser, kernels=asked_for(config)
+        config.layout.device,
+        fuses=not config.training.disable_jit_fuser,
+        own_kernels=not config.training.no_triton_kernels,
+        kernels=asked_for(config),
     )
 
     from megatron_ext.train.build import build_run

@@ -18,22 +18,36 @@ from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_trai
 from megatron_ext import device
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device import fusions
+from megatron_ext.device.triton import choice
 from megatron_ext.model.config import transformer_config
 from megatron_ext.parallel import groups
 from tests.support.small_models import small_config
 
 ROOT = Path(__file__).resolve().parents[2]
-FAKE = tuple(f"tests/unit/fake_gpu{name}.py" for name in ("", "_operations", "_fp8"))
+FAKE = (
+    *(f"tests/unit/fake_gpu{name}.py" for name in ("", "_operations", "_fp8", "_model")),
+    "tests/unit/interpreted_kernels.py",
+)
 COMPILED = "_torchdynamo_orig_callable"
 """An attribute of what torch.compile returns."""
 
 
-def test_on_fake_gpus() -> None:
-    """In a process of its own: here the CPU stands in for whatever is called CUDA."""
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", *FAKE]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def run_there(*flags: str) -> None:
+    """Run FAKE in a process of its own: here the CPU stands in for whatever is called CUDA, and Triton compiles."""
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", *flags, *FAKE]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout
     assert " passed" in ran.stdout
+
+
+def test_on_fake_gpus_and_in_tritons_interpreter() -> None:
+    run_there()
+
+
+@pytest.mark.slow
+def test_every_combination_on_fake_gpus_and_in_tritons_interpreter() -> None:
+    run_there("-m", "slow")
 
 
 class Gpu:
@@ -124,6 +138,18 @@ def test_what_compiling_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, cap
     assert "--disable-jit-fuser" in capsys.readouterr().err
     monkeypatch.setattr(fusions.importlib.util, "find_spec", lambda _name: None)
     assert fusions.missing_for_kernels() == "Triton is not installed"
+
+
+@pytest.mark.parametrize("missing", [None, "Triton is not installed"])
+@pytest.mark.parametrize("own_kernels", [True, False])
+@pytest.mark.parametrize("fuses", [True, False])
+def test_kernels_are_used_where_they_are_wanted_and_can_be_compiled(
+    fuses: bool, own_kernels: bool, missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_used", False)
+    monkeypatch.setattr(fusions, "missing_for_kernels", lambda: missing)
+    assert device._choose_kernels(1, fuses=fuses, own_kernels=own_kernels) == (fuses and missing is None)
+    assert choice._used == (own_kernels and missing is None)
 
 
 def test_the_variables_of_cuda_are_set_before_torch_is_there(tmp_path: Path) -> None:

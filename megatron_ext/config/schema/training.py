@@ -177,7 +177,11 @@ class TrainingConfig:
     )
     no_bias_dropout_fusion: bool = free(False, "On GPUs, do not compile bias, dropout and residual into one kernel.")
     no_bias_swiglu_fusion: bool = free(False, "On GPUs, do not compile SwiGLU and its bias into one kernel.")
-
+    no_triton_kernels: bool = free(
+        False,
+        "On GPUs, do without our Triton kernels of norms with their residual, rotary heads and SwiGLU, which compute "
+        "where Triton and a C compiler are found and --torch-compile is not given.",
+    )
     linear_cross_entropy: bool = free(
         False,
         "Compute the output layer and its cross-entropy together, a part of the tokens at a time, so that the logits "

@@ -1,0 +1,182 @@
+"""Run by test_cuda_path.py as fake_gpu.py is: a whole forward pass in training, loss included, on fake CUDA tensors.
+
+One rank of a world of torch's fake process groups builds the model as a GPU's rank would, and computes the loss of a
+microbatch. Every operator sees shapes, types and devices as on a GPU, and every Triton kernel is launched: by a
+stand-in that looks at what it is given.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import random
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from megatron_ext.config.schema import Config
+from megatron_ext.data.packing import documents_of
+from megatron_ext.device.triton import choice, norm, rotary, swiglu
+from megatron_ext.model.config import transformer_config
+from megatron_ext.model.gpt import build_model
+from megatron_ext.parallel import groups
+from megatron_ext.verify.rehearsal.world import played
+from tests.support.operator_calls import Calls, aten
+from tests.support.small_models import LLAMA, OLMO2, small_config
+
+SEQUENCE, SAMPLES = 16, 2
+DOCUMENTS = documents_of(torch.arange(SAMPLES * SEQUENCE).view(SAMPLES, SEQUENCE) % 5, eod=4)
+GPU: Any = type("Gpu", (), {"kind": "cuda", "backend": "fake", "backend_with_host": "fake"})()
+
+
+class Launches:
+    """Stands in for `choice.launch`, and holds what each kernel was given against what its launcher takes."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> None:
+        constants.pop("num_warps")
+        assert kernel.arg_names == [*kernel.arg_names[: len(given)], *constants], "each parameter once, in order"
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        assert {tensor.device.type for tensor in tensors} == {"cuda"}
+        assert all(type(value) in (int, float) for value in given if not isinstance(value, torch.Tensor))
+        assert len(grid) <= 3
+        limits = zip(grid, (2**31 - 1, 65535, 65535), strict=False)  # how many tokens an expert has, nobody knows
+        assert all(0 < size <= limit for size, limit in limits if isinstance(size, int))
+        self.names.append("of sum" if constants.get("HAS_RESIDUAL") else kernel.fn.__name__)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    made = Launches()
+    for module in (norm, rotary, swiglu):
+        monkeypatch.setattr(module, "launch", made)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_device: (9, 0))
+    # Dropout masks are drawn from generators of a GPU, which are not there.
+    monkeypatch.setattr(random.CudaRNGStatesTracker, "fork", lambda _self, _name=None: nullcontext())
+    choice.use(True)
+    yield made
+    choice.use(False)
+
+
+@contextmanager
+def on_a_fake_gpu(config: Config) -> Iterator[tuple[Any, Calls]]:
+    """The model of a rank of `config`, and its operators."""
+    with played(0, config.layout.world_size):
+        collection = groups.initialize(config.layout, GPU)
+        (chunk,) = build_model(config, transformer_config(config, "cuda", on_meta=True), collection, on_meta=True)
+        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), Calls() as calls:
+            move(chunk)
+            yield chunk.train(), calls
+
+
+def move(chunk: Any) -> None:
+    """Put a model that has no memory on the fake GPU, as `Module.to` cannot."""
+    moved: dict[int, torch.nn.Parameter] = {}
+    for module in chunk.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in moved:
+                there = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
+                moved[id(parameter)] = torch.nn.Parameter(there)
+                moved[id(parameter)].__dict__.update(parameter.__dict__)
+            module._parameters[name] = moved[id(parameter)]
+    if getattr(chunk, "rotary_pos_emb", None) is not None:
+        chunk.rotary_pos_emb.inv_freq = torch.empty(chunk.rotary_pos_emb.inv_freq.shape, device="cuda")
+
+
+def loss_of(chunk: Any, *, packed: bool = False, summed: bool = False) -> torch.Tensor:
+    """The loss of a microbatch: of every token of this rank, or the sum over those that count."""
+    sequence = SEQUENCE // chunk.config.context_parallel_size
+    tokens = torch.empty(SAMPLES, sequence, dtype=torch.int64, device="cuda")
+    documents = None
+    if packed:
+        chunk.restarts_positions = True
+        documents = DOCUMENTS.map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
+    mask = torch.empty(SAMPLES, SEQUENCE, device="cuda") if summed else None
+    return chunk(tokens, tokens, None, labels=tokens, documents=documents, loss_mask=mask)
+
+
+BF16 = {"bf16": True}
+TP2 = {"world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+CP2 = {"world_size": 2, "context_parallel_size": 2}
+EXPERTS = {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True}
+HEADS, OF_SUM, ALONE, SWIGLU, TURN = "split_heads_kernel", "of sum", "norm_forward", "swiglu_forward", "rotate_kernel"
+
+# Kernels of one layer, in their order, between those of the model, which ends with a norm.
+WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, bool], list[str]]] = {
+    "Llama": (LLAMA, {}, BF16, {}, [ALONE, HEADS, OF_SUM, SWIGLU]),
+    "GPT-2": ({}, {}, BF16, {}, [ALONE, OF_SUM]),
+    "fp32": (LLAMA, {}, {}, {}, [ALONE, HEADS, OF_SUM, SWIGLU]),
+    "norms of heads": (
+        {**LLAMA, "qk_layernorm": True},
+        {},
+        BF16,
+        {},
+        [ALONE, ALONE, ALONE, TURN, TURN, OF_SUM, SWIGLU],
+    ),
+    "norms after": (OLMO2, {}, BF16, {}, [ALONE, ALONE, TURN, TURN, ALONE, SWIGLU, ALONE]),
+    "dropout": ({**LLAMA, "hidden_dropout": 0.1}, {}, BF16, {}, [ALONE, HEADS, ALONE, SWIGLU]),
+    "TP2, SP": (LLAMA, TP2, BF16, {}, [ALONE, HEADS, OF_SUM, SWIGLU]),
+    "TP2, SP, GPT-2": ({}, TP2, BF16, {}, [ALONE, ALONE]),
+    "CP2": (LLAMA, {**CP2, "cp_comm_type": ("all_gather",)}, BF16, {}, [ALONE, HEADS, OF_SUM, SWIGLU]),
+    "packed documents": (LLAMA, {}, BF16, {"packed": True}, [ALONE, HEADS, OF_SUM, SWIGLU]),
+    "experts": (EXPERTS, {}, BF16, {}, [ALONE, HEADS, OF_SUM, SWIGLU]),
+    "FP8": (LLAMA, {}, {**BF16, "fp8_format": "hybrid"}, {}, [ALONE, HEADS, OF_SUM, SWIGLU]),
+    "loss with its output layer": (
+        LLAMA,
+        {},
+        {**BF16, "linear_cross_entropy": True},
+        {"summed": True},
+        [ALONE, HEADS, OF_SUM, SWIGLU],
+    ),
+    "gradients added": (LLAMA, TP2, {**BF16, "gradient_accumulation_fusion": True}, {}, [ALONE, HEADS, OF_SUM, SWIGLU]),
+    "nothing fused": (LLAMA, {}, {**BF16, "disable_jit_fuser": True}, {}, [ALONE, HEADS, ALONE]),
+}
+DAILY = ("Llama", "GPT-2", "norms of heads", "TP2, SP", "packed documents", "experts")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in DAILY)) for name in WHOLE])
+def test_a_whole_forward_pass(name: str, launches: Launches) -> None:
+    model, layout, training, how, of_layer = WHOLE[name]
+    config = small_config({"num_layers": 2, **model}, layout, training)
+    with on_a_fake_gpu(config) as (chunk, calls):
+        losses = loss_of(chunk, **how)
+    assert tuple(losses.shape) == (
+        () if how.get("summed") else (SAMPLES, SEQUENCE // config.layout.context_parallel_size)
+    )
+    assert (losses.dtype, losses.device.type) == (torch.float32, "cuda")
+    assert losses.requires_grad
+    assert launches.names == [*of_layer, *of_layer, ALONE]
+    if "num_experts" not in model:
+        assert not [func for func, _, _ in calls.calls if "_local_scalar_dense" in str(func)], (
+            "nobody waits for the GPU"
+        )
+
+
+def test_heads_are_not_copied_where_nothing_turns_them(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2's attention reads its heads out of the product."""
+    attended: list[torch.Tensor] = []
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *heads, **how: attended.extend(heads) or attend(*heads, **how)
+    )
+    with on_a_fake_gpu(small_config({"num_layers": 1}, training=BF16)) as (chunk, _):
+        loss_of(chunk)
+    query, _, _ = attended
+    assert query.shape == (SAMPLES, 4, SEQUENCE, 16)
+    assert not query.is_contiguous()
+    assert query.stride(-1) == 1
+
+
+def test_one_flag_leaves_torchs_operations(launches: Launches) -> None:
+    choice.use(False)
+    with on_a_fake_gpu(small_config({"num_layers": 1, **LLAMA}, training=BF16)) as (chunk, calls):
+        assert loss_of(chunk).dtype == torch.float32
+    assert launches.names == []
+    assert [func for func, _, _ in calls.calls if func is aten._fused_rms_norm.default]

@@ -1,0 +1,263 @@
+"""Run by test_cuda_path.py in a process of its own, where Triton's interpreter runs every kernel on CPU tensors.
+
+Each result is held against float64. A result that is rounded once is off by half a unit in its last place; by a whole
+one in bf16, whose numbers the interpreter cuts off where a GPU rounds. What is computed before, in fp32, is off by as
+many roundings as stand at each comparison, of the size of the terms that are added.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_ext.device.triton import choice, norm, rotary
+from megatron_ext.device.triton import swiglu as activation
+from megatron_ext.device.triton.norm import layer_norm, norm_of_sum, rms_norm
+from megatron_ext.device.triton.rotary import rotate, split_heads
+from megatron_ext.device.triton.swiglu import swiglu
+from megatron_ext.model.rope import rotate_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-3
+
+
+def cases(*choices: Sequence[Any], daily: int) -> list[Any]:
+    """All combinations, of which every n-th belongs to the suite of every day: the interpreter takes its time."""
+    every = itertools.product(*choices)
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (place % daily > 0)) for place, case in enumerate(every)]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small tensors take several tiles, and a program of the weights' gradient takes several of them."""
+    monkeypatch.setattr(norm, "_TILE", 256)
+    monkeypatch.setattr(norm, "_PROGRAMS", 2)
+    monkeypatch.setattr(rotary, "_TILE", 128)
+    monkeypatch.setattr(activation, "_BLOCK", 32)
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def exactly(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().double().requires_grad_()
+
+
+def within(got: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor, roundings: float) -> None:
+    """Hold a result against float64.
+
+    Args:
+        terms: sums of the absolute values that were added, of the result's shape.
+        roundings: in fp32, of a number of that size.
+    """
+    kind = torch.finfo(got.dtype)
+    units = 1.0 if got.dtype == torch.bfloat16 else 0.5
+    allowed = units * kind.eps * exact.abs() + roundings * 2.0**-24 * terms + kind.smallest_normal * kind.eps
+    excess = ((got.double() - exact).abs() - allowed).max().item()
+    assert math.isfinite(excess)
+    assert excess <= 0.0, f"{excess:.3g} more than {allowed.min().item():.3g} to {allowed.max().item():.3g}"
+
+
+def inner_parts(shape: tuple[int, ...], dtype: torch.dtype, spaced: bool) -> torch.Tensor:
+    """Inputs whose rows lie apart, if they are to."""
+    if not spaced:
+        return drawn(*shape, dtype=dtype)
+    return drawn(*shape[:-1], shape[-1] + 5, dtype=dtype)[..., 2:-3]
+
+
+def normal(x: torch.Tensor, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalized rows, and their inverse deviations."""
+    x = x - x.mean(-1, keepdim=True) if centered else x
+    inverse = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    return x * inverse, inverse
+
+
+NORMS = ("rms", "layer", "rms of sum", "layer of sum")
+SHAPES = ((3, 5, 37), (1, 1), (2, 3, 4, 64), (3, 500))
+
+
+@pytest.mark.parametrize(("kind", "dtype", "spaced", "shape"), cases(NORMS, DTYPES, (True, False), SHAPES, daily=9))
+def test_norms(kind: str, dtype: torch.dtype, spaced: bool, shape: tuple[int, ...]) -> None:
+    x = inner_parts(shape, dtype, spaced).requires_grad_()
+    weight = (drawn(shape[-1], dtype=torch.float32, seed=1) + 1.0).to(dtype).requires_grad_()
+    bias = drawn(shape[-1], dtype=dtype, seed=2).requires_grad_() if "layer" in kind else None
+    added: dict[str, torch.Tensor] = {}
+    if "sum" in kind:
+        residual = drawn(*shape, dtype=dtype, seed=3).transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+        y, total = norm_of_sum(x, residual, weight, bias, EPS)
+        parts = x.detach().double(), residual.detach().double()
+        within(total, parts[0] + parts[1], parts[0].abs() + parts[1].abs(), 1)
+        added = {"residual": residual, "total": total}
+    else:
+        y = rms_norm(x, weight, EPS) if bias is None else layer_norm(x, weight, bias, EPS)
+        total = x
+    exact, wide = exactly(total), [exactly(weight)] + ([] if bias is None else [exactly(bias)])
+    normalized, inverse = normal(exact, bias is not None)
+    expected = normalized * wide[0] + (0.0 if bias is None else wide[1])
+    # Sums over a row round as often as its logarithm, twice with a mean; some eight operations on each number.
+    size = shape[-1]
+    roundings = 8.0 + 4.0 * math.log2(size + 1)
+    spread = exact.abs() + exact.abs().mean(-1, keepdim=True)  # what a mean is taken from
+    terms = spread * inverse * wide[0].abs() + (0.0 if bias is None else wide[1].abs())
+    within(y, expected.detach(), terms.detach(), roundings)
+
+    grad, onward = drawn(*shape, dtype=dtype, seed=4), drawn(*shape, dtype=dtype, seed=5)
+    outputs, grads = (y, grad), (grad,)
+    leaves = [x, *([added["residual"]] if added else []), weight, *([] if bias is None else [bias])]
+    if added:
+        made = torch.autograd.grad([y, total], leaves, [grad, onward])
+        assert torch.equal(made[0], made[1]), "a sum hands its gradient to both"
+    else:
+        made = torch.autograd.grad([outputs[0]], leaves, list(grads))
+    exact_made = torch.autograd.grad([expected], [exact, *wide], [grad.double()])
+    onwards = onward.double() if added else torch.zeros(())
+    weighted = (grad.double() * wide[0]).abs()
+    size_of = (spread * inverse).detach()
+    terms = (
+        weighted + size_of * (weighted * size_of).mean(-1, keepdim=True) + weighted.mean(-1, keepdim=True)
+    ) * inverse
+    within(made[0], (exact_made[0] + onwards).detach(), (terms + onwards.abs()).detach(), 3 * roundings)
+    rows = (0,) if len(shape) == 1 else tuple(range(len(shape) - 1))
+    count = math.log2(math.prod(shape) + 1)
+    of_weights = [(grad.double().abs() * size_of).sum(rows), grad.double().abs().sum(rows)]
+    for got, known, terms in zip(made[-len(wide) :], exact_made[1:], of_weights, strict=False):
+        within(got, known, terms, roundings + 8 * count + 8)
+
+
+def test_a_sum_that_only_one_result_uses() -> None:
+    x, residual, weight = (drawn(*shape, dtype=torch.float32).requires_grad_() for shape in ((4, 9), (4, 9), (9,)))
+    y, total = norm_of_sum(x, residual, weight, None, EPS)
+    (alone,) = torch.autograd.grad(total.sum(), x)
+    assert torch.equal(alone, torch.ones_like(x))
+    y, total = norm_of_sum(x, residual, weight, None, EPS)
+    (of_norm,) = torch.autograd.grad(y.sum(), x)
+    again = total.detach().requires_grad_()
+    (known,) = torch.autograd.grad(rms_norm(again, weight, EPS).sum(), again)
+    assert torch.equal(of_norm, known)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "shape"),
+    cases(DTYPES, (None, torch.float32, torch.bfloat16), ((3, 5, 74), (1, 2)), daily=5),
+)
+def test_swiglu(dtype: torch.dtype, weights: torch.dtype | None, shape: tuple[int, ...]) -> None:
+    both = (3.0 * drawn(*shape, dtype=torch.float32)).to(dtype).transpose(0, -1).contiguous().transpose(0, -1)
+    both = both.requires_grad_()
+    scale = None if weights is None else drawn(*shape[:-1], dtype=weights, seed=1).requires_grad_()
+    out = swiglu(both, scale)
+    exact, exact_scale = exactly(both), None if scale is None else exactly(scale)
+    gate, up = exact.chunk(2, dim=-1)
+    factor = 1.0 if exact_scale is None else exact_scale.unsqueeze(-1)
+    expected = torch.nn.functional.silu(gate) * up * factor
+    within(out, expected.detach(), expected.detach().abs(), 16)
+    grad = drawn(*out.shape, dtype=dtype, seed=2).transpose(0, -1).contiguous().transpose(0, -1)
+    made = torch.autograd.grad(out, [both] if scale is None else [both, scale], grad)
+    leaves = [exact] if exact_scale is None else [exact, exact_scale]
+    known = torch.autograd.grad(expected, leaves, grad.double())
+    size = (grad.double() * factor).abs()
+    sigmoid = gate.sigmoid()
+    terms = torch.cat((size * up.abs() * sigmoid * (1 + gate.abs()), size * gate.abs() * sigmoid), dim=-1)
+    within(made[0], known[0], terms.detach(), 16)
+    if scale is not None:
+        terms = (grad.double() * torch.nn.functional.silu(gate) * up).abs().sum(-1)
+        within(made[1], known[1], terms.detach(), 16 + math.log2(shape[-1]))
+
+
+def test_swiglu_of_large_numbers_is_finite() -> None:
+    both = torch.tensor([[-300.0, 300.0, 2.0, 3.0]]).requires_grad_()
+    out = swiglu(both)
+    (grad,) = torch.autograd.grad(out.sum(), both)
+    assert out.tolist() == [[0.0, 900.0]]
+    assert grad.tolist() == [[0.0, 3.0, 0.0, 300.0]]
+
+
+def angles(kind: str, dtype: torch.dtype, samples: int, sequence: int, pairs: int) -> torch.Tensor | None:
+    """A table as `RotaryTable` makes them; that of documents has positions of its own for each sample."""
+    if kind == "none":
+        return None
+    positions = torch.arange(sequence, dtype=torch.float32)[:, None]
+    if kind == "documents":
+        positions = torch.stack([(torch.arange(sequence) + sample) % 5 for sample in range(samples)])[:, None, :, None]
+    at = positions * 1.3 ** -torch.arange(pairs, dtype=torch.float32)
+    return torch.stack((at.cos(), at.sin())).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "kind", "interleaved"),
+    cases(((12, 4, 3), (16, 8, 1)), DTYPES, ("positions", "documents", "none"), (False, True), daily=11),
+)
+def test_heads_out_of_their_product(
+    sizes: tuple[int, int, int], dtype: torch.dtype, kind: str, interleaved: bool
+) -> None:
+    """sizes: channels of a head, pairs of them that are turned, and queries of a group."""
+    channels, pairs, per_group = sizes
+    sequence, batch, groups = 11, 2, 2
+    table = angles(kind, dtype, batch, sequence, pairs)
+    packed = drawn(sequence, batch, groups, (per_group + 2) * channels + 4, dtype=dtype)[..., :-4].requires_grad_()
+    heads = split_heads(packed, table, channels, interleaved=interleaved)
+    exact = exactly(packed)
+    parts = exact.split([per_group * channels, channels, channels], dim=-1)
+    expected = [part.reshape(sequence, batch, -1, channels).permute(1, 2, 0, 3) for part in parts]
+    if table is not None:
+        expected[:2] = [rotate_reference(x, table.double(), interleaved=interleaved) for x in expected[:2]]
+    grads = [drawn(*reversed(head.shape), dtype=dtype, seed=5).permute(3, 2, 1, 0) for head in heads]
+    for got, known in zip(heads, expected, strict=True):
+        assert got.is_contiguous()
+        within(got, known.detach(), torch.full_like(known, 8.0), 4)
+    (made,) = torch.autograd.grad(heads, packed, grads)
+    (known,) = torch.autograd.grad(expected, exact, [grad.double() for grad in grads])
+    within(made, known, torch.full_like(known, 8.0), 4)
+    assert torch.equal(heads[2], packed.detach()[..., -channels:].permute(1, 2, 0, 3)), "values are copied"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "interleaved"), cases(DTYPES, ("positions", "documents"), (False, True), daily=5)
+)
+def test_rotation_alone(dtype: torch.dtype, kind: str, interleaved: bool) -> None:
+    sequence, batch, heads, channels, pairs = 11, 2, 3, 20, 6
+    table: Any = angles(kind, dtype, batch, sequence, pairs)
+    x = drawn(sequence, batch, heads, channels, dtype=dtype).requires_grad_()
+    turned = rotate(x.permute(1, 2, 0, 3), table, interleaved=interleaved)
+    exact = exactly(x)
+    expected = rotate_reference(exact.permute(1, 2, 0, 3), table.double(), interleaved=interleaved)
+    assert turned.is_contiguous()
+    within(turned, expected.detach(), torch.full_like(expected, 8.0), 4)
+    grad = drawn(*turned.shape, dtype=dtype, seed=3)
+    (made,) = torch.autograd.grad(turned, x, grad)
+    (known,) = torch.autograd.grad(expected, exact, grad.double())
+    assert made.is_contiguous()
+    within(made, known, torch.full_like(known, 8.0), 4)
+
+
+def test_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        here, double, wide = (
+            torch.empty(2, columns, dtype=dtype, device="cuda")
+            for columns, dtype in ((8, torch.float16), (8, torch.float64), (choice.WIDEST + 1, torch.float32))
+        )
+    assert not choice.take(here), "before anybody says so"
+    monkeypatch.setattr(choice, "_used", True)
+    assert (choice.take(here), choice.take_rows(here)) == (True, True)
+    assert not choice.take(torch.ones(2)), "a CPU computes by itself"
+    assert not choice.take(double)
+    assert (choice.take(wide), choice.take_rows(wide)) == (True, False)
+    with torch.inference_mode():
+        assert not choice.take(here)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not choice.take(here)
+
+
+def test_nothing_is_launched_for_no_tokens() -> None:
+    """An expert may have none."""
+    both = torch.empty(0, 8, requires_grad=True)
+    weights = torch.empty(0, requires_grad=True)
+    made = torch.autograd.grad(swiglu(both, weights).sum(), (both, weights))
+    assert [tuple(gradient.shape) for gradient in made] == [(0, 8), (0,)]
+    x, weight = torch.empty(0, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    made = torch.autograd.grad(rms_norm(x, weight, EPS).sum(), (x, weight))
+    assert torch.equal(made[1], torch.zeros(8))
