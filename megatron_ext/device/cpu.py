@@ -11,6 +11,19 @@ from megatron_ext.device.host_memory import host_memory
 from megatron_ext.device.protocol import DeviceMemory
 
 
+class CopiesAtOnce:
+    """Implements `Copies` where host memory is all there is: a copy is there when the call returns."""
+
+    def copy(self, to: torch.Tensor, tensor: torch.Tensor) -> None:
+        to.copy_(tensor)
+
+    def hold(self) -> None:
+        """Do nothing: nothing is under way."""
+
+    def wait(self) -> None:
+        """Do nothing: nothing is under way."""
+
+
 class CpuDevice:
     """Implements `Device` for CPU processes."""
 
@@ -32,6 +45,9 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """Do nothing: CPU work is done when the call returns."""
+
+    def copies(self) -> CopiesAtOnce:
+        return CopiesAtOnce()
 
     def memory(self) -> DeviceMemory:
         """Return the resident memory of the process: a CPU has no separate allocator to ask."""

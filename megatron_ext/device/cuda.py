@@ -9,6 +9,28 @@ from megatron_ext.device.protocol import DeviceMemory
 _MOST_ALLOCATIONS = 100_000  # as Megatron-LM keeps
 
 
+class CopiesAside:
+    """Implements `Copies` in a stream of its own."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._done = torch.cuda.Event()
+
+    def copy(self, to: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            to.copy_(tensor, non_blocking=True)
+        if tensor.device.type == "cuda":
+            tensor.record_stream(self._stream)  # its memory may be given to nobody else before
+        self._done.record(self._stream)
+
+    def hold(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)
+
+    def wait(self) -> None:
+        self._done.synchronize()
+
+
 class CudaDevice:
     """Implements `Device` for GPUs."""
 
@@ -39,6 +61,9 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def copies(self) -> CopiesAside:
+        return CopiesAside()
 
     def memory(self) -> DeviceMemory:
         return DeviceMemory(

@@ -15,6 +15,22 @@ class DeviceMemory:
     reserved: int
 
 
+class Copies(Protocol):
+    """Copies into host memory, next to what computes: of what a tensor holds after all that was launched before."""
+
+    def copy(self, to: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Begin to copy a tensor into `to`, in host memory: pinned, if the tensor is on a GPU."""
+        ...
+
+    def hold(self) -> None:
+        """Let what is launched from now on begin when the copies are there. It does not wait."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the copies are there, in any thread."""
+        ...
+
+
 class Device(Protocol):
     """A kind of hardware and how to use it."""
 
@@ -50,6 +66,10 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until everything that was launched is done."""
+        ...
+
+    def copies(self) -> "Copies":
+        """Return what copies into host memory while the training goes on."""
         ...
 
     def memory(self) -> DeviceMemory:

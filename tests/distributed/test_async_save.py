@@ -21,6 +21,30 @@ LAYOUTS = {
 }
 
 
+class LateCopies:
+    """Copies as late as a GPU may: the training thread's when it waits or is about to change the weights, before which
+    a thread that waits gets none."""
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[Any, Any]] = []
+        self._there = threading.Event()
+
+    def copy(self, to: Any, tensor: Any) -> None:
+        to.fill_(77)
+        self._asked.append((to, tensor))
+
+    def hold(self) -> None:
+        while self._asked:
+            to, tensor = self._asked.pop()
+            to.copy_(tensor)
+        self._there.set()
+
+    def wait(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.hold()
+        assert self._there.wait(60), "nobody holds the update"
+
+
 def _save_while_training(folder: str, flags: list[str]) -> list[str]:
     """Begin a save at step 2 and hold its thread until step 5. Returns what lay there meanwhile.
 
@@ -29,8 +53,14 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
     import torch
 
     from megatron_ext.checkpoint.native import contents, save
-    from megatron_ext.train.trainer import Trainer
+    from megatron_ext.train.trainer import Callback, Trainer
 
+    class Held(Callback):
+        def before_update(self, trainer: Trainer) -> None:
+            if pending is not None:
+                pending.hold_update()
+
+    pending: Any = None
     trained = threading.Event()
     genuine = contents.to_save
 
@@ -43,6 +73,7 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
     bound: list[threading.Thread] = []
     contents.to_save = held
     run, kept = build(flags), save.Kept()
+    run.device.copies = LateCopies
     run.device.bind_thread = lambda: bound.append(threading.current_thread())
     synchronize = torch.cuda.synchronize  # the engine's writer calls it, for the current device of its thread
 
@@ -51,7 +82,7 @@ def _save_while_training(folder: str, flags: list[str]) -> list[str]:
         synchronize()
 
     torch.cuda.synchronize = synchronized
-    trainer = Trainer(run, [])
+    trainer = Trainer(run, [Held()])
     trainer.step()
     trained.set()
     save.Save(run, folder, background=True, kept=kept).finish()

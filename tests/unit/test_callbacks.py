@@ -74,6 +74,9 @@ class _Save:
     def written(self) -> bool:
         return self.is_written
 
+    def hold_update(self) -> None:
+        self.log.append(f"hold for {self.iteration}")
+
     def finish(self) -> Path:
         self.log.append(f"finish {self.iteration}")
         return Path(f"iter_{self.iteration}")
@@ -113,6 +116,18 @@ def test_one_background_save_ends_before_the_next_begins(saves: list[str], monke
     assert saves[3:] == ["finish 4"], "as soon as all ranks have written"
     callback.on_end(trainer)
     assert saves[4:] == ["begin 5", "finish 5"]
+
+
+def test_an_update_begins_when_the_weights_are_copied(saves: list[str]) -> None:
+    callback, trainer = _saving(2, 0, 1, background=True)
+    callback.before_update(trainer)
+    assert saves == [], "nothing is copied"
+    trainer.run.state.iteration = 2
+    callback.on_step_end(trainer, NOTHING)
+    callback.before_update(trainer)
+    callback.on_end(trainer)
+    callback.before_update(trainer)
+    assert saves == ["begin 2", "hold for 2", "finish 2"]
 
 
 @pytest.mark.parametrize(

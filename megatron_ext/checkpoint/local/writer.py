@@ -49,11 +49,12 @@ class SnapshotWriter:
             return 0.0
         began = time.perf_counter()
         run = self.run
+        copies = run.device.copies()
         with run.gathered_parameters():
-            tensors = {name: self._memory.copy(name, one) for name, one in rank_state.tensors_of(run).items()}
+            tensors = {name: self._memory.copy(copies, name, one) for name, one in rank_state.tensors_of(run).items()}
         tensors |= rank_state.random_states(run)
         numbers = rank_state.numbers_of(run)
-        run.device.synchronize()
+        copies.wait()
         stopped = time.perf_counter() - began
         arguments = (run.state.iteration, tensors, numbers)
         self._thread = threading.Thread(target=self._write, args=arguments, name="snapshot", daemon=True)

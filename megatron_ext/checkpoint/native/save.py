@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,10 @@ class _PlannedOnce(TorchDistSaveShardedStrategy):
 class Save:
     """A save in progress: begun here, ended by `finish`. Both are collective and raise as `save_checkpoint` does.
 
-    In the background, a thread writes a copy that was taken when the save began; until `finish`, the checkpoint has
-    no name yet. (The engine would fork a process for it, which holds what the training process has open.) With what
-    was `kept` of an earlier save of the run, no plan is made again, and in the background that thread also exchanges
-    shards, in groups of its own.
+    In the background, a thread writes a copy that was begun with the save: call `hold_update` before the next update of
+    the weights. Until `finish`, the checkpoint has no name yet. (The engine would fork a process for it, which holds
+    what the training process has open.) With what was `kept` of an earlier save of the run, no plan is made again, and
+    in the background that thread also exchanges shards, in groups of its own.
     """
 
     def __init__(self, run: Saveable, folder: str | Path, *, background: bool, kept: Kept | None = None):
@@ -95,16 +96,17 @@ class Save:
         self._files: manifest.Files | str = {}
         self._request: AsyncRequest | None = None
         self._thread: threading.Thread | None = None
+        self._copies = run.device.copies()
         aside = background and self._kept.size is not None
         with self._failures():
             _on_first_rank(run, folder, self._begin)
             with run.gathered_parameters():
-                copy = self._kept.memory.copy if background else as_it_is
+                copy = partial(self._kept.memory.copy, self._copies) if background else as_it_is
                 taken = contents.take(run, copy, self._kept.models)
                 if background:
-                    run.device.synchronize()
                     self._kept.models = taken.models
                 if not aside:
+                    self._copies.wait()
                     self._prepare(taken, background)
                 if not background:
                     self._write(None)
@@ -119,6 +121,10 @@ class Save:
         waiting = waiting.to(self.run.device.torch_device)
         torch.distributed.all_reduce(waiting, op=torch.distributed.ReduceOp.MAX)
         return not waiting.item()
+
+    def hold_update(self) -> None:
+        """Let the update of the weights, which is launched next, begin when they are copied. It does not wait."""
+        self._copies.hold()
 
     def join(self) -> None:
         """Wait for this rank's shards. Not collective."""
@@ -157,6 +163,7 @@ class Save:
     def _write_aside(self, taken: contents.RunSnapshot | None) -> None:
         """Run `_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
         self.run.device.bind_thread()
+        self._copies.wait()
         self._write(taken)
 
     def _write(self, taken: contents.RunSnapshot | None) -> None:

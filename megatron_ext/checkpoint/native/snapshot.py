@@ -5,6 +5,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron_ext.device.protocol import Copies
+
 Copy = Callable[[Hashable, torch.Tensor], torch.Tensor]
 """Makes what is saved of a tensor, from a name that it has in every save, and the tensor."""
 
@@ -26,14 +28,14 @@ class HostMemory:
         """Bytes of the copies."""
         return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
 
-    def copy(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy. Of a tensor on a GPU, it is there when the device has been synchronized."""
+    def copy(self, copies: Copies, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what is going to be a copy, which `copies` begins."""
         kept = self._copies.get(name)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
             on_host = tensor.device.type == "cpu"
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not on_host)
             self._copies[name] = kept
-        kept.copy_(tensor, non_blocking=True)
+        copies.copy(kept, tensor)
         return kept
 
 

@@ -28,6 +28,10 @@ class Checkpointing(Callback):
     def on_start(self, trainer: Trainer) -> None:
         self.saved_at = trainer.run.state.iteration
 
+    def before_update(self, trainer: Trainer) -> None:
+        if self._save is not None:
+            self._save.hold_update()
+
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         if self._save is not None and self._save.written():
             self._finish()
