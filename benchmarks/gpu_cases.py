@@ -32,6 +32,10 @@ MATCHES = {
     "grouped queries, packed documents": LLAMA + "--group-query-attention --num-query-groups 2 " + PACKED,
     "grouped queries, packed documents, bf16": LLAMA + "--group-query-attention --num-query-groups 2 --bf16 " + PACKED,
     "without fused functions, bf16": LLAMA + "--disable-jit-fuser --bf16 ",
+    "without Triton kernels, bf16": LLAMA + "--no-triton-kernels --bf16 ",
+    "norms of heads, pairs of neighbours": LLAMA + "--qk-layernorm --rotary-interleaved ",
+    "norms after, bf16": LLAMA + "--norm-position after --qk-layernorm --qk-layernorm-over projection --bf16 ",
+    "dropout of 0 in LayerNorm's sums, bf16": "--openai-gelu --bf16 ",
     "experts": LLAMA + EXPERTS,
     "grouped experts, bf16": LLAMA + EXPERTS + "--moe-grouped-gemm --bf16 ",
     "fp16, distributed optimizer": LLAMA + "--fp16 --initial-loss-scale 1024 --use-distributed-optimizer ",
@@ -80,6 +84,9 @@ SWITCHES = {
     "both": "--linear-cross-entropy --gradient-accumulation-fusion",
     "compiled, loss with its output layer": "--torch-compile --linear-cross-entropy",
     "without fused functions": "--disable-jit-fuser",
+    "without Triton kernels": "--no-triton-kernels",
+    "compiled": "--torch-compile",
+    "neither Triton kernels nor fused functions": "--no-triton-kernels --disable-jit-fuser",
 }
 """Flags that change no loss but by rounding: each is switched on and off."""
 SWITCHED = {"GPT-2 124M": GPT_2, "Llama-shaped 1.3B": LLAMA_1B}
@@ -125,7 +132,9 @@ def _smoke(device: str) -> list[Case]:
 
 
 def _operators(device: str) -> list[Case]:
-    names = ("weight gradient", "loss", "padded vocabulary")
+    names = ["weight gradient", "loss", "padded vocabulary"]
+    if device == "cuda":  # no Triton kernel runs on a CPU
+        names += ["norms", "heads", "SwiGLU", "ceilings"]
     needs = ("torch", "megatron.core")
     return [_helper("gpu_operations.py", name, "operators", device, name, alone=True, needs=needs) for name in names]
 
@@ -137,7 +146,11 @@ def _matches(device: str) -> list[Case]:
 def _speeds(device: str) -> list[Case]:
     if device == "cpu":
         return []
-    return [_trial(name, "speed", device, "speed", flags, alone=True) for name, flags in SPEEDS.items()]
+    runs = [_trial(name, "speed", device, "speed", flags, alone=True) for name, flags in SPEEDS.items()]
+    return runs + [
+        _trial(f"where the time goes, {size}", "speed", device, "roofline", size, alone=True)
+        for size in ("124m", "1.3b")
+    ]
 
 
 def _switches(device: str) -> list[Case]:
@@ -151,6 +164,23 @@ def _switches(device: str) -> list[Case]:
     ]
 
 
+def _peers(device: str) -> list[Case]:
+    names = {"nanoGPT": (), "Trainer": ("transformers",)}
+    return [
+        _helper(
+            "gpu_peers.py", name, "peers", device, name, alone=True, limit=3 * LIMIT,
+            needs=("torch", "megatron.core", "yaml", *more),
+        )
+        for name, more in names.items()
+    ]  # fmt: skip
+
+
+def _stall(device: str) -> list[Case]:
+    """Return a background save of some 18 GB; on a CPU, of a small model."""
+    flags = SMALL + LLAMA if device == "cpu" else LLAMA_1B
+    return [_trial("background save", "stall", device, "stall", flags, alone=True, limit=3 * LIMIT)]
+
+
 PHASES = {
     "facts": _facts,
     "smoke": _smoke,
@@ -158,6 +188,8 @@ PHASES = {
     "matches": _matches,
     "speed": _speeds,
     "switches": _switches,
+    "peers": _peers,
+    "stall": _stall,
 }
 
 

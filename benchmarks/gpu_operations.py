@@ -23,7 +23,15 @@ def main(device: str, name: str) -> None:
     from megatron_ext import device as devices
 
     devices.install(device, own_kernels=True)
-    operations = {"weight gradient": weight_gradient, "loss": loss, "padded vocabulary": padded_vocabulary}
+    operations = {
+        "weight gradient": weight_gradient,
+        "loss": loss,
+        "padded vocabulary": padded_vocabulary,
+        "norms": norms,
+        "heads": heads,
+        "SwiGLU": activation,
+        "ceilings": ceilings,
+    }
     figures = operations[name](device)
     print("RESULT", json.dumps(figures), flush=True)
     if any(figure > BOUND[device] for key, figure in figures.items() if key.startswith("error")):
@@ -86,6 +94,122 @@ def padded_vocabulary(device: str) -> dict[str, float]:
         )
         products = lambda x=x, weight=weight, grad=grad: (x @ weight.t(), grad @ weight, grad.t() @ x)  # noqa: E731
         found[f"ms, {rows}"] = _milliseconds(products, device)
+    return found
+
+
+def norms(device: str) -> dict[str, float]:
+    """Return errors and times of our kernels of a norm, alone and of a sum, and of torch's operations."""
+    from megatron_ext.device.triton.norm import norm_of_sum, rms_norm
+
+    found: dict[str, float] = {}
+    for tokens, hidden in ((32_768, 768), (8192, 2048), (8192, 4096)):
+        x, residual, grad, onward = (
+            torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16).requires_grad_(leaf)
+            for leaf in (True, True, False, False)
+        )
+        weight = torch.rand(hidden, device=device).add_(0.5).bfloat16().requires_grad_()
+
+        def alone(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+            return [rms_norm(x, weight, 1e-5)]
+
+        def plain_alone(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+            return [F.rms_norm(x, weight.shape, weight, 1e-5)]
+
+        def of_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+            return list(norm_of_sum(x, residual, weight, None, 1e-5))
+
+        def plain_of_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+            total = x + residual
+            return [F.rms_norm(total, weight.shape, weight, 1e-5), total]
+
+        found |= _beside(f"norm {hidden}", alone, plain_alone, [x, weight], [grad], device)
+        found |= _beside(f"of sum {hidden}", of_sum, plain_of_sum, [x, residual, weight], [grad, onward], device)
+    return found
+
+
+def heads(device: str) -> dict[str, float]:
+    """Return errors and times of heads out of their product by our kernel, and by torch's operations."""
+    from megatron_ext.device.triton.rotary import split_heads
+    from megatron_ext.model.rope import rotate_reference
+
+    found: dict[str, float] = {}
+    for sequence, batch, groups, per_group, channels in (
+        (1024, 32, 12, 1, 64),
+        (2048, 4, 16, 1, 128),
+        (8192, 1, 8, 4, 128),
+    ):
+        angles = torch.outer(
+            torch.arange(sequence, device=device), 1e4 ** -torch.linspace(0, 1, channels // 2, device=device)
+        )
+        table = torch.stack((angles.cos(), angles.sin())).bfloat16()
+        packed = torch.randn(sequence, batch, groups, (per_group + 2) * channels, device=device, dtype=torch.bfloat16)
+
+        def ours(packed: torch.Tensor, table: torch.Tensor = table, channels: int = channels) -> list[torch.Tensor]:
+            return list(split_heads(packed, table, channels))
+
+        def plain(packed: torch.Tensor, table: torch.Tensor = table, channels: int = channels) -> list[torch.Tensor]:
+            parts = packed.split([packed.size(-1) - 2 * channels, channels, channels], dim=-1)
+            shape = (packed.size(0), packed.size(1), -1, channels)
+            query, key, value = (part.reshape(shape).permute(1, 2, 0, 3) for part in parts)
+            turned = [rotate_reference(x, table.to(x.dtype)) for x in (query, key)]
+            return [*(x.contiguous() for x in turned), value.contiguous()]
+
+        grads = [torch.randn_like(head) for head in ours(packed)]
+        found |= _beside(f"heads {sequence} x {channels}", ours, plain, [packed.requires_grad_()], grads, device)
+    return found
+
+
+def activation(device: str) -> dict[str, float]:
+    """Return errors and times of SwiGLU by our kernel, and by torch's operations."""
+    from megatron_ext.device.triton.swiglu import swiglu
+
+    def ours(both: torch.Tensor) -> list[torch.Tensor]:
+        return [swiglu(both)]
+
+    def plain(both: torch.Tensor) -> list[torch.Tensor]:
+        gate, up = both.chunk(2, dim=-1)
+        return [F.silu(gate) * up]
+
+    found: dict[str, float] = {}
+    for width in (2048, 5504, 14336):
+        both = torch.randn(8192, 2 * width, device=device, dtype=torch.bfloat16).requires_grad_()
+        grads = [torch.randn(8192, width, device=device, dtype=torch.bfloat16)]
+        found |= _beside(f"SwiGLU {width}", ours, plain, [both], grads, device)
+    return found
+
+
+def ceilings(device: str) -> dict[str, float]:
+    """Return what large products and copies reach here."""
+    from benchmarks.train_step import measured_ceilings
+
+    return measured_ceilings(device)
+
+
+def _beside(
+    name: str,
+    ours: Callable[..., list[torch.Tensor]],
+    plain: Callable[..., list[torch.Tensor]],
+    inputs: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    device: str,
+) -> dict[str, float]:
+    """Return the largest error of results and gradients against float64, of ours and of plain's, and the times of both,
+    forward and backward."""
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    exact_out = plain(*wide)
+    exact = [*exact_out, *torch.autograd.grad(exact_out, wide, [grad.double() for grad in grads])]
+    found: dict[str, float] = {}
+    for kind, function in (("", ours), (", plain", plain)):
+
+        def both(function: Callable[..., list[torch.Tensor]] = function) -> list[torch.Tensor]:
+            out = function(*inputs)
+            return [*out, *torch.autograd.grad(out, inputs, grads)]
+
+        error = max(_error(got.detach(), known.detach()) for got, known in zip(both(), exact, strict=True))
+        # 16-bit results are off by rounding alone; what is asked of them is to be no worse than torch's.
+        found[f"off{kind}, {name}"] = error
+        found[f"ms{kind}, {name}"] = _milliseconds(both, device)
+    found[f"error beyond torch's, {name}"] = max(0.0, found[f"off, {name}"] - found[f"off, plain, {name}"])
     return found
 
 

@@ -1,13 +1,15 @@
 """Runs one training case of benchmarks/gpu_session.py: `gpu_trial.py DEVICE KIND FLAGS`.
 
 KIND is `loss` (20 steps on the device whose losses are finite and fall), `match` (the same steps on the CPU and on the
-device, whose losses agree), `speed` (medians over the steps after the first ten, in bf16) or `switch` (the same without
-and with the flags after a `|`, whose losses agree). Prints RESULT and the figures as JSON; exit code 1 where they are
+device, whose losses agree), `speed` (medians over the steps after the first ten, in bf16), `switch` (the same without
+and with the flags after a `|`, whose losses agree), `stall` (how long background saves stop the training) or `roofline` (benchmarks/train_step.py of the size that FLAGS
+name). Prints RESULT and the figures as JSON; exit code 1 where they are
 wrong.
 """
 
 import json
 import math
+import re
 import shlex
 import statistics
 import subprocess
@@ -24,7 +26,15 @@ TIMED = f"--bf16 --log-interval 1 --train-iters {WARMUP_STEPS + TIMED_STEPS}"
 
 
 def main(device: str, kind: str, flags: str) -> None:
-    figures = {"loss": falling_loss, "match": match, "speed": speed, "switch": switch}[kind](device, flags)
+    kinds = {
+        "loss": falling_loss,
+        "match": match,
+        "speed": speed,
+        "switch": switch,
+        "stall": stall,
+        "roofline": roofline,
+    }
+    figures = kinds[kind](device, flags)
     print("RESULT", json.dumps(figures), flush=True)
     if figures.pop("wrong", None):
         sys.exit(1)
@@ -61,6 +71,29 @@ def switch(device: str, flags: str) -> dict[str, Any]:
     return {"off": medians(off), "on": medians(on), **apart, **wrong}
 
 
+def stall(device: str, flags: str) -> dict[str, Any]:
+    """Return what background saves cost: for how long each stopped the training, as the program says it; the bytes of a
+    checkpoint; and how much longer steps take while one is written."""
+    steps, interval = (45, 15) if device == "cuda" else (9, 3)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = f"--save {folder} --save-interval {interval} --async-save --keep-last-checkpoints 1"
+        rows, said = logged(device, f"{flags} --bf16 --log-interval 1 --train-iters {steps} {saved}")
+        sizes = [path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()]
+    stops = [float(seconds) for seconds in re.findall(r"training stopped for ([\d.]+) s", said)]
+    times = [row["elapsed_ms"] for row in rows]
+    first, after = times[interval // 2 : interval - 1], times[2 * interval + 1 : 2 * interval + 6]
+    figures = {"seconds stopped": stops, "bytes": sum(sizes), "ms": statistics.median(first)}
+    figures["ms while writing"] = statistics.median(after)
+    return figures if stops else {**figures, "wrong": "nothing was saved in the background"}
+
+
+def roofline(device: str, size: str) -> dict[str, Any]:
+    """Return what a step reaches of the machine, and where its time goes."""
+    from benchmarks.train_step import measure
+
+    return measure(device, size, WARMUP_STEPS, 20)
+
+
 def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the medians over the timed steps."""
     timed = rows[WARMUP_STEPS:]
@@ -72,13 +105,26 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def train(device: str, flags: str) -> list[dict[str, Any]]:
     """Return the logged steps of one run of the program."""
+    return logged(device, flags)[0]
+
+
+def logged(device: str, flags: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the logged steps of one run of the program, and what it printed, which this process prints as well."""
     from megatron_ext.telemetry.jsonl import read_rows
 
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         command = [sys.executable, "pretrain_gpt.py", "--device", device, *shlex.split(flags)]
-        subprocess.run([*command, "--metrics-file", str(metrics)], cwd=ROOT, check=True)
-        return [row for row in read_rows(metrics) if "lm_loss" in row]
+        given = [*command, "--metrics-file", str(metrics)]
+        process = subprocess.Popen(given, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            said.append(line)
+        if process.wait() != 0:
+            raise subprocess.CalledProcessError(process.returncode, given)
+        return [row for row in read_rows(metrics) if "lm_loss" in row], "".join(said)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ To add an operation, append to `benchmarks/operation_pairs.py`.
 
 import argparse
 import multiprocessing
+import re
 import statistics
 import sys
 import time
@@ -137,13 +138,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--small", type=int, default=512, help="tokens of the comparison with float64")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="part of an operation's name")
+    parser.add_argument("--only", default="", help="pattern of the names of operations")
     parser.add_argument("--output", type=Path, help="folder for the .json and .md of this run")
     options = parser.parse_args()
     record: dict[str, Any] = heading() | {"torch": torch.__version__, "results": {}}
     record |= {"tokens": options.tokens, "small": options.small, "rounds": options.rounds}
     for pair in alone(_pairs):
-        if options.only in pair:
+        if re.search(options.only, pair):
             record["results"][pair] = measure(pair, options.tokens, options.small, options.rounds)
             print(pair, record["results"][pair], flush=True)
             if options.output is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_session
+from benchmarks import gpu_peers, gpu_session, gpu_trial
 from benchmarks.gpu_cases import MATCHES, PHASES, Case, cases
 from benchmarks.gpu_session import Session, main, missing
 
@@ -129,6 +129,45 @@ def test_cases_have_names_of_their_own_and_commands_that_exist(device: str) -> N
     assert all(Path(case.command[1]).exists() and case.command[2] == device for case in found)
     assert {case.name for case in found if "einops" in case.needs} == {name for name in MATCHES if "ZeRO" in name}
     assert ("speed" in {case.phase for case in found}) == (device == "cuda")
+
+
+def test_peers_that_are_not_there_are_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NANOGPT", raising=False)
+    gpu_peers.main("cuda", "nanoGPT")
+    monkeypatch.setenv("NANOGPT", str(tmp_path))
+    (tmp_path / "model.py").touch()
+    gpu_peers.main("cuda", "nanoGPT")
+    monkeypatch.setattr(gpu_session, "missing", lambda modules: list(modules))
+    gpu_peers.main("cuda", "Trainer")
+    said = [json.loads(line.removeprefix("RESULT ")) for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        {"missing": "the variable NANOGPT, the folder of a checkout of karpathy/nanoGPT"},
+        {"missing": f"train.py, configurator.py in {tmp_path}"},
+        {"missing": "transformers, accelerate"},
+    ]
+
+
+def test_ours_is_compared_with_its_neighbour_in_time() -> None:
+    """Ratios of one turn count, and not those of medians over all turns."""
+    turns = [
+        {"ours": ([10.0, 12.0, 11.0], 6.2), "nanoGPT": ([22.0], 6.3)},
+        {"ours": ([100.0], 6.2), "nanoGPT": ([100.0], 6.3)},
+    ]
+    found = gpu_peers.compared(turns, "nanoGPT")
+    assert found["ms a step"] == {"ours": 55.5, "nanoGPT": 61.0}
+    assert found["times as fast"] == {"ours": 1.5}
+    assert found["first losses"] == {"ours": 6.2, "nanoGPT": 6.3}
+
+
+def test_the_stall_is_what_the_program_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"elapsed_ms": float(number)} for number in range(9)]
+    text = "checkpoint: saved a in 2.0 s (in the background; training stopped for 0.3 s)\nother\n"
+    monkeypatch.setattr(gpu_trial, "logged", lambda *_: (rows, text))
+    assert gpu_trial.stall("cpu", "") == {"seconds stopped": [0.3], "bytes": 0, "ms": 1.0, "ms while writing": 7.5}
+    monkeypatch.setattr(gpu_trial, "logged", lambda *_: (rows, ""))
+    assert "wrong" in gpu_trial.stall("cpu", "")
 
 
 def test_the_list_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

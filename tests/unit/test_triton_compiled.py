@@ -40,12 +40,13 @@ def both_passes(*outputs: torch.Tensor) -> None:
 
 
 def heads(table: torch.Tensor | None, interleaved: bool, dtype: torch.dtype) -> None:
+    table = None if table is None else table.to(dtype)
     both_passes(*rotary.split_heads(on_meta(2048, 4, 8, 6 * 128, dtype=dtype), table, 128, interleaved=interleaved))
 
 
 def rotation(table: torch.Tensor, interleaved: bool, dtype: torch.dtype) -> None:
     x = on_meta(2048, 4, 16, 128, dtype=dtype).permute(1, 2, 0, 3)
-    both_passes(rotary.rotate(x, table, interleaved=interleaved))
+    both_passes(rotary.rotate(x, table.to(dtype), interleaved=interleaved))
 
 
 def norm_alone(columns: int, centered: bool, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from megatron_ext.device.triton.choice import launch
 
-_TILE = 4096
+_TILE = 2048
 """Elements of a program's tile."""
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
