@@ -89,6 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 for_hidden[part] = linear(grad_CV, weight_VH.t())
             if for_weight is not None:
                 add_product_(for_weight, grad_CV, hidden_CH)
+            del logits_CV, grad_CV  # before the next ones are made
         ctx.save_for_backward(for_hidden, for_weight)
         ctx.weight, ctx.into_main_grad = weight_VH, into_main_grad
         return torch.dot(

@@ -1,5 +1,6 @@
 """The output layer with its cross-entropy, against the same in float64, and that the logits never are whole."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ext.model import linear_cross_entropy as module
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 
 TOKENS, HIDDEN, ROWS, TRUE_ROWS = 50, 24, 96, 83
@@ -109,3 +111,22 @@ def test_logits_are_never_whole(chunk: int) -> None:
     with Largest() as largest:
         linear_cross_entropy(*given, Vocabulary(TRUE_ROWS), chunk=chunk).backward()
     assert largest.elements == max(chunk * ROWS, ROWS * HIDDEN)
+
+
+def test_one_chunk_of_logits_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the chunk before are gone when the next ones are made, with what was made of them."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    genuine = module._logits
+
+    def watched(*given: Any) -> torch.Tensor:
+        alive.append(sum(reference() is not None for reference in made))
+        logits = genuine(*given)
+        made.append(weakref.ref(logits))
+        return logits
+
+    monkeypatch.setattr(module, "_logits", watched)
+    hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    labels = torch.zeros(12, dtype=torch.int64)
+    linear_cross_entropy(hidden, weight, labels, torch.ones(12), Vocabulary(16), chunk=4).backward()
+    assert alive == [0, 0, 0]
