@@ -9,10 +9,10 @@ the rest goes.
 Ceilings: the best of several large matrix products, and of copies between two large buffers, measured right before and
 right after the steps; the larger of both counts. Reached: model FLOPs (`plan/flops.py`, attention "causal") of a step
 over its seconds, over the ceiling of products. The profile divides the time of the operators themselves (on a GPU that
-of the kernels) into products, attention, everything that passes over memory, and the optimizer; what no operator covers
-is Python, launches and waiting. On a CPU processor seconds stand in for seconds, since a machine may have other work,
-but not in the profile. With --contestants the peers follow in turns, by `benchmarks/cpu_speed.py` on a CPU; for those
-on a GPU see `benchmarks/gpu_session.py --phase peers`.
+of the kernels) into products, attention, the optimizer where it is fused, and what else passes over memory; what no
+operator covers is Python, launches and waiting. On a CPU processor seconds stand in for seconds, since a machine may
+have other work, but not in the profile. With --contestants the peers follow in turns, by `benchmarks/cpu_speed.py` on a
+CPU; for those on a GPU see `benchmarks/gpu_session.py --phase peers`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ SIZES = {
 KINDS = {
     "products": ("mm", "linear", "gemm", "matmul", "nvjet", "cutlass_80_w", "wgmma", "addmm", "bmm", "baddbmm"),
     "attention": ("attention", "flash", "fmha", "sdpa"),
-    "optimizer and clipping": ("adam", "foreach", "multi_tensor", "vector_norm"),
+    "fused optimizer": ("adam", "foreach", "multi_tensor", "vector_norm"),
 }
 """Words in the names of operators and kernels, asked in the order attention, optimizer, products; the rest passes over
 memory."""
@@ -107,7 +107,7 @@ def _best_seconds(call: Callable[[], Any], device: str) -> float:
 def kind_of(name: str) -> str:
     """Return what an operator or kernel is counted as."""
     lowered = name.lower()
-    for kind in ("attention", "optimizer and clipping", "products"):
+    for kind in ("attention", "fused optimizer", "products"):
         if any(word in lowered for word in KINDS[kind]):
             return kind
     return "passes over memory"

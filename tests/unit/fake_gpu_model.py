@@ -23,6 +23,7 @@ from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.parallel import groups
 from megatron_ext.verify.rehearsal.world import played
+from tests.support.fake_tensors import backward, on_gpu
 from tests.support.operator_calls import Calls, aten
 from tests.support.small_models import LLAMA, OLMO2, small_config
 
@@ -180,3 +181,31 @@ def test_one_flag_leaves_torchs_operations(launches: Launches) -> None:
         assert loss_of(chunk).dtype == torch.float32
     assert launches.names == []
     assert [func for func, _, _ in calls.calls if func is aten._fused_rms_norm.default]
+
+
+def test_gradients_on_a_gpu_have_the_shapes_of_what_they_are_of(launches: Launches) -> None:
+    with FakeTensorMode():
+        x, residual, weight = (on_gpu(*shape).requires_grad_() for shape in ((6, 2, 40), (6, 2, 40), (40,)))
+        normed, total = norm.norm_of_sum(x, residual, weight, weight, 1e-5)
+        assert (normed.shape, total.shape) == (x.shape, x.shape)
+        alone = norm.rms_norm(x, weight, 1e-5)
+        packed = on_gpu(16, 2, 3, 4 * 8).requires_grad_()
+        table = on_gpu(2, 2, 1, 16, 4)
+        query, key, value = rotary.split_heads(packed, table, 8)
+        assert (query.shape, key.shape, value.shape) == ((2, 6, 16, 8), (2, 3, 16, 8), (2, 3, 16, 8))
+        turned = rotary.rotate(query.detach().requires_grad_(), table)
+        weights = on_gpu(12, dtype=torch.float32).requires_grad_()
+        gated = swiglu.swiglu(on_gpu(12, 40).requires_grad_(), weights)
+        assert gated.shape == (12, 20)
+        made = [
+            backward(alone, "_NormBackward", on_gpu(6, 2, 40)),
+            backward(turned, "_RotationBackward", on_gpu(2, 6, 16, 8)),
+            backward(gated, "_SwiGLUBackward", on_gpu(12, 20)),
+        ]
+    assert [[tuple(tensor.shape) for tensor in tensors] for tensors in made] == [
+        [(6, 2, 40), (40,)],
+        [(2, 6, 16, 8)],
+        [(12, 40), (12,)],
+    ]
+    assert made[2][1].dtype == torch.float32, "that of the router's weights"
+    assert launches.names[-3:] == ["norm_backward", "rotate_kernel", "swiglu_backward"]

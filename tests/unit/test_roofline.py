@@ -25,7 +25,7 @@ def test_the_exponent_of_a_power() -> None:
         ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_TNT", "products"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
-        ("aten::_fused_adamw_", "optimizer and clipping"),
+        ("aten::_fused_adamw_", "fused optimizer"),
         ("norm_backward", "passes over memory"),
         ("aten::mul", "passes over memory"),
         ("triton_poi_fused_silu_mul_0", "passes over memory"),
