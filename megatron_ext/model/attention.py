@@ -49,7 +49,7 @@ class CausalSelfAttention(SelfAttention):
             return self._inferred(query, key, value, rotary_pos_emb, packed_seq_params)
         attend: Any = self.core_attention
         heads_BHSD = self._heads(hidden_states, rotary_pos_emb)
-        if not (isinstance(attend, SDPAttention) and attend.reads_views(hidden_states, packed_seq_params)):
+        if not (isinstance(attend, SDPAttention) and attend.reads_views(heads_BHSD[1], packed_seq_params)):
             # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
             heads_BHSD = tuple(head.contiguous() for head in heads_BHSD)
         if packed_seq_params is not None:
@@ -129,9 +129,11 @@ class SDPAttention(torch.nn.Module):
         # Under sequence parallelism the whole block already draws from this rank's own generator.
         self.fork_generator = not config.sequence_parallel
 
-    def reads_views(self, like: torch.Tensor, documents: Documents | None) -> bool:
-        """Return whether heads may lie in any order: a GPU's kernels read rows of channels wherever they are."""
-        return like.device.type == "cuda" and documents is None and self.cp_group is None
+    def reads_views(self, key_BGSD: torch.Tensor, documents: Documents | None) -> bool:
+        """Return whether heads may lie in any order: a GPU's kernels read rows of channels that begin at multiples of
+        16 bytes wherever they are."""
+        aligned = key_BGSD.size(-1) * key_BGSD.element_size() % 16 == 0
+        return key_BGSD.device.type == "cuda" and aligned and documents is None and self.cp_group is None
 
     def forward(
         self,

@@ -160,18 +160,22 @@ def test_a_whole_forward_pass(name: str, launches: Launches) -> None:
         )
 
 
-def test_heads_are_not_copied_where_nothing_turns_them(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-2's attention reads its heads out of the product."""
+@pytest.mark.parametrize(("channels", "copied"), [(16, False), (12, True)])
+def test_heads_are_not_copied_where_nothing_turns_them(
+    channels: int, copied: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2's attention reads its heads out of the product, if they begin at multiples of 16 bytes."""
     attended: list[torch.Tensor] = []
     attend = F.scaled_dot_product_attention
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *heads, **how: attended.extend(heads) or attend(*heads, **how)
     )
-    with on_a_fake_gpu(small_config({"num_layers": 1}, training=BF16)) as (chunk, _):
+    config = small_config({"num_layers": 1, "kv_channels": channels}, training=BF16)
+    with on_a_fake_gpu(config) as (chunk, _):
         loss_of(chunk)
     query, _, _ = attended
-    assert query.shape == (SAMPLES, 4, SEQUENCE, 16)
-    assert not query.is_contiguous()
+    assert query.shape == (SAMPLES, 4, SEQUENCE, channels)
+    assert query.is_contiguous() == copied
     assert query.stride(-1) == 1
 
 
