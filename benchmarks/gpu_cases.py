@@ -87,6 +87,8 @@ SWITCHES = {
     "without Triton kernels": "--no-triton-kernels",
     "compiled": "--torch-compile",
     "neither Triton kernels nor fused functions": "--no-triton-kernels --disable-jit-fuser",
+    "attention by flash": "--attention-backend flash",
+    "attention by cuDNN": "--attention-backend fused",
 }
 """Flags that change no loss but by rounding: each is switched on and off."""
 SWITCHED = {"GPT-2 124M": GPT_2, "Llama-shaped 1.3B": LLAMA_1B}
@@ -156,7 +158,12 @@ def _speeds(device: str) -> list[Case]:
 def _switches(device: str) -> list[Case]:
     """Return every switch at every size; on a CPU, where a step of these takes minutes, at the small one."""
     sizes = {"small": SMALL + LLAMA} if device == "cpu" else SWITCHED
-    switches = {name: flags for name, flags in SWITCHES.items() if device == "cuda" or "compile" not in flags}
+    for_gpus = ("compile", "triton", "attention")
+    switches = {
+        name: flags
+        for name, flags in SWITCHES.items()
+        if device == "cuda" or not any(word in flags for word in for_gpus)
+    }
     return [
         _trial(f"{size}: {name}", "switches", device, "switch", f"{flags}|{switch}", alone=True, limit=2 * LIMIT)
         for size, flags in sizes.items()

@@ -103,7 +103,7 @@ def source_of(launch: Launch) -> tuple[Any, dict[str, int]]:
     """A kernel with types and constants, as Triton's launcher would find them, and its options."""
     kernel, _, given, constants = launch
     constants = dict(constants)
-    options = {"num_warps": constants.pop("num_warps")}
+    options = {"num_warps": constants.pop("num_warps"), "enable_fp_fusion": True}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], Any] = {}
     for place, (name, value) in enumerate(zip(kernel.arg_names, given, strict=False)):

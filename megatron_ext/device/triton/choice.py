@@ -47,4 +47,5 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         grid: numbers of programs, up to three; the second and the third at most 65,535.
     """
     if 0 not in grid:
-        kernel[grid](*arguments, **constants)
+        # Said, since its default is another one from Triton 3.10 on: products and sums are rounded once.
+        kernel[grid](*arguments, enable_fp_fusion=True, **constants)
