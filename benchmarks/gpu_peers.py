@@ -45,7 +45,7 @@ class Sizes:
 
 
 SIZES = {"cuda": Sizes(12, 768, 12, 1024, 50304, 32, 2), "cpu": Sizes(2, 64, 2, 32, 512, 2, 2)}
-STEPS = {"cuda": (10, 30), "cpu": (2, 3)}
+STEPS = {"cuda": (10, 30), "cpu": (3, 9)}
 """Steps that are not timed, and those that are."""
 
 Times = tuple[list[float], float]

@@ -74,7 +74,7 @@ def switch(device: str, flags: str) -> dict[str, Any]:
 def stall(device: str, flags: str) -> dict[str, Any]:
     """Return what background saves cost: for how long each stopped the training, as the program says it; the bytes of a
     checkpoint; and how much longer steps take while one is written."""
-    steps, interval = (45, 15) if device == "cuda" else (9, 3)
+    steps, interval = (45, 15) if device == "cuda" else (12, 4)
     with tempfile.TemporaryDirectory() as folder:
         saved = f"--save {folder} --save-interval {interval} --async-save --keep-last-checkpoints 1"
         rows, said = logged(device, f"{flags} --bf16 --log-interval 1 --train-iters {steps} {saved}")

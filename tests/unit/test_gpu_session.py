@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_peers, gpu_session, gpu_trial
-from benchmarks.gpu_cases import MATCHES, PHASES, Case, cases
+from benchmarks.gpu_cases import LLAMA, MATCHES, PHASES, SMALL, SWITCHES, Case, cases
 from benchmarks.gpu_session import Session, main, missing
+from megatron_ext.train.configure import configure
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGS = "import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\nwhile True: pass"
@@ -161,11 +162,31 @@ def test_ours_is_compared_with_its_neighbour_in_time() -> None:
     assert found["first losses"] == {"ours": 6.2, "nanoGPT": 6.3}
 
 
+def test_what_is_trained_can_be_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU each flag is judged as for a GPU, but for FP8 and what it asks the machine."""
+    asked: list[str] = []
+    monkeypatch.setattr(
+        gpu_trial, "logged", lambda _device, flags: asked.append(flags) or ([{"elapsed_ms": 0.0}] * 60, "")
+    )
+    monkeypatch.setattr(
+        gpu_peers.gpu_trial,
+        "train",
+        lambda _device, flags: asked.append(flags) or [{"elapsed_ms": 0.0, "lm_loss": 6.0}] * 60,
+    )
+    for device in ("cpu", "cuda"):
+        gpu_peers.ours(device)
+        gpu_trial.stall(device, SMALL + LLAMA)
+    for flags in (*MATCHES.values(), *SWITCHES.values()):
+        asked.append(f"{SMALL} {flags if flags in MATCHES.values() else LLAMA + flags}")
+    for flags in asked:
+        configure(["--device", "cpu", *flags.split()])
+
+
 def test_the_stall_is_what_the_program_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"elapsed_ms": float(number)} for number in range(9)]
+    rows = [{"elapsed_ms": float(number)} for number in range(12)]
     text = "checkpoint: saved a in 2.0 s (in the background; training stopped for 0.3 s)\nother\n"
     monkeypatch.setattr(gpu_trial, "logged", lambda *_: (rows, text))
-    assert gpu_trial.stall("cpu", "") == {"seconds stopped": [0.3], "bytes": 0, "ms": 1.0, "ms while writing": 7.5}
+    assert gpu_trial.stall("cpu", "") == {"seconds stopped": [0.3], "bytes": 0, "ms": 2.0, "ms while writing": 10.0}
     monkeypatch.setattr(gpu_trial, "logged", lambda *_: (rows, ""))
     assert "wrong" in gpu_trial.stall("cpu", "")
 
