@@ -137,8 +137,14 @@ def _operators(device: str) -> list[Case]:
     names = ["weight gradient", "loss", "padded vocabulary"]
     if device == "cuda":  # no Triton kernel runs on a CPU
         names += ["norms", "heads", "SwiGLU", "ceilings"]
-    needs = ("torch", "megatron.core")
-    return [_helper("gpu_operations.py", name, "operators", device, name, alone=True, needs=needs) for name in names]
+    in_triton = ("norms", "heads", "SwiGLU")
+    return [
+        _helper(
+            "gpu_operations.py", name, "operators", device, name, alone=True,
+            needs=("torch", "megatron.core", *(("triton",) if name in in_triton else ())),
+        )
+        for name in names
+    ]  # fmt: skip
 
 
 def _matches(device: str) -> list[Case]:

@@ -18,6 +18,13 @@ TRUE_ROWS, ROWS = 50_257, 50_304
 BOUND = {"cuda": 1e-3, "cpu": 4e-3}
 """Error of a sum in fp32 of products of bf16; a CPU rounds each product to bf16."""
 
+NORMS = {"cuda": ((32_768, 768), (8192, 2048), (8192, 4096)), "cpu": ((5, 48),)}
+"""Tokens and channels; sizes of the CPU are for Triton's interpreter."""
+HEADS = {"cuda": ((1024, 32, 12, 1, 64), (2048, 4, 16, 1, 128), (8192, 1, 8, 4, 128)), "cpu": ((4, 1, 1, 2, 16),)}
+"""Sequence, batch, groups, queries of a group, channels."""
+GATES = {"cuda": ((8192, 2048), (8192, 5504), (8192, 14336)), "cpu": ((3, 40),)}
+"""Tokens and channels."""
+
 
 def main(device: str, name: str) -> None:
     from megatron_ext import device as devices
@@ -102,7 +109,7 @@ def norms(device: str) -> dict[str, float]:
     from megatron_ext.device.triton.norm import norm_of_sum, rms_norm
 
     found: dict[str, float] = {}
-    for tokens, hidden in ((32_768, 768), (8192, 2048), (8192, 4096)):
+    for tokens, hidden in NORMS[device]:
         x, residual, grad, onward = (
             torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16).requires_grad_(leaf)
             for leaf in (True, True, False, False)
@@ -133,11 +140,7 @@ def heads(device: str) -> dict[str, float]:
     from megatron_ext.model.rope import rotate_reference
 
     found: dict[str, float] = {}
-    for sequence, batch, groups, per_group, channels in (
-        (1024, 32, 12, 1, 64),
-        (2048, 4, 16, 1, 128),
-        (8192, 1, 8, 4, 128),
-    ):
+    for sequence, batch, groups, per_group, channels in HEADS[device]:
         angles = torch.outer(
             torch.arange(sequence, device=device), 1e4 ** -torch.linspace(0, 1, channels // 2, device=device)
         )
@@ -171,9 +174,9 @@ def activation(device: str) -> dict[str, float]:
         return [F.silu(gate) * up]
 
     found: dict[str, float] = {}
-    for width in (2048, 5504, 14336):
-        both = torch.randn(8192, 2 * width, device=device, dtype=torch.bfloat16).requires_grad_()
-        grads = [torch.randn(8192, width, device=device, dtype=torch.bfloat16)]
+    for tokens, width in GATES[device]:
+        both = torch.randn(tokens, 2 * width, device=device, dtype=torch.bfloat16).requires_grad_()
+        grads = [torch.randn(tokens, width, device=device, dtype=torch.bfloat16)]
         found |= _beside(f"SwiGLU {width}", ours, plain, [both], grads, device)
     return found
 

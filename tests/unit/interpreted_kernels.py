@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks import gpu_operations
 from megatron_ext.device.triton import choice, norm, rotary
 from megatron_ext.device.triton import swiglu as activation
 from megatron_ext.device.triton.norm import layer_norm, norm_of_sum, rms_norm
@@ -261,3 +262,18 @@ def test_nothing_is_launched_for_no_tokens() -> None:
     x, weight = torch.empty(0, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     made = torch.autograd.grad(rms_norm(x, weight, EPS).sum(), (x, weight))
     assert torch.equal(made[1], torch.zeros(8))
+
+
+@pytest.mark.parametrize("measured", [gpu_operations.norms, gpu_operations.heads, gpu_operations.activation])
+def test_the_gpu_session_measures_them_beside_torchs(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures of a GPU have another exactness in bf16; here they are there, and near."""
+    monkeypatch.setattr(gpu_operations, "_milliseconds", lambda call, _device: float(len(call())))
+    found = measured("cpu")
+    assert found
+    names = {name.split(", ", 1)[1] for name in found if name.startswith("error beyond")}
+    for name in names:
+        ours, plain = found[f"off, {name}"], found[f"off, plain, {name}"]
+        assert 0.0 < plain < 0.01
+        assert 0.0 < ours < 0.01
+        assert found[f"error beyond torch's, {name}"] == max(0.0, ours - plain)
+        assert found[f"ms, {name}"] == found[f"ms, plain, {name}"] > 1.0, "as many results and gradients"
