@@ -163,7 +163,6 @@ class Save:
     def _write_aside(self, taken: contents.RunSnapshot | None) -> None:
         """Run `_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
         self.run.device.bind_thread()
-        self._copies.wait()
         self._write(taken)
 
     def _write(self, taken: contents.RunSnapshot | None) -> None:
@@ -173,6 +172,7 @@ class Save:
             taken: what to write, where it is not planned yet.
         """
         try:
+            self._copies.wait()
             if taken is not None:
                 state_dict = contents.to_save(taken, self._kept.exchange)
                 self._request = _request(state_dict, self._partial, self._kept.strategy, validate=False)
