@@ -2,18 +2,24 @@
 schema, shapes and types, but those as a GPU's would."""
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import varlen
 
+from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.data.batch import StageView, collate, divide, padding_sample
 from megatron_ext.data.packing import Documents, documents_of
 from megatron_ext.device import cuda
 from megatron_ext.device.attention_kernels import block_backward, block_forward
 from megatron_ext.model.packed_attention import attend_documents
+from megatron_ext.optim.gradient_norm import l2_norm, scale_by
+from megatron_ext.optim.masked import mask_by
+from megatron_ext.optim.torch_optimizer import torch_optimizer
+from megatron_ext.resilience.numeric import largest_magnitude
 from tests.support.operator_calls import Calls, aten
 
 
@@ -117,3 +123,37 @@ def test_a_gpu_is_bound_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_varlen_signature_is_the_one_that_is_read() -> None:
     """`varlen_causal` looks at the parameters of torch's own function."""
     assert {"scale", "window_size"} <= inspect.signature(varlen.varlen_attn).parameters.keys()
+
+
+def test_numbers_are_copied_at_once_and_waited_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    event = SimpleNamespace(record=lambda: heard.append("record"), synchronize=lambda: heard.append("wait"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    with FakeTensorMode(), Calls() as calls:
+        read = object.__new__(cuda.CudaDevice).read_later(torch.empty(8, dtype=torch.float64, device="cuda"))
+        copied, source, non_blocking = calls.of(aten.copy_)[0]
+        assert (copied.device.type, source.device.type, non_blocking) == ("cpu", "cuda", True)
+        assert heard == ["record"]
+        monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: [*heard, tensor is copied])
+        assert read() == ["record", "wait", True]
+
+
+def test_norm_clipping_and_masked_updates_stay_on_the_gpu() -> None:
+    """A fake tensor has no values: what reads one raises."""
+    with FakeTensorMode(), Calls() as calls:
+        weights = [torch.nn.Parameter(torch.empty(8, 4, device="cuda")) for _ in range(3)]
+        found_inf = torch.zeros((), device="cuda")
+        optimizer = torch_optimizer(OptimizerConfig(optimizer="adam", lr=0.1))([{"params": weights}])
+        mask_by(optimizer, found_inf)
+        for weight in weights:
+            weight.grad = torch.empty_like(weight)
+        core: Any = SimpleNamespace(get_parameters=lambda: weights)
+        square, _ = l2_norm(0, found_inf, [[weight.grad for weight in weights]], False)
+        left_out = largest_magnitude([weight.grad for weight in weights], found_inf.device)
+        torch.maximum(found_inf, (~left_out.isfinite()).float(), out=found_inf)
+        scale_by(core, (1.0 / square.double().sqrt()).clamp(max=1.0)[0].float())
+        optimizer.step()
+    called = {str(operator) for operator, _, _ in calls.calls}
+    assert {"aten._foreach_mul_.Tensor", "aten._fused_adamw_.default", "aten._foreach_sub_.List"} <= called
+    on_host = [one for *_, one in calls.calls if isinstance(one, torch.Tensor) and one.device.type == "cpu"]
+    assert not on_host
