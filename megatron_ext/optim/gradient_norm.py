@@ -4,19 +4,16 @@ Without apex or Transformer Engine megatron-core reads the norm of every gradien
 scales by a product and a copy for each. These two functions give the same bits; megatron-core calls them in place of
 its own after `replace_loops`.
 
-Its norm over all ranks is read back once, for a coefficient on the host. `squared_norms` and `scale_by` are the same
-without that, and with the same bits.
+Its norm over all ranks is read back once, for a coefficient on the host. `squared_norm` and `scale_by` do the
+same without that, and with the same bits.
 """
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
-from megatron.core.optimizer.optimizer import ChainedOptimizer
-from torch.distributed import ProcessGroup
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 
 def replace_loops() -> None:
@@ -42,37 +39,22 @@ def scale(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor
     torch._foreach_mul_(targets, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def squared_norms(optimizer: ChainedOptimizer, device: torch.device) -> torch.Tensor:
-    """Return squares of norms over all ranks, fp32 on `device`: one of all gradients, or where ranks share parts of
-    the model in different ways one of each part. Collective. `root` makes what `get_grad_norm` returns of them."""
-    parts = optimizer.chained_optimizers
-    if len(parts) > 1 and optimizer.grads_states_parallel_group_is_shared():
-        gradients = [gradient for part in parts for gradient in part.get_grads_for_grad_norm()]
-        return _squared_norm(gradients, optimizer.get_grad_stats_parallel_group(), device)
-    return torch.cat(
-        [_squared_norm(part.get_grads_for_grad_norm(), part.get_grad_stats_parallel_group(), device) for part in parts]
-    )
-
-
-def root(squares: Sequence[float]) -> float:
-    """Return the norm, as megatron-core computes it on the host."""
-    norms = [square**0.5 for square in squares]
-    return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
-
-
-def scale_by(optimizer: ChainedOptimizer, factor: torch.Tensor) -> None:
-    """Multiply the gradients of the update in place by an fp32 scalar on their device."""
-    main: Any = optimizer.get_parameters()
-    gradients = [parameter.grad for parameter in main if parameter.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _squared_norm(gradients: list[torch.Tensor], group: ProcessGroup, device: torch.device) -> torch.Tensor:
+def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:
+    """Return the square of the norm over all ranks, fp32 [1] on `device`; its root in fp64 is what `get_grad_norm`
+    returns. Collective."""
+    gradients = optimizer.get_grads_for_grad_norm()
     square = torch.zeros(1, dtype=torch.float, device=device)
     if gradients:
         overflow = torch.zeros(1, dtype=torch.int, device=device)
         norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
         square = norm**2.0
-    torch.distributed.all_reduce(square, group=group)
+    torch.distributed.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
     return square
+
+
+def scale_by(optimizer: MegatronOptimizer, factor: torch.Tensor) -> None:
+    """Multiply the gradients of the update in place by an fp32 scalar on their device."""
+    main: Any = optimizer.get_parameters()
+    gradients = [parameter.grad for parameter in main if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_ext.errors import TrainingError
-from megatron_ext.optim.gradient_norm import root, scale_by, squared_norms
+from megatron_ext.optim.gradient_norm import scale_by, squared_norm
 from megatron_ext.optim.masked import can_mask, mask_by
 from megatron_ext.resilience.progress import UPDATE
 from megatron_ext.train.bad_step import check_numbers
@@ -22,15 +22,12 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.shared_numbers import StopVotes, summed
 from megatron_ext.train.step import StepResult, compute_gradients
 
-_SUMMED = 4 + len(StopVotes._fields)
-"""Numbers that are sums over all ranks; squares of norms follow."""
-
 
 def can_read_late(run: Run) -> bool:
     """Return whether nothing of a step needs its numbers before the update, and something is gained.
 
     A loss scale follows the overflows of the step before, and is megatron-core's on the host. Optimizers in host memory
-    wait for the gradients in any case, and experts for the numbers of tokens that they get.
+    wait for the gradients in any case, and with experts the host reads in every layer how many tokens each gets.
     """
     if not run.device.reads_wait:
         return False
@@ -71,14 +68,14 @@ class LateStep:
         """
         run = self._run
         run.progress.phase = UPDATE
-        numbers = self._read()
-        found, squares = summed(numbers[:_SUMMED]), numbers[_SUMMED:]
+        *sums, square = self._read()
+        found = summed(sums)
         try:
             check_numbers(run, found, self._global_batch, self._evidence)
         except TrainingError:
             self._guard.zero_()
             raise
-        norm = root(squares)
+        norm = square**0.5  # as megatron-core computes it on the host
         return StepResult(found.loss, found.tokens, self._global_batch, True, norm, 1.0, None), found.votes
 
 
@@ -106,18 +103,19 @@ class LateSteps:
         run.progress.phase = UPDATE
         overflow = run.optimizer.prepare_grads()
         assert not overflow, "there is no loss scale"
-        squares = squared_norms(run.optimizer, run.device.torch_device)
-        norm = squares.sum(dtype=torch.float64).sqrt()
+        [part] = run.optimizer.chained_optimizers  # only experts have one of their own
+        square = squared_norm(part, run.device.torch_device).double()
+        norm = square[0].sqrt()
         gradients.shared.add_gradients_of(norm)
         numbers = gradients.shared.summed_on_device(votes)
         if self._checks:
             self._note(numbers)
         clip = run.config.optimizer.clip_grad
         if clip > 0.0:
-            scale_by(run.optimizer, self._share(clip, norm))
+            scale_by(part, self._share(clip, norm))
         run.optimizer.step_with_ready_grads()
         run.sharding.finish_update(run.optimizer)
-        read = run.device.read_later(torch.cat([numbers, squares.double()]))
+        read = run.device.read_later(torch.cat([numbers, square]))
         return LateStep(run, global_batch, gradients.evidence, read, self._guard)
 
     def _note(self, numbers: torch.Tensor) -> None:
