@@ -2,7 +2,8 @@
 
 After the reduction every data-parallel rank holds the same NaN and nobody can say whose it was. So each gradient's norm
 is taken just before its reduction (one pass, no synchronization with the host); only when the gradients that the update
-would use turn out bad are those norms read.
+would use turn out bad are those norms read. A rank that is alone mixes nothing: its gradients are looked at when they
+turn out bad, and are not read twice in a good step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,16 +35,23 @@ class Evidence:
     """This rank's part of the loss, a scalar that is written when the forward passes are done."""
 
     norms: list[tuple[Sequence[Any], Sequence[torch.Tensor]]] = field(default_factory=list)
-    """Parameters whose gradients were reduced together, and the norms of these before."""
+    """Parameters whose gradients were reduced together, and the norms of these before; of a rank that is alone, those
+    that the update has taken, or none."""
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     """Sums of gradients that were never there as a whole, by the global name of their weight."""
 
 
 class GradientWatch:
-    """Watches every local gradient of a step, and names the first that is NaN or infinite."""
+    """Watches every local gradient of a step, and names the first that is NaN or infinite.
 
-    def __init__(self, chunks: Sequence[_BaseDataParallel], sharding: Sharding):
+    Args:
+        alone: whether there is no other rank.
+    """
+
+    def __init__(self, chunks: Sequence[_BaseDataParallel], sharding: Sharding, *, alone: bool):
+        self._alone = alone
+        self._reduced: list[Sequence[Any]] = []
         self._names: dict[int, str] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._evidence: Evidence | None = None
@@ -57,6 +65,7 @@ class GradientWatch:
             loss: this rank's part of the loss of the step that begins, a scalar on the device to be written later.
         """
         self._evidence = Evidence(loss)
+        self._reduced.clear()
         return self._evidence
 
     def is_of_these_gradients(self, evidence: Evidence) -> bool:
@@ -85,7 +94,8 @@ class GradientWatch:
 
     def _bad_in_buckets(self, evidence: Evidence) -> Iterator[Finding]:
         still_there = self.is_of_these_gradients(evidence)
-        for parameters, norms in evidence.norms:
+        alone = [_norms(parameters) for parameters in self._reduced] if still_there else []
+        for parameters, norms in alone or evidence.norms:
             finite: list[bool] = torch.stack([*norms]).isfinite().tolist()
             for parameter, is_finite in zip(parameters, finite, strict=True):
                 if is_finite:
@@ -113,9 +123,17 @@ class GradientWatch:
         _before_other_uses(weight, add)
 
     def before_reduction(self, parameters: Sequence[Any]) -> None:
-        """Take the norms of the `main_grad` of `parameters`."""
-        if self._evidence is not None:
+        """Take the norms of the `main_grad` of `parameters`, or remember only whose they are."""
+        if self._alone:
+            self._reduced.append(parameters)
+        elif self._evidence is not None:
             self._evidence.norms.append(_norms(parameters))
+
+    def take_norms(self, parameters: Sequence[Any], norms: torch.Tensor | None) -> None:
+        """Take the norms that the update has taken of the gradients of `parameters`, [N]. They tell something only of
+        gradients that no other rank has had a part in."""
+        if self._alone and self._evidence is not None and norms is not None:
+            self._evidence.norms.append((parameters, list(norms)))
 
 
 def _norms(parameters: Sequence[Any]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:

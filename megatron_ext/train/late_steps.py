@@ -11,6 +11,7 @@ Nothing of that changes a number: the same products are rounded in the same way 
 from collections.abc import Callable, Sequence
 
 import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_ext.errors import TrainingError
 from megatron_ext.optim.gradient_norm import scale_by, squared_norm
@@ -85,6 +86,9 @@ class LateSteps:
     def __init__(self, run: Run):
         self._run = run
         self._guard = torch.zeros((), dtype=torch.float32, device=run.device.torch_device)
+        self._weights = {
+            id(main): weight for part in run.sharding.parts(run.optimizer) for weight, main in part.main_parameters()
+        }
         self._checks = not run.config.training.no_check_for_nan_in_loss_and_grad
         if self._checks:
             for optimizer in _torch_optimizers(run):
@@ -104,7 +108,10 @@ class LateSteps:
         overflow = run.optimizer.prepare_grads()
         assert not overflow, "there is no loss scale"
         [part] = run.optimizer.chained_optimizers  # only experts have one of their own
-        square = squared_norm(part, run.device.torch_device).double()
+        in_fp32, counted, of_each = squared_norm(part, run.device.torch_device)
+        if run.world_size == 1:
+            run.gradient_watch.take_norms(self._weights_of(part, counted), of_each)
+        square = in_fp32.double()
         norm = square[0].sqrt()
         gradients.shared.add_gradients_of(norm)
         numbers = gradients.shared.summed_on_device(votes)
@@ -117,6 +124,11 @@ class LateSteps:
         run.sharding.finish_update(run.optimizer)
         read = run.device.read_later(torch.cat([numbers, square]))
         return LateStep(run, global_batch, gradients.evidence, read, self._guard)
+
+    def _weights_of(self, part: MegatronOptimizer, gradients: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
+        """Return the model's weights of some gradients of the update."""
+        mains = {id(main.grad): main for main in part.get_parameters()}
+        return [self._weights[id(mains[id(gradient)])] for gradient in gradients]
 
     def _note(self, numbers: torch.Tensor) -> None:
         """Close the guard where `check_numbers` is going to raise."""

@@ -3,15 +3,17 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from megatron_ext.train import gradient_watch
 from megatron_ext.train.gradient_watch import Evidence, GradientWatch
 
 FIRST, LAST = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc1.weight"
 
 
-def _watch(loss: torch.Tensor | None = None) -> tuple[Any, Evidence]:
-    watch: Any = GradientWatch([], SimpleNamespace())  # pyright: ignore[reportArgumentType]
+def _watch(loss: torch.Tensor | None = None, *, alone: bool = False) -> tuple[Any, Evidence]:
+    watch: Any = GradientWatch([], SimpleNamespace(), alone=alone)  # pyright: ignore[reportArgumentType]
     watch._places = {FIRST: (0, 1), LAST: (1, 1)}
     return watch, watch.begin(torch.tensor(1.0) if loss is None else loss)
 
@@ -74,3 +76,25 @@ def test_a_bad_loss_comes_after_everything() -> None:
     assert found is not None
     assert found.text == "NaN or infinity in the loss"
     assert found.place > (1, 1)
+
+
+def test_a_rank_that_is_alone_reads_gradients_when_they_are_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    (watch, evidence), taken = _watch(alone=True), []
+    norms = gradient_watch._norms
+    monkeypatch.setattr(gradient_watch, "_norms", lambda parameters: taken.append(1) or norms(parameters))
+    parameters = _bucket(watch, {FIRST: torch.tensor([1.0, torch.nan]), LAST: torch.ones(2)})
+    watch.before_reduction(parameters)
+    assert not taken
+    assert watch.diagnose(evidence) == ((0, 1), f"1 NaN and 0 infinite values in the gradient of {FIRST}")
+    assert len(taken) == 1
+
+
+def test_a_rank_that_is_alone_is_told_the_norms_of_a_step_that_is_over() -> None:
+    watch, evidence = _watch(alone=True)
+    parameters = _bucket(watch, {FIRST: torch.ones(2), LAST: torch.ones(2)})
+    watch.before_reduction(parameters)
+    watch.take_norms(parameters, torch.tensor([1.0, torch.nan]))
+    after = watch.begin(torch.tensor(1.0))
+    watch.before_reduction(parameters)
+    assert watch.diagnose(evidence) == ((1, 1), f"NaN or infinite values in the gradient of {LAST}")
+    assert watch.diagnose(after) is None
