@@ -80,6 +80,7 @@ SWITCHES = {
     "both": "--linear-cross-entropy --gradient-accumulation-fusion",
     "compiled, loss with its output layer": "--torch-compile --linear-cross-entropy",
     "without fused functions": "--disable-jit-fuser",
+    "numbers read before the update": "--check-before-update",
 }
 """Flags that change no loss but by rounding: each is switched on and off."""
 SWITCHED = {"GPT-2 124M": GPT_2, "Llama-shaped 1.3B": LLAMA_1B}
