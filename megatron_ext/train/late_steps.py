@@ -98,6 +98,7 @@ class LateSteps:
         """Give the device the next `global_batch` samples and the update. Collective.
 
         Args:
+            global_batch: samples of the step.
             votes: those of this rank.
             before_update: see `train.step.train_step`.
         """
@@ -115,6 +116,7 @@ class LateSteps:
         norm = square[0].sqrt()
         gradients.shared.add_gradients_of(norm)
         numbers = gradients.shared.summed_on_device(votes)
+        read = run.device.read_later(torch.cat([numbers, square]))
         if self._checks:
             self._note(numbers)
         clip = run.config.optimizer.clip_grad
@@ -122,7 +124,6 @@ class LateSteps:
             scale_by(part, self._share(clip, norm))
         run.optimizer.step_with_ready_grads()
         run.sharding.finish_update(run.optimizer)
-        read = run.device.read_later(torch.cat([numbers, square]))
         return LateStep(run, global_batch, gradients.evidence, read, self._guard)
 
     def _weights_of(self, part: MegatronOptimizer, gradients: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:

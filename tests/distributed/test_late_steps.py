@@ -14,6 +14,7 @@ import pytest
 
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.in_turn import end_layout, in_turn
+from tests.support.launched import reproducible_rows
 from tests.support.program import Ended
 
 FLAGS = shlex.split("""
@@ -132,17 +133,11 @@ def _program(flags: list[str], late: bool) -> Ended:
 
 def _ran(flags: list[str], save: Path, late: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of metrics, and the last rank's lines, without what a clock or memory gives."""
-    from megatron_ext.telemetry.jsonl import read_rows
-
     ended = run_ranks(2, _program, [*FLAGS, "--save", str(save), "--use-distributed-optimizer", *flags], late)
-    measured = ("elapsed_ms", "tokens_per_second", "tflops_per_gpu", "mfu")
-    rows = [
-        {name: value for name, value in row.items() if name not in measured and "bytes" not in name}
-        for row in read_rows(save / "metrics.jsonl")
-    ]
     assert [one.code for one in ended] == [0, 0], ended[0].errors
-    lines = [re.sub(r"elapsed time.*?\||checkpoint: .*", "", line) for line in ended[-1].output.splitlines()]
-    return rows, lines
+    measured = re.compile(r"^ \[[-0-9:. ]+\]|elapsed time per iteration \(ms\): [0-9.]+")
+    lines = [measured.sub("", line) for line in ended[-1].output.splitlines()]
+    return reproducible_rows(save / "metrics.jsonl"), lines
 
 
 def test_files_and_lines_of_a_run_are_the_same(tmp_path: Path) -> None:
