@@ -8,11 +8,9 @@ import torch
 class ByTensor(torch.optim.Optimizer):
     """An optimizer that updates one tensor after another, in `_update`."""
 
-    can_be_masked = False
-    """Whether all that an update changes are the weights and tensors of their state, on the same device."""
-
     found_inf: torch.Tensor | None = None
-    """Scalar on the device; while it is 1, an update changes nothing. None: every update is made."""
+    """Scalar on the device, where the states are, too; while it is 1, an update changes nothing. None: every update is
+    made."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

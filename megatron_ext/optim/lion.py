@@ -29,8 +29,6 @@ class Lion(ByTensor):
         weight_decay: the share of the weights that a step of length 1 takes away.
     """
 
-    can_be_masked = True
-
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.95, 0.98), weight_decay: float = 0.0
     ):

@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_ext.errors import TrainingError
 from megatron_ext.optim.gradient_norm import scale_by, squared_norm
-from megatron_ext.optim.masked import can_mask, mask_by
+from megatron_ext.optim.torch_optimizer import is_maskable, mask_by
 from megatron_ext.resilience.progress import UPDATE
 from megatron_ext.train.bad_step import check_numbers
 from megatron_ext.train.gradient_watch import Evidence
@@ -41,7 +41,7 @@ def can_read_late(run: Run) -> bool:
         or run.config.model.num_experts is not None
         or run.sharding.host_memory_flags
     )
-    return not needs_them and all(can_mask(optimizer) for optimizer in _torch_optimizers(run))
+    return not needs_them and all(is_maskable(one, run.config.optimizer) for one in _torch_optimizers(run))
 
 
 class LateStep:

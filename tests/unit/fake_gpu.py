@@ -16,9 +16,8 @@ from megatron_ext.data.packing import Documents, documents_of
 from megatron_ext.device import cuda
 from megatron_ext.device.attention_kernels import block_backward, block_forward
 from megatron_ext.model.packed_attention import attend_documents
-from megatron_ext.optim.gradient_norm import l2_norm, scale_by
-from megatron_ext.optim.masked import mask_by
-from megatron_ext.optim.torch_optimizer import torch_optimizer
+from megatron_ext.optim.gradient_norm import replace_loops, scale_by, squared_norm
+from megatron_ext.optim.torch_optimizer import mask_by, torch_optimizer
 from megatron_ext.resilience.numeric import largest_magnitude
 from tests.support.operator_calls import Calls, aten
 
@@ -138,20 +137,28 @@ def test_numbers_are_copied_at_once_and_waited_for_later(monkeypatch: pytest.Mon
         assert read() == ["record", "wait", True]
 
 
-def test_norm_clipping_and_masked_updates_stay_on_the_gpu() -> None:
+def test_norm_clipping_and_masked_updates_stay_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake tensor has no values: what reads one raises."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: None)
+    replace_loops()
+    gpu = torch.device("cuda")
     with FakeTensorMode(), Calls() as calls:
-        weights = [torch.nn.Parameter(torch.empty(8, 4, device="cuda")) for _ in range(3)]
-        found_inf = torch.zeros((), device="cuda")
+        weights = [torch.nn.Parameter(torch.empty(8, 4, device=gpu)) for _ in range(3)]
+        gradients = [torch.empty_like(weight) for weight in weights]
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        part: Any = SimpleNamespace(
+            get_parameters=lambda: weights,
+            get_grads_for_grad_norm=lambda: gradients,
+            get_grad_stats_parallel_group=lambda: None,
+        )
+        found_inf = torch.zeros((), device=gpu)
         optimizer = torch_optimizer(OptimizerConfig(optimizer="adam", lr=0.1))([{"params": weights}])
         mask_by(optimizer, found_inf)
-        for weight in weights:
-            weight.grad = torch.empty_like(weight)
-        core: Any = SimpleNamespace(get_parameters=lambda: weights)
-        square, _ = l2_norm(0, found_inf, [[weight.grad for weight in weights]], False)
-        left_out = largest_magnitude([weight.grad for weight in weights], found_inf.device)
-        torch.maximum(found_inf, (~left_out.isfinite()).float(), out=found_inf)
-        scale_by(core, (1.0 / square.double().sqrt()).clamp(max=1.0)[0].float())
+        square, *_ = squared_norm(part, gpu)
+        bad = ~(square[0].isfinite() & largest_magnitude(gradients, gpu).isfinite())
+        torch.maximum(found_inf, bad.float(), out=found_inf)
+        scale_by(part, (1.0 / square.double().sqrt()).clamp(max=1.0)[0].float())
         optimizer.step()
     called = {str(operator) for operator, _, _ in calls.calls}
     assert {"aten._foreach_mul_.Tensor", "aten._fused_adamw_.default", "aten._foreach_sub_.List"} <= called

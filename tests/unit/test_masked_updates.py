@@ -2,16 +2,13 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_ext.config.optimizers import OPTIMIZERS
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.masked import can_mask, mask_by
-from megatron_ext.optim.short_adam import ShortAdam
-from megatron_ext.optim.torch_optimizer import torch_optimizer
+from megatron_ext.optim.torch_optimizer import is_maskable, mask_by, torch_optimizer
 
 MASKED = ["adam", "lion"]
 Made = tuple[list[torch.nn.Parameter], torch.optim.Optimizer]
@@ -71,10 +68,12 @@ def test_the_state_of_a_first_bad_update_is_that_of_none(name: str) -> None:
     assert len(_all(masked)) > 3
 
 
-def test_what_counts_on_the_host_or_has_no_mask_is_not_masked() -> None:
-    weights: Any = [torch.nn.Parameter(torch.ones(2))]
-    assert {name for name in OPTIMIZERS if can_mask(_made(name)[1])} == set(MASKED)
-    assert not can_mask(torch.optim.AdamW(weights))
-    assert not can_mask(ShortAdam(weights))
-    with pytest.raises(AssertionError, match="SGD cannot be masked"):
-        mask_by(torch.optim.SGD(weights), torch.zeros(()))
+def test_what_counts_on_the_host_or_is_of_another_package_is_not_masked() -> None:
+    class OfAPackage(torch.optim.Optimizer):
+        """Adam, by its name."""
+
+    settings = {name: OptimizerConfig(optimizer=name) for name in OPTIMIZERS}
+    assert {name for name in OPTIMIZERS if is_maskable(_made(name)[1], settings[name])} == set(MASKED)
+    short = OptimizerConfig(optimizer="adam", exp_avg_dtype="bf16")
+    assert not is_maskable(torch_optimizer(short)(_made("adam")[0]), short)
+    assert not is_maskable(OfAPackage(_made("adam")[0], {}), settings["adam"])
