@@ -24,7 +24,7 @@ LATE = ["result"]
 """Function: of the step before."""
 OURS = ("megatron_ext/", "megatron/core/")
 SMALL, LARGE = "--num-layers 2", "--num-layers 4 --bf16 --use-distributed-optimizer"
-TP2_PP2 = f"{LARGE} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 
 
 def _reader() -> str:
@@ -92,7 +92,14 @@ def test_a_step_reads_three_times_before_its_update(flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"), [(1, SMALL), (1, LARGE), (4, TP2_PP2), pytest.param(8, TP2_PP2, marks=pytest.mark.slow)]
+    ("ranks", "flags"),
+    [
+        (1, SMALL),
+        (1, LARGE),
+        (2, f"{SMALL} {PP2}"),
+        pytest.param(4, f"{LARGE} {TP2} {PP2}", marks=pytest.mark.slow),
+        pytest.param(8, f"{LARGE} {TP2} {PP2}", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_reads_once_when_the_next_is_under_way(ranks: int, flags: str) -> None:
     """Nothing is read of the first step before the second has begun, and of the last two when the run ends."""

@@ -16,24 +16,27 @@ from megatron_ext.verify.ranks import run_ranks
 from tests.support.in_turn import end_layout, in_turn
 from tests.support.launched import reproducible_rows
 from tests.support.program import Ended
+from tests.support.selection import marked
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 --lr 1e-2
     --micro-batch-size 1 --make-vocab-size-divisible-by 16 --global-batch-size 4 --train-iters 10
 """)
 ALONE = "--eval-iters 0 --eval-interval 0 --device cpu --num-workers 0"
-OPTIMIZERS = ["--clip-grad 0", "--clip-grad 0.01 --bf16", "--optimizer lion --lr 1e-3 --clip-grad 0.1"]
-DIVIDED = [
-    "--use-distributed-optimizer --bf16 --overlap-grad-reduce --overlap-param-gather --clip-grad 0.01",
-    "--use-torch-fsdp2 --bf16 --clip-grad 0.1",
-    "--use-megatron-fsdp --bf16 --clip-grad 0.1",
-]
+ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
 CASES = {
-    "optimizers": (1, OPTIMIZERS),
-    "divided state": (2, DIVIDED),
-    "TP2 PP2": (4, [f"{TP2_PP2} --bf16 --clip-grad 0.01"]),
+    "bf16, clipped": (1, "--clip-grad 0.01 --bf16"),
+    "Lion": (1, "--optimizer lion --lr 1e-3 --clip-grad 0.1"),
+    "not clipped": (1, "--clip-grad 0"),
+    "distributed optimizer": (2, f"{ZERO_1} --bf16 --clip-grad 0.01"),
+    "FSDP2": (2, "--use-torch-fsdp2 --bf16 --clip-grad 0.1"),
+    "ZeRO-3": (2, "--use-megatron-fsdp --bf16 --clip-grad 0.1"),
+    "TP2 PP2": (4, f"{TP2_PP2} --bf16 --clip-grad 0.01"),
+    "TP2 PP2 DP2": (8, f"{TP2_PP2} {ZERO_1} --bf16 --clip-grad 0.01"),
 }
+REPEATED = {"not clipped", "FSDP2", "ZeRO-3", "TP2 PP2", "TP2 PP2 DP2"}
+"""Left to --all: what changes with them is whose gradients the norm adds up, which their own tests look at."""
 AT_ONCE = [
     "--fp16",
     "--bf16 --loss-scale 8",
@@ -105,13 +108,11 @@ def _both(flags: str) -> tuple[Trained, Trained]:
     return at_once, _train(words, late=True)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", marked(CASES, slow=REPEATED))
 def test_ten_steps_are_equal_to_the_bit(case: str) -> None:
-    ranks, flags = CASES[case]
-    for found in run_ranks(ranks, in_turn, _both, flags):
-        for name, (at_once, late) in zip(flags, found, strict=True):
-            assert late == at_once, name
-            assert len({step[1] for step in late.steps}) == 10, name
+    for at_once, late in run_ranks(CASES[case][0], _both, CASES[case][1]):
+        assert late == at_once
+        assert len({step[1] for step in late.steps}) == 10
 
 
 def _reads_late(flags: str) -> bool:
@@ -140,17 +141,26 @@ def _ran(flags: list[str], save: Path, late: bool) -> tuple[list[dict[str, Any]]
     return reproducible_rows(save / "metrics.jsonl"), lines
 
 
+SAVES = shlex.split("--save-interval 4 --eval-interval 3 --eval-iters 1 --log-interval 2 --log-params-norm")
+
+
 def test_files_and_lines_of_a_run_are_the_same(tmp_path: Path) -> None:
-    """Saves, evaluations and lines fall on steps of their own, and together; then each run goes on from the middle."""
-    flags = shlex.split("--save-interval 4 --eval-interval 3 --eval-iters 1 --log-interval 2 --log-params-norm")
-    flags += ["--exit-interval", "8"]
-    found = {late: _ran(flags, tmp_path / str(late), late) for late in (False, True)}
-    assert found[True] == found[False]
-    assert [row["iteration"] for row in found[True][0] if "lm_loss" in row] == [1, 2, 4, 6, 8]
-    assert [row["iteration"] for row in found[True][0] if "validation_loss" in row] == [3, 6]
-    again = {late: _ran([*flags, "--load", str(tmp_path / str(late))], tmp_path / str(late), late) for late in found}
-    assert again[True][0] == again[False][0]
-    assert [row["iteration"] for row in again[True][0] if "lm_loss" in row][-2:] == [8, 10]
+    """Saves, evaluations and lines fall on steps of their own, and together."""
+    flags = [*SAVES, "--exit-interval", "8"]
+    at_once, late = (_ran(flags, tmp_path / str(late), late) for late in (False, True))
+    assert late == at_once
+    assert [row["iteration"] for row in late[0] if "lm_loss" in row] == [1, 2, 4, 6, 8]
+    assert [row["iteration"] for row in late[0] if "validation_loss" in row] == [3, 6]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_is_the_same(tmp_path: Path) -> None:
+    at_once, _ = _ran(SAVES, tmp_path / "at once", late=False)
+    for late, iterations in ((True, "4"), (False, "8"), (True, "10")):
+        folder = tmp_path / "late"
+        begun = ["--load", str(folder)] if folder.exists() else []
+        rows, _ = _ran([*SAVES, *begun, "--exit-interval", iterations], folder, late)
+    assert rows == at_once
 
 
 class Stopped(NamedTuple):

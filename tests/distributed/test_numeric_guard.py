@@ -130,6 +130,7 @@ REPEATED = {
     "optimizer instances",
     "FSDP2, read late",
     "ZeRO-2, read late",
+    "tensor parallel, bf16, read late",
 }
 
 
