@@ -89,6 +89,7 @@ SWITCHES = {
     "neither Triton kernels nor fused functions": "--no-triton-kernels --disable-jit-fuser",
     "attention by flash": "--attention-backend flash",
     "attention by cuDNN": "--attention-backend fused",
+    "numbers read before the update": "--check-before-update",
 }
 """Flags that change no loss but by rounding: each is switched on and off."""
 SWITCHED = {"GPT-2 124M": GPT_2, "Llama-shaped 1.3B": LLAMA_1B}

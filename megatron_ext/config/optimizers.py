@@ -90,6 +90,10 @@ class OptimizerTraits:
     counts_updates: bool = False
     """Whether the update depends on the number of those before it, which checkpoints then hold."""
 
+    can_be_masked: bool = False
+    """Whether `torch_class` takes `found_inf`, as torch's fused kernels do: a scalar on the device that leaves weights,
+    states and the count of updates as they are while it is 1. Its numbers need not be read before an update then."""
+
     torch_options: Mapping[str, Any] = field(default_factory=dict)
     """Further options that every parameter group of `torch_class` gets."""
 
@@ -145,6 +149,7 @@ _FULL_ADAM = OptimizerTraits(
     schemes=_ALL_SCHEMES,
     built_as="adam",
     counts_updates=True,  # by which the bias of its averages is corrected
+    can_be_masked=True,
     torch_options={"fused": True},  # one call for all tensors instead of a Python loop
     remark="AdamW, the fused kernel where there is one",
     elsewhere={
@@ -159,6 +164,7 @@ _SHORT_ADAM = replace(
     arguments={**_FULL_ADAM.arguments, "dtypes": ("exp_avg_dtype", "exp_avg_sq_dtype")},
     states=(State("exp_avg", dtype_field="exp_avg_dtype"), State("exp_avg_sq", dtype_field="exp_avg_sq_dtype")),
     is_of_ours=True,
+    can_be_masked=False,  # it counts on the host
     torch_options={},
 )
 """Adam where --exp-avg-dtype or --exp-avg-sq-dtype is bf16 or fp16."""
@@ -181,6 +187,7 @@ _LION = OptimizerTraits(
     arguments={"betas": ("lion_beta1", "lion_beta2")},
     states=(State("exp_avg"),),
     schemes=_ALL_SCHEMES,
+    can_be_masked=True,
     built_as="adam",  # the engine's own Lion is in another package, and its distributed optimizer refuses SGD
     elsewhere={"deepspeed": Elsewhere(("lion",), flags="--lion-beta1 0.9 --lion-beta2 0.99")},
 )

@@ -3,6 +3,7 @@
 import platform
 import resource
 import time
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -29,10 +30,14 @@ class CpuDevice:
 
     kind = "cpu"
     backend = backend_with_host = "gloo"
+    reads_wait = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.model_name = platform.processor() or platform.machine()
+
+    def read_later(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
+        return numbers.tolist
 
     def bind_thread(self) -> None:
         """Do nothing: threads share the one CPU."""

@@ -1,5 +1,6 @@
 """Defines what the rest of the program may ask of a device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,6 +49,14 @@ class Device(Protocol):
 
     model_name: str
     """The hardware's own name, for the table of peak FLOP rates."""
+
+    reads_wait: bool
+    """Whether reading a number makes this process wait for work that it has given to the device, which then runs
+    empty."""
+
+    def read_later(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
+        """Return what waits for the numbers, [N] as they are computed until now, and for nothing that comes later."""
+        ...
 
     def bind_thread(self) -> None:
         """Make this the current device of the calling thread. A new thread begins with device 0, whatever the rank."""

@@ -3,6 +3,9 @@
 Without apex or Transformer Engine megatron-core reads the norm of every gradient back to the host, one by one, and
 scales by a product and a copy for each. These two functions give the same bits; megatron-core calls them in place of
 its own after `replace_loops`.
+
+Its norm over all ranks is read back once, for a coefficient on the host. `squared_norm` and `scale_by` do the
+same without that, and with the same bits.
 """
 
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 
 def replace_loops() -> None:
@@ -22,10 +26,11 @@ def replace_loops() -> None:
 
 def l2_norm(
     chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any
-) -> tuple[torch.Tensor, None]:
-    """Return the L2 norm over all tensors of the first list, fp32 [1] on their device, and no norms of each."""
-    norms = torch._foreach_norm(lists[0], 2)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.linalg.vector_norm(torch.stack([*norms])).to(torch.float32).view(1), None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the L2 norm over all tensors of the first list, fp32 [1] on their device, and with `per_tensor` those of
+    each."""
+    norms = torch.stack([*torch._foreach_norm(lists[0], 2)])  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(norms).to(torch.float32).view(1), norms if per_tensor else None
 
 
 def scale(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], factor: float) -> None:
@@ -33,3 +38,31 @@ def scale(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor
     sources, targets = lists
     assert all(source is target for source, target in zip(sources, targets, strict=True)), "not in place"
     torch._foreach_mul_(targets, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def squared_norm(
+    optimizer: MegatronOptimizer, device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+    """Take the norm over all ranks. Collective.
+
+    Returns:
+        Its square, fp32 [1] on `device`, whose root in fp64 is what `get_grad_norm` returns; this rank's gradients
+        that are in it, and the norm of each, [N] (None without gradients).
+    """
+    gradients = optimizer.get_grads_for_grad_norm()
+    square = torch.zeros(1, dtype=torch.float, device=device)
+    of_each = None
+    if gradients:
+        overflow = torch.zeros(1, dtype=torch.int, device=device)
+        norm, of_each = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], True)
+        square = norm**2.0
+    torch.distributed.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
+    return square, gradients, of_each
+
+
+def scale_by(optimizer: MegatronOptimizer, factor: torch.Tensor) -> None:
+    """Multiply the gradients of the update in place by an fp32 scalar on their device."""
+    main: Any = optimizer.get_parameters()
+    gradients = [parameter.grad for parameter in main if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -27,6 +27,19 @@ def is_torchs(optimizer: torch.optim.Optimizer | None, settings: OptimizerConfig
     return isinstance(optimizer, _torch_class(settings))
 
 
+def is_maskable(optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> bool:
+    """Return whether `mask_by` works. It does not with an optimizer of another package."""
+    return traits_of(settings).can_be_masked and is_torchs(optimizer, settings)
+
+
+def mask_by(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
+    """Have every later update change nothing while `found_inf`, an fp32 scalar on the device, is 1 and not 0.
+
+    The optimizer `is_maskable`.
+    """
+    optimizer.found_inf = found_inf  # pyright: ignore[reportAttributeAccessIssue] (the name that torch's scaler sets)
+
+
 def over(groups: Sequence[Group], settings: OptimizerConfig) -> torch.optim.Optimizer:
     """Return the torch optimizer of the settings over groups as they are.
 

@@ -2,10 +2,12 @@
 
 After the reduction every data-parallel rank holds the same NaN and nobody can say whose it was. So each gradient's norm
 is taken just before its reduction (one pass, no synchronization with the host); only when the gradients that the update
-would use turn out bad are those norms read.
+would use turn out bad are those norms read. A rank that is alone mixes nothing: its gradients are looked at when they
+turn out bad, and are not read twice in a good step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,33 +27,56 @@ class Finding(NamedTuple):
     text: str
 
 
-class GradientWatch:
-    """Watches every local gradient of a step, and names the first that is NaN or infinite."""
+@dataclass
+class Evidence:
+    """Holds what the watch has seen of one step, on the device."""
 
-    def __init__(self, chunks: Sequence[_BaseDataParallel], sharding: Sharding):
+    loss: torch.Tensor
+    """This rank's part of the loss, a scalar that is written when the forward passes are done."""
+
+    norms: list[tuple[Sequence[Any], Sequence[torch.Tensor]]] = field(default_factory=list)
+    """Parameters whose gradients were reduced together, and the norms of these before; of a rank that is alone, those
+    that the update has taken, or none."""
+
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Sums of gradients that were never there as a whole, by the global name of their weight."""
+
+
+class GradientWatch:
+    """Watches every local gradient of a step, and names the first that is NaN or infinite.
+
+    Args:
+        alone: whether there is no other rank.
+    """
+
+    def __init__(self, chunks: Sequence[_BaseDataParallel], sharding: Sharding, *, alone: bool):
+        self._alone = alone
+        self._reduced: list[Sequence[Any]] = []
         self._names: dict[int, str] = {}
         self._places: dict[str, tuple[int, int]] = {}
-        self._norms: list[tuple[Sequence[Any], Sequence[torch.Tensor]]] = []
-        self._sums_by_name: dict[str, torch.Tensor] = {}
-        self._loss: torch.Tensor | None = None
+        self._evidence: Evidence | None = None
         for chunk in chunks:
             sharding.watch(chunk, self)
 
-    def reset(self, loss: torch.Tensor) -> None:
-        """Forget the last step.
+    def begin(self, loss: torch.Tensor) -> Evidence:
+        """Return where everything goes that is seen from now on, until the next step begins.
 
         Args:
             loss: this rank's part of the loss of the step that begins, a scalar on the device to be written later.
         """
-        self._norms.clear()
-        self._sums_by_name.clear()
-        self._loss = loss
+        self._evidence = Evidence(loss)
+        self._reduced.clear()
+        return self._evidence
 
-    def diagnose(self) -> Finding | None:
+    def is_of_these_gradients(self, evidence: Evidence) -> bool:
+        """Return whether the gradients that `evidence` tells of are still there: no step has begun since."""
+        return evidence is self._evidence
+
+    def diagnose(self, evidence: Evidence) -> Finding | None:
         """Return the cause, as far as this rank can tell from its own loss and its gradients before any reduction."""
-        if self._loss is not None and not bool(torch.isfinite(self._loss)):
+        if not bool(torch.isfinite(evidence.loss)):
             return Finding(AFTER_ALL, "NaN or infinity in the loss")
-        return max((*self._bad_in_buckets(), *self._bad_by_name()), default=None)
+        return max((*self._bad_in_buckets(evidence), *self._bad_by_name(evidence)), default=None)
 
     def in_reduced_gradients(self, gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Finding | None:
         """Return the last bad one of the gradients that an update would use, each with its parameter of the model."""
@@ -67,19 +92,22 @@ class GradientWatch:
             self._places[name] = forward_place(name, parameter)
         return parameters
 
-    def _bad_in_buckets(self) -> Iterator[Finding]:
-        for parameters, norms in self._norms:
+    def _bad_in_buckets(self, evidence: Evidence) -> Iterator[Finding]:
+        still_there = self.is_of_these_gradients(evidence)
+        alone = [_norms(parameters) for parameters in self._reduced] if still_there else []
+        for parameters, norms in alone or evidence.norms:
             finite: list[bool] = torch.stack([*norms]).isfinite().tolist()
             for parameter, is_finite in zip(parameters, finite, strict=True):
                 if is_finite:
                     continue
                 name, gradient = self._names[id(parameter)], parameter.main_grad
-                bad = first_bad([(name, gradient)])  # None for a norm that overflowed, or where a shard was reduced
+                # None for a norm that overflowed, or where a shard was reduced.
+                bad = first_bad([(name, gradient)]) if still_there else None
                 where = _counted(bad) if bad is not None else "NaN or infinite values in"
                 yield Finding(self._places[name], f"{where} the gradient of {name}")
 
-    def _bad_by_name(self) -> Iterator[Finding]:
-        for name, total in self._sums_by_name.items():
+    def _bad_by_name(self, evidence: Evidence) -> Iterator[Finding]:
+        for name, total in evidence.sums.items():
             if not bool(torch.isfinite(total)):
                 yield Finding(self._places[name], f"NaN or infinite values in the gradient of {name}")
 
@@ -87,15 +115,25 @@ class GradientWatch:
         """Sum every gradient of `weight` as it is made."""
 
         def add(gradient: torch.Tensor) -> None:
-            total = gradient.sum(dtype=torch.float32)
-            known = self._sums_by_name.get(name)
-            self._sums_by_name[name] = total if known is None else known + total
+            if self._evidence is None:
+                return
+            total, sums = gradient.sum(dtype=torch.float32), self._evidence.sums
+            sums[name] = sums[name] + total if name in sums else total
 
         _before_other_uses(weight, add)
 
     def before_reduction(self, parameters: Sequence[Any]) -> None:
-        """Take the norms of the `main_grad` of `parameters`."""
-        self._norms.append(_norms(parameters))
+        """Take the norms of the `main_grad` of `parameters`, or remember only whose they are."""
+        if self._alone:
+            self._reduced.append(parameters)
+        elif self._evidence is not None:
+            self._evidence.norms.append(_norms(parameters))
+
+    def take_norms(self, parameters: Sequence[Any], norms: torch.Tensor | None) -> None:
+        """Take the norms that the update has taken of the gradients of `parameters`, [N]. They tell something only of
+        gradients that no other rank has had a part in."""
+        if self._alone and self._evidence is not None and norms is not None:
+            self._evidence.norms.append((parameters, list(norms)))
 
 
 def _norms(parameters: Sequence[Any]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:

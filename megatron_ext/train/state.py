@@ -1,6 +1,20 @@
 """Holds what changes while a run trains, besides weights and optimizer state. All of it is saved and restored."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Position(NamedTuple):
+    """The part of the progress that does not depend on what a step computes."""
+
+    iteration: int
+    consumed_samples: int
+    scheduled_samples: int
+
+    def after(self, batch: int, *, updated: bool) -> "Position":
+        """Return the position after a step of `batch` samples."""
+        scheduled = self.scheduled_samples + (batch if updated else 0)
+        return Position(self.iteration + 1, self.consumed_samples + batch, scheduled)
 
 
 @dataclass
@@ -26,6 +40,15 @@ class TrainState:
     interval_losses: int = 0
     interval_skipped: int = 0
     interval_nan: int = 0
+
+    @property
+    def position(self) -> Position:
+        """Where the run is."""
+        return Position(self.iteration, self.consumed_samples, self.scheduled_samples)
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.iteration, self.consumed_samples, self.scheduled_samples = position
 
     def start_interval(self) -> None:
         """Forget the sums of the interval that was just logged."""

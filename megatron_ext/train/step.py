@@ -1,7 +1,6 @@
 """Takes one optimizer step: microbatches -> pipeline schedule -> gradients -> update."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -13,16 +12,13 @@ from megatron_ext.config.batch import evaluation_batch, num_microbatches
 from megatron_ext.config.layers import stack
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import Batch
-from megatron_ext.errors import DataError, NumericError
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.model.moe import take_auxiliary_losses
-from megatron_ext.model.names import global_named_parameters
-from megatron_ext.parallel.rows import local_part
-from megatron_ext.resilience.numeric import first_bad, largest_magnitude
 from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE
-from megatron_ext.sharding.gradients import gradients_of_update, outside_norm
-from megatron_ext.train.gradient_watch import Finding
+from megatron_ext.train.bad_step import check_numbers
+from megatron_ext.train.gradient_watch import Evidence
 from megatron_ext.train.run import Run
+from megatron_ext.train.shared_numbers import SharedNumbers, mean_loss
 
 
 @dataclass(frozen=True)
@@ -72,6 +68,23 @@ class StepResult:
     """Auxiliary losses of a mixture of experts."""
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """What the forward and backward passes of a step have left, next to the gradients themselves."""
+
+    samples: range
+    """Positions of the samples of the global batch."""
+
+    of_microbatches: torch.Tensor
+    """fp32 [microbatches, 2]: see `run_microbatches`."""
+
+    shared: SharedNumbers
+    """This rank's part of the numbers of all ranks, with its loss."""
+
+    evidence: Evidence
+    """What the watch has seen."""
+
+
 def train_step(
     run: Run,
     global_batch: int,
@@ -90,38 +103,22 @@ def train_step(
             has been changed then. An overflow that the dynamic loss scale handles is no error.
         DataError: no token counts in the loss.
     """
-    first = run.state.consumed_samples
-    samples = range(first, first + global_batch)
-    if run.loaders.skipped.covers(samples):
+    if leaves_out(run, global_batch):
         return StepResult(0.0, 0, global_batch, False, None, _loss_scale(run), None)
-    for chunk in run.chunks:
-        chunk.zero_grad_buffer()
-    run.optimizer.zero_grad()
-    run.progress.phase = "the batch"
-    with run.progress.loading():
-        microbatches = run.loaders.train.global_batch(first, num_microbatches(run.config, global_batch))
-    run.progress.begin_batch(FORWARD_BACKWARD)
-    share = _Share(run)
-    run.gradient_watch.reset(share.loss)
-    losses = run_microbatches(run, microbatches, forward_only=False)
-    share.add_loss(_sum(losses))
-    auxiliary = _auxiliary_losses(run, len(microbatches)) if run.config.model.num_experts is not None else None
+    gradients = compute_gradients(run, global_batch)
+    microbatches = len(gradients.of_microbatches)
+    auxiliary = _auxiliary_losses(run, microbatches) if run.config.model.num_experts is not None else None
     before_update()
     run.progress.phase = UPDATE
     overflow = run.optimizer.prepare_grads()
     grad_norm = float(run.optimizer.get_grad_norm())  # also of an overflow: collective, and another rank may have none
-    share.add_gradients(overflow, grad_norm)
-    loss, tokens, bad_ranks, overflowed_ranks = share.summed()
-    on_loss(BatchLoss(loss, losses, samples))
+    gradients.shared.add_gradients(overflow, grad_norm)
+    summed = gradients.shared.summed()
+    on_loss(BatchLoss(summed.loss, gradients.of_microbatches, gradients.samples))
     run.progress.phase = UPDATE
     loss_scale = _loss_scale(run)
-    if not run.config.training.no_check_for_nan_in_loss_and_grad:
-        if tokens == 0:
-            raise _nothing_counts(run, global_batch)
-        if not math.isfinite(loss):
-            raise _numeric_error(run, "loss")
-        if bad_ranks or 0 < overflowed_ranks < run.world_size:
-            raise _numeric_error(run, "gradient")
+    check_numbers(run, summed, global_batch, gradients.evidence)
+    loss, tokens = summed.loss, summed.tokens
     if overflow:
         return StepResult(loss, tokens, global_batch, False, None, loss_scale, None, auxiliary)
     clip = run.config.optimizer.clip_grad
@@ -133,43 +130,33 @@ def train_step(
     return StepResult(loss, tokens, global_batch, True, grad_norm, loss_scale, num_zeros, auxiliary)
 
 
+def leaves_out(run: Run, global_batch: int) -> bool:
+    """Return whether all samples of the next step are left out."""
+    first = run.state.consumed_samples
+    return run.loaders.skipped.covers(range(first, first + global_batch))
+
+
+def compute_gradients(run: Run, global_batch: int) -> Gradients:
+    """Run the forward and backward passes of the next `global_batch` samples, and reduce the gradients. Collective."""
+    first = run.state.consumed_samples
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    run.progress.phase = "the batch"
+    with run.progress.loading():
+        microbatches = run.loaders.train.global_batch(first, num_microbatches(run.config, global_batch))
+    run.progress.begin_batch(FORWARD_BACKWARD)
+    shared = SharedNumbers(run)
+    evidence = run.gradient_watch.begin(shared.loss)
+    losses = run_microbatches(run, microbatches, forward_only=False)
+    shared.add_loss(_sum(losses))
+    return Gradients(range(first, first + global_batch), losses, shared, evidence)
+
+
 def _loss_scale(run: Run) -> float:
     """Return the loss scale, without waiting for the device where there is none."""
     training = run.config.training
     return float(run.optimizer.get_loss_scale().item()) if training.fp16 or training.loss_scale else 1.0
-
-
-class _Share:
-    """Holds what this rank contributes to the one vector that every step sums over all ranks."""
-
-    def __init__(self, run: Run):
-        self._run = run
-        self._vector = torch.zeros(4, dtype=torch.float64, device=run.device.torch_device)
-        self.loss = self._vector[0].clone()
-
-    def add_loss(self, share: torch.Tensor) -> None:
-        self._vector[:2] = share
-        self.loss.copy_(share[0])
-
-    def add_gradients(self, overflow: bool, grad_norm: float) -> None:
-        """Return whether a gradient is NaN or infinite here, in the norm or not; an overflow of the loss scale is not
-        bad."""
-        if overflow:
-            self._vector[3] = 1.0
-        elif math.isfinite(grad_norm):
-            # NaN and infinity in any other gradient show in the norm. It does not wait for the device.
-            left_out = largest_magnitude(outside_norm(self._run.optimizer), self._vector.device)
-            self._vector[2] = ~left_out.isfinite()
-        else:
-            self._vector[2] = 1.0
-
-    def summed(self) -> tuple[float, int, int, int]:
-        """Return mean loss, tokens, number of ranks with a bad gradient, number of ranks with an overflow.
-        Collective."""
-        if self._run.world_size > 1:
-            torch.distributed.all_reduce(self._vector)
-        loss_sum, tokens, bad, overflowed = self._vector.tolist()
-        return _mean(loss_sum, tokens), int(tokens), int(bad), int(overflowed)
 
 
 def run_microbatches(
@@ -226,11 +213,7 @@ def held_out_loss(run: Run, microbatches: list[Batch]) -> tuple[float, int]:
     if run.world_size > 1:
         torch.distributed.all_reduce(total)
     loss_sum, tokens = total.tolist()
-    return _mean(loss_sum, tokens), int(tokens)
-
-
-def _mean(loss_sum: float, tokens: float) -> float:
-    return loss_sum / tokens if tokens else math.nan
+    return mean_loss(loss_sum, tokens), int(tokens)
 
 
 def _auxiliary_losses(run: Run, microbatches: int) -> AuxiliaryLosses:
@@ -266,53 +249,3 @@ def _summed_forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tu
     mask = cast(torch.Tensor, batch.loss_mask)
     output = model(batch.tokens, batch.position_ids, labels=batch.labels, documents=batch.documents, loss_mask=mask)
     return output, partial(summed_loss, mask)
-
-
-def _nothing_counts(run: Run, global_batch: int) -> DataError:
-    return DataError(
-        f"iteration {run.state.iteration + 1} (samples from {run.state.consumed_samples}): not one token of its "
-        f"{global_batch} samples counts in the loss. Look at them (tools/inspect_dataset.py sample), and give a larger "
-        "--global-batch-size or other data"
-    )
-
-
-def _numeric_error(run: Run, what: str) -> NumericError:
-    """Ask every rank what it saw, and name the cause. Called by all ranks."""
-    seen: list[tuple[Finding | None, ...]] = [()] * run.world_size
-    torch.distributed.all_gather_object(seen, (_bad_weight(run), run.gradient_watch.diagnose(), _bad_reduced(run)))
-    weight, gradient, reduced = (_cause(findings) for findings in zip(*seen, strict=True))
-    when = f"iteration {run.state.iteration + 1} (samples from {run.state.consumed_samples})"
-    unchecked = "--no-check-for-nan-in-loss-and-grad goes on regardless."
-    if weight is not None:
-        return NumericError(
-            f"{weight}, at the start of {when}: an earlier update, or the memory of that rank, made it so. Next: "
-            f"resume from a checkpoint that was saved before it (--ckpt-step); if it happens again at the same step, "
-            f"lower --lr; if not, suspect the hardware. {unchecked}"
-        )
-    where = f"the {what} became bad between the ranks: every rank's own part is finite"
-    return NumericError(
-        f"{gradient or reduced or where}, {when}. This iteration changed no weight. Next: resume from the last "
-        "checkpoint; if it happens again at the same step, lower --lr or look at those samples; if not, suspect the "
-        f"hardware. {unchecked}"
-    )
-
-
-def _cause(findings: Sequence[Finding | None]) -> str | None:
-    """Return of what the ranks found the cause of the rest: what a backward pass comes to first, on the lowest rank."""
-    found = [(finding.place, -rank, finding.text) for rank, finding in enumerate(findings) if finding is not None]
-    if not found:
-        return None
-    _, negative_rank, text = max(found)
-    return f"rank {-negative_rank}: {text}"
-
-
-def _bad_weight(run: Run) -> Finding | None:
-    """Return the first weight of this rank, in the order of a forward pass, that was bad before this step.
-    Collective."""
-    with run.gathered_parameters():
-        bad = first_bad((name, local_part(weight).detach()) for name, weight in global_named_parameters(run.chunks))
-    return bad and Finding((0, 0), f"{bad.nan} NaN and {bad.inf} infinite values in the weight {bad.name}")
-
-
-def _bad_reduced(run: Run) -> Finding | None:
-    return run.gradient_watch.in_reduced_gradients(gradients_of_update(run.sharding.parts(run.optimizer)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from megatron_ext.config.batch import global_batch_size
 from megatron_ext.errors import StoppedBySignal
@@ -11,12 +12,29 @@ from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learn
 from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import Evaluated
 from megatron_ext.train.extensions import Schedule
+from megatron_ext.train.late_steps import LateSteps, can_read_late
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import BatchLoss, StepResult, train_step
+from megatron_ext.train.shared_numbers import StopVotes
+from megatron_ext.train.state import Position
+from megatron_ext.train.step import BatchLoss, StepResult, leaves_out, train_step
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A step that was begun, and whose result nobody has asked for."""
+
+    before: Position
+    after: Position
+    result: Callable[[], tuple[StepResult, StopVotes | None]]
+    """What waits for the device where it has not computed the result."""
 
 
 class Trainer:
-    """Runs steps until the planned end, or until a callback asks to stop. Everything else is a callback."""
+    """Runs steps until the planned end, or until a callback asks to stop. Everything else is a callback.
+
+    On a GPU the numbers of a step are read when the next one is under way (train/late_steps.py), unless a callback
+    wants them before the update (`on_loss`) or the end of the step before the next (`ends_before_next`).
+    """
 
     def __init__(self, run: Run, callbacks: Sequence[Callback], schedule: Schedule | None = None):
         self.run = run
@@ -27,6 +45,10 @@ class Trainer:
         self.weight_decay_curve = WeightDecayCurve.from_config(run.config)
         self.stop_reason: str | None = None
         self.stopped_by_signal = False
+        self.stop_votes: StopVotes | None = None
+        """Votes of all ranks in the step that has ended; None where they were not asked in it."""
+        wants_loss = any(_overrides(callback, "on_loss") for callback in callbacks)
+        self._late = LateSteps(run) if can_read_late(run) and not wants_loss else None
 
     @property
     def finished(self) -> bool:
@@ -65,9 +87,7 @@ class Trainer:
         """
         self._tell("on_start")
         try:
-            while not self.finished and self.stop_reason is None:
-                self._tell("on_step_begin")
-                self._tell("on_step_end", self.step())
+            self._take_steps()
         except BaseException as error:
             self._tell("on_failure", error)
             raise
@@ -86,26 +106,69 @@ class Trainer:
 
     def step(self) -> StepResult:
         """Take one optimizer step, counted in the state."""
+        return self._end(self._begin(), tells=False)
+
+    def _take_steps(self) -> None:
+        before: _UnderWay | None = None
+        while not self.finished and self.stop_reason is None:
+            self._tell("on_step_begin")
+            step = self._begin()
+            if before is not None:
+                self._end(before)
+            before = step
+            if self._ends_before_next():
+                self._end(before)
+                before = None
+        if before is not None:
+            self._end(before)
+
+    def _begin(self) -> _UnderWay:
+        """Begin a step, and count in the state what is known of it: its samples."""
         run, state = self.run, self.run.state
-        batch = self.next_batch_size
+        batch, before = self.next_batch_size, state.position
         set_rates(
             run.optimizer,
             self.learning_rate,
             weight_decay(state.scheduled_samples, self.weight_decay_curve),
             None if self.decoupled_curve is None else learning_rate(state.scheduled_samples, self.decoupled_curve),
         )
-        result = train_step(run, batch, lambda: self._tell("before_update"), lambda loss: self._tell("on_loss", loss))
-        state.iteration += 1
-        state.consumed_samples += batch
+        if self._late is None or leaves_out(run, batch):
+            result = train_step(
+                run, batch, lambda: self._tell("before_update"), lambda loss: self._tell("on_loss", loss)
+            )
+            state.position = before.after(batch, updated=result.updated)
+            return _UnderWay(before, state.position, lambda: (result, None))
+        late = self._late.begin(batch, self._own_votes(), lambda: self._tell("before_update"))
+        state.position = before.after(batch, updated=True)
+        return _UnderWay(before, state.position, late.result)
+
+    def _end(self, step: _UnderWay, *, tells: bool = True) -> StepResult:
+        """Count the result of a step and tell the callbacks, to whom the state is that after it."""
+        state = self.run.state
+        now, state.position = state.position, step.before
+        result, self.stop_votes = step.result()  # an error leaves the state as it was before the step
+        state.position = step.after
         state.consumed_tokens += result.tokens
         if result.updated:
-            state.scheduled_samples += batch
             state.interval_loss += result.loss
             state.interval_losses += 1
         else:
             state.interval_skipped += 1
         state.interval_nan += math.isnan(result.loss)
+        if tells:
+            self._tell("on_step_end", result)
+        state.position = now
         return result
+
+    def _ends_before_next(self) -> bool:
+        """Return whether the step that was begun has to end, to the callbacks too, before the next is begun."""
+        if self._late is None:
+            return True
+        return any(_overrides(one, "on_step_end") and one.ends_before_next(self) for one in self.callbacks)
+
+    def _own_votes(self) -> StopVotes:
+        votes = [callback.votes() for callback in self.callbacks]
+        return next((vote for vote in votes if vote is not None), StopVotes())
 
     def _tell(self, event: str, *arguments: object) -> None:
         for callback in self.callbacks:
@@ -135,7 +198,20 @@ class Callback:
         """Run after `before_update`, when the loss over all ranks is known, be it NaN, and no weight has changed."""
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        """Run after a step; the state already counts it."""
+        """Run after a step; the state already counts it. See `ends_before_next`."""
+
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        """Return whether `on_step_end` must run before the next step begins; the state counts the step.
+
+        If not, a GPU may have the next step by then, and its weights, gradients and random numbers may be later ones,
+        while result and state are those of the step that `on_step_end` is told of.
+        """
+        return True
+
+    def votes(self) -> StopVotes | None:
+        """Return whether this rank asks to stop; None if the callback does not decide that. `Trainer.stop_votes` then
+        has the votes of all ranks in `on_step_end`."""
+        return None
 
     def on_evaluation(self, trainer: Trainer, metrics: Evaluated) -> None:
         """Run after an evaluation."""
@@ -146,3 +222,7 @@ class Callback:
 
     def on_end(self, trainer: Trainer) -> None:
         """Run after the last step of this process, unless an error ended it; in the reverse order of the list."""
+
+
+def _overrides(callback: object, event: str) -> bool:
+    return getattr(type(callback), event, None) is not getattr(Callback, event)

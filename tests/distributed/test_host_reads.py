@@ -1,6 +1,7 @@
-"""How often a step makes the host wait for numbers of the device: three times, whatever the size of the model.
+"""How often a step makes the host wait for numbers of the device, whatever the size of the model: three times where
+they are needed before the update, else once, when the next step is under way.
 
-On a GPU each is a synchronization, after which the device has nothing queued.
+On a GPU each is a synchronization, after which the device has nothing queued but what came later than what is read.
 """
 
 import shlex
@@ -14,12 +15,16 @@ from megatron_ext.verify.ranks import run_ranks
 
 FLAGS = shlex.split("""
     --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 --micro-batch-size 1
-    --make-vocab-size-divisible-by 16 --global-batch-size 4 --train-iters 8 --lr 1e-3 --eval-interval 0 --clip-grad 0.01
-    --device cpu
+    --make-vocab-size-divisible-by 16 --global-batch-size 4 --train-iters 5 --lr 1e-3 --eval-interval 0 --eval-iters 0
+    --clip-grad 0.01 --device cpu
 """)
-READERS = ["get_grad_norm_fp32", "summed", "on_step_end"]
+READERS = ["get_grad_norm_fp32", "summed", "_of_all_ranks"]
 """Functions: the norm; loss, tokens and whether all is finite, over all ranks; whether to stop."""
+LATE = ["result"]
+"""Function: of the step before."""
 OURS = ("megatron_ext/", "megatron/core/")
+SMALL, LARGE = "--num-layers 2", "--num-layers 4 --bf16 --use-distributed-optimizer"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 
 
 def _reader() -> str:
@@ -28,8 +33,9 @@ def _reader() -> str:
     return frames[-1].name
 
 
-def _reads(flags: list[str]) -> list[list[str]]:
-    """Who reads numbers of the device in each of some steps. On a CPU every tensor counts as one of the device."""
+def _reads(flags: list[str], late: bool) -> list[list[str]]:
+    """Who reads numbers of the device until each of some steps has begun and the one before has ended, and until the
+    last has ended. On a CPU every tensor counts as one of the device."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,9 +44,10 @@ def _reads(flags: list[str]) -> list[list[str]]:
     from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks.stopping import Stopping
     from megatron_ext.train.configure import configure
-    from megatron_ext.train.trainer import Trainer
+    from megatron_ext.train.trainer import Callback, Trainer
 
     found: list[str] = []
+    of_steps: list[list[str]] = []
 
     class Reads(TorchDispatchMode):
         """What reads one number: item, float, bool, and a tensor made of tensors."""
@@ -50,30 +57,51 @@ def _reads(flags: list[str]) -> list[list[str]]:
                 found.append(_reader())
             return func(*args, **(kwargs or {}))
 
+    class Begins(Callback):
+        def on_step_begin(self, trainer: Any) -> None:
+            of_steps.append(found.copy())
+            found.clear()
+
     def reading(method: Callable[..., Any]) -> Callable[..., Any]:
-        def read(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        def read(*args: Any, **options: Any) -> Any:
             found.append(_reader())
-            return method(self, *args, **options)
+            return method(*args, **options)
 
         return read
 
-    run = build_run(configure(flags).config, device.install("cpu"))
-    trainer = Trainer(run, [])
-    stopping = Stopping(SignalWatcher(), None, 60.0)
+    here: Any = device.install("cpu")
+    here.reads_wait = late
+    run = build_run(configure(flags).config, here)
+    trainer = Trainer(run, [Begins(), Stopping(SignalWatcher(), None, 60.0)])
     for name in ("tolist", "cpu", "numpy"):  # what reads several
         setattr(torch.Tensor, name, reading(getattr(torch.Tensor, name)))
-    of_steps = []
-    for _ in range(3):
-        found.clear()
-        with Reads():
-            stopping.on_step_end(trainer, trainer.step())
-        of_steps.append(list(found))
+    torch.cuda.synchronize = reading(torch.cuda.synchronize)
+    for name in ("synchronize", "query"):
+        setattr(torch.cuda.Event, name, reading(getattr(torch.cuda.Event, name)))
+    with Reads():
+        trainer.fit()
     run.loaders.close()
     # The state of a generator lies in host memory, a GPU's as well.
-    return [[reader for reader in readers if reader != "fork"] for readers in of_steps]
+    return [[reader for reader in readers if reader != "fork"] for readers in (*of_steps[1:], found)]
 
 
-@pytest.mark.parametrize("flags", ["--num-layers 2", "--num-layers 4 --bf16 --use-distributed-optimizer"])
-def test_a_step_reads_three_times(flags: str) -> None:
-    [of_steps] = run_ranks(1, _reads, [*FLAGS, *flags.split()])
-    assert of_steps == [READERS] * 3
+@pytest.mark.parametrize("flags", [SMALL, LARGE])
+def test_a_step_reads_three_times_before_its_update(flags: str) -> None:
+    [of_steps] = run_ranks(1, _reads, [*FLAGS, *flags.split()], False)
+    assert of_steps == [READERS] * 5
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, SMALL),
+        (1, LARGE),
+        (2, f"{SMALL} {PP2}"),
+        pytest.param(4, f"{LARGE} {TP2} {PP2}", marks=pytest.mark.slow),
+        pytest.param(8, f"{LARGE} {TP2} {PP2}", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_reads_once_when_the_next_is_under_way(ranks: int, flags: str) -> None:
+    """Nothing is read of the first step before the second has begun, and of the last two when the run ends."""
+    for of_steps in run_ranks(ranks, _reads, [*FLAGS, *flags.split()], True):
+        assert of_steps == [[], LATE, LATE, LATE, LATE * 2]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import in_turn
+from tests.support.in_turn import end_layout, in_turn
 from tests.support.selection import chosen, marked
 
 FLAGS = (
@@ -18,6 +18,8 @@ FLAGS = (
     "--eval-iters 0 --make-vocab-size-divisible-by 16 --attention-dropout 0 --hidden-dropout 0 "
 )
 TP2 = "--tensor-model-parallel-size 2"
+LATE = "read late: "
+"""Begins flags whose run reads its numbers after the update, as on a GPU."""
 ZERO_1 = "--use-distributed-optimizer"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --disable-bias-linear "
@@ -113,6 +115,12 @@ LAYOUTS: dict[str, tuple[int, str, list[Plant]]] = {
     ),
 }
 
+LAYOUTS |= {
+    f"{name}, read late": (ranks, LATE + flags, plants)
+    for name, (ranks, flags, plants) in LAYOUTS.items()
+    if name in ("one rank", "distributed optimizer, overlapped", "FSDP2", "ZeRO-2", "tensor parallel, bf16")
+}
+
 # Two of what others have one by one, or a precision that another has: left to --all.
 REPEATED = {
     "tensor parallel, bf16",
@@ -120,6 +128,9 @@ REPEATED = {
     "tensor parallel, ZeRO-3",
     "tensor parallel, ZeRO-1",
     "optimizer instances",
+    "FSDP2, read late",
+    "ZeRO-2, read late",
+    "tensor parallel, bf16, read late",
 }
 
 
@@ -129,7 +140,9 @@ def _build(flags: str) -> Any:
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
 
-    return Trainer(build_run(configure((FLAGS + flags).split()).config, device.install("cpu")), [])
+    here: Any = device.install("cpu")
+    here.reads_wait = flags.startswith(LATE)
+    return Trainer(build_run(configure((FLAGS + flags.removeprefix(LATE)).split()).config, here), [])
 
 
 def _weights(run: Any) -> str:
@@ -258,6 +271,61 @@ def _rank_of_error(flags: str, spoil: Callable[[Any], None], bad_rank: int) -> t
     with pytest.raises(NumericError) as raised:
         trainer.step()
     return str(raised.value), before == _weights(trainer.run)
+
+
+class Late(NamedTuple):
+    """How a run ended whose third step was bad and whose numbers are read when the fourth is under way."""
+
+    message: str
+    iteration: int
+    told: int
+    """Iteration of which the record of the end tells."""
+
+    begun: int
+    """Steps that were begun."""
+
+    unchanged: bool
+    """Whether all is as after two steps."""
+
+
+def _ended_late(flags: str) -> Late:
+    from megatron_ext.errors import NumericError
+    from megatron_ext.resilience.process_end import RunStatus
+    from megatron_ext.train.callbacks.status import Status
+    from megatron_ext.train.trainer import Callback
+    from tests.support.run_state import state_hash
+
+    two = _build(LATE + flags)
+    two.step()
+    two.step()
+    after_two = state_hash(two.run)
+    end_layout()
+
+    trainer, begun = _build(LATE + flags), []
+    saboteur = _Saboteur(trainer.run)
+
+    class Spoils(Callback):
+        def on_step_begin(self, trainer: Any) -> None:
+            begun.append(trainer.run.state.iteration + 1)
+            last = trainer.run.world_size - 1
+            saboteur.arm(Plant(last, FC1 if begun[-1] == 3 else "no weight"))
+
+    status = RunStatus(rank=trainer.run.rank)
+    trainer.callbacks = [Spoils(), Status(status)]
+    with pytest.raises(NumericError) as raised:
+        trainer.fit()
+    state = trainer.run.state
+    assert status.iteration is not None
+    unchanged = state_hash(trainer.run) == after_two
+    return Late(str(raised.value), state.iteration, status.iteration, begun[-1], unchanged)
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, ZERO_1), (2, "--optimizer lion --bf16"), (1, "--bf16")])
+def test_a_bad_step_is_told_of_when_the_next_is_under_way_and_neither_changes_anything(ranks: int, flags: str) -> None:
+    for found in run_ranks(ranks, _ended_late, flags):
+        cause = f"rank {ranks - 1}: NaN or infinite values in the gradient of {FC1}, iteration 3 (samples from 8)"
+        assert found.message.startswith(f"{cause}. This iteration changed no weight."), found.message
+        assert found[1:] == (2, 3, 4, True)
 
 
 def _spoil_loss(trainer: Any) -> None:

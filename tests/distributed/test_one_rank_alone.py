@@ -31,7 +31,8 @@ def _stops(event: str, file: Path) -> list[list[tuple[str, bool, bool]]]:
     trainer: Any = SimpleNamespace(
         run=SimpleNamespace(
             world_size=2, device=SimpleNamespace(torch_device="cpu"), state=SimpleNamespace(iteration=3)
-        )
+        ),
+        stop_votes=None,
     )
     with SignalWatcher(stop_file=file if sees and event == "stop file" else None) as watcher:
         stopping = Stopping(watcher, None, 10.0, elastic=True)

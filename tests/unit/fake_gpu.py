@@ -2,18 +2,23 @@
 schema, shapes and types, but those as a GPU's would."""
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import varlen
 
+from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.data.batch import StageView, collate, divide, padding_sample
 from megatron_ext.data.packing import Documents, documents_of
 from megatron_ext.device import cuda
 from megatron_ext.device.attention_kernels import block_backward, block_forward
 from megatron_ext.model.packed_attention import attend_documents
+from megatron_ext.optim.gradient_norm import replace_loops, scale_by, squared_norm
+from megatron_ext.optim.torch_optimizer import mask_by, torch_optimizer
+from megatron_ext.resilience.numeric import largest_magnitude
 from tests.support.operator_calls import Calls, aten
 
 
@@ -117,3 +122,45 @@ def test_a_gpu_is_bound_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_varlen_signature_is_the_one_that_is_read() -> None:
     """`varlen_causal` looks at the parameters of torch's own function."""
     assert {"scale", "window_size"} <= inspect.signature(varlen.varlen_attn).parameters.keys()
+
+
+def test_numbers_are_copied_at_once_and_waited_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    event = SimpleNamespace(record=lambda: heard.append("record"), synchronize=lambda: heard.append("wait"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    with FakeTensorMode(), Calls() as calls:
+        read = object.__new__(cuda.CudaDevice).read_later(torch.empty(8, dtype=torch.float64, device="cuda"))
+        copied, source, non_blocking = calls.of(aten.copy_)[0]
+        assert (copied.device.type, source.device.type, non_blocking) == ("cpu", "cuda", True)
+        assert heard == ["record"]
+        monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: [*heard, tensor is copied])
+        assert read() == ["record", "wait", True]
+
+
+def test_norm_clipping_and_masked_updates_stay_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake tensor has no values: what reads one raises."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: None)
+    replace_loops()
+    gpu = torch.device("cuda")
+    with FakeTensorMode(), Calls() as calls:
+        weights = [torch.nn.Parameter(torch.empty(8, 4, device=gpu)) for _ in range(3)]
+        gradients = [torch.empty_like(weight) for weight in weights]
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        part: Any = SimpleNamespace(
+            get_parameters=lambda: weights,
+            get_grads_for_grad_norm=lambda: gradients,
+            get_grad_stats_parallel_group=lambda: None,
+        )
+        found_inf = torch.zeros((), device=gpu)
+        optimizer = torch_optimizer(OptimizerConfig(optimizer="adam", lr=0.1))([{"params": weights}])
+        mask_by(optimizer, found_inf)
+        square, *_ = squared_norm(part, gpu)
+        bad = ~(square[0].isfinite() & largest_magnitude(gradients, gpu).isfinite())
+        torch.maximum(found_inf, bad.float(), out=found_inf)
+        scale_by(part, (1.0 / square.double().sqrt()).clamp(max=1.0)[0].float())
+        optimizer.step()
+    called = {str(operator) for operator, _, _ in calls.calls}
+    assert {"aten._foreach_mul_.Tensor", "aten._fused_adamw_.default", "aten._foreach_sub_.List"} <= called
+    on_host = [one for *_, one in calls.calls if isinstance(one, torch.Tensor) and one.device.type == "cpu"]
+    assert not on_host

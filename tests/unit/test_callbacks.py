@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -9,11 +10,17 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_ext.errors import NumericError, StorageError
-from megatron_ext.train.callbacks import checkpointing, evaluation, replicas, standard, stopping
+from megatron_ext.train.callbacks import checkpointing, evaluation, replicas, reporting, standard, stopping
 from megatron_ext.train.callbacks.checkpointing import Checkpointing
+from megatron_ext.train.callbacks.communication import Communication
 from megatron_ext.train.callbacks.evaluation import Evaluation
+from megatron_ext.train.callbacks.profiling import Profiling
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
+from megatron_ext.train.callbacks.reporting import Reporting
+from megatron_ext.train.callbacks.snapshots import Snapshots
 from megatron_ext.train.callbacks.stopping import Stopping
+from megatron_ext.train.callbacks.tasks import Samples, Tasks
+from megatron_ext.train.trainer import Callback
 from tests.support.small_models import small_config
 
 NOTHING: Any = None
@@ -213,3 +220,64 @@ def test_flags_reach_the_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _standard(monkeypatch, training=quiet, checkpoint={**saves, "async_save": True})
     assert made["GarbageCollection"][0] == (0, 0)
     assert made["Saves"][1] == {"background": True}
+
+
+def _of_interval(kind: type[Callback], **fields: Any) -> Callback:
+    """A callback without the model that it would work on."""
+    made = object.__new__(kind)
+    vars(made).update(fields)
+    return made
+
+
+LOOK_AT_WEIGHTS: dict[str, tuple[Callback, list[int]]] = {
+    "saves": (Checkpointing("folder", 4, background=False), [4, 8]),
+    "no saves but the last": (Checkpointing("folder", None, background=False), []),
+    "snapshots": (Snapshots(NOTHING, 2, 4), [2, 6]),
+    "evaluations": (Evaluation(NOTHING, NOTHING, 3, None, at_start=False, first=4), [6]),
+    "no evaluations": (Evaluation(NOTHING, NOTHING, 0, None, at_start=False), []),
+    "tasks": (_of_interval(Tasks, interval=3), [3, 6]),
+    "samples": (_of_interval(Samples, interval=5), [5]),
+    "a stop": (Stopping(NOTHING, 5, None), [5]),
+    "reports": (Reporting([], 5, [], 4), []),
+    "a profile": (Profiling(NOTHING), []),
+    "a profile with ranges": (Profiling(NOTHING, lambda name: nullcontext()), list(range(1, 9))),
+    "a clock": (Communication(NOTHING), list(range(1, 9))),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_AT_WEIGHTS)
+def test_a_step_that_a_callback_works_on_ends_before_the_next(name: str) -> None:
+    """On a GPU the others may hear of it when the next has begun."""
+    callback, expected = LOOK_AT_WEIGHTS[name]
+    trainer = _trainer(0)
+    trainer.run.config.logging = SimpleNamespace(log_params_norm=False)
+    for iteration in range(1, 9):
+        trainer.run.state.iteration = iteration
+        assert callback.ends_before_next(trainer) == (iteration in expected), iteration
+
+
+def test_the_norm_of_the_weights_is_that_of_its_step() -> None:
+    trainer, report = _trainer(0), Reporting([], 5, [], 4)
+    trainer.run.config.logging = SimpleNamespace(log_params_norm=True)
+    found = []
+    for trainer.run.state.iteration in range(1, 9):
+        found += [trainer.run.state.iteration] if report.ends_before_next(trainer) else []
+    assert found == [1, 4, 5, 8]
+
+
+def test_the_seconds_of_steps_that_overlap_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third step begins after a pause of 100 seconds in which something else was done."""
+    now = [0.0]
+    monkeypatch.setattr(reporting, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    trainer, report = _trainer(0), Reporting([], 1000, [], 1000)
+    trainer.run.config.model = SimpleNamespace(seq_length=4)
+    heard = [("begin", 1.0), ("begin", 2.0), ("end", 1.0), ("end", 3.0), ("pause", 100.0), ("begin", 1.0), ("end", 5.0)]
+    trainer.run.state.iteration = 2
+    for event, seconds in heard:
+        if event == "begin":
+            report.on_step_begin(trainer)
+        now[0] += seconds
+        if event == "end":
+            report.on_step_end(trainer, SimpleNamespace(global_batch_size=1))  # pyright: ignore[reportArgumentType]
+    assert report._interval_seconds == 13.0
+    assert report._interval_steps == 3

@@ -1,5 +1,6 @@
 """Norm and clipping of many gradients: the bits of megatron-core's loops, without reading each back."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from megatron.core import utils
 from megatron.core.optimizer import clip_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.optim.gradient_norm import l2_norm, replace_loops, scale
+from megatron_ext.optim.gradient_norm import l2_norm, replace_loops, scale, scale_by
 
 aten: Any = torch.ops.aten
 
@@ -40,11 +41,24 @@ def test_norm_and_scale_have_the_bits_of_the_loops() -> None:
     assert torch.equal(norm, expected)
     assert (norm.shape, norm.dtype, of_each) == (expected.shape, expected.dtype, None)
     assert calls.read == 0
+    assert l2_norm(65536, overflow, [also], True)[1].tolist() == [gradient.norm().item() for gradient in also]  # pyright: ignore[reportOptionalMemberAccess]
     utils.local_multi_tensor_scale(65536, overflow, [same, same], 0.123456789)
     with Calls() as calls:
         scale(65536, overflow, [also, also], 0.123456789)
     assert all(torch.equal(a, b) for a, b in zip(same, also, strict=True))
     assert calls.all == 1
+
+
+def test_a_factor_on_the_device_gives_the_bits_of_one_on_the_host() -> None:
+    for factor in (0.123456789, 1.0, 1e-30):
+        on_host, on_device = gradients(), gradients()
+        scale(65536, torch.zeros(1), [on_host, on_host], factor)
+        parameters = [SimpleNamespace(grad=gradient) for gradient in (*on_device, None)]
+        part: Any = SimpleNamespace(get_parameters=lambda parameters=parameters: parameters)
+        with Calls() as calls:
+            scale_by(part, torch.tensor(factor, dtype=torch.float64).float())
+        assert calls.read == 0
+        assert all(torch.equal(a, b) for a, b in zip(on_host, on_device, strict=True))
 
 
 def test_kernels_of_a_package_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ OUR_OWN = {
     "--verify-data",
     "--skip-samples",
     "--spike-threshold",
+    "--check-before-update",
     "--log-sample-ids",
     "--accept-changed-data",
     "--accept-other-tokenizer",

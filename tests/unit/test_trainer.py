@@ -1,6 +1,7 @@
 """The loop by itself: rates, batches and counts of steps that grow and are skipped, its end, and who hears of it."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 
 from megatron_ext.config.schema import Config, OptimizerConfig, TrainingConfig
-from megatron_ext.errors import StoppedBySignal
+from megatron_ext.errors import NumericError, StoppedBySignal
 from megatron_ext.train import trainer as module
+from megatron_ext.train.bad_step import _cause
 from megatron_ext.train.gradient_watch import Finding
+from megatron_ext.train.shared_numbers import StopVotes
 from megatron_ext.train.state import TrainState
-from megatron_ext.train.step import StepResult, _cause, _sum
+from megatron_ext.train.step import StepResult, _sum
 from megatron_ext.train.trainer import Callback, Trainer
 
 CONFIG = Config(
@@ -41,6 +44,7 @@ def _trainer(config: Config = CONFIG, callbacks: list[Any] | None = None, schedu
         state=TrainState(),
         optimizer=SimpleNamespace(param_groups=groups),
         progress=SimpleNamespace(phase=""),
+        device=SimpleNamespace(reads_wait=False),
     )
     return Trainer(run, callbacks or [], schedule)
 
@@ -144,3 +148,92 @@ def test_the_cause_is_what_a_backward_pass_comes_to_first_on_the_lowest_rank() -
     assert _cause([early, None, late, late]) == "rank 2: late"
     assert _cause([None, early]) == "rank 1: early"
     assert _cause([None, None]) is None
+
+
+class _Device:
+    """Stands in for `LateSteps`: it says which step was begun, and when its numbers were read."""
+
+    def __init__(self, heard: list[str], bad: int | None = None):
+        self.heard, self.bad, self.given = heard, bad, 0
+
+    def begin(self, batch: int, votes: StopVotes, _before_update: Any) -> Any:
+        self.given += 1
+        self.heard.append(f"give {self.given}")
+        return SimpleNamespace(result=partial(self._read, self.given, batch, votes))
+
+    def _read(self, number: int, batch: int, votes: StopVotes) -> tuple[StepResult, StopVotes]:
+        self.heard.append(f"read {number}")
+        if number == self.bad:
+            raise NumericError("bad")
+        return StepResult(float(number), 10, batch, True, 0.5, 1.0, None), votes
+
+
+class _Hearing(Callback):
+    """Hears of the end of steps, and of some before the next begins."""
+
+    def __init__(self, heard: list[str], at_once: int = 0, asks_at: int = 0):
+        self.heard, self.at_once, self.asks_at, self.begun = heard, at_once, asks_at, 0
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        self.begun = trainer.run.state.iteration + 1
+
+    def votes(self) -> StopVotes:
+        return StopVotes(otherwise=int(self.begun == self.asks_at))
+
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return trainer.run.state.iteration == self.at_once
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        state = trainer.run.state
+        assert (state.iteration, state.consumed_samples) == (result.loss, 8 * result.loss)
+        assert (state.scheduled_samples, state.consumed_tokens) == (8 * result.loss, 10 * result.loss)
+        self.heard.append(f"end {state.iteration}")
+        assert trainer.stop_votes is not None
+        if trainer.stop_votes.otherwise:
+            trainer.stop("asked")
+
+
+def _late(monkeypatch: pytest.MonkeyPatch, heard: list[str], callback: Callback, bad: int | None = None) -> Trainer:
+    training = dataclasses.replace(CONFIG.training, train_samples=None, train_iters=4, rampup_batch_size=None)
+    monkeypatch.setattr(module, "can_read_late", lambda run: True)
+    monkeypatch.setattr(module, "LateSteps", lambda run: _Device(heard, bad))
+    monkeypatch.setattr(module, "leaves_out", lambda run, batch: False)
+    optimizer = dataclasses.replace(CONFIG.optimizer, lr_decay_samples=None, lr_decay_iters=100)
+    return _trainer(dataclasses.replace(CONFIG, training=training, optimizer=optimizer), [callback])
+
+
+def test_a_step_is_read_and_told_of_when_the_next_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    _late(monkeypatch, heard, _Hearing(heard, at_once=2)).fit()
+    given = "give 1, give 2, read 1, end 1, read 2, end 2, give 3, give 4, read 3, end 3, read 4, end 4"
+    assert ", ".join(heard) == given
+
+
+def test_a_stop_that_is_read_late_ends_the_step_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    trainer = _late(monkeypatch, heard, _Hearing(heard, asks_at=2))
+    trainer.fit()
+    assert heard == ["give 1", "give 2", "read 1", "end 1", "give 3", "read 2", "end 2", "read 3", "end 3"]
+    assert (trainer.stop_reason, trainer.run.state.iteration) == ("asked", 3)
+
+
+def test_a_bad_step_that_is_read_late_leaves_the_state_of_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    trainer = _late(monkeypatch, heard, _Hearing(heard), bad=2)
+    with pytest.raises(NumericError):
+        trainer.fit()
+    assert heard[-2:] == ["give 3", "read 2"]
+    state = trainer.run.state
+    assert (state.iteration, state.consumed_samples, state.scheduled_samples, state.consumed_tokens) == (1, 8, 8, 10)
+
+
+def test_who_wants_the_loss_before_the_update_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wants(Callback):
+        def on_loss(self, trainer: Trainer, loss: Any) -> None:
+            """Look at the loss."""
+
+    heard: list[str] = []
+    trainer = _late(monkeypatch, heard, Wants())
+    monkeypatch.setattr(module, "train_step", lambda run, batch, *_: StepResult(1.0, 8, batch, True, 0.5, 1.0, None))
+    trainer.fit()
+    assert not heard

@@ -154,6 +154,11 @@ class TrainingConfig:
     no_check_for_nan_in_loss_and_grad: bool = free(
         False, "Do not stop (exit code 70) when a loss or a gradient is NaN or infinite."
     )
+    check_before_update: bool = free(
+        False,
+        "On GPUs, wait for the loss and the norm of the gradients before every update, as a CPU process does, instead "
+        "of reading them when the next step is under way.",
+    )
     spike_threshold: float | None = free(
         None,
         "Run a batch again before its update, in other data-parallel ranks' places, whose loss is above so many times "

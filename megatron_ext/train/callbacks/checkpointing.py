@@ -32,10 +32,13 @@ class Checkpointing(Callback):
         if self._save is not None:
             self._save.hold_update()
 
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return bool(self.interval) and trainer.run.state.iteration % self.interval == 0
+
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         if self._save is not None and self._save.written():
             self._finish()
-        if self.interval and trainer.run.state.iteration % self.interval == 0:
+        if self.ends_before_next(trainer):
             self._start(trainer)
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:

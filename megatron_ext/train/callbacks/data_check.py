@@ -16,6 +16,9 @@ class DataCheck(Callback):
     def __init__(self, blocks: list[Block]):
         self._check = BackgroundCheck(blocks, processes=environment.local_world_size())
 
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return False
+
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         self._check.check()
 

@@ -47,9 +47,12 @@ class Evaluation(Callback):
         elif self.at_start and iteration == 0:
             self._validate(trainer)
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def ends_before_next(self, trainer: Trainer) -> bool:
         iteration = trainer.run.state.iteration
-        if self.interval and iteration % self.interval == 0 and iteration >= self.first:
+        return bool(self.interval) and iteration % self.interval == 0 and iteration >= self.first
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if self.ends_before_next(trainer):
             self._validate(trainer)
 
     def on_end(self, trainer: Trainer) -> None:

@@ -31,6 +31,9 @@ class GarbageCollection(Callback):
         gc.collect()
         gc.freeze()
 
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return False
+
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         iteration = trainer.run.state.iteration
         if any(interval and iteration % interval == 0 for interval in (self.interval, self.evaluation_interval)):

@@ -36,6 +36,9 @@ class MemoryHistory(Callback):
         self.path = Path(path).with_stem(f"{Path(path).stem}_{rank}")
         self._log_interval = log_interval
 
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return False
+
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         iteration = trainer.run.state.iteration
         if iteration == 1 or iteration % self._log_interval == 0:

@@ -23,6 +23,9 @@ class Profiling(Callback):
             self._step = self._open_range(f"step {iteration}")
             self._step.__enter__()
 
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return self._open_range is not None
+
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         if self._step is not None:
             self._step.__exit__(None, None, None)

@@ -53,22 +53,29 @@ class Reporting(Callback):
         self.log_interval = log_interval
         self._communication = communication
         self._stragglers = stragglers
-        self._step_started = 0.0
+        self._counted_until = 0.0
+        self._under_way = 0  # steps begun and not ended
         self._interval_seconds = 0.0
         self._interval_tokens = 0
         self._interval_steps = 0
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        self._step_started = time.perf_counter()
+        if self._under_way == 0:  # what was done since the last step ended does not count
+            self._counted_until = time.perf_counter()
+        self._under_way += 1
+
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return trainer.run.config.logging.log_params_norm and any(self._wanted(trainer))
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         state, config = trainer.run.state, trainer.run.config
-        seconds = time.perf_counter() - self._step_started
+        now = time.perf_counter()
+        seconds, self._counted_until = now - self._counted_until, now
+        self._under_way -= 1
         self._interval_seconds += seconds
         self._interval_tokens += result.global_batch_size * config.model.seq_length
         self._interval_steps += 1
-        to_steps = state.iteration % self.step_interval == 0
-        to_log = state.iteration == 1 or state.iteration % self.log_interval == 0
+        to_steps, to_log = self._wanted(trainer)
         if not (to_steps or to_log):
             return
         norm = parameters_norm(trainer.run) if config.logging.log_params_norm else None
@@ -98,6 +105,11 @@ class Reporting(Callback):
     def on_end(self, trainer: Trainer) -> None:
         for sink in (*self.step_sinks, *self.log_sinks):
             sink.close()
+
+    def _wanted(self, trainer: Trainer) -> tuple[bool, bool]:
+        """Return whether the step is for the sinks of steps, and whether it is for those of the log."""
+        iteration = trainer.run.state.iteration
+        return iteration % self.step_interval == 0, iteration == 1 or iteration % self.log_interval == 0
 
     def _metrics(self, trainer: Trainer, result: StepResult, norm: float | None) -> StepMetrics:
         run, state = trainer.run, trainer.run.state

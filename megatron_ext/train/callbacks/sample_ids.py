@@ -18,6 +18,9 @@ class SampleIds(Callback):
     def __init__(self, path: str, run: Run):
         self._file = MetricsFile(path, run.state.iteration, "--log-sample-ids") if run.is_last_rank else None
 
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return False
+
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         if self._file is None:
             return

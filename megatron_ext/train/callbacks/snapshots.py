@@ -26,9 +26,12 @@ class Snapshots(Callback):
     def on_start(self, trainer: Trainer) -> None:
         self._writer.remove_later()
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def ends_before_next(self, trainer: Trainer) -> bool:
         step = trainer.run.state.iteration
-        if step % self._interval or (self._save_interval and step % self._save_interval == 0):
+        return step % self._interval == 0 and not (self._save_interval and step % self._save_interval == 0)
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if not self.ends_before_next(trainer):
             return
         self._report(trainer)
         self._stopped = self._writer.take()

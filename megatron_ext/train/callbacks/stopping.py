@@ -6,6 +6,7 @@ import torch
 
 from megatron_ext.resilience import launch
 from megatron_ext.resilience.signals import SignalWatcher
+from megatron_ext.train.shared_numbers import StopVotes
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
 
@@ -16,7 +17,7 @@ class Stopping(Callback):
     """Stops on a signal, after --exit-duration-in-mins, or at a multiple of --exit-interval.
 
     A signal reaches each rank at its own moment and clocks differ: the ranks agree once per step, by the maximum
-    of what each has seen.
+    of what each has seen, or where numbers are read late (train/late_steps.py) within the vector of the step.
 
     Args:
         elastic: whether SIGTERM, by which torchrun takes down the ranks when a machine comes or goes, leaves the
@@ -38,15 +39,15 @@ class Stopping(Callback):
         self.exit_interval = exit_interval
         self.deadline = None if exit_duration_in_mins is None else time.monotonic() + 60.0 * exit_duration_in_mins
 
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return self._at_exit_interval(trainer)
+
+    def votes(self) -> StopVotes:
+        asked = self._asked()
+        return StopVotes(asked == _BY_SIGTERM, asked == _OTHERWISE, self._is_overdue())
+
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        seen = torch.tensor(
-            [self._asked(), self.deadline is not None and time.monotonic() >= self.deadline],
-            dtype=torch.int32,
-            device=trainer.run.device.torch_device,
-        )
-        if trainer.run.world_size > 1:
-            torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
-        signalled, overdue = seen.tolist()
+        signalled, overdue = self._of_all_ranks(trainer)
         if signalled:
             reason = self.signals.reason or "another rank was asked to stop"
             self.signals.for_good = not self.elastic or signalled > _BY_SIGTERM
@@ -55,8 +56,29 @@ class Stopping(Callback):
             trainer.stop(reason, by_signal=True)
         elif overdue:
             trainer.stop("--exit-duration-in-mins is over")
-        elif self.exit_interval and trainer.run.state.iteration % self.exit_interval == 0:
+        elif self._at_exit_interval(trainer):
             trainer.stop(f"--exit-interval {self.exit_interval}")
+
+    def _of_all_ranks(self, trainer: Trainer) -> tuple[int, bool]:
+        """Return by what some rank was asked to stop, and whether the time is over."""
+        votes = trainer.stop_votes
+        if votes is not None:
+            return (_OTHERWISE if votes.otherwise else _BY_SIGTERM if votes.by_sigterm else 0), votes.overdue > 0
+        seen = torch.tensor(
+            [self._asked(), self._is_overdue()],
+            dtype=torch.int32,
+            device=trainer.run.device.torch_device,
+        )
+        if trainer.run.world_size > 1:
+            torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
+        signalled, overdue = seen.tolist()
+        return signalled, bool(overdue)
+
+    def _at_exit_interval(self, trainer: Trainer) -> bool:
+        return bool(self.exit_interval) and trainer.run.state.iteration % self.exit_interval == 0
+
+    def _is_overdue(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
     def _asked(self) -> int:
         """Return whether this rank was asked to stop, and whether by another than SIGTERM."""

@@ -41,8 +41,11 @@ class Tasks(Callback):
         # A finished run that is started again has these results.
         self._evaluated_at = trainer.run.state.iteration
 
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return bool(self.interval) and trainer.run.state.iteration % self.interval == 0
+
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if self.interval and trainer.run.state.iteration % self.interval == 0:
+        if self.ends_before_next(trainer):
             self._evaluate(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
@@ -74,9 +77,12 @@ class Samples(Callback):
             raise ConfigurationError("--sample-prompts has no prompt; give one a line, or leave out --sample-interval")
         check_prompts(model, self._ids, self._sampling)
 
+    def ends_before_next(self, trainer: Trainer) -> bool:
+        return trainer.run.state.iteration % self.interval == 0
+
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         state = trainer.run.state
-        if state.iteration % self.interval != 0:
+        if not self.ends_before_next(trainer):
             return
         made = generate(self.model, self._ids, self._sampling, rows=evaluation_batch(trainer.run.config)[1])
         samples = tuple(

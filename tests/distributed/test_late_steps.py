@@ -1,0 +1,208 @@
+"""Numbers that are read a step later, as on a GPU, change nothing that one sees: losses, weights, files, what is said.
+
+On CPU processes a device that says of itself that reads wait stands in for a GPU.
+"""
+
+import os
+import re
+import shlex
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import end_layout, in_turn
+from tests.support.launched import reproducible_rows
+from tests.support.program import Ended
+from tests.support.selection import marked
+
+FLAGS = shlex.split("""
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61 --lr 1e-2
+    --micro-batch-size 1 --make-vocab-size-divisible-by 16 --global-batch-size 4 --train-iters 10
+""")
+ALONE = "--eval-iters 0 --eval-interval 0 --device cpu --num-workers 0"
+ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+CASES = {
+    "bf16, clipped": (1, "--clip-grad 0.01 --bf16"),
+    "Lion": (1, "--optimizer lion --lr 1e-3 --clip-grad 0.1"),
+    "not clipped": (1, "--clip-grad 0"),
+    "distributed optimizer": (2, f"{ZERO_1} --bf16 --clip-grad 0.01"),
+    "FSDP2": (2, "--use-torch-fsdp2 --bf16 --clip-grad 0.1"),
+    "ZeRO-3": (2, "--use-megatron-fsdp --bf16 --clip-grad 0.1"),
+    "TP2 PP2": (4, f"{TP2_PP2} --bf16 --clip-grad 0.01"),
+    "TP2 PP2 DP2": (8, f"{TP2_PP2} {ZERO_1} --bf16 --clip-grad 0.01"),
+}
+REPEATED = {"not clipped", "FSDP2", "ZeRO-3", "TP2 PP2", "TP2 PP2 DP2"}
+"""Left to --all: what changes with them is whose gradients the norm adds up, which their own tests look at."""
+AT_ONCE = [
+    "--fp16",
+    "--bf16 --loss-scale 8",
+    "--optimizer sgd",
+    "--exp-avg-dtype bf16",
+    "--optimizer-cpu-offload",
+    "--use-torch-fsdp2 --torch-fsdp2-cpu-offload",
+    "--log-num-zeros-in-grad",
+    "--num-experts 2 --disable-bias-linear",
+    "--check-before-update",
+]
+"""Flags with which the numbers are needed before the update."""
+
+
+class Trained(NamedTuple):
+    """What one rank saw of a run."""
+
+    steps: list[tuple[str, ...]]
+    """Of each step the state after it, its loss and norm, the sum of losses, and the rate of the next."""
+
+    hash: str
+    last: int
+    """The step that was begun last when the last one ended."""
+
+
+def _trainer(flags: list[str], late: bool, callbacks: Any = ()) -> Any:
+    from megatron_ext import device
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+
+    here: Any = device.install("cpu")
+    here.reads_wait = late
+    return Trainer(build_run(configure(flags).config, here), list(callbacks))
+
+
+def _train(flags: list[str], late: bool) -> Trained:
+    from megatron_ext.train.trainer import Callback
+    from tests.support.run_state import state_hash
+
+    steps: list[tuple[str, ...]] = []
+    begun: list[int] = [0]
+    ahead: list[int] = []
+
+    class Notes(Callback):
+        def on_step_begin(self, trainer: Any) -> None:
+            begun.append(trainer.run.state.iteration + 1)
+
+        def ends_before_next(self, trainer: Any) -> bool:
+            return False
+
+        def on_step_end(self, trainer: Any, result: Any) -> None:
+            state = trainer.run.state
+            numbers = (result.loss, result.grad_norm, state.interval_loss, trainer.learning_rate)
+            steps.append((str(state), *(number.hex() for number in numbers)))
+            ahead.append(begun[-1] - state.iteration)
+
+    trainer = _trainer(flags, late, [Notes()])
+    trainer.fit()
+    trainer.run.loaders.close()
+    assert ahead == ([1] * 9 + [0] if late else [0] * 10), ahead
+    return Trained(steps, state_hash(trainer.run), begun[-1])
+
+
+def _both(flags: str) -> tuple[Trained, Trained]:
+    words = [*FLAGS, *ALONE.split(), *flags.split()]
+    at_once = _train(words, late=False)
+    end_layout()
+    return at_once, _train(words, late=True)
+
+
+@pytest.mark.parametrize("case", marked(CASES, slow=REPEATED))
+def test_ten_steps_are_equal_to_the_bit(case: str) -> None:
+    for at_once, late in run_ranks(CASES[case][0], _both, CASES[case][1]):
+        assert late == at_once
+        assert len({step[1] for step in late.steps}) == 10
+
+
+def _reads_late(flags: str) -> bool:
+    return _trainer([*FLAGS, *ALONE.split(), *flags.split()], late=True)._late is not None
+
+
+def test_what_needs_the_numbers_before_the_update_gets_them() -> None:
+    [found] = run_ranks(1, in_turn, _reads_late, ["", *AT_ONCE])
+    assert found == [True] + [False] * len(AT_ONCE)
+
+
+def _program(flags: list[str], late: bool) -> Ended:
+    from megatron_ext.device.cpu import CpuDevice
+    from tests.support.program import run_program
+
+    CpuDevice.reads_wait = late
+    return run_program(flags)
+
+
+def _ran(flags: list[str], save: Path, late: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of metrics, and the last rank's lines, without what a clock or memory gives."""
+    ended = run_ranks(2, _program, [*FLAGS, "--save", str(save), "--use-distributed-optimizer", *flags], late)
+    assert [one.code for one in ended] == [0, 0], ended[0].errors
+    measured = re.compile(r"^ \[[-0-9:. ]+\]|elapsed time per iteration \(ms\): [0-9.]+")
+    lines = [measured.sub("", line) for line in ended[-1].output.splitlines()]
+    return reproducible_rows(save / "metrics.jsonl"), lines
+
+
+SAVES = shlex.split("--save-interval 4 --eval-interval 3 --eval-iters 1 --log-interval 2 --log-params-norm")
+
+
+def test_files_and_lines_of_a_run_are_the_same(tmp_path: Path) -> None:
+    """Saves, evaluations and lines fall on steps of their own, and together."""
+    flags = [*SAVES, "--exit-interval", "8"]
+    at_once, late = (_ran(flags, tmp_path / str(late), late) for late in (False, True))
+    assert late == at_once
+    assert [row["iteration"] for row in late[0] if "lm_loss" in row] == [1, 2, 4, 6, 8]
+    assert [row["iteration"] for row in late[0] if "validation_loss" in row] == [3, 6]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_is_the_same(tmp_path: Path) -> None:
+    at_once, _ = _ran(SAVES, tmp_path / "at once", late=False)
+    for late, iterations in ((True, "4"), (False, "8"), (True, "10")):
+        folder = tmp_path / "late"
+        begun = ["--load", str(folder)] if folder.exists() else []
+        rows, _ = _ran([*SAVES, *begun, "--exit-interval", iterations], folder, late)
+    assert rows == at_once
+
+
+class Stopped(NamedTuple):
+    """How a run ended that was asked to stop while its third step was computed."""
+
+    message: str
+    iteration: int
+    heard: list[int]
+    """Iterations whose end was told."""
+
+
+def _stopped(flags: list[str]) -> Stopped:
+    from megatron_ext.errors import StoppedBySignal
+    from megatron_ext.resilience.signals import SignalWatcher
+    from megatron_ext.train.callbacks.stopping import Stopping
+    from megatron_ext.train.trainer import Callback
+
+    heard: list[int] = []
+
+    class Asks(Callback):
+        def before_update(self, trainer: Any) -> None:
+            if trainer.run.rank == 1 and trainer.run.state.iteration == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def ends_before_next(self, trainer: Any) -> bool:
+            return False
+
+        def on_step_end(self, trainer: Any, result: Any) -> None:
+            heard.append(trainer.run.state.iteration)
+
+    with SignalWatcher() as signals:
+        trainer = _trainer(flags, True, [Asks(), Stopping(signals, None, None)])
+        with pytest.raises(StoppedBySignal) as raised:
+            trainer.fit()
+    trainer.run.loaders.close()
+    return Stopped(str(raised.value), trainer.run.state.iteration, heard)
+
+
+def test_a_signal_stops_all_ranks_after_the_same_step() -> None:
+    """It comes in the third step and votes in it or in the fourth, whose numbers are read when the next is begun."""
+    [first, second] = run_ranks(2, _stopped, [*FLAGS, *ALONE.split()])
+    assert first.iteration == second.iteration
+    assert first.iteration in (4, 5)
+    assert first.heard == second.heard == list(range(1, first.iteration + 1))
+    assert "SIGTERM" in second.message
