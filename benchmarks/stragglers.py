@@ -5,10 +5,10 @@
     python benchmarks/stragglers.py --slowed 1.3     # rank 1 computes that much longer
     python benchmarks/stragglers.py --cost           # processor seconds, as a share of a step
 
-Each run becomes a row of the day's file in --output. A slowed rank spins after each step, from --slowed-from on, for as long as its
-processor took for the step, times the factor minus one. What takes a core are programs that spin for 0.7 to 1.6 s, one
-at a time, on a core by chance, 3 to 9 s apart. Other work on the machine is no mistake of such a run: it is what the
-rule must stand. The load is in the record, with the share of a core that each rank had while it computed.
+Each run becomes a row of the day's file in --output. A slowed rank spins after each step, from --slowed-from on, for
+as long as its processor took for the step, times the factor minus one. What takes a core are programs that spin for 0.7
+to 1.6 s, one at a time, on a core by chance, 3 to 9 s apart. Other work on the machine is no mistake of such a run: it
+is what the rule must stand. The load is in the record, with the share of a core that each rank had while it computed.
 """
 
 import argparse
