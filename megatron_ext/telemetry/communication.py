@@ -41,10 +41,10 @@ class ComputeTime(NamedTuple):
     """How long a rank computed in one step."""
 
     seconds: float
-    """By the clock."""
+    """Time by the clock."""
 
     own: float
-    """Without the time in which it was ready to go on and others had its core."""
+    """Time without that in which it was ready to go on and others had its core."""
 
 
 @dataclass

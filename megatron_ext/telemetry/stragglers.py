@@ -7,9 +7,9 @@ median of its peers'.
 
 Two rules name a rank:
 
-- **It computes slowly.** Its own time, without that in which others had its core, was 10% longer in 12 of the last 16
-  steps, and 18% and 1 ms longer by the median of these steps. A rank that has become 1.3 times as slow is found
-  after 12 to 16 steps. Steps that are slow here or there, as by Python's garbage collector, flag nobody, and neither
+- **It computes slowly.** Its own time, without that in which others had its core, was 8% longer in 13 of the last 16
+  steps, and 20% and 1 ms longer by the median of these steps. A rank that has become 1.3 times as slow is found
+  after 13 to 16 steps. Steps that are slow here or there, as by Python's garbage collector, flag nobody, and neither
   does a second in which something else runs on a rank's core. It is slow until fewer than 8 of 16 steps are.
 - **Its core is shared.** By the clock it computed 15% longer in each of the last 8 groups of 25 steps, and 25% longer
   in all, and had its core for less than 90% of that time. It is so until the last two groups together are less than
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_WINDOW, _MOST, _FEW = 16, 12, 8  # steps
-_STEP_RATIO, _RATIO = 1.1, 1.18
+_WINDOW, _MOST, _FEW = 16, 13, 8  # steps
+_STEP_RATIO, _RATIO = 1.08, 1.2
 _LEAST_SECONDS = 0.001
 
 _GROUP, _GROUPS, _LAST_GROUPS = 25, 8, 2  # steps of a group, groups
