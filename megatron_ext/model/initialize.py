@@ -97,7 +97,7 @@ def fill(
 class _Block(NamedTuple):
     """A block of the whole tensor that a shard has rows of."""
 
-    index: int
+    number: int
     rows: int
     places: list[slices.Piece]
     """Rows that the shard keeps; each starts at a row of the block."""
@@ -138,7 +138,7 @@ def _drawn(
     with ThreadPoolExecutor(threads) as pool:
         for block in blocks:
             under_way.append((block, pool.submit(_draw, parameter, seed, block, columns)))
-            if len(under_way) == threads:
+            if len(under_way) > threads:
                 first, values = under_way.popleft()
                 yield first, torch.from_numpy(values.result())
         for block, values in under_way:
@@ -149,14 +149,14 @@ def _draw(parameter: Parameter, seed: int, block: _Block, columns: range) -> np.
     """Return the values of a block in `columns`, in fp32."""
     parts = column_parts(parameter)
     if parts == 1:
-        numbers = _numbers(parameter, f"{seed}:{parameter.name}:{block.index}", block.rows, parameter.shape[1])
+        numbers = _numbers(parameter, f"{seed}:{parameter.name}:{block.number}", block.rows, parameter.shape[1])
         return numbers[:, columns.start : columns.stop]
     width = parameter.shape[1] // parts
     values = np.empty((block.rows, len(columns)), dtype=np.float32)
     for part in range(columns.start // width, -(-columns.stop // width)):
         first = part * width
         low, high = max(first, columns.start), min(first + width, columns.stop)
-        numbers = _numbers(parameter, f"{seed}:{parameter.name}:{block.index}:{part}", block.rows, width)
+        numbers = _numbers(parameter, f"{seed}:{parameter.name}:{block.number}:{part}", block.rows, width)
         values[:, low - columns.start : high - columns.start] = numbers[:, low - first : high - first]
     return values
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from megatron_ext.device.cpu import CpuDevice, CpuMark
 from megatron_ext.telemetry.communication import CommunicationClock, ComputeTime
+from megatron_ext.train.callbacks.stragglers import _Exchange
 
 SPINS = "import time\nend = time.monotonic() + 30.0\nwhile time.monotonic() < end: pass"
 
@@ -96,3 +98,32 @@ def test_sleep_is_a_ranks_own_time() -> None:
     clock.end_step()
     (found,) = clock.take_compute()
     assert 0.09 < found.own <= found.seconds
+
+
+class Busy(CpuDevice):
+    """Has not passed a mark before `done`."""
+
+    done = False
+
+    def has_passed(self, mark: CpuMark) -> bool:
+        return self.done
+
+
+class Counted:
+    """A collective whose waits are counted."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def test_times_are_read_once_the_device_has_copied_them() -> None:
+    device, work, times = Busy(), Counted(), torch.arange(8.0)
+    exchange = _Exchange(work, times)
+    assert work.waits == 0
+    assert [exchange.times(device), exchange.times(device)] == [None, None]
+    device.done = True
+    found = exchange.times(device)
+    assert found is not None
+    assert (found.tolist(), work.waits) == (times.tolist(), 1)
