@@ -147,33 +147,32 @@ def _drawn(
 
 def _draw(parameter: Parameter, seed: int, block: _Block, columns: range) -> np.ndarray:
     """Return the values of a block in `columns`, in fp32."""
-    parts = column_parts(parameter)
+    parts, name = column_parts(parameter), f"{seed}:{parameter.name}:{block.number}"
+    scale = np.float32(parameter.std if parameter.init == "normal" else math.sqrt(3.0) * parameter.std)
     if parts == 1:
-        numbers = _numbers(parameter, f"{seed}:{parameter.name}:{block.number}", block.rows, parameter.shape[1])
+        numbers = _numbers(parameter, name, block.rows, parameter.shape[1])
+        numbers *= scale
         return numbers[:, columns.start : columns.stop]
     width = parameter.shape[1] // parts
     values = np.empty((block.rows, len(columns)), dtype=np.float32)
     for part in range(columns.start // width, -(-columns.stop // width)):
         first = part * width
         low, high = max(first, columns.start), min(first + width, columns.stop)
-        numbers = _numbers(parameter, f"{seed}:{parameter.name}:{block.number}:{part}", block.rows, width)
-        values[:, low - columns.start : high - columns.start] = numbers[:, low - first : high - first]
+        numbers = _numbers(parameter, f"{name}:{part}", block.rows, width)
+        place = values[:, low - columns.start : high - columns.start]
+        np.multiply(numbers[:, low - first : high - first], scale, out=place)
     return values
 
 
 def _numbers(parameter: Parameter, seed: str, rows: int, columns: int) -> np.ndarray:
-    """Return the random numbers that follow from one seed."""
+    """Return the random numbers that follow from one seed: of variance 1, or uniform from -1 to 1."""
     digest = hashlib.sha256(seed.encode()).digest()
     generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))
-    shape = (rows, columns)
-    if parameter.init == "uniform":
-        numbers = generator.random(shape, dtype=np.float32)
-        numbers *= np.float32(2.0)
-        numbers -= np.float32(1.0)
-        numbers *= np.float32(math.sqrt(3.0) * parameter.std)
-    else:
-        numbers = generator.standard_normal(shape, dtype=np.float32)
-        numbers *= np.float32(parameter.std)
+    if parameter.init == "normal":
+        return generator.standard_normal((rows, columns), dtype=np.float32)
+    numbers = generator.random((rows, columns), dtype=np.float32)
+    numbers *= np.float32(2.0)
+    numbers -= np.float32(1.0)
     return numbers
 
 
