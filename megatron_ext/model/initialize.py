@@ -149,31 +149,32 @@ def _draw(parameter: Parameter, seed: int, block: _Block, columns: range) -> np.
     """Return the values of a block in `columns`, in fp32."""
     parts, name = column_parts(parameter), f"{seed}:{parameter.name}:{block.number}"
     scale = np.float32(parameter.std if parameter.init == "normal" else math.sqrt(3.0) * parameter.std)
+    width = parameter.shape[1] // parts
+    numbers = np.empty((block.rows, width), dtype=np.float32)
     if parts == 1:
-        numbers = _numbers(parameter, name, block.rows, parameter.shape[1])
+        _fill_numbers(numbers, parameter, name)
         numbers *= scale
         return numbers[:, columns.start : columns.stop]
-    width = parameter.shape[1] // parts
     values = np.empty((block.rows, len(columns)), dtype=np.float32)
     for part in range(columns.start // width, -(-columns.stop // width)):
+        _fill_numbers(numbers, parameter, f"{name}:{part}")
         first = part * width
         low, high = max(first, columns.start), min(first + width, columns.stop)
-        numbers = _numbers(parameter, f"{name}:{part}", block.rows, width)
         place = values[:, low - columns.start : high - columns.start]
         np.multiply(numbers[:, low - first : high - first], scale, out=place)
     return values
 
 
-def _numbers(parameter: Parameter, seed: str, rows: int, columns: int) -> np.ndarray:
-    """Return the random numbers that follow from one seed: of variance 1, or uniform from -1 to 1."""
+def _fill_numbers(numbers: np.ndarray, parameter: Parameter, seed: str) -> None:
+    """Draw the numbers that follow from one seed: normal ones of variance 1, or uniform ones from -1 to 1."""
     digest = hashlib.sha256(seed.encode()).digest()
     generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))
     if parameter.init == "normal":
-        return generator.standard_normal((rows, columns), dtype=np.float32)
-    numbers = generator.random((rows, columns), dtype=np.float32)
+        generator.standard_normal(dtype=np.float32, out=numbers)
+        return
+    generator.random(dtype=np.float32, out=numbers)
     numbers *= np.float32(2.0)
     numbers -= np.float32(1.0)
-    return numbers
 
 
 def _rows_per_block(parameter: Parameter) -> int:

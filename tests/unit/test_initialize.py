@@ -64,11 +64,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count numbers in place of drawing them."""
     counts: list[int] = []
 
-    def counted(parameter: Parameter, seed: str, rows: int, columns: int) -> Any:
-        counts.append(rows * columns)
-        return np.zeros((rows, columns), dtype=np.float32)
+    def counted(numbers: np.ndarray, parameter: Parameter, seed: str) -> None:
+        counts.append(numbers.size)
+        numbers.fill(0.0)
 
-    monkeypatch.setattr(initialize, "_numbers", counted)
+    monkeypatch.setattr(initialize, "_fill_numbers", counted)
     return counts
 
 
@@ -177,7 +177,7 @@ import resource, torch
 from megatron_ext.config.parameters import Parameter
 from megatron_ext.model.initialize import fill
 
-torch.set_num_threads(8)
+torch.get_num_threads = lambda: 8  # blocks under way; threads of torch's own would only spin
 fill(torch.empty(1024, 128), Parameter("warm.weight", (1024, 1024), 0, "normal", 0.02, tp_dim=1), 1, 0, 8)
 parameters = [Parameter("big.weight", (8 * 6400, 1024), 0, "normal", 0.02, tp_dim=dim) for dim in (0, 1)]
 shards = [torch.empty(parameter.local_shape(8)).zero_() for parameter in parameters]
