@@ -7,7 +7,8 @@ Llama 3 8B as TP8 x PP8 x DP, with sequence parallelism and the distributed opti
 200,000 documents (an index of 4 MB). No other rank is there: torch's fake process group lets collectives return, and
 tensors have no memory. So the figures are those of the Python of one rank: no network, no NCCL, no drawing of weights.
 Seconds are CPU seconds; of the data, "MB read" leaves out what is mapped. The power of the world by which a figure
-grows is that between the smallest and the largest world. --save plays every rank, which takes a third of a second each.
+grows is that between the smallest and the largest world. --save plays every rank, which takes a third of a second each;
+with --folder DIR, a run that was cut off goes on with those that it has not played.
 """
 
 import argparse
@@ -18,7 +19,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +95,16 @@ def plan_of_all(world_size: int, folder: Path) -> dict[str, float]:
     from megatron_ext.verify.rehearsal.rank import rehearse
 
     told = pickle.loads((folder / f"told-{world_size}").read_bytes())
-    began = time.process_time()
     sent = []
     for rank in range(1, world_size):
-        sent.append(rehearse(flags(world_size, folder), world_size, rank, told, measures=False).sent)
-        print(f"played rank {rank} of {world_size}", end="\r", file=sys.stderr, flush=True)
-    seconds = time.process_time() - began
+        file = folder / f"sent-{world_size}-{rank}"
+        if not file.exists():
+            played_rank = rehearse(flags(world_size, folder), world_size, rank, told, measures=False)
+            whole = file.with_suffix(".part")
+            whole.write_bytes(pickle.dumps(played_rank.sent))
+            whole.rename(file)
+            print(f"played rank {rank} of {world_size}", end="\r", file=sys.stderr, flush=True)
+        sent.append(pickle.loads(file.read_bytes()))
     last = rehearse(flags(world_size, folder), world_size, 0, gathered=sent).phases
     plan = next(phase for phase in last if phase.name == "checkpoint: plan")
     return {
@@ -108,7 +112,6 @@ def plan_of_all(world_size: int, folder: Path) -> dict[str, float]:
         "seconds_of_the_plan_on_rank_0": plan.seconds,
         "bytes_of_the_plan_on_rank_0": plan.bytes,
         "bytes_gathered": sum(len(pickled) for of_rank in sent for pickled in of_rank),
-        "seconds_to_play_the_others": seconds,
     }
 
 
@@ -154,7 +157,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="plan a checkpoint of the smallest world, by all its ranks")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--play", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="where to work; what the ranks sent stays there")
     options = parser.parse_args()
     if any(size % MODEL_RANKS for size in options.world_size):
         parser.error(f"--world-size {options.world_size}: a replica of the model is on {MODEL_RANKS} ranks")
@@ -163,7 +166,8 @@ def main() -> None:
         return
     record: dict[str, Any] = {**heading(), "runs": [], "plans": []}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = options.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         write_corpus(folder)
         for size in sorted(options.world_size):
             ranks = {"first stage": 0, "the rank next to it": 1, "middle stage": size // 2, "last stage": size - 1}

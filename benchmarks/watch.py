@@ -9,8 +9,9 @@ that other work on the machine changes them little; what a step waits for on its
                 backend that returns at once, so that nothing else is measured
     heartbeat   what the watch's two threads take in a second, over a real store with all ranks (of the rank's other
                 threads gloo's takes more: it looks a hundred times a second)
-    straggler   what --log-straggler takes at the end of a step (the median of every fourth, and of the others), and how
-                many ranks it flags in 1,000 steps of a smaller model, where none is slow
+    straggler   what --log-straggler takes at the end of a step (the median of every second, and of the others), and how
+                many ranks it flags in 1,000 steps of a smaller model, where none is slow (benchmarks/stragglers.py
+                does more of these)
     replicas    one comparison of all weights between data-parallel replicas, in the same training
     data        what --verify-data background takes in a second, of all ranks
     snapshot    how long a step stops for one of --non-persistent-save-interval, and how long a copy of the same tensors
@@ -162,13 +163,19 @@ def training(steps: int) -> dict[str, float]:
     Stragglers.on_step_end = _timed("straggler", Stragglers.on_step_end, seconds)
     replicas.check_data_parallel_replicas = _timed("replicas", replicas.check_data_parallel_replicas, seconds)
     _trained([*WATCHED.split(), "--train-iters", str(steps)], status)
-    exchanges, others = seconds["straggler"][3::4], [s for i, s in enumerate(seconds["straggler"]) if i % 4 != 3]
+    exchanges, others = seconds["straggler"][1::2], seconds["straggler"][::2]
     return {
         "seconds_of_a_step": median(seconds["step"][2:]),
         "collectives_in_a_step": median(counts[2:]),
-        "straggler_seconds_of_a_step": (median(exchanges) + 3 * median(others)) / 4,
+        "straggler_seconds_of_a_step": (median(exchanges) + median(others)) / 2,
         "seconds_of_a_replica_check": median(seconds["replicas"]),
     }
+
+
+def straggler_share(collective: Mapping[str, float], seen: Mapping[str, float]) -> float:
+    """Return which share of a step's processor seconds --log-straggler takes: its clock and its exchange."""
+    clock = collective["clock"] * seen["collectives_in_a_step"]
+    return (clock + seen["straggler_seconds_of_a_step"]) / seen["seconds_of_a_step"]
 
 
 def flagged() -> int:
@@ -314,13 +321,12 @@ def main() -> None:
         _note(record, stop(ranks, folder / "stop"))
     seen = run_ranks(ranks, training, options.steps, timeout=3600.0)[-1]
     step, marks = seen["seconds_of_a_step"], collective["mark"] * seen["collectives_in_a_step"]
-    clock = collective["clock"] * seen["collectives_in_a_step"]
     check = seen["seconds_of_a_replica_check"] / step
     _note(record, seen)
     _note(record, {f"flagged_in_{FLAGGED_STEPS}_steps": run_ranks(ranks, flagged, timeout=3600.0)[-1]})
     shares = {
         "watch_share_of_a_step": marks / step + record["heartbeat_share_of_a_core"],
-        "straggler_share_of_a_step": (clock + seen["straggler_seconds_of_a_step"]) / step,
+        "straggler_share_of_a_step": straggler_share(collective, seen),
         "replica_check_share_of_its_step": check,
         "replica_check_share_by_default": check / STEPS_BETWEEN_REPLICA_CHECKS,
     }

@@ -1,9 +1,11 @@
 """The device of CPU processes, which communicate over gloo."""
 
+import os
 import platform
 import resource
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -23,6 +25,16 @@ class CopiesAtOnce:
 
     def wait(self) -> None:
         """Do nothing: nothing is under way."""
+
+
+class CpuMark(NamedTuple):
+    """A moment of a thread."""
+
+    seconds: float
+    """The clock."""
+
+    run: float
+    """Seconds that the thread has run on a core."""
 
 
 class CpuDevice:
@@ -70,14 +82,28 @@ class CpuDevice:
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
-    def mark(self) -> float:
-        return time.perf_counter()
+    def mark(self) -> CpuMark:
+        return CpuMark(time.perf_counter(), time.thread_time())
 
-    def has_passed(self, mark: float) -> bool:
+    def has_passed(self, mark: CpuMark) -> bool:
         return True
 
-    def seconds_between(self, first: float, last: float) -> float:
-        return last - first
+    def seconds_between(self, first: CpuMark, last: CpuMark) -> float:
+        return last.seconds - first.seconds
+
+    def seconds_run_between(self, first: CpuMark, last: CpuMark) -> float:
+        return last.run - first.run
+
+    def seconds_without_processor(self) -> float:
+        """Return what Linux counts of this thread, without time that a virtual machine's host took; elsewhere 0."""
+        try:
+            file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        except OSError:
+            return 0.0
+        try:
+            return int(os.read(file, 100).split()[1]) / 1e9  # after the time that it ran
+        finally:
+            os.close(file)
 
     # The configuration's rules let nobody ask a CPU for these.
 

@@ -137,6 +137,14 @@ class CudaDevice:
     def seconds_between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
         return first.elapsed_time(last) / 1000.0
 
+    def seconds_run_between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """Return all of the time: a rank has its GPU alone."""
+        return self.seconds_between(first, last)
+
+    def seconds_without_processor(self) -> float:
+        """Return 0: a rank has its GPU alone."""
+        return 0.0
+
 
 def _runtime() -> Any:
     """Return CUDA's runtime library; torch's stubs think that it may be missing, which it is not where there is a

@@ -129,3 +129,11 @@ class Device(Protocol):
     def seconds_between(self, first: Any, last: Any) -> float:
         """Return the time from one mark to another; both have passed."""
         ...
+
+    def seconds_run_between(self, first: Any, last: Any) -> float:
+        """Return for how much of the time from one mark to another this rank had the processor that computes."""
+        ...
+
+    def seconds_without_processor(self) -> float:
+        """Return how long the calling thread was ready to compute since it began, and others had the processor."""
+        ...

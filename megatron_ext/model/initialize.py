@@ -2,9 +2,14 @@
 
 An initial tensor is cut into blocks of whole rows, BLOCK_ELEMENTS elements or one row each. Block i holds standard
 normal fp32 numbers (or uniform ones of the same variance) of numpy's SFC64 generator, seeded with the SHA-256 of
-"seed:name:i", times the parameter's standard deviation. A rank draws the blocks that its shard touches one after
-another and keeps its part, so that it never holds more than its own weights and one block. Rows of vocabulary padding
-are zero. 16-bit weights are the fp32 ones, rounded.
+"seed:name:i", times the parameter's standard deviation. Where tensor parallelism divides the columns of a matrix of
+more than WHOLE_ELEMENTS, each block is cut once more, into equal ranges of columns: as many as the largest power of
+two up to COLUMN_PARTS that divides the columns, whatever the number of ranks. Part j of block i is seeded with
+"seed:name:i:j". So a rank draws the blocks and parts that its shard touches, and little that it does not keep.
+
+A few threads draw blocks while one copies what is kept, in the order of the rows: a rank never holds more than its own
+weights and the blocks under way. Which thread drew a block changes nothing. Rows of vocabulary padding are zero.
+16-bit weights are the fp32 ones, rounded.
 
 (torch's CPU generator draws faster but keeps only 32 bits of a seed: among the 70,000 blocks of a model with 70
 billion parameters two would be equal more likely than not.)
@@ -12,7 +17,10 @@ billion parameters two would be equal more likely than not.)
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +34,15 @@ from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements of one block (4 MB in fp32). Part of the rule: another value gives other weights."""
+"""Elements of one block (4 MB in fp32). Part of the rule, as the next two: another value gives other weights."""
+
+WHOLE_ELEMENTS = 1 << 18
+"""A matrix of no more elements has blocks of whole rows however it is divided: it is drawn in two milliseconds."""
+
+COLUMN_PARTS = 64
+"""The most parts of a block of a matrix whose columns are divided."""
+
+_MOST_THREADS = 8  # each with a block of 4 MB
 
 
 def initialize(model_chunks: Sequence[torch.nn.Module], config: Config, pg_collection: ProcessGroupCollection) -> None:
@@ -69,52 +85,104 @@ def fill(
         shard.fill_(1.0)
         return
     shard.zero_()
-    if parameter.init in ("normal", "uniform"):
-        for first, rows in _blocks(parameter):
-            _place(shard, parameter, first, rows, seed, tp_rank, tp_size, first_row)
+    if parameter.init not in ("normal", "uniform"):
+        return
+    columns = range(parameter.shape[1])[slices.columns(parameter, tp_rank, tp_size)]
+    blocks = list(_touched(parameter, slices.rows(parameter, tp_rank, tp_size), first_row, len(shard)))
+    for block, values in _drawn(parameter, seed, blocks, columns):
+        for place in block.places:
+            shard[place.in_shard : place.in_shard + place.size].copy_(values[place.start : place.start + place.size])
 
 
-def _blocks(parameter: Parameter) -> Iterator[tuple[int, int]]:
-    """Yield (first row, number of rows) of every block; rows of padding belong to none."""
+class _Block(NamedTuple):
+    """A block of the whole tensor that a shard has rows of."""
+
+    number: int
+    rows: int
+    places: list[slices.Piece]
+    """Rows that the shard keeps; each starts at a row of the block."""
+
+
+def _touched(parameter: Parameter, held: Sequence[slices.Piece], first_row: int, length: int) -> Iterator[_Block]:
+    """Yield the blocks that a shard has rows of; rows of padding belong to none.
+
+    Args:
+        held: rows of the whole that make the tensor-parallel shard.
+        first_row: index in it; the shard begins there and has `length` rows.
+    """
     rows = parameter.true_rows or parameter.shape[0]
     rows_per_block = _rows_per_block(parameter)
-    for first_row in range(0, rows, rows_per_block):
-        yield first_row, min(rows_per_block, rows - first_row)
+    for index, first in enumerate(range(0, rows, rows_per_block)):
+        last = min(first + rows_per_block, rows)
+        places = []
+        for piece in held:
+            offset = piece.in_shard - piece.start - first_row  # from a row of the whole tensor to one of the shard
+            low, high = max(piece.start, first, -offset), min(piece.start + piece.size, last, length - offset)
+            if low < high:
+                places.append(slices.Piece(low - first, low + offset, high - low))
+        if places:
+            yield _Block(index, last - first, places)
 
 
-def _place(
-    shard: torch.Tensor,
-    parameter: Parameter,
-    first: int,
-    rows: int,
-    seed: int,
-    tp_rank: int,
-    tp_size: int,
-    shard_first: int,
-) -> None:
-    """Draw the block of `rows` rows from `first` on, if the shard has a part of it, and copy that part."""
-    columns = slices.columns(parameter, tp_rank, tp_size)
-    block = None
-    for piece in slices.rows(parameter, tp_rank, tp_size):
-        offset = piece.in_shard - piece.start - shard_first  # from a row of the whole tensor to one of `shard`
-        low = max(piece.start, first, -offset)
-        high = min(piece.start + piece.size, first + rows, len(shard) - offset)
-        if low < high:
-            block = _draw(parameter, first, rows, seed) if block is None else block
-            shard[low + offset : high + offset].copy_(block[low - first : high - first, columns])
+def _drawn(
+    parameter: Parameter, seed: int, blocks: Sequence[_Block], columns: range
+) -> Iterator[tuple[_Block, torch.Tensor]]:
+    """Yield blocks in their order, each with its values in `columns`. Threads draw the next ones meanwhile: as many as
+    torch may use here."""
+    threads = min(torch.get_num_threads(), _MOST_THREADS, len(blocks))
+    if threads <= 1:
+        for block in blocks:
+            yield block, torch.from_numpy(_draw(parameter, seed, block, columns))
+        return
+    under_way: deque[tuple[_Block, Future[np.ndarray]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for block in blocks:
+            under_way.append((block, pool.submit(_draw, parameter, seed, block, columns)))
+            if len(under_way) > threads:
+                first, values = under_way.popleft()
+                yield first, torch.from_numpy(values.result())
+        for block, values in under_way:
+            yield block, torch.from_numpy(values.result())
 
 
-def _draw(parameter: Parameter, first_row: int, rows: int, seed: int) -> torch.Tensor:
-    index = first_row // _rows_per_block(parameter)
-    digest = hashlib.sha256(f"{seed}:{parameter.name}:{index}".encode()).digest()
+def _draw(parameter: Parameter, seed: int, block: _Block, columns: range) -> np.ndarray:
+    """Return the values of a block in `columns`, in fp32."""
+    parts, name = column_parts(parameter), f"{seed}:{parameter.name}:{block.number}"
+    scale = np.float32(parameter.std if parameter.init == "normal" else math.sqrt(3.0) * parameter.std)
+    width = parameter.shape[1] // parts
+    numbers = np.empty((block.rows, width), dtype=np.float32)
+    if parts == 1:
+        _fill_numbers(numbers, parameter, name)
+        numbers *= scale
+        return numbers[:, columns.start : columns.stop]
+    values = np.empty((block.rows, len(columns)), dtype=np.float32)
+    for part in range(columns.start // width, -(-columns.stop // width)):
+        _fill_numbers(numbers, parameter, f"{name}:{part}")
+        first = part * width
+        low, high = max(first, columns.start), min(first + width, columns.stop)
+        place = values[:, low - columns.start : high - columns.start]
+        np.multiply(numbers[:, low - first : high - first], scale, out=place)
+    return values
+
+
+def _fill_numbers(numbers: np.ndarray, parameter: Parameter, seed: str) -> None:
+    """Draw the numbers that follow from one seed: normal ones of variance 1, or uniform ones from -1 to 1."""
+    digest = hashlib.sha256(seed.encode()).digest()
     generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))
-    shape = (rows, parameter.shape[1])
-    if parameter.init == "uniform":
-        block = torch.from_numpy(generator.random(shape, dtype=np.float32))
-        return block.mul_(2.0).sub_(1.0).mul_(math.sqrt(3.0) * parameter.std)
-    block = generator.standard_normal(shape, dtype=np.float32)
-    return torch.from_numpy(block).mul_(parameter.std)
+    if parameter.init == "normal":
+        generator.standard_normal(dtype=np.float32, out=numbers)
+        return
+    generator.random(dtype=np.float32, out=numbers)
+    numbers *= np.float32(2.0)
+    numbers -= np.float32(1.0)
 
 
 def _rows_per_block(parameter: Parameter) -> int:
     return max(1, BLOCK_ELEMENTS // parameter.shape[1])
+
+
+def column_parts(parameter: Parameter) -> int:
+    """Return into how many ranges of columns each block is cut."""
+    if parameter.tp_dim != 1 or parameter.size <= WHOLE_ELEMENTS:
+        return 1
+    return math.gcd(parameter.shape[1], COLUMN_PARTS)

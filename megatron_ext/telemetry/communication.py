@@ -11,6 +11,11 @@ are read when a later step has passed them.
     idle            in sends and receives between pipeline stages: the pipeline's bubble, and the messages themselves
     compute         the rest: kernels, and whatever the host does between them
 
+On a CPU a rank may be ready to compute while another process has its core. `ComputeTime` has the time that is the
+rank's own apart: a rank sleeps and reads files in its own time. (Only the thread that computes is looked at: where it
+waits for threads of its own that wait for a core, that is counted as its own, and so is what a virtual machine's host
+takes.)
+
 The methods of torch's process groups are wrapped while the clock runs, which catches every caller.
 """
 
@@ -20,7 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup, Work
@@ -32,11 +37,23 @@ COMMUNICATION, IDLE = "communication", "idle"
 _KEPT_STEPS = 64
 
 
+class ComputeTime(NamedTuple):
+    """How long a rank computed in one step."""
+
+    seconds: float
+    """Time by the clock."""
+
+    own: float
+    """Time without that in which it was ready to go on and others had its core."""
+
+
 @dataclass
 class _Step:
     """Marks of one step: its two ends, and those of every wait in it."""
 
     begin: Any
+    held_up: float
+    """Seconds that the thread waited for a core: before the step; once this has ended, within it."""
     end: Any = None
     waits: list[tuple[str, Any, Any]] = field(default_factory=list)
 
@@ -55,7 +72,7 @@ class CommunicationClock:
         self._step: _Step | None = None
         self._done: list[_Step] = []
         self._total = torch.zeros(3, dtype=torch.float64)
-        self._compute: deque[float] = deque(maxlen=_KEPT_STEPS)
+        self._compute: deque[ComputeTime] = deque(maxlen=_KEPT_STEPS)
         self._methods = WrappedMethods()
         self._kinds: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()
         self._last_kind = threading.local()  # of the operation that a batch will start
@@ -72,13 +89,15 @@ class CommunicationClock:
 
     def begin_step(self) -> None:
         """Mark the beginning of a step."""
-        self._step = _Step(self._device.mark())
+        held_up = self._device.seconds_without_processor()
+        self._step = _Step(self._device.mark(), held_up)
 
     def end_step(self) -> None:
         """Mark the end of the step."""
         step, self._step = self._step, None
         assert step is not None, "no step was begun"
         step.end = self._device.mark()
+        step.held_up = self._device.seconds_without_processor() - step.held_up
         self._done.append(step)
 
     def take_waits(self) -> list[tuple[str, Any, Any]]:
@@ -94,9 +113,9 @@ class CommunicationClock:
         total, self._total = self._total, torch.zeros(3, dtype=torch.float64)
         return total
 
-    def take_compute(self) -> list[float]:
-        """Return the seconds of computing of each step that the device has passed since the last call, the last 64 at
-        most."""
+    def take_compute(self) -> list[ComputeTime]:
+        """Return how long this rank computed in each step that the device has passed since the last call, the last 64
+        at most."""
         self._read_passed()
         taken = list(self._compute)
         self._compute.clear()
@@ -110,7 +129,15 @@ class CommunicationClock:
             for kind, begin, end in step.waits:
                 seconds[0 if kind == COMMUNICATION else 1] += self._device.seconds_between(begin, end)
             self._total += seconds
-            self._compute.append(float(seconds[2] - seconds[0] - seconds[1]))
+            self._compute.append(self._compute_time(step, float(seconds[2] - seconds[0] - seconds[1])))
+
+    def _compute_time(self, step: _Step, seconds: float) -> ComputeTime:
+        if step.held_up == 0.0:
+            return ComputeTime(seconds, seconds)
+        between = self._device.seconds_run_between
+        run = between(step.begin, step.end) - sum(between(begin, end) for _, begin, end in step.waits)
+        # Some of the wait for a core came after a wait for others: no more was lost than what was not run.
+        return ComputeTime(seconds, seconds - max(0.0, min(step.held_up, seconds - run)))
 
     def _timed_operation(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

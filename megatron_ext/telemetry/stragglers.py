@@ -2,22 +2,33 @@
 
 A slow rank makes all others wait, and so all steps are equally long on all ranks. What differs is the time that a rank
 computes, which is what is compared: between the ranks of one pipeline stage, which hold equally many layers and take
-equally many samples. A stage with a single rank is compared with nobody.
+equally many samples. A stage with a single rank is compared with nobody. The ratio of a step is a rank's time over the
+median of its peers'.
 
-A rank is slow when it computed 15% longer than its peers' median in 9 of the last 12 steps, and 20% and 1 ms longer by
-the median of these steps. Steps that are slow here or there, as by Python's garbage collector, flag nobody; a rank
-that has become 1.3 times as slow is found after 9 steps. It is slow until fewer than 6 of 12 steps are.
+Two rules name a rank:
+
+- **It computes slowly.** Its own time, without that in which others had its core, was 8% longer in 13 of the last 16
+  steps, and 20% and 1 ms longer by the median of these steps. A rank that has become 1.3 times as slow is found
+  after 13 to 16 steps. Steps that are slow here or there, as by Python's garbage collector, flag nobody, and neither
+  does a second in which something else runs on a rank's core. It is slow until fewer than 8 of 16 steps are.
+- **Its core is shared.** By the clock it computed 15% longer in each of the last 8 groups of 25 steps, and 25% longer
+  in all, and had its core for less than 90% of that time. It is so until the last two groups together are less than
+  15% longer. On a GPU, which a rank has to itself, nobody is named for this.
 """
 
-import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
-_WINDOW, _MOST, _FEW = 12, 9, 6  # steps
-_STEP_RATIO, _RATIO = 1.15, 1.2
+import numpy as np
+
+_WINDOW, _MOST, _FEW = 16, 13, 8  # steps
+_STEP_RATIO, _RATIO = 1.08, 1.2
 _LEAST_SECONDS = 0.001
+
+_GROUP, _GROUPS, _LAST_GROUPS = 25, 8, 2  # steps of a group, groups
+_GROUP_RATIO, _SHARED_RATIO = 1.15, 1.25
+_MOST_OF_A_CORE = 0.9
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,9 @@ class Slowness:
 
     peers: tuple[int, ...]
 
+    of_a_core: float | None = None
+    """Where its core is shared: for which part of its time it had it. The times are then by the clock, and means."""
+
 
 class SlowRanks:
     """Compares ranks step by step.
@@ -45,50 +59,173 @@ class SlowRanks:
     """
 
     def __init__(self, stages: Sequence[int]):
-        self._peers = {
-            rank: tuple(other for other, its in enumerate(stages) if its == stage and other != rank)
-            for rank, stage in enumerate(stages)
-        }
-        self._steps: deque[Sequence[float]] = deque(maxlen=_WINDOW)
-        self._slow: dict[int, Slowness] = {}
-        self.slowest: Slowness | None = None
-        """The rank with the highest ratio; None before enough steps were compared, and where no rank has peers."""
+        of_stage = [np.flatnonzero(np.asarray(stages) == stage) for stage in sorted(set(stages))]
+        self._stages = [ranks for ranks in of_stage if len(ranks) > 1]
+        self._own = _Steps(len(stages))
+        self._clock = _Groups(len(stages))
+        self._slow: set[int] = set()
+        self._shared: set[int] = set()
 
     @property
-    def slow(self) -> Mapping[int, Slowness]:
-        """The ranks that are slow now."""
-        return self._slow
+    def slow(self) -> frozenset[int]:
+        """The ranks that are slow now, for either reason."""
+        return frozenset(self._slow | self._shared)
 
-    def add(self, seconds: Sequence[float]) -> tuple[list[Slowness], list[Slowness]]:
+    @property
+    def slowest(self) -> Slowness | None:
+        """The rank with the highest ratio of own times; None before enough steps were compared, and where no rank has
+        peers."""
+        if not self._stages or not self._own.are_enough:
+            return None
+        return self._slowness(self._own.slowest)
+
+    def add(self, own: Sequence[float], clock: Sequence[float] | None = None) -> tuple[list[Slowness], list[Slowness]]:
         """Take the compute seconds of one step, one a rank (NaN where a rank does not know it).
 
+        Args:
+            own: without the time in which others had a rank's core.
+            clock: by the clock; none: the same.
         Returns:
             The ranks that have become slow, and those that no longer are.
         """
-        if any(math.isnan(value) for value in seconds):
+        mine = np.array(own)
+        if not self._stages or np.isnan(mine).any():
             return [], []
-        self._steps.append(seconds)
-        if len(self._steps) < _WINDOW:
-            return [], []
-        found = {rank: self._compared(rank) for rank, peers in self._peers.items() if peers}
-        became = [slowness for rank, (slowness, steps) in found.items() if rank not in self._slow and steps >= _MOST]
-        became = [slowness for slowness in became if _is_slow(slowness)]
-        ended = [slowness for rank, (slowness, steps) in found.items() if rank in self._slow and steps < _FEW]
-        self._slow = {slowness.rank: slowness for slowness in (*(found[rank][0] for rank in self._slow), *became)}
-        for slowness in ended:
-            del self._slow[slowness.rank]
-        self.slowest = max((slowness for slowness, _ in found.values()), key=lambda each: each.ratio, default=None)
+        self._own.add(mine, self._others(mine))
+        became, ended = self._compare_steps()
+        if self._clock.add(mine, np.array(own if clock is None else clock)):
+            shared, free = self._compare_groups()
+            became += shared
+            ended += free
         return became, ended
 
-    def _compared(self, rank: int) -> tuple[Slowness, int]:
-        """Return a rank's slowness and in how many steps it was slow."""
-        peers = self._peers[rank]
-        own = [step[rank] for step in self._steps]
-        others = [median(step[peer] for peer in peers) for step in self._steps]
-        ratios = [mine / theirs if theirs > 0.0 else 1.0 for mine, theirs in zip(own, others, strict=True)]
-        slowness = Slowness(rank, median(ratios), median(own), median(others), peers)
-        return slowness, sum(ratio >= _STEP_RATIO for ratio in ratios)
+    def _compare_steps(self) -> tuple[list[Slowness], list[Slowness]]:
+        if not self._own.are_enough:
+            return [], []
+        slow_steps = self._own.slow_steps
+        ended = sorted(_ranks(slow_steps < _FEW) & self._slow)
+        often = sorted(_ranks(slow_steps >= _MOST) - self._slow)
+        became = [found for found in map(self._slowness, often) if _is_slow(found)]
+        self._slow = (self._slow | {found.rank for found in became}) - set(ended)
+        return became, [self._slowness(rank) for rank in ended]
+
+    def _compare_groups(self) -> tuple[list[Slowness], list[Slowness]]:
+        """Compare the sums of groups of steps by the clock."""
+        clock, own = self._clock.sums()
+        each = [self._ratios(group) for group in clock]
+        free = _ranks(self._ratios(np.sum(clock[-_LAST_GROUPS:], axis=0)) < _GROUP_RATIO) & self._shared
+        total, ran = np.sum(clock, axis=0), np.sum(own, axis=0)
+        ratio, of_a_core = self._ratios(total), ran / np.maximum(total, 1e-9)
+        shared: set[int] = set()
+        if len(clock) == _GROUPS:
+            always = np.all([ratios >= _GROUP_RATIO for ratios in each], axis=0)
+            shared = _ranks(always & (ratio >= _SHARED_RATIO) & (of_a_core < _MOST_OF_A_CORE)) - self.slow
+        self._shared = (self._shared | shared) - free
+
+        def of(rank: int) -> Slowness:
+            steps = _GROUP * len(clock)
+            mine, others = float(total[rank]) / steps, float(self._others(total)[rank]) / steps
+            return Slowness(rank, float(ratio[rank]), mine, others, self._peers(rank), float(of_a_core[rank]))
+
+        return [of(rank) for rank in sorted(shared)], [of(rank) for rank in sorted(free)]
+
+    def _slowness(self, rank: int) -> Slowness:
+        return Slowness(rank, *self._own.medians(rank), self._peers(rank))
+
+    def _peers(self, rank: int) -> tuple[int, ...]:
+        (stage,) = (ranks for ranks in self._stages if rank in ranks)
+        return tuple(int(other) for other in stage if other != rank)
+
+    def _others(self, seconds: np.ndarray) -> np.ndarray:
+        """Return the median of each rank's peers; NaN for a rank without."""
+        found = np.full(len(seconds), np.nan)
+        for ranks in self._stages:
+            found[ranks] = _medians_of_others(seconds[ranks])
+        return found
+
+    def _ratios(self, seconds: np.ndarray) -> np.ndarray:
+        return _ratios(seconds, self._others(seconds))
 
 
-def _is_slow(slowness: Slowness) -> bool:
-    return slowness.ratio >= _RATIO and slowness.seconds - slowness.peers_seconds >= _LEAST_SECONDS
+class _Steps:
+    """The last steps, in rings: own times, the medians of the peers', and their ratios.
+
+    Args:
+        ranks: number of ranks.
+    """
+
+    def __init__(self, ranks: int):
+        self._own, self._others, self._ratios = (np.zeros((_WINDOW, ranks)) for _ in range(3))
+        self._steps = 0
+
+    def add(self, own: np.ndarray, others: np.ndarray) -> None:
+        place = self._steps % _WINDOW
+        self._own[place], self._others[place], self._ratios[place] = own, others, _ratios(own, others)
+        self._steps += 1
+
+    @property
+    def are_enough(self) -> bool:
+        return self._steps >= _WINDOW
+
+    @property
+    def slow_steps(self) -> np.ndarray:
+        """In how many of them each rank was slow."""
+        return np.count_nonzero(self._ratios >= _STEP_RATIO, axis=0)
+
+    @property
+    def slowest(self) -> int:
+        """The rank with the highest median ratio."""
+        return int(np.nanargmax(np.median(self._ratios, axis=0)))
+
+    def medians(self, rank: int) -> tuple[float, float, float]:
+        """Return a rank's ratio, time, and its peers' time."""
+        ratio, own, others = (float(np.median(kept[:, rank])) for kept in (self._ratios, self._own, self._others))
+        return ratio, own, others
+
+
+class _Groups:
+    """Sums over groups of steps, by the clock and of own times."""
+
+    def __init__(self, ranks: int):
+        self._sums: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=_GROUPS)
+        self._clock, self._own, self._steps = np.zeros(ranks), np.zeros(ranks), 0
+
+    def add(self, own: np.ndarray, clock: np.ndarray) -> bool:
+        """Return whether this step ends a group."""
+        self._clock, self._own, self._steps = self._clock + clock, self._own + own, self._steps + 1
+        if self._steps < _GROUP:
+            return False
+        self._sums.append((self._clock, self._own))
+        self._clock, self._own, self._steps = np.zeros_like(clock), np.zeros_like(own), 0
+        return True
+
+    def sums(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return those of the last groups."""
+        return [clock for clock, _ in self._sums], [own for _, own in self._sums]
+
+
+def _ranks(are: np.ndarray) -> set[int]:
+    return {int(rank) for rank in np.flatnonzero(are)}
+
+
+def _is_slow(found: Slowness) -> bool:
+    return found.ratio >= _RATIO and found.seconds - found.peers_seconds >= _LEAST_SECONDS
+
+
+def _ratios(seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return 1 where the others took no time; NaN where there are none."""
+    nothing = others == 0.0
+    return np.where(nothing, 1.0, seconds / np.where(nothing, 1.0, others))
+
+
+def _medians_of_others(values: np.ndarray) -> np.ndarray:
+    """Return, for each of several values, the median of all the others."""
+    order = np.argsort(values, kind="stable")
+    ordered, place = values[order], np.empty_like(order)
+    place[order] = np.arange(len(values))
+
+    def other(index: int) -> np.ndarray:
+        """Return the others' value at an index in ascending order."""
+        return ordered[np.where(place <= index, index + 1, index)]
+
+    return (other((len(values) - 2) // 2) + other((len(values) - 1) // 2)) / 2.0

@@ -1,13 +1,18 @@
 """Initial values: a function of (seed, name), cut the same way whatever the shard, in little memory."""
 
+import itertools
+import math
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_ext.config.parameters import Parameter
-from megatron_ext.model.initialize import BLOCK_ELEMENTS, fill
+from megatron_ext.model import initialize
+from megatron_ext.model.initialize import BLOCK_ELEMENTS, WHOLE_ELEMENTS, column_parts, fill
 from tests.support.warm_python import warm_python
 
 # 3 blocks and a remainder, none of whose edges falls on a shard's.
@@ -22,8 +27,11 @@ def _filled(parameter: Parameter, rank: int = 0, size: int = 1, seed: int = 1, d
     return shard
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("parameter", [TALL, WIDE, PADDED], ids=lambda parameter: parameter.name)
+@pytest.mark.parametrize(
+    ("parameter", "size"),
+    [*itertools.product([TALL, WIDE, PADDED], [2, 4, 8]), (WIDE, 5)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_shards_are_slices_of_the_whole(parameter: Parameter, size: int) -> None:
     assert parameter.shape[0] * parameter.shape[1] > 3 * BLOCK_ELEMENTS
     whole = _filled(parameter)
@@ -32,6 +40,96 @@ def test_shards_are_slices_of_the_whole(parameter: Parameter, size: int) -> None
     for rank in range(size):
         expected = torch.cat([part[rank] for part in parts], parameter.tp_dim)
         assert torch.equal(_filled(parameter, rank, size), expected)
+
+
+@pytest.mark.parametrize("parameter", [TALL, WIDE, PADDED], ids=lambda parameter: parameter.name)
+def test_rows_of_a_shard_are_rows_of_it(parameter: Parameter) -> None:
+    shard = _filled(parameter, 1, 4)
+    for first, last in ((0, 5), (3, 700), (len(shard) - 1, len(shard))):
+        rows = torch.full((last - first, shard.shape[1]), torch.nan)
+        fill(rows, parameter, 1, 1, 4, first_row=first)
+        assert torch.equal(rows, shard[first:last])
+
+
+@pytest.mark.parametrize("parameter", [TALL, WIDE], ids=lambda parameter: parameter.name)
+def test_the_number_of_threads_changes_nothing(parameter: Parameter, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _filled(parameter, 1, 4)
+    for threads in (1, 2, 8):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert torch.equal(_filled(parameter, 1, 4), expected)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count numbers in place of drawing them."""
+    counts: list[int] = []
+
+    def counted(numbers: np.ndarray, parameter: Parameter, seed: str) -> None:
+        counts.append(numbers.size)
+        numbers.fill(0.0)
+
+    monkeypatch.setattr(initialize, "_fill_numbers", counted)
+    return counts
+
+
+FC2 = Parameter("fc2.weight", (1024, 14336), 0, "normal", 0.02, tp_dim=1)  # columns of Llama 3 8B
+FC1 = Parameter("fc1.weight", (28672, 1024), 0, "normal", 0.02, tp_dim=0, tp_stride=2)
+EXPERT = Parameter("expert.weight", (2048, 768), 0, "normal", 0.02, tp_dim=1, expert=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 64])
+@pytest.mark.parametrize("parameter", [FC2, EXPERT], ids=lambda parameter: parameter.name)
+def test_a_rank_draws_only_the_columns_that_it_keeps(parameter: Parameter, size: int, drawn: list[int]) -> None:
+    for rank in {0, size // 2, size - 1}:
+        fill(torch.empty(parameter.local_shape(size), device="meta"), parameter, 1, rank, size)
+        assert sum(drawn) == parameter.size // size
+        drawn.clear()
+
+
+@pytest.mark.parametrize(("size", "parts"), [(7, 11), (56, 3), (128, 1), (896, 1)])
+def test_ranks_that_do_not_divide_the_parts_draw_a_part_more(size: int, parts: int, drawn: list[int]) -> None:
+    """Columns of 2^11 * 7 in 64 parts: a seventh has 9.14 of them, and touches 11 at most."""
+    for rank in range(size):
+        fill(torch.empty(FC2.local_shape(size), device="meta"), FC2, 1, rank, size)
+        assert sum(drawn) <= parts * FC2.size // 64
+        drawn.clear()
+
+
+@pytest.mark.parametrize("size", [2, 8, 64])
+def test_a_rank_draws_few_rows_that_it_does_not_keep(size: int, drawn: list[int]) -> None:
+    """It draws whole blocks: at most two more than it keeps, for each of the pieces of its shard."""
+    fill(torch.empty(FC1.local_shape(size), device="meta"), FC1, 1, size - 1, size)
+    assert FC1.size // size <= sum(drawn) <= FC1.size // size + 4 * BLOCK_ELEMENTS
+
+
+def test_a_data_parallel_shard_of_rows_draws_few_blocks(drawn: list[int]) -> None:
+    fill(torch.empty(16, 14336, device="meta"), FC2, 1, first_row=512)
+    assert sum(drawn) <= 2 * BLOCK_ELEMENTS
+    drawn.clear()
+    fill(torch.empty(16, 14336 // 8, device="meta"), FC2, 1, 3, 8, first_row=512)
+    assert sum(drawn) <= 2 * BLOCK_ELEMENTS // 8
+
+
+def test_columns_are_cut_by_the_shape_alone() -> None:
+    assert [column_parts(parameter) for parameter in (TALL, WIDE, FC1, FC2, EXPERT)] == [1, 8, 1, 64, 64]
+    small = Parameter("small.weight", (512, WHOLE_ELEMENTS // 512), 0, "normal", 0.02, tp_dim=1)
+    assert column_parts(small) == 1
+    assert torch.equal(_filled(small), _filled(Parameter(small.name, small.shape, 0, "normal", 0.02)))
+
+
+@pytest.mark.parametrize("init", ["normal", "uniform"])
+def test_parts_of_a_block_are_independent_and_of_equal_variance(init: Any) -> None:
+    """Bounds are five standard errors of 64 parts of 16,384 numbers."""
+    parameter = Parameter("square.weight", (1024, 1024), 0, init, 0.02, tp_dim=1)
+    assert column_parts(parameter) == 64
+    parts = torch.stack([part.reshape(-1) for part in _filled(parameter).double().chunk(64, dim=1)]) / 0.02
+    error = 5.0 / math.sqrt(parts.shape[1])
+    assert parts.mean(dim=1).abs().max() < error
+    assert (parts.var(dim=1) - 1.0).abs().max() < error * math.sqrt(2.0)
+    correlations = torch.corrcoef(parts) - torch.eye(64, dtype=torch.float64)
+    assert correlations.abs().max() < error
+    sums = parts.sum(dim=0)  # parts that go together would make it larger, or smaller
+    assert abs(sums.var() / 64.0 - 1.0) < error * math.sqrt(2.0)
 
 
 def test_padding_is_zero_and_takes_nothing_from_the_vocabulary() -> None:
@@ -69,6 +167,9 @@ def test_pinned_values() -> None:
     whole = _filled(TALL)
     assert whole[0, :3].tolist() == [-0.01814197562634945, 0.007869462482631207, 0.018126346170902252]
     assert whole[-1, -3:].tolist() == [0.0011175211984664202, -4.003165668109432e-05, -0.001566845690831542]
+    wide = _filled(WIDE)
+    assert wide[0, :3].tolist() == [-0.001522240461781621, -0.03730744123458862, -0.0298402588814497]
+    assert wide[-1, -3:].tolist() == [-0.02402273565530777, -0.028441254049539566, -0.02961171232163906]
 
 
 MEASURED = """
@@ -76,6 +177,7 @@ import resource, torch
 from megatron_ext.config.parameters import Parameter
 from megatron_ext.model.initialize import fill
 
+torch.get_num_threads = lambda: 8  # blocks under way; threads of torch's own would only spin
 fill(torch.empty(1024, 128), Parameter("warm.weight", (1024, 1024), 0, "normal", 0.02, tp_dim=1), 1, 0, 8)
 parameters = [Parameter("big.weight", (8 * 6400, 1024), 0, "normal", 0.02, tp_dim=dim) for dim in (0, 1)]
 shards = [torch.empty(parameter.local_shape(8)).zero_() for parameter in parameters]
