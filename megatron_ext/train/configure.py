@@ -111,14 +111,19 @@ def _configured(
     found = problems(config, facts) or _other_curves(config, facts)
     if found:
         raise ConfigurationError(found)
-    warnings = (*typed.warnings, *_without_effect(typed, config), *_other_seed(config, facts))
+    warnings = (*typed.warnings, *_without_effect(typed, config, facts), *_other_seed(config, facts))
     typed = replace(typed, warnings=warnings)
     return Configured(config, typed, given, search, resume)
 
 
-def _without_effect(typed: Typed, config: Config) -> list[str]:
+def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
     """Return a warning for each flag that changes nothing together with the others."""
     warnings = []
+    if config.checkpoint.use_checkpoint_args and facts.saved is None:
+        warnings.append(
+            f"--use-checkpoint-args changes nothing here: --load {config.checkpoint.load} holds no flags of a "
+            "checkpoint, and the model is that of the command line"
+        )
     if config.model.no_position_embedding:
         warnings.append(
             "--no-position-embedding changes nothing with --position-embedding-type rope: the rotary positions stay, "

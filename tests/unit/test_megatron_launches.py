@@ -45,6 +45,32 @@ TAKEN = {
         f"{_RUN} --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --vocab-file $VOCAB --merge-file $MERGES "
         "--use-rotary-position-embeddings --apply-query-key-layer-scaling --attention-softmax-in-fp32"
     ),
+    "of 2020": (
+        "--model-parallel-size 8 --num-layers 72 --hidden-size 3072 --num-attention-heads 32 --batch-size 4 "
+        "--seq-length 1024 --max-position-embeddings 1024 --train-iters 500000 --lr-decay-iters 320000 --save ckpt "
+        "--load ckpt --data-path d --vocab-file v.json --merge-file m.txt --data-impl mmap --split 949,50,1 "
+        "--lr 1.5e-4 --distributed-backend nccl --lr-decay-style cosine --min-lr 1e-5 --weight-decay 1e-2 --warmup .01 "
+        "--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16 "
+        "--layernorm-epsilon 1e-5 --checkpoint-activations --checkpoint-num-layers 1 --DDP-impl torch --lazy-mpu-init "
+        "--distribute-checkpointed-activations --scaled-upper-triang-masked-softmax-fusion --adlr-autoresume"
+    ),
+    "of a long run": (
+        f"{_RUN.replace('--data-path $DATA --split 99,1,0', '--per-split-data-args-path blend.json')} {_LLAMA} "
+        "--use-checkpoint-args --no-initialization --tokenizer-type TikTokenizer --tokenizer-model tk.json "
+        "--tiktoken-pattern v2 --tiktoken-num-special-tokens 1000 --exit-duration-in-mins 230 --exit-signal-handler "
+        "--log-progress --log-energy --manual-gc --enable-cuda-graph --inference-rng-tracker --use-nccl-ub "
+        "--inference-max-seq-length 4096 --per-dataset-sequences-path counts.json --dataloader-fast-cache-load"
+    ),
+    "of AMD": (
+        f"{_RUN} {_LLAMA} --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B "
+        "--dataloader-type cyclic --no-async-tensor-model-parallel-allreduce --no-masked-softmax-fusion "
+        "--disable-te-fused-rope --use-contiguous-parameters-in-local-ddp --no-gradient-accumulation-fusion"
+    ),
+    "of Ascend": (
+        f"{_RUN.replace('--use-mcore-models', '')} {_LLAMA} --tokenizer-type PretrainedFromHF "
+        "--tokenizer-name-or-path ./tok --use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --swap-attention "
+        "--use-fused-rotary-pos-emb --use-mc2 --use-cp-send-recv-overlap --no-load-optim --no-load-rng"
+    ),
 }
 
 
