@@ -148,9 +148,9 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
 
 
 def _resolve_implementation(values: dict[str, Any]) -> None:
-    """Have the layers computed by ours where Transformer Engine's cannot be: experts, and weights that FSDP divides.
-    What is computed is the same."""
-    if any(values.get(name) for name in ("num_experts", "use_megatron_fsdp", "use_torch_fsdp2")):
+    """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides, and
+    products in FP8, which are torch's. What is computed is the same, in FP8 up to how each rounds."""
+    if any(values.get(name) for name in ("num_experts", "use_megatron_fsdp", "use_torch_fsdp2", "fp8_format")):
         values["transformer_impl"] = "local"
 
 

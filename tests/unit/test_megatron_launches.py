@@ -66,6 +66,10 @@ TAKEN = {
         "--dataloader-type cyclic --no-async-tensor-model-parallel-allreduce --no-masked-softmax-fusion "
         "--disable-te-fused-rope --use-contiguous-parameters-in-local-ddp --no-gradient-accumulation-fusion"
     ),
+    "in FP8": (
+        f"{_RUN} {_LLAMA} --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B "
+        "--fp8-margin=0 --fp8-format=hybrid --fp8-interval=1 --fp8-amax-history-len=1024 --fp8-amax-compute-algo=max"
+    ),
     "of Ascend": (
         f"{_RUN.replace('--use-mcore-models', '')} {_LLAMA} --tokenizer-type PretrainedFromHF "
         "--tokenizer-name-or-path ./tok --use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --swap-attention "
@@ -86,7 +90,6 @@ def test_a_usual_launch_is_taken_and_says_what_it_leaves_out(name: str):
     ("added", "feature"),
     [
         ("--multi-latent-attention", "--multi-latent-attention"),
-        ("--fp8-format hybrid", "--fp8-format"),  # Transformer Engine's layers
         ("--fp4-format e2m1", "--fp4-format"),
         ("--optimizer muon", "--optimizer: 'muon'"),
         ("--use-mup", "--use-mup"),
