@@ -21,6 +21,8 @@ EARLIER_FLAGS: dict[str, tuple[str, str | None]] = {
     "--checkpoint-num-layers": ("recompute_num_layers", None),
     "--activations-checkpoint-method": ("recompute_method", None),
     "--activations-checkpoint-num-layers": ("recompute_num_layers", None),
+    "--override-lr-scheduler": ("override_opt_param_scheduler", None),
+    "--use-checkpoint-lr-scheduler": ("use_checkpoint_opt_param_scheduler", None),
     "--tokenizer-name-or-path": ("tokenizer_model", None),
 }
 """The same for flags that Megatron no longer has, or that a fork has in the place of Megatron's."""

@@ -10,6 +10,7 @@ _SHARDING = (
 _BLOOMS = "it is BLOOM's Megatron-DeepSpeed's"
 _LISTS = "use --train-data-path, --valid-data-path and --test-data-path, or --per-split-data-args-path"
 _STAGES = "use --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split, or leave it out"
+_SAMPLES = "which is the tokens divided by --seq-length"
 _PAI = "it is Pai-Megatron-Patch's"
 _EPFL = "it is epfLLM's Megatron-LLM's"
 
@@ -28,6 +29,10 @@ FLAGS: dict[str, str] = {
     "--no-pipeline-parallel": (
         "it is Megatron-DeepSpeed's: leave it out; without --pipeline-model-parallel-size there are no stages"
     ),
+    "--train-tokens": f"it is Megatron-DeepSpeed's: use --train-samples, {_SAMPLES}",
+    "--lr-decay-tokens": f"it is Megatron-DeepSpeed's: use --lr-decay-samples, {_SAMPLES}",
+    "--lr-warmup-tokens": f"it is Megatron-DeepSpeed's: use --lr-warmup-samples, {_SAMPLES}",
+    "--universal-checkpoint": "it is Megatron-DeepSpeed's: leave it out; --load reads any layout's checkpoint",
     "--num-key-value-heads": "it is Megatron-DeepSpeed's: use --group-query-attention with --num-query-groups",
     "--train-weighted-split-paths-path": f"{_BLOOMS}: {_LISTS}",
     "--valid-weighted-split-paths-path": f"{_BLOOMS}: {_LISTS}",

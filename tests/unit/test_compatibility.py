@@ -137,6 +137,22 @@ def test_a_flag_of_another_launcher_is_named_with_what_to_do_instead(flag: str, 
     assert parse([flag, "2", "--allow-unknown-flags"]).values == {}
 
 
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("moe_act layernorm", {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}),
+        ("moe_act mla_up_proj", {}),
+        ("core_attn", {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}),
+    ],
+)
+def test_what_is_not_recomputed_by_itself_is_left_out(given: str, left: dict[str, Any]):
+    typed = parse(f"--recompute-granularity selective --recompute-modules {given}".split())
+    assert typed.values == left
+    dropped = [part for part in given.split() if part in ("moe_act", "mla_up_proj")]
+    said = [warning.partition(" changes nothing here")[0] for warning in typed.warnings]
+    assert said == ([f"--recompute-modules {' '.join(dropped)}"] if dropped else [])
+
+
 def test_the_equivalents_of_other_programs_flags_are_flags():
     foreign = {"--nnodes", "--node-rank", "--rdzv-endpoint", "--nproc-per-node", "--from"}  # torchrun's and a tool's
     for flag, text in other_programs.FLAGS.items():

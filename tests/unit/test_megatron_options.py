@@ -195,6 +195,7 @@ def test_an_earlier_spelling_stands_for_a_field_and_what_it_implies():
     }
     block = "--activations-checkpoint-method block --activations-checkpoint-num-layers 2"
     assert parse(block.split()).values == {**whole, "recompute_method": "block", "recompute_num_layers": 2}
+    assert parse(["--override-lr-scheduler"]).values == {"override_opt_param_scheduler": True}
     assert parse(["--layernorm-epsilon", "1e-6", "--tokenizer_name_or_path", "x"]).values == {
         "norm_epsilon": 1e-6,
         "tokenizer_model": "x",
