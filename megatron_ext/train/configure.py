@@ -117,8 +117,14 @@ def _configured(
 
 
 def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
-    """Return a warning for each flag that changes nothing together with the others."""
+    """Return a warning for each flag that changes nothing, or something else, together with the others."""
     warnings = []
+    layout = config.layout
+    if layout.context_parallel_size > 1 and "cp_comm_type" not in typed.values and layout.cp_comm_type == ("a2a",):
+        warnings.append(
+            f"--attention-dropout {config.model.attention_dropout:g} with context parallelism: ranks exchange heads "
+            "(--cp-comm-type a2a), for the blocks of a ring have no dropout; --attention-dropout 0 keeps the ring"
+        )
     if config.checkpoint.use_checkpoint_args and facts.saved is None:
         warnings.append(
             f"--use-checkpoint-args changes nothing here: --load {config.checkpoint.load} holds no flags of a "
