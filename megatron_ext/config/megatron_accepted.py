@@ -14,8 +14,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         "attention, norms, activations and rotary embedding run on torch and are fused there where that is exact",
         """
         --no-masked-softmax-fusion, --no-rope-fusion, --no-persist-layer-norm, --use-flash-attn,
-        --attention-backend N, --flash-attention-version N, --attention-softmax-in-fp32, --fused-residual-rmsnorm,
-        --disable-bf16-reduced-precision-matmul
+        --attention-softmax-in-fp32, --fused-residual-rmsnorm, --disable-bf16-reduced-precision-matmul
         """,
     ),
     (

@@ -28,6 +28,9 @@ class Begun:
     kernels: str | None = None
     """What became of kernels of other packages, where such are installed."""
 
+    attention: str | None = None
+    """Which kernel computes attention, where it was chosen."""
+
 
 def banner(config: Config, begun: Begun) -> str:
     """Return the lines, without the last newline."""
@@ -40,6 +43,7 @@ def banner(config: Config, begun: Begun) -> str:
         "to go": _to_go(config, begun),
         "own": ", ".join(begun.own),
         "kernels": begun.kernels or "",
+        "attend": begun.attention or "",
     }
     return "\n".join(f"{name:<8}{text}" if name else text for name, text in lines.items() if text)
 

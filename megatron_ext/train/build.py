@@ -21,6 +21,7 @@ from megatron_ext.data.batch import StageView
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe_sample
 from megatron_ext.data.skipped import NOTHING, SkippedSamples, skipped_samples
+from megatron_ext.device.attention_choice import use
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
@@ -29,6 +30,7 @@ from megatron_ext.parallel import groups as process_groups
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
+from megatron_ext.train.attention_kernel import allowed_kernels
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.gradient_watch import GradientWatch
@@ -50,7 +52,7 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     """
     sharding = sharding_of(config)
     groups = process_groups.initialize(config.layout, device, from_host=sharding.lives_on_host)
-    set_kernels(config)
+    set_kernels(config, device)
     seed_dropout(config, groups)
     core = transformer_config(config, device.kind, on_meta=sharding.builds_on_meta)
     chunks = build_model(config, core, groups, on_meta=sharding.builds_on_meta, layer_spec=extensions.layer_spec)
@@ -98,8 +100,10 @@ def compile_layers(chunks: Sequence[torch.nn.Module]) -> None:
             module.compile()
 
 
-def set_kernels(config: Config) -> None:
-    """Set precision and determinism of the kernels of this process."""
+def set_kernels(config: Config, device: Device) -> None:
+    """Set precision and determinism of the kernels of this process, and the kernel of attention that was chosen."""
+    allowed = allowed_kernels(config)
+    use(allowed[0] if len(allowed) == 1 else None, device)
     torch.backends.cuda.matmul.allow_tf32 = config.training.tf32
     torch.backends.cudnn.allow_tf32 = config.training.tf32
     if config.training.deterministic_mode:

@@ -94,6 +94,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
     # Only now may megatron-core be imported.
     from megatron_ext.parallel import groups
     from megatron_ext.sharding.choose import sharding_of
+    from megatron_ext.train import attention_kernel
     from megatron_ext.train.callbacks import memory_history
     from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
     from megatron_ext.train.watching import begin_watch
@@ -117,7 +118,9 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
     if extensions.layer_spec is None:  # the formulas are those of our layers
         check_it_fits(config, here)
     with telling_of_memory(config, here):
-        _build_and_train(replace(configured, config=config), here, status, extensions)
+        attention = attention_kernel.choose(config, here, resume)
+        configured = replace(configured, config=attention.config)
+        _build_and_train(configured, here, status, extensions, attention.text)
 
 
 def require_fp8(training: TrainingConfig, here: "Device") -> None:
@@ -133,7 +136,9 @@ def require_fp8(training: TrainingConfig, here: "Device") -> None:
     )
 
 
-def _build_and_train(configured: Configured, here: "Device", status: RunStatus, extensions: Extensions) -> None:
+def _build_and_train(
+    configured: Configured, here: "Device", status: RunStatus, extensions: Extensions, attention: str | None
+) -> None:
     from megatron_ext.parallel import groups
     from megatron_ext.train.build import build_run
     from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
@@ -149,7 +154,7 @@ def _build_and_train(configured: Configured, here: "Device", status: RunStatus, 
     status.progress.phase = "loading what it begins with"
     _load(run, config.checkpoint, resume)
     if run.rank == 0:
-        print(banner(config, _begun(run, extensions)), flush=True)
+        print(banner(config, _begun(run, extensions, attention)), flush=True)
     # One rank watches the stop file and tells the others at the end of a step.
     watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before())
     watched.for_good = not config.layout.elastic
@@ -231,7 +236,7 @@ def _record_end(status: RunStatus, iteration: int, stop_reason: str | None) -> N
     exit_record.write(status.save, code=0, rank=0, message=message, iteration=iteration)
 
 
-def _begun(run: "Run", extensions: Extensions) -> Begun:
+def _begun(run: "Run", extensions: Extensions, attention: str | None) -> Begun:
     """Return what the banner says besides the configuration."""
     return Begun(
         device=run.device.model_name,
@@ -240,6 +245,7 @@ def _begun(run: "Run", extensions: Extensions) -> Begun:
         consumed_samples=run.state.consumed_samples,
         own=extensions.named(),
         kernels=external_kernels.kernels_text(),
+        attention=attention,
     )
 
 

@@ -81,7 +81,7 @@ def load_trained(argv: Sequence[str] | Configured) -> "Model":
         configured = configure_for(configured, agree(configured.search, config.checkpoint))
     config = _for_inference(configured.config)
     collection = groups.initialize(config.layout, here)
-    set_kernels(config)
+    set_kernels(config, here)
     core = transformer_config(config, here.kind)
     chunks = build_model(config, core, collection)
     weights: Any = _Weights(config, here, collection, chunks)

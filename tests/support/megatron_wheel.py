@@ -100,6 +100,8 @@ def _from_field(name: str, field: ast.AnnAssign) -> Iterator[WheelOption]:
         n for n in ast.walk(field.annotation) if isinstance(n, ast.Subscript) and ast.unparse(n.value) == "Literal"
     ]
     choices = ast.literal_eval(literal[0].slice) if literal else None
+    if isinstance(field.value, ast.Attribute) and ast.unparse(field.value.value) == annotation:
+        default, choices = field.value.attr, _members(annotation)
     if literal and not isinstance(choices, tuple):
         choices = (choices,)
     for spelling in flags:
@@ -147,6 +149,12 @@ def _search(class_name: str) -> ast.ClassDef:
                 if isinstance(node, ast.ClassDef) and node.name == class_name:
                     return node
     raise LookupError(class_name)
+
+
+def _members(enumeration: str) -> tuple[str, ...]:
+    """The names that argparse takes for an enumeration."""
+    assigned = (item for item in _search(enumeration).body if isinstance(item, ast.Assign))
+    return tuple(ast.unparse(item.targets[0]) for item in assigned)
 
 
 def _count(nargs: ast.expr | None) -> str:

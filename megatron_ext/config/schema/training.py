@@ -105,6 +105,17 @@ class TrainingConfig:
     num_layers_at_end_in_bf16: int = free(
         1, "Layers at the end that --first-last-layers-bf16 leaves in --bf16.", at_least=0
     )
+    attention_backend: str = free(
+        "auto",
+        "Kernel of attention over whole sequences: flash (FlashAttention), fused (cuDNN's), unfused (written out), or "
+        "auto: on GPUs the fastest, which is measured at the start and kept on resuming.",
+        choices=("auto", "flash", "fused", "unfused", "local"),
+    )
+    flash_attention_version: int | None = free(
+        None,
+        "Version of FlashAttention: 2 (torch's own), or 3 or 4 where its package is installed; default the fastest.",
+        choices=(2, 3, 4),
+    )
     tf32: bool = free(False, "Let fp32 matrix products use TF32 on GPUs that have it.")
     loss_scale: float | None = free(None, "Fixed loss scale for --fp16; default dynamic.")
     initial_loss_scale: float = free(2.0**32, "First value of the dynamic loss scale.")

@@ -1,0 +1,245 @@
+"""Which of torch's kernels of attention a process uses. A CPU has two: FlashAttention's and the written-out one."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn import attention
+
+from megatron_ext import device
+from megatron_ext.config.schema import Config
+from megatron_ext.config.without_effect import without_effect
+from megatron_ext.device import attention_choice
+from megatron_ext.device.attention_choice import KERNELS, Heads, Kernel, is_installed, seconds, use
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.train import attention_kernel
+from megatron_ext.train.attention_kernel import allowed_kernels, choose
+from tests.support.operator_calls import Calls, aten
+from tests.support.small_models import small_config
+
+HEADS = Heads(batch=2, queries=4, groups=2, length=8, channels=16, dtype=torch.float32)
+FUSED, FLASH, FLASH_3, UNFUSED = Kernel("fused"), Kernel("flash"), Kernel("flash", 3), Kernel("unfused")
+GPU: Any = SimpleNamespace(kind="cuda", model_name="NVIDIA H200")
+
+
+@pytest.fixture(autouse=True)
+def left_to_torch() -> Iterator[None]:
+    yield
+    use(None, device.current())
+
+
+def called() -> set[Any]:
+    """The operators that attention calls."""
+    heads = torch.ones(1, 2, 4, 8)
+    with Calls() as calls:
+        F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    return {operator for operator, _, _ in calls.calls}
+
+
+def test_a_process_uses_what_it_is_told() -> None:
+    fused = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert fused in called()
+    use(UNFUSED, device.current())
+    assert fused not in called()
+    use(FUSED, device.current())
+    assert fused in called(), "a CPU keeps the only fused kernel that it has"
+    use(UNFUSED, device.current())
+    use(None, device.current())
+    assert fused in called()
+
+
+def test_on_a_gpu_the_kernel_comes_first_and_others_take_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Any] = []
+
+    @contextlib.contextmanager
+    def sdpa_kernel(backends: Any, set_priority: bool = False) -> Iterator[None]:
+        held.append((backends, set_priority))
+        yield
+        held.pop()
+
+    monkeypatch.setattr(attention_choice, "sdpa_kernel", sdpa_kernel)
+    use(FUSED, GPU)
+    [(backends, in_this_order)] = held
+    assert in_this_order
+    assert [backend.name for backend in backends] == [
+        "CUDNN_ATTENTION",
+        "FLASH_ATTENTION",
+        "EFFICIENT_ATTENTION",
+        "MATH",
+    ]
+    use(UNFUSED, GPU)
+    assert [backend.name for backend in held[0][0]] == ["MATH"]
+    use(None, GPU)
+    assert not held
+
+
+def test_another_version_takes_the_place_of_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    active: list[str] = []
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", active.clear)
+    use(FLASH_3, GPU)
+    assert active == ["FA3"]
+    use(FLASH, GPU)
+    assert not active
+
+
+def test_what_cannot_run_takes_no_time() -> None:
+    here = device.current()
+    assert seconds(FUSED, HEADS, here) is None, "a CPU has no cuDNN"
+    for kernel in (FLASH, UNFUSED):
+        taken = seconds(kernel, HEADS, here)
+        assert taken is not None
+        assert taken > 0.0
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_only_what_varies_in_no_run_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        attention_choice, "_measured", lambda heads, here: seen.append(torch.are_deterministic_algorithms_enabled())
+    )
+    seconds(FLASH, HEADS, device.current())
+    seconds(FLASH, replace(HEADS, deterministic=True), device.current())
+    assert seen == [False, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda name: None)
+    assert not is_installed(FLASH_3)
+    assert is_installed(FLASH)
+    assert is_installed(FUSED)
+
+
+def test_the_flags_leave_these_kernels() -> None:
+    def left(**flags: Any) -> tuple[Kernel, ...]:
+        return allowed_kernels(small_config(training=flags))
+
+    assert left() == left(attention_backend="local") == KERNELS
+    assert left(attention_backend="flash") == (FLASH, FLASH_3, Kernel("flash", 4))
+    assert left(attention_backend="flash", flash_attention_version=2) == (FLASH,)
+    assert left(flash_attention_version=3) == (FLASH_3,)
+    assert left(attention_backend="fused") == (FUSED,)
+    assert left(attention_backend="unfused") == (UNFUSED,)
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> dict[Kernel, float]:
+    """Seconds of the kernels of a GPU; one that is missing cannot run. Rank 0's are all ranks'."""
+    found = {FUSED: 0.002, FLASH: 0.003}
+    monkeypatch.setattr(attention_kernel, "seconds", lambda kernel, heads, here: found.get(kernel))
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects, src: None)
+    return found
+
+
+def bf16(**flags: Any) -> Config:
+    return small_config(training={"bf16": True, **flags})
+
+
+def settled(config: Config) -> tuple[str, int | None]:
+    return config.training.attention_backend, config.training.flash_attention_version
+
+
+def test_the_fastest_is_taken_and_said(times: dict[Kernel, float]) -> None:
+    choice = choose(bf16(), GPU, None)
+    assert settled(choice.config) == ("fused", None)
+    assert choice.text == "fused; forward and backward pass of a layer: fused 2.00 ms, flash 2 3.00 ms"
+    times[FLASH_3] = 0.001
+    choice = choose(bf16(), GPU, None)
+    assert settled(choice.config) == ("flash", 3)
+    assert allowed_kernels(choice.config) == (FLASH_3,)
+
+
+def test_rank_0s_fastest_is_everybodys(times: dict[Kernel, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_rank_0(objects: list[Any], src: int) -> None:
+        assert src == 0
+        objects[:] = [[(0.001, FLASH), (0.004, FUSED)]]
+
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", from_rank_0)
+    assert settled(choose(bf16(), GPU, None).config) == ("flash", 2)
+
+
+def test_a_resumed_run_keeps_its_kernel(times: dict[Kernel, float]) -> None:
+    def resumed(backend: str, version: int | None = None, **flags: Any) -> tuple[str, int | None]:
+        resume: Any = SimpleNamespace(saved={"attention_backend": backend, "flash_attention_version": version})
+        return settled(choose(bf16(**flags), GPU, resume).config)
+
+    assert resumed("flash", 2) == ("flash", 2)
+    assert resumed("auto") == ("fused", None), "saved before there was a choice, or on a CPU"
+    assert resumed("flash", 3) == ("fused", None), "its package is gone"
+    assert resumed("flash", 2, attention_backend="fused") == ("fused", None), "the flag is stronger"
+    missing: Any = SimpleNamespace(saved=None)
+    assert settled(choose(bf16(), GPU, missing).config) == ("fused", None)
+
+
+def test_a_kernel_that_cannot_run_is_refused(times: dict[Kernel, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    del times[FUSED]
+    with pytest.raises(ConfigurationError, match=r"--attention-backend fused: NVIDIA H200 cannot run it for 4 heads"):
+        choose(bf16(attention_backend="fused"), GPU, None)
+    monkeypatch.setattr(attention_kernel, "is_installed", lambda kernel: kernel.version == 2)
+    wanted = {"attention_backend": "flash", "flash_attention_version": 4}
+    with pytest.raises(ConfigurationError, match=r"--flash-attention-version 4: torch finds no package of it here"):
+        choose(bf16(**wanted), GPU, None)
+    del times[FLASH]
+    left = choose(bf16(), GPU, None)
+    assert settled(left.config) == ("auto", None)
+    assert left.text == "torch's choice: no fused kernel takes these heads"
+
+
+def test_nothing_to_choose() -> None:
+    cpu = SimpleNamespace(kind="cpu")
+    documents = replace(bf16(), data=replace(bf16().data, reset_attention_mask=True))
+    ring = small_config(layout={"context_parallel_size": 2, "world_size": 2})
+    for here, config in ((cpu, bf16()), (GPU, documents), (GPU, ring)):
+        assert choose(config, here, None) == attention_kernel.Choice(config)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_heads_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Heads] = []
+    monkeypatch.setattr(attention_kernel, "seconds", lambda kernel, heads, here: asked.append(heads) or 1.0)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects, src: None)
+    config = small_config(
+        layout={"tensor_model_parallel_size": 2, "world_size": 2},
+        model={"num_query_groups": 2, "group_query_attention": True},
+        training={"bf16": True, "deterministic_mode": True},
+    )
+    choose(config, GPU, None)
+    model = config.model
+    assert asked[0] == Heads(
+        batch=config.training.micro_batch_size,
+        queries=model.num_attention_heads // 2,
+        groups=1,
+        length=model.seq_length,
+        channels=model.kv_channels,
+        dtype=torch.bfloat16,
+        dropout=model.attention_dropout,
+        deterministic=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"device": "cpu"}, "with --device cpu torch has one fused kernel of attention"),
+        ({"reset_attention_mask": True}, "kernel for documents"),
+        ({"context_parallel_size": 2}, "attends to parts"),
+        ({"context_parallel_size": 2, "cp_comm_type": ("a2a",)}, None),
+        ({}, None),
+    ],
+)
+def test_flags_without_effect_are_said(flags: dict[str, Any], reason: str | None) -> None:
+    given = {**flags, "attention_backend": "flash", "flash_attention_version": 3}
+    left, warnings = without_effect(given)
+    assert left == (given if reason is None else flags)
+    assert len(warnings) == (0 if reason is None else 2)
+    assert all(reason in warning for warning in warnings if reason is not None)
+
+
+def test_auto_says_nothing_on_a_cpu() -> None:
+    assert without_effect({"device": "cpu", "attention_backend": "auto"})[1] == []
+    assert without_effect({"device": "cpu", "attention_backend": "unfused"})[1] == []
