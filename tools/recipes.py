@@ -100,19 +100,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("name", nargs="?", help="reduce: of a recipe; measure: of the only one")
     parser.add_argument("file", nargs="?", type=Path, help="reduce: the YAML file to write")
     parser.add_argument("--missing", action="store_true", help="measure: only those without kept losses")
-    parser.add_argument("--most-ranks", type=int, metavar="N", help="of a copy; reduce: default 8, measure: 2")
+    parser.add_argument("--most-ranks", type=int, default=8, metavar="N", help="reduce: of the copy (default: 8)")
     options = parser.parse_args(argv)
     if options.action == "reduce" and options.file is None:
         parser.error("reduce needs the name of a recipe and the file to write")
     if options.action == "list":
         print("\n".join(f"{recipe.name:<29} {recipe.title}" for recipe in recipes()))
     elif options.action == "reduce":
-        values, ranks = reduce(find(options.name).values, options.most_ranks or 8)
+        values, ranks = reduce(find(options.name).values, options.most_ranks)
         options.file.write_text(yaml.safe_dump(values, sort_keys=False))
         print(ranks)
     elif options.action == "measure":
         names = [recipe.name for recipe in recipes() if recipe.devices] if options.name is None else [options.name]
-        measure(names, options.most_ranks or 2, again=not options.missing)
+        measure(names, again=not options.missing)
     else:
         PAGE.write_text(page(PAGE.read_text()))
     return 0
@@ -228,16 +228,29 @@ def _layers(values: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
 # ---- their losses
 
 
-def measure(names: Sequence[str], most_ranks: int, *, again: bool) -> None:
-    """Train tiny copies and keep their losses, each at its end; those with kept losses only if `again`."""
+SIZES = (2, 8)
+"""Most ranks of the copies that are measured: the fewest that divide anything, and what `run.sh --reduced` takes."""
+
+
+def measure(names: Sequence[str], *, again: bool) -> None:
+    """Train tiny copies of both sizes and keep their losses, each at its end; those with kept losses only if `again`.
+
+    Copies of the same configuration, which recipes of one family often have, are trained once.
+    """
     kept = {} if again else kept_losses()
+    done: dict[str, list[float]] = {}
     for name in names:
-        if name not in kept:
-            keep(measured([name], most_ranks), LOSSES)
+        for most_ranks in copies(find(name)).values():
+            values, ranks = reduce(find(name).values, most_ranks)
+            if str(ranks) in kept.get(name, {}):
+                continue
+            copy = json.dumps([values, ranks], sort_keys=True)
+            done[copy] = done.get(copy) or measured([name], most_ranks)[name]
+            keep(name, ranks, done[copy], LOSSES)
 
 
-def kept_losses() -> dict[str, list[float]]:
-    """Return the losses of the last measurements, of the steps of each recipe's tiny copy."""
+def kept_losses() -> dict[str, dict[str, list[float]]]:
+    """Return the losses of the last measurements: recipe, number of ranks of its tiny copy, steps."""
     return json.loads(LOSSES.read_text()) if LOSSES.exists() else {}
 
 
@@ -270,12 +283,20 @@ def trained(flags: Sequence[str]) -> list[float]:
     return [trainer.step().loss for _ in range(configured.config.training.train_iters or 0)]
 
 
-def keep(losses: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Write losses into a file, next to those of other recipes that are there."""
+def keep(name: str, ranks: int, losses: Sequence[float], path: Path) -> None:
+    """Write the losses of a copy into a file, next to those of other copies that are there and still exist."""
     kept = json.loads(path.read_text()) if path.exists() else {}
-    known = {recipe.name for recipe in recipes()}
-    both = {name: steps for name, steps in {**kept, **losses}.items() if name in known}
-    path.write_text(json.dumps(dict(sorted(both.items())), indent=1) + "\n")
+    kept.setdefault(name, {})[str(ranks)] = list(losses)
+    left: dict[str, dict[str, Any]] = {}
+    for recipe in recipes():
+        if recipe.name in kept:
+            left[recipe.name] = {size: kept[recipe.name][size] for size in copies(recipe) if size in kept[recipe.name]}
+    path.write_text(json.dumps(left, indent=1, sort_keys=True) + "\n")
+
+
+def copies(recipe: Recipe) -> dict[str, int]:
+    """Return the numbers of ranks of a recipe's tiny copies, as kept, and for each the most that it was asked for."""
+    return {str(reduce(recipe.values, most_ranks)[1]): most_ranks for most_ranks in reversed(SIZES)}
 
 
 # ---- the table
@@ -302,12 +323,15 @@ def table() -> Iterator[str]:
             yield "| " + " | ".join(cells) + " |"
     if losses:
         yield ""
-        yield "Tiny copies have two layers, synthetic tokens and CPU processes (`python tools/recipes.py measure`):"
-        yield "the loss of the first and of the fifth step shows that they train, and no more."
+        yield "Tiny copies have two layers (two a chunk in a pipeline), synthetic tokens and CPU processes"
+        yield "(`python tools/recipes.py measure`). One has two ranks; where the layout divides by more techniques,"
+        yield "another has all of them on 4 or 8 ranks, as `run.sh --reduced`. The loss of the first and of the fifth"
+        yield "step shows that they train, and no more."
 
 
-def _shown(losses: Sequence[float] | None) -> str:
-    return f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else ""
+def _shown(copies: Mapping[str, Sequence[float]] | None) -> str:
+    shown = [f"{ranks} ranks: {losses[0]:.3f} to {losses[-1]:.3f}" for ranks, losses in (copies or {}).items()]
+    return "; ".join(shown)
 
 
 def _row(recipe: Recipe, devices: Devices) -> list[str]:

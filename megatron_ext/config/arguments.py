@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ext.config import help_text, megatron_options, old_spellings, other_programs
+from megatron_ext.config import data_lists, help_text, megatron_options, old_spellings, other_programs
 from megatron_ext.config.files import read_yaml
 from megatron_ext.config.options import (
     Option,
@@ -75,6 +75,8 @@ class _Reading:
     """Pairs of a name that nobody knows, and the problem that it is."""
     fixed: dict[str, Any] = field(default_factory=dict)
     """Values that an old spelling stands for, which win over the field's own flag as in Megatron."""
+    implied: dict[str, Any] = field(default_factory=dict)
+    """Values that an old spelling stands for as well, where no flag gives others."""
 
 
 def parse(argv: Sequence[str]) -> Typed:
@@ -99,8 +101,9 @@ def read(argv: Sequence[str]) -> Typed:
     file = _Reading()
     if command_line.config_path is not None:
         _read_file(file, command_line.config_path)
-    given = file.values | file.fixed | command_line.values | command_line.fixed
-    values, dropped = without_effect(_with_default_tokenizer(given))
+    given = file.implied | command_line.implied | file.values | file.fixed | command_line.values | command_line.fixed
+    listed, wrong_lists = data_lists.with_listed_data(given)
+    values, dropped = without_effect(_with_default_tokenizer(listed))
     if not command_line.dry_run:
         _refuse_devices(command_line)
     _judge_unknown(command_line, [*command_line.unknown, *file.unknown])
@@ -111,7 +114,7 @@ def read(argv: Sequence[str]) -> Typed:
         device_memory_gb=command_line.device_memory_gb,
         device_name=command_line.device_name,
         warnings=tuple(dict.fromkeys(file.warnings + command_line.warnings + dropped)),
-        problems=tuple(command_line.problems + file.problems),
+        problems=tuple(command_line.problems + file.problems + wrong_lists),
         unread=frozenset(command_line.unread | file.unread),
     )
 
@@ -194,8 +197,8 @@ def _read_known(reading: _Reading, given: str, inline: str | None, words: list[s
     texts = words if inline is None else [inline, *words]
     if flag in options_by_flag():
         _read_option(reading, flag, options_by_flag()[flag], inline, words)
-    elif flag in old_spellings.FLAGS:
-        _read_old(reading, flag, inline, words)
+    elif (old := old_spellings.find(flag)) is not None:
+        _read_old(reading, flag, old, inline, words)
     elif (known := megatron_options.find(flag)) is not None:
         own = texts[: known.most_values]
         _refuse_extra(reading, flag, texts[known.most_values :])
@@ -206,8 +209,9 @@ def _read_known(reading: _Reading, given: str, inline: str | None, words: list[s
         reading.unknown.append((given, problem))
 
 
-def _read_old(reading: _Reading, flag: str, inline: str | None, words: list[str]) -> None:
-    name, value = old_spellings.FLAGS[flag]
+def _read_old(reading: _Reading, flag: str, old: tuple[str, str | None], inline: str | None, words: list[str]) -> None:
+    name, value = old
+    reading.implied |= old_spellings.IMPLIED.get(flag, {})
     if value is None:
         _read_option(reading, flag, options_by_name()[name], inline, words)
     else:
@@ -245,6 +249,8 @@ def _taken(reading: _Reading, flag: str, option: Option, text: str) -> str:
 def _judge_megatron(reading: _Reading, known: megatron_options.MegatronOption, values: list[str]) -> None:
     if not values and known.most_values == 1:
         reading.problems.append(f"{known.flag} needs a value{'' if known.accepted else f'; but {known.reason}'}")
+    elif (why_not := known.refused_value(values)) is not None:
+        reading.problems.append(f"{' '.join([known.flag, *values])} is not supported: {why_not}")
     elif known.is_neutral(values):
         return
     elif known.accepted:
@@ -299,9 +305,11 @@ def _read_file(reading: _Reading, path: str) -> None:
 def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> str | None:
     """Read one line of a configuration file, and return the option that it gives a value, if it does."""
     name = key.replace("-", "_")
-    if flag_of(name) in old_spellings.FLAGS:
-        name, fixed = old_spellings.FLAGS[flag_of(name)]
+    if (old := old_spellings.find(flag_of(name))) is not None:
+        implied = old_spellings.IMPLIED.get(flag_of(name), {})
+        name, fixed = old
         value = value if fixed is None else fixed if value is True else None
+        reading.implied |= implied if value is not None else {}
     option = options_by_name().get(name)
     try:
         if value is None:

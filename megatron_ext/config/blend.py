@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.config.data_lists import LIST_NAMES
 from megatron_ext.config.options import flag_of
 
 DATA_PATH_NAMES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -63,7 +64,7 @@ def _needed_paths(typed: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
                 continue  # a store is asked when the data is opened
             for suffix in (".bin", ".idx"):
                 yield flag_of(name), prefix + suffix
-    for name in ("eval_tasks", "sample_prompts"):
+    for name in (*LIST_NAMES, "eval_tasks", "sample_prompts"):
         if typed.get(name) is not None:
             yield flag_of(name), typed[name]
 

@@ -16,14 +16,15 @@ EARLIER: tuple[tuple[str, str], ...] = (
         "megatron-core's own data parallelism is always used, with its buffers of gradients",
         """
         --DDP-impl N =local, --no-contiguous-buffers-in-local-ddp, --use-contiguous-buffers-in-local-ddp,
-        --use-contiguous-buffers-in-ddp
+        --use-contiguous-buffers-in-ddp, --use-contiguous-parameters-in-local-ddp
         """,
     ),
     (
         "communication is scheduled by megatron-core's defaults",
         """
         --no-async-tensor-model-parallel-allreduce, --no-scatter-gather-tensors-in-pipeline, --delay-grad-reduce,
-        --no-delay-grad-reduce, --delay-param-gather, --overlap-p2p-communication
+        --no-delay-grad-reduce, --delay-param-gather, --overlap-p2p-communication, --use-mc2, --use-ascend-mc2,
+        --use-cp-send-recv-overlap
         """,
     ),
     (
@@ -36,14 +37,28 @@ EARLIER: tuple[tuple[str, str], ...] = (
         "attention, norms, activations and rotary embedding run on torch and are fused there where that is exact",
         """
         --use-ck-flash-attn, --use-flash-attn-ck, --use-flash-attn-v1, --use-flash-attn-v2, --use-flash-attn-triton,
-        --use-flash-attn-builder
+        --use-flash-attn-builder, --scaled-upper-triang-masked-softmax-fusion, --scaled-masked-softmax-fusion,
+        --abort-on-unmet-fused-kernel-constraints, --disable-te-fused-rope, --use-fused-rmsnorm, --use-fused-swiglu,
+        --use-fused-rotary-pos-emb, --use-fused-sdpa N, --use-fused-sdpa-with-recompute N, --use-fast-softmax
         """,
     ),
     (
         "what is kept for recomputation stays on the device, as --recompute-granularity says",
         """
         --distribute-checkpointed-activations, --partition-activations, --contigious-checkpointing,
-        --checkpoint-in-cpu, --synchronize-each-layer, --profile-backward
+        --checkpoint-in-cpu, --synchronize-each-layer, --profile-backward, --swap-attention
+        """,
+    ),
+    (
+        "validation is read by as many workers as training, --num-workers",
+        """
+        --valid-num-workers N
+        """,
+    ),
+    (
+        "weights that ranks share are equal from the start, and --check-replicated-weights-interval sees to it",
+        """
+        --sync-tp-duplicated-parameters
         """,
     ),
     (

@@ -56,7 +56,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     (
         "weights are a function of the seed and the parameter's name, drawn slice by slice on every device",
         """
-        --use-cpu-initialization, --init-model-with-meta-device
+        --use-cpu-initialization, --init-model-with-meta-device, --no-initialization
         """,
     ),
     (
@@ -125,7 +125,21 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         "the sampler needs no surplus and builds its indices without a mask",
         """
         --mid-level-dataset-surplus N, --num-dataset-builder-threads N, --no-create-attention-mask-in-dataloader,
-        --dataloader-fast-cache-load, --dataloader-defer-npy-index-mmap, --allow-ambiguous-pad-tokens
+        --dataloader-fast-cache-load, --dataloader-defer-npy-index-mmap, --allow-ambiguous-pad-tokens,
+        --per-dataset-sequences-path N
+        """,
+    ),
+    (
+        "all samples are shuffled once an epoch, in an order that is a function of the seed and the same in every "
+        "layout, and are not shuffled once more",
+        """
+        --dataloader-type N =single
+        """,
+    ),
+    (
+        "data in a store (--data-path s3://...) is read by fsspec, and its .idx files are copied once a machine",
+        """
+        --object-storage-cache-path N, --enable-msc
         """,
     ),
     (
@@ -254,7 +268,42 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         "it is not measured, and not in the log",
         """
         --log-max-attention-logit, --log-energy, --run-workload-inspector-server, --moe-per-layer-logging,
-        --config-logger-dir N
+        --config-logger-dir N, --dump-param-to-param-group-map N
+        """,
+    ),
+    (
+        "nothing is generated in pretraining but by --sample-interval, which has its own way",
+        """
+        --inference-fuse-tp-communication, --inference-disable-triton-nvls-kernels,
+        --inference-grouped-gemm-backend N =vllm, --inference-moe-disable-fused-quant-kernels,
+        --inference-moe-token-dispatcher-type N =nvls, --inference-rng-tracker,
+        --inference-batch-times-seqlen-threshold N =-1, --inference-max-requests N =8,
+        --inference-max-seq-length N =2560, --inference-dynamic-batching,
+        --inference-dynamic-batching-buffer-size-gb N =40.0, --inference-dynamic-batching-paused-buffer-size-gb N,
+        --inference-dynamic-batching-mamba-memory-ratio N, --inference-dynamic-batching-block-size N =256,
+        --inference-dynamic-batching-max-requests N, --inference-dynamic-batching-max-tokens N,
+        --inference-dynamic-batching-track-paused-request-events,
+        --inference-dynamic-batching-track-generated-token-events,
+        --inference-dynamic-batching-unified-memory-level N =0, --inference-dynamic-batching-prefix-caching,
+        --inference-dynamic-batching-prefix-caching-eviction-policy N =ref_zero,
+        --inference-dynamic-batching-prefix-caching-coordinator-policy N =load_balanced,
+        --inference-dynamic-batching-prefix-caching-routing-alpha N =0.5,
+        --inference-dynamic-batching-prefix-caching-mamba-gb N,
+        --inference-dynamic-batching-sampling-backend N =torch,
+        --inference-dynamic-batching-async-sched-mode N =legacy,
+        --inference-dynamic-batching-logprobs-mode N =raw_logprobs, --inference-logging-step-interval N =0,
+        --inference-text-gen-server-logging, --inference-wandb-logging, --inference-coordinator-port N,
+        --inference-use-synchronous-zmq-collectives, --inference-disable-ep-consensus, --inference-shards N,
+        --max-tokens-to-oom N =12000,
+        --use-legacy-static-engine, --enable-chunked-prefill, --num-speculative-tokens N =0,
+        --no-inference-dynamic-batching-prefix-caching, --use-same-sampling-seed-across-dp-ranks,
+        --no-inference-text-gen-server-logging, --no-inference-wandb-logging,
+        --no-inference-use-synchronous-zmq-collectives, --no-inference-disable-ep-consensus, --flash-decode,
+        --mlp-chunks-for-prefill N =1, --inference-cuda-graph-scope N,
+        --inference-dynamic-batching-num-cuda-graphs N =16, --decode-only-cuda-graphs,
+        --inference-cuda-graph-all-prefills, --inference-cuda-graph-max-tokens N =512,
+        --inference-dynamic-batching-cuda-graph-mixed-prefill-count N =16,
+        --inference-dynamic-batching-cuda-graph-sizing-distribution N =exponential
         """,
     ),
     (

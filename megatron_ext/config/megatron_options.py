@@ -29,6 +29,10 @@ class MegatronOption:
     neutral: str | None
     """Values that ask for nothing, separated by `;`."""
 
+    def refused_value(self, values: list[str]) -> str | None:
+        """Return why these values of an accepted flag are refused; None where they are not."""
+        return _REFUSED_VALUES.get((self.flag, " ".join(values)))
+
     def is_neutral(self, values: list[str]) -> bool:
         """Return whether these values ask for nothing (`--context-parallel-size 1`), so that the flag may pass
         silently."""
@@ -46,6 +50,13 @@ def _experts_in_every_layer(text: str) -> bool:
 
 _NEUTRAL_FORMS = {"--moe-layer-freq": _experts_in_every_layer}
 """Flags whose values ask for nothing in more than one form."""
+
+_REFUSED_VALUES = {
+    ("--dataloader-type", "external"): (
+        "a loader of one's own is given to pretrain(datasets=...), as docs/extending.md shows; leave it out"
+    )
+}
+"""Values of flags that otherwise change nothing here -> why they do."""
 
 
 def _same(given: str, neutral: str) -> bool:

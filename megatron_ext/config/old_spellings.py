@@ -3,15 +3,36 @@
 Other names of a flag that takes the same values, such as `--persistent-save-interval`, are aliases in the schema.
 """
 
+from typing import Any
+
 FLAGS: dict[str, tuple[str, str | None]] = {
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
     "--batch-size": ("micro_batch_size", None),
     "--model-parallel-size": ("tensor_model_parallel_size", None),
     "--warmup": ("lr_warmup_fraction", None),
+    "--checkpoint-activations": ("recompute_granularity", "full"),
     "--encoder-num-layers": ("num_layers", None),
     "--encoder-seq-length": ("seq_length", None),
 }
 """Flag -> field, and the value that the flag stands for; None where the flag takes the field's own value."""
+
+EARLIER_FLAGS: dict[str, tuple[str, str | None]] = {
+    "--layernorm-epsilon": ("norm_epsilon", None),
+    "--checkpoint-num-layers": ("recompute_num_layers", None),
+    "--activations-checkpoint-method": ("recompute_method", None),
+    "--activations-checkpoint-num-layers": ("recompute_num_layers", None),
+    "--override-lr-scheduler": ("override_opt_param_scheduler", None),
+    "--use-checkpoint-lr-scheduler": ("use_checkpoint_opt_param_scheduler", None),
+    "--tokenizer-name-or-path": ("tokenizer_model", None),
+}
+"""The same for flags that Megatron no longer has, or that a fork has in the place of Megatron's."""
+
+_WHOLE_LAYERS = {"recompute_method": "uniform", "recompute_num_layers": 1}
+IMPLIED: dict[str, dict[str, Any]] = {
+    "--checkpoint-activations": _WHOLE_LAYERS,
+    "--activations-checkpoint-method": {"recompute_granularity": "full", **_WHOLE_LAYERS},
+}
+"""Old spelling -> what it stands for besides, by field, where no flag says otherwise."""
 
 VALUES: dict[tuple[str, str], tuple[str, str | None]] = {
     ("tokenizer_type", "Llama2Tokenizer"): ("SentencePieceTokenizer", None),
@@ -29,6 +50,21 @@ VALUES: dict[tuple[str, str], tuple[str, str | None]] = {
 }
 """Field and value -> the value that is taken, and, where that does something else to the same end, what it does."""
 
+VALUES_OF_FORKS: dict[tuple[str, str], tuple[str, str | None]] = {
+    ("normalization", "rmsnorm"): ("RMSNorm", None),
+    ("normalization", "layernorm"): ("LayerNorm", None),
+    ("position_embedding_type", "rotary"): ("rope", None),
+    ("position_embedding_type", "absolute"): ("learned_absolute", None),
+    ("tokenizer_type", "PretrainedFromHF"): ("HuggingFaceTokenizer", None),
+}
+"""The same for values that Megatron itself does not know."""
+
+
+def find(flag: str) -> tuple[str, str | None] | None:
+    """Return the field behind an old spelling, and the value that it stands for if it takes none; None for another
+    flag."""
+    return FLAGS.get(flag) or EARLIER_FLAGS.get(flag)
+
 
 def taken_value(field: str, text: str) -> tuple[str, str | None]:
     """Return the value that stands for a text (itself, where it is no old spelling), and what happens instead of what
@@ -37,4 +73,4 @@ def taken_value(field: str, text: str) -> tuple[str, str | None]:
     `taken_value("tokenizer_type", "Llama2Tokenizer")` is `("SentencePieceTokenizer", None)`: Megatron 0.19 builds one
     and the same tokenizer for both.
     """
-    return VALUES.get((field, text), (text, None))
+    return VALUES.get((field, text)) or VALUES_OF_FORKS.get((field, text), (text, None))

@@ -3,7 +3,7 @@ show."""
 
 from megatron_ext.config.help_text import default_text
 from megatron_ext.config.megatron_options import earlier_options, megatron_options
-from megatron_ext.config.old_spellings import FLAGS, VALUES
+from megatron_ext.config.old_spellings import EARLIER_FLAGS, FLAGS, IMPLIED, VALUES, VALUES_OF_FORKS
 from megatron_ext.config.options import Option, flag_of, options
 from megatron_ext.config.other_defaults import other_default
 
@@ -82,9 +82,13 @@ def flags_page() -> str:
 
 def _old_spellings() -> list[str]:
     lines = ["### Old spellings", "", "| old | taken as |", "|---|---|"]
-    for flag, (name, value) in FLAGS.items():
-        lines.append(f"| `{flag}` | `{' '.join(filter(None, (flag_of(name), value)))}` |")
-    for (name, old), (new, instead) in VALUES.items():
+    for flag, (name, value) in (FLAGS | EARLIER_FLAGS).items():
+        besides = "".join(
+            f", `{flag_of(other)} {text}`" for other, text in IMPLIED.get(flag, {}).items() if other != name
+        )
+        unless = " unless other flags say otherwise" if besides else ""
+        lines.append(f"| `{flag}` | `{' '.join(filter(None, (flag_of(name), value)))}`{besides}{unless} |")
+    for (name, old), (new, instead) in (VALUES | VALUES_OF_FORKS).items():
         warned = f", with a warning: {instead}" if instead else ""
         lines.append(f"| `{flag_of(name)} {old}` | `{flag_of(name)} {new}`{warned} |")
     return lines

@@ -17,6 +17,7 @@ from megatron_ext.config.batch import read_schedule
 from megatron_ext.config.lr_scale import scale
 from megatron_ext.config.pipeline import read_pipeline_layout
 from megatron_ext.config.schema import Config
+from megatron_ext.config.schema.model import ModelConfig
 
 # A check takes less than a step, which reads every weight too, and more than once: less than 0.1% of the time.
 STEPS_BETWEEN_REPLICA_CHECKS = 1000
@@ -76,6 +77,7 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
     _resolve_layout(values, facts)
     _resolve_implementation(values)
     _resolve_model(values, facts)
+    _resolve_exchange(values)
     _resolve_training(values)
     if "split" in values:
         values["split"] = values["split"].strip(" '\"")  # quotes that a script has twice, as Megatron takes them
@@ -148,10 +150,20 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
 
 
 def _resolve_implementation(values: dict[str, Any]) -> None:
-    """Have the layers computed by ours where Transformer Engine's cannot be: experts, and weights that FSDP divides.
-    What is computed is the same."""
-    if any(values.get(name) for name in ("num_experts", "use_megatron_fsdp", "use_torch_fsdp2")):
+    """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides, and
+    products in FP8, which are torch's. What is computed is the same, in FP8 up to how each rounds."""
+    if any(values.get(name) for name in ("num_experts", "use_megatron_fsdp", "use_torch_fsdp2", "fp8_format")):
         values["transformer_impl"] = "local"
+
+
+def _resolve_exchange(values: dict[str, Any]) -> None:
+    """Have context-parallel ranks exchange heads where attention has dropout and nobody has named an exchange: a ring
+    puts attention together from blocks, whose kernels have no dropout."""
+    size, tensor = values.get("context_parallel_size", 1), values.get("tensor_model_parallel_size", 1)
+    groups = values.get("num_query_groups" if values.get("group_query_attention") else "num_attention_heads")
+    dropout = values.get("attention_dropout", ModelConfig.attention_dropout)
+    if positive(size, tensor, groups, dropout) and size > 1 and groups % (size * tensor) == 0:
+        _fill(values, "cp_comm_type", ("a2a",))
 
 
 def _resolve_model(values: dict[str, Any], facts: Facts) -> None:

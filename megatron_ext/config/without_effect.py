@@ -30,7 +30,28 @@ def without_effect(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     for name, reason in _dropped(values):
         if left.pop(name) is not False:  # --switch=false asks for nothing
             warnings.append(f"{flag_of(name)} changes nothing here: {reason}")
-    return left, warnings
+    return left, warnings + _drop_parts_of_experts(left)
+
+
+_PARTS_OF_EXPERTS = ("moe", "moe_act", "shared_experts", "mla_up_proj")
+"""Values of --recompute-modules that belong to experts and to latent attention."""
+
+
+def _drop_parts_of_experts(left: dict[str, Any]) -> list[str]:
+    """Drop what is not recomputed by itself from the typed values, and return the warning, if there is one."""
+    parts = left.get("recompute_modules") or ()
+    dropped = [part for part in parts if part in _PARTS_OF_EXPERTS]
+    if not dropped:
+        return []
+    left["recompute_modules"] = tuple(part for part in parts if part not in dropped)
+    if not left["recompute_modules"]:
+        del left["recompute_modules"]
+        if left.get("recompute_granularity") == "selective":
+            del left["recompute_granularity"]
+    return [
+        f"--recompute-modules {' '.join(dropped)} changes nothing here: what experts keep for the backward pass stays "
+        "on the device; --recompute-granularity full saves that memory"
+    ]
 
 
 def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -16,11 +16,6 @@ def fp8_has_layers_of_its_own(config: Config, facts: Facts) -> Iterator[str]:
     model, training = config.model, config.training
     if training.fp8_format is None:
         return
-    if model.transformer_impl == "transformer_engine":
-        yield (
-            "--fp8-format is for --transformer-impl local: Transformer Engine's own FP8 is not used here; leave one of "
-            "the two out"
-        )
     if model.num_experts is not None:
         yield (
             f"--fp8-format {training.fp8_format} has no grouped products for the experts of --num-experts "

@@ -58,6 +58,8 @@ def values_have_what_they_need(config: Config, facts: Facts) -> Iterator[str]:
 def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
     """Require exactly one source of data."""
     data = config.data
+    if data.data_args_path or data.per_split_data_args_path:
+        return  # a file that is not there, which `named_files_exist` says, or --dry-run believes in
     given = [name for name in DATA_PATH_NAMES if getattr(data, name)]
     own_splits = [name for name in given if name != "data_path"]
     if not data.mock_data and not given:
@@ -282,11 +284,18 @@ def moments_are_kept_as_in_the_checkpoint(config: Config, facts: Facts) -> Itera
 
 
 def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse options about a checkpoint to load without --load."""
+    """Refuse options about a checkpoint to load without --load. Where the folder is still empty, the first start of a
+    script that goes on from it, flags may describe the model."""
     checkpoint = config.checkpoint
-    if checkpoint.use_checkpoint_args and facts.saved is None:
-        where = f"--load {checkpoint.load} holds none that is whole" if checkpoint.load else "--load is missing"
-        yield f"--use-checkpoint-args takes the model from a checkpoint, but {where}; give a folder that has one"
+    if checkpoint.use_checkpoint_args and checkpoint.load is None:
+        yield (
+            "--use-checkpoint-args takes the model from a checkpoint, but --load is missing; give a folder that has one"
+        )
+    elif checkpoint.use_checkpoint_args and facts.saved is None and config.model.num_layers is None:
+        yield (
+            f"--use-checkpoint-args takes the model from a checkpoint, but --load {checkpoint.load} holds none that is "
+            "whole; give a folder that has one, or the flags of the model"
+        )
     if checkpoint.override_opt_param_scheduler and checkpoint.use_checkpoint_opt_param_scheduler:
         yield (
             "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; keep one "

@@ -111,14 +111,25 @@ def _configured(
     found = problems(config, facts) or _other_curves(config, facts)
     if found:
         raise ConfigurationError(found)
-    warnings = (*typed.warnings, *_without_effect(typed, config), *_other_seed(config, facts))
+    warnings = (*typed.warnings, *_without_effect(typed, config, facts), *_other_seed(config, facts))
     typed = replace(typed, warnings=warnings)
     return Configured(config, typed, given, search, resume)
 
 
-def _without_effect(typed: Typed, config: Config) -> list[str]:
-    """Return a warning for each flag that changes nothing together with the others."""
+def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
+    """Return a warning for each flag that changes nothing, or something else, together with the others."""
     warnings = []
+    layout = config.layout
+    if layout.context_parallel_size > 1 and "cp_comm_type" not in typed.values and layout.cp_comm_type == ("a2a",):
+        warnings.append(
+            f"--attention-dropout {config.model.attention_dropout:g} with context parallelism: ranks exchange heads "
+            "(--cp-comm-type a2a), for the blocks of a ring have no dropout; --attention-dropout 0 keeps the ring"
+        )
+    if config.checkpoint.use_checkpoint_args and facts.saved is None:
+        warnings.append(
+            f"--use-checkpoint-args changes nothing here: --load {config.checkpoint.load} holds no flags of a "
+            "checkpoint, and the model is that of the command line"
+        )
     if config.model.no_position_embedding:
         warnings.append(
             "--no-position-embedding changes nothing with --position-embedding-type rope: the rotary positions stay, "
@@ -127,8 +138,8 @@ def _without_effect(typed: Typed, config: Config) -> list[str]:
     asked, taken = typed.values.get("transformer_impl", "local"), config.model.transformer_impl
     if asked != taken:
         warnings.append(
-            f"--transformer-impl {asked} changes nothing here: experts and FSDP's layers are computed as with "
-            f"--transformer-impl {taken}"
+            f"--transformer-impl {asked} changes nothing here: experts, FSDP's layers and those in FP8 are computed as "
+            f"with --transformer-impl {taken}"
         )
     return warnings
 

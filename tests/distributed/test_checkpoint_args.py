@@ -76,6 +76,12 @@ def test_no_checkpoint_to_take_it_from(tmp_path: Path) -> None:
     )
 
 
+def test_the_first_start_of_a_script_that_takes_it_has_the_flags(tmp_path: Path) -> None:
+    """As Megatron-LM goes on where there is no checkpoint yet."""
+    given = _config(str(tmp_path), MODEL, REST, SCHEDULE, ["--use-checkpoint-args"])
+    assert given.model == _config(str(tmp_path), MODEL, REST, SCHEDULE).model
+
+
 LONGER = shlex.split("--train-iters 20 --lr 3e-2 --min-lr 1e-3 --lr-warmup-iters 2 --lr-decay-style cosine")
 
 

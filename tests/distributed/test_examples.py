@@ -86,6 +86,7 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_p
 # Writes its arguments down, and the one file that the quickstart itself reads.
 STAND_IN = """#!/bin/bash
 echo "$*" >> {commands}
+case "$*" in *" pretrain_gpt.py "*) echo "$OMP_NUM_THREADS ${{OMP_WAIT_POLICY:-}}" >> {commands}.threads ;; esac
 mkdir -p {run}
 touch {run}/train_manifest.json
 """
@@ -95,6 +96,8 @@ def test_the_quickstart_on_eight_ranks_is_a_run_that_can_be_built(tmp_path: Path
     """The flags of its training, from the script itself; this layout is trained in tests/parity."""
     commands, folder = tmp_path / "commands", tmp_path / "run"
     write_program(tmp_path / "bin/python", STAND_IN.format(commands=commands, run=folder))
+    (tmp_path / "bin/nproc").write_text("#!/bin/bash\necho 6\n")
+    (tmp_path / "bin/nproc").chmod(0o755)
     environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "VIRTUAL_ENV": str(tmp_path)}
     script = ["bash", str(ROOT / "examples/quickstart.sh"), str(folder), "10", "8"]
     ended = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
@@ -120,6 +123,7 @@ def test_the_quickstart_on_eight_ranks_is_a_run_that_can_be_built(tmp_path: Path
         sizes.append((layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size))
         sizes.append((layout.num_virtual_stages_per_pipeline_rank, layout.data_parallel_size))
     assert sizes == [(1, 1), (None, 1), (2, 2), (2, 2)]
+    assert (tmp_path / "commands.threads").read_text().splitlines() == ["4 PASSIVE", "1 "], "and of its threads"
 
 
 @pytest.mark.parametrize("named", ["folder", "folder/", "link", "link//", "folder/work.txt", "folder/sub/.."])

@@ -85,7 +85,7 @@ class Outcome:
 
 
 _NOT_TOGETHER = {
-    "--fp8-format": "FP8 in the layers of `--transformer-impl transformer_engine`",
+    "--fp8-format": "FP8 with experts",
     "--cp-comm-type": "attention dropout in a ring of context-parallel ranks",
     "--use-torch-fsdp2": "a loss scale (`--fp16`) under FSDP2",
 }

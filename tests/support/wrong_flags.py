@@ -193,9 +193,6 @@ EXAMPLES = {
         "--transformer-impl local",
     ),
     "FP8 in float16": Example("--fp16 --fp8-format hybrid", "--fp16=false --bf16"),
-    "FP8 in Transformer Engine": Example(
-        "--transformer-impl transformer_engine --fp8-format hybrid", "--transformer-impl local"
-    ),
     "FP8 with all layers left in bf16": Example(
         "--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 8", "--first-last-layers-bf16=false"
     ),

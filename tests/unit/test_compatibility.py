@@ -137,6 +137,43 @@ def test_a_flag_of_another_launcher_is_named_with_what_to_do_instead(flag: str, 
     assert parse([flag, "2", "--allow-unknown-flags"]).values == {}
 
 
+@pytest.mark.parametrize(
+    ("flags", "exchange"),
+    [
+        ("", "a2a"),  # attention dropout is Megatron's default, 0.1
+        ("--attention-dropout 0", "p2p"),
+        ("--attention-dropout 0 --cp-comm-type all_gather", "all_gather"),
+        ("--context-parallel-size 1 --world-size 1", "p2p"),
+    ],
+)
+def test_attention_dropout_chooses_the_exchange_that_has_it(flags: str, exchange: str):
+    """Scripts of Megatron-LM name no exchange."""
+    found = configured(f"--world-size 2 --context-parallel-size 2 {flags}")
+    assert found.config.layout.cp_comm_type == (exchange,)
+    assert ["--cp-comm-type a2a" in warning for warning in found.typed.warnings] == [True] * (exchange == "a2a")
+
+
+def test_heads_that_do_not_divide_leave_the_ring_which_is_refused():
+    [problem] = problems_of("--world-size 16 --context-parallel-size 16")
+    assert problem.startswith("--cp-comm-type p2p puts attention together from blocks, whose kernels have no dropout")
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("moe_act layernorm", {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}),
+        ("moe_act mla_up_proj", {}),
+        ("core_attn", {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}),
+    ],
+)
+def test_what_is_not_recomputed_by_itself_is_left_out(given: str, left: dict[str, Any]):
+    typed = parse(f"--recompute-granularity selective --recompute-modules {given}".split())
+    assert typed.values == left
+    dropped = [part for part in given.split() if part in ("moe_act", "mla_up_proj")]
+    said = [warning.partition(" changes nothing here")[0] for warning in typed.warnings]
+    assert said == ([f"--recompute-modules {' '.join(dropped)}"] if dropped else [])
+
+
 def test_the_equivalents_of_other_programs_flags_are_flags():
     foreign = {"--nnodes", "--node-rank", "--rdzv-endpoint", "--nproc-per-node", "--from"}  # torchrun's and a tool's
     for flag, text in other_programs.FLAGS.items():

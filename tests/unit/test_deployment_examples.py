@@ -18,7 +18,7 @@ PODS: dict[str, dict[str, Any]] = JOB["spec"]["pytorchReplicaSpecs"]
 
 def test_the_image_is_made_of_what_is_there() -> None:
     copied = [word for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE) for word in line.split()[:-1]]
-    assert {"requirements.txt", "pretrain_gpt.py", "megatron_ext", "tools", "examples"} <= set(copied)
+    assert {"requirements.txt", "pretrain_gpt.py", "megatron_ext", "tools", "tasks", "examples"} <= set(copied)
     assert [name for name in copied if not (ROOT / name).exists()] == []
     version = (ROOT / ".python-version").read_text().strip()
     assert re.findall(r"^FROM (.+)$", DOCKERFILE, re.MULTILINE) == [f"python:{version}-slim"]

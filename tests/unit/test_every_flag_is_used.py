@@ -20,6 +20,10 @@ BY_CONSTRUCTION = {
     "ckpt_format": "one format, and the flag's only choice",
     "non_persistent_ckpt_type": "one kind, and the flag's only choice: the rules ask for it",
     "use_checkpoint_args": "config/saved.py reads it among the typed values, before there is a configuration",
+    **dict.fromkeys(
+        ("data_args_path", "per_split_data_args_path"),
+        "config/data_lists.py reads them among the typed values, and puts what they list in their place",
+    ),
     "test_data_path": "data/corpus.py reads `{split}_data_path`",
     "train_data_path": "data/corpus.py reads `{split}_data_path`",
     "valid_data_path": "data/corpus.py reads `{split}_data_path`",

@@ -5,7 +5,7 @@ import pytest
 from megatron_ext.config import other_programs
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.megatron_options import earlier_options, megatron_options
-from megatron_ext.config.old_spellings import FLAGS, VALUES
+from megatron_ext.config.old_spellings import EARLIER_FLAGS, FLAGS, VALUES, VALUES_OF_FORKS
 from megatron_ext.config.options import options_by_flag, options_by_name
 from megatron_ext.config.other_defaults import OTHER_DEFAULTS, OTHER_MEANINGS
 from megatron_ext.errors import ConfigurationError
@@ -147,6 +147,7 @@ def test_a_value_that_passes_silently_is_megatrons_default_or_asks_for_nothing()
         "--rope-type": "rope",
         "--rotary-seq-len-interpolation-factor": "1",  # positions as they are
         "--dataloader-type": "single",
+        "--moe-router-topk-scaling-factor": "1.0",
         "--dist-ckpt-format": "torch_dist",
         "--exit-signal": "SIGTERM",
         "--megatron-fsdp-main-grads-dtype": "fp32",  # what gradients are summed and kept in
@@ -169,11 +170,45 @@ def test_an_old_value_is_one_of_megatrons_and_is_taken_as_one_of_ours():
         assert theirs is None or old in theirs or old == "zarr", (name, old)
 
 
+def test_a_value_of_a_fork_is_none_of_megatrons_and_is_taken_as_one_of_ours():
+    for (name, old), (new, _) in VALUES_OF_FORKS.items():
+        option = options_by_name()[name]
+        assert option.choices is not None
+        assert new in option.choices
+        assert old not in (wheel_options()[option.flag].choices or ()) or old not in option.choices
+        assert parse([option.flag, old]).values == {name: new}
+
+
 def test_an_option_of_an_earlier_release_is_in_no_other_class():
     """Where Megatron has it again, the list read from its wheel says what becomes of it."""
-    earlier = set(earlier_options())
-    assert earlier
-    assert not earlier & (set(wheel_options()) | set(options_by_flag()) | set(FLAGS) | set(other_programs.FLAGS))
+    earlier = [*earlier_options(), *EARLIER_FLAGS]
+    others = set(wheel_options()) | set(options_by_flag()) | set(FLAGS) | set(other_programs.FLAGS)
+    assert len(earlier) == len(set(earlier))
+    assert not others & set(earlier)
+
+
+def test_an_earlier_spelling_stands_for_a_field_and_what_it_implies():
+    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert parse(["--checkpoint-activations"]).values == whole
+    assert parse(["--checkpoint-num-layers", "4", "--checkpoint-activations"]).values == {
+        **whole,
+        "recompute_num_layers": 4,
+    }
+    block = "--activations-checkpoint-method block --activations-checkpoint-num-layers 2"
+    assert parse(block.split()).values == {**whole, "recompute_method": "block", "recompute_num_layers": 2}
+    assert parse(["--override-lr-scheduler"]).values == {"override_opt_param_scheduler": True}
+    assert parse(["--layernorm-epsilon", "1e-6", "--tokenizer_name_or_path", "x"]).values == {
+        "norm_epsilon": 1e-6,
+        "tokenizer_model": "x",
+    }
+
+
+def test_of_a_flag_that_changes_nothing_one_value_may_be_refused():
+    assert parse(["--dataloader-type", "single"]).warnings == ()
+    [warning] = parse(["--dataloader-type", "cyclic"]).warnings
+    assert warning.startswith("--dataloader-type changes nothing here: all samples are shuffled once an epoch")
+    with pytest.raises(ConfigurationError, match=r"--dataloader-type external is not .*pretrain\(datasets=...\)"):
+        parse(["--dataloader-type", "external"])
 
 
 def test_a_script_of_an_earlier_release_is_taken_with_a_warning_for_each():

@@ -265,30 +265,51 @@ def test_run_sh_needs_a_whole_set_of_paths(stand_ins: dict[str, str]) -> None:
     assert "VALID: prefix of the validation" in ended.stderr
 
 
-def test_a_measurement_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured is kept at once; `--missing` leaves it as it is."""
-    asked: list[str] = []
+@pytest.mark.parametrize("recipe", WITH_MODEL, ids=named)
+def test_its_tiny_copies_have_trained(recipe: Recipe) -> None:
+    """The committed losses of all its copies begin where a model that knows nothing is, and go down."""
+    kept = recipes.kept_losses()[recipe.name]
+    assert set(kept) == {str(reduce(recipe.values, most_ranks)[1]) for most_ranks in (2, 8)}
+    for losses in kept.values():
+        assert len(losses) == 5
+        assert losses[0] == pytest.approx(5.5, abs=0.2), "ln(250)"
+        assert losses[-1] < losses[0] - 0.02
 
-    def stopped_at_the_third(names: list[str], _most_ranks: int) -> dict[str, list[float]]:
-        asked.extend(names)
-        if len(asked) == 3:
+
+def test_a_measurement_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is kept at once; `--missing` leaves it as it is; equal copies are trained once."""
+    asked: list[tuple[str, int]] = []
+
+    def stopped_at_the_fourth(names: list[str], most_ranks: int) -> dict[str, list[float]]:
+        asked.extend((name, most_ranks) for name in names)
+        if len(asked) == 4:
             raise KeyboardInterrupt
         return {name: [len(asked) + 0.5] for name in names}
 
     monkeypatch.setattr(recipes, "LOSSES", tmp_path / "losses.json")
-    monkeypatch.setattr(recipes, "measured", stopped_at_the_third)
-    names = ["gpt2-124m", "qwen3-8b", "olmo2-7b"]
+    monkeypatch.setattr(recipes, "measured", stopped_at_the_fourth)
+    names = ["llama3.1-405b", "qwen3-1.7b", "qwen3-0.6b", "llama3.1-70b"]
     with pytest.raises(KeyboardInterrupt):
-        recipes.measure(names, 2, again=False)
-    recipes.measure(names, 2, again=False)
-    assert asked == [*names, "olmo2-7b"]
-    assert json.loads((tmp_path / "losses.json").read_text()) == {
-        "gpt2-124m": [1.5],
-        "olmo2-7b": [4.5],
-        "qwen3-8b": [2.5],
+        recipes.measure(names, again=False)
+    recipes.measure(names, again=False)
+    first = [("llama3.1-405b", 8), ("llama3.1-405b", 2), ("qwen3-1.7b", 2), ("llama3.1-70b", 8)]
+    assert asked == [*first, ("llama3.1-70b", 8), ("llama3.1-70b", 2)]
+    kept = json.loads((tmp_path / "losses.json").read_text())
+    assert kept == {
+        "llama3.1-405b": {"2": [2.5], "8": [1.5]},
+        "llama3.1-70b": {"2": [6.5], "8": [5.5]},
+        "qwen3-0.6b": {"2": [3.5]},
+        "qwen3-1.7b": {"2": [3.5]},
     }
-    recipes.measure(names[:1], 2, again=True)
-    assert asked[4:] == names[:1]
+    recipes.measure(names[:2], again=True)
+    assert asked[6:] == first[:3]
+
+
+def test_losses_of_copies_that_are_no_more_go(tmp_path: Path) -> None:
+    file = tmp_path / "losses.json"
+    file.write_text(json.dumps({"qwen3-8b": {"2": [1.0], "16": [2.0]}, "no recipe": {"2": [3.0]}}))
+    recipes.keep("gpt2-124m", 2, [4.0], file)
+    assert json.loads(file.read_text()) == {"gpt2-124m": {"2": [4.0]}, "qwen3-8b": {"2": [1.0]}}
 
 
 def test_the_tool_lists_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,7 +184,7 @@ WRONG = [
     ("--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 5",
      "use --check-weight-hash-across-dp-replicas-interval 0"),
     ("--recompute-modules mlp", "belongs to --recompute-granularity selective"),
-    ("--recompute-granularity selective --recompute-modules mlp moe_act", "moe_act cannot be recomputed by itself"),
+    ("--recompute-granularity selective --recompute-modules mlp rotary", "rotary cannot be recomputed by itself"),
     ("--recompute-granularity selective --recompute-modules layernorm --torch-compile --hidden-dropout 0 "
      "--attention-dropout 0", "leave one of the two out"),
     ("--recompute-granularity selective --recompute-num-layers 1", "belong to --recompute-granularity full"),

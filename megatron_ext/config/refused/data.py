@@ -2,24 +2,9 @@
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (
-        "list the data on the command line or in --config: --data-path, or --train-data-path and --valid-data-path",
+        "all samples of an epoch are read, and each data-parallel rank reads its share of a batch; leave it out",
         """
-        --data-args-path N, --per-split-data-args-path N, --per-dataset-sequences-path N
-        """,
-    ),
-    (
-        "data is read through memory maps from a local or mounted disk; leave it out",
-        """
-        --object-storage-cache-path N, --enable-msc
-        """,
-    ),
-    (
-        "samples are shuffled once an epoch, in an order that is a function of the seed and the same in every layout, "
-        "so that a run can go on in another one; cyclic would shuffle what is shuffled once more, in an order that "
-        "depends on the number of data-parallel ranks; for external, a loader of one's own, docs/extending.md has "
-        "pretrain(datasets=...); leave it out",
-        """
-        --dataloader-type N =single, --sample-rate N =1.0, --no-data-sharding
+        --sample-rate N =1.0, --no-data-sharding
         """,
     ),
     (

@@ -13,7 +13,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """
         --expert-tensor-parallel-num-weight-shards N, --moe-shared-expert-gate,
         --moe-shared-expert-glu-interleave-size N, --moe-enable-routing-replay, --moe-router-num-groups N,
-        --moe-router-group-topk N, --moe-router-topk-scaling-factor N, --moe-router-enable-expert-bias,
+        --moe-router-group-topk N, --moe-router-topk-scaling-factor N =1.0, --moe-router-enable-expert-bias,
         --moe-router-bias-update-rate N =0.001, --moe-router-quantile-balancing-ema N =0.0,
         --moe-router-force-load-balancing, --moe-router-force-biased N, --moe-single-grouped-weight,
         --moe-single-grouped-bias, --moe-input-jitter-eps N, --moe-expert-capacity-factor N,

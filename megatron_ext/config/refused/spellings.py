@@ -2,13 +2,6 @@
 
 REFUSED: tuple[tuple[str, str], ...] = (
     (
-        "it is an old spelling; use --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1, or --recompute-activations",
-        """
-        --checkpoint-activations
-        """,
-    ),
-    (
         "it belongs to a model of encoder and decoder; use --num-layers and --seq-length",
         """
         --decoder-num-layers N, --decoder-seq-length N

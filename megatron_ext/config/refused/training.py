@@ -27,19 +27,14 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "weight decay leaves out norms and biases, and every weight is trained; leave it out",
         """
-        --apply-wd-to-qk-layernorm, --no-weight-decay-cond-type N, --freeze-all-layers,
-        --dump-param-to-param-group-map N
+        --apply-wd-to-qk-layernorm, --no-weight-decay-cond-type N, --freeze-all-layers
         """,
     ),
     (
         "CUDA graphs are not in this version; leave it out",
         """
-        --inference-cuda-graph-scope N, --rl-persist-cuda-graphs, --no-rl-persist-cuda-graphs,
-        --rl-training-cuda-graphs, --no-rl-training-cuda-graphs,
-        --inference-dynamic-batching-num-cuda-graphs N =16, --decode-only-cuda-graphs,
-        --inference-cuda-graph-all-prefills, --inference-cuda-graph-max-tokens N =512,
-        --inference-dynamic-batching-cuda-graph-mixed-prefill-count N =16,
-        --inference-dynamic-batching-cuda-graph-sizing-distribution N =exponential
+        --rl-persist-cuda-graphs, --no-rl-persist-cuda-graphs, --rl-training-cuda-graphs,
+        --no-rl-training-cuda-graphs
         """,
     ),
     (

@@ -19,7 +19,7 @@ _FROM_ITS_FOLDER = "use HuggingFaceTokenizer with --tokenizer-model naming the m
 _OTHER_TOKENIZERS = {
     "MultimodalTokenizer": "images are not in this version",
     **dict.fromkeys(
-        ("Llama3Tokenizer", "LLama3Tokenizer", "Qwen2Tokenizer", "Qwen3Tokenizer", "PretrainedFromHF"),
+        ("Llama3Tokenizer", "LLama3Tokenizer", "Qwen2Tokenizer", "Qwen3Tokenizer"),
         _FROM_ITS_FOLDER,
     ),
 }
@@ -37,6 +37,10 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for training alone.")
     valid_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for validation alone.")
     test_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for test alone.")
+    data_args_path: str | None = free(None, "File whose words stand for --data-path, where there are many.")
+    per_split_data_args_path: str | None = free(
+        None, "JSON file whose lists train, valid and test stand for --train-data-path and its like."
+    )
     data_order: str = free(
         "shuffled",
         "shuffled: megatron-core's order, from index files that are built at the first start; "

@@ -112,7 +112,9 @@ class LoggingConfig:
     wandb_save_dir: str | None = free(None, "Folder for the local files of Weights & Biases.")
     mlflow_experiment: str | None = free(None, "MLflow experiment; needs the mlflow package.")
     mlflow_run_name: str | None = free(None, "MLflow run name.")
-    mlflow_tracking_uri: str | None = free(None, "MLflow server or folder; default as MLflow's own variables say.")
+    mlflow_tracking_uri: str | None = free(
+        None, "MLflow server, or database (sqlite:///mlflow.db); default as MLflow's own variables say."
+    )
     comet_project: str | None = free(None, "Comet project; needs the comet_ml package.")
     comet_experiment_name: str | None = free(None, "Comet experiment name.")
     comet_workspace: str | None = free(None, "Comet workspace.")
