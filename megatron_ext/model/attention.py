@@ -20,7 +20,7 @@ from megatron_ext.data.packing import Documents
 from megatron_ext.model import context_parallel
 from megatron_ext.model.inference import WholeSequences
 from megatron_ext.model.packed_attention import attend_documents
-from megatron_ext.model.rope import TokenAngles, rotate
+from megatron_ext.model.rope import TokenAngles, rotate, split_and_rotate
 
 
 class CausalSelfAttention(SelfAttention):
@@ -43,17 +43,10 @@ class CausalSelfAttention(SelfAttention):
         given = [name for name, value in unused.items() if value is not None]
         assert attention_mask is None, "the mask is causal"
         assert not given, f"not for training on plain sequences: {given}"
-        tensors_SBHD: Any = self.get_query_key_value_tensors(hidden_states)
         if isinstance(packed_seq_params, WholeSequences):
-            query, key, value = tensors_SBHD
+            query, key, value = self._projected(hidden_states)
             return self._inferred(query, key, value, rotary_pos_emb, packed_seq_params)
-        # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors_SBHD)
-        if rotary_pos_emb is not None:
-            interleaved = self.config.rotary_interleaved
-            query = rotate(query, rotary_pos_emb, interleaved=interleaved)
-            key = rotate(key, rotary_pos_emb, interleaved=interleaved)
-        heads_BHSD = query.contiguous(), key.contiguous(), value.contiguous()
+        heads_BHSD = self._heads(hidden_states, rotary_pos_emb)
         attend: Any = self.core_attention
         if packed_seq_params is not None:
             attend = partial(attend, documents=packed_seq_params)
@@ -62,6 +55,30 @@ class CausalSelfAttention(SelfAttention):
         else:
             context = attend(*heads_BHSD)
         return self.linear_proj(context)
+
+    def _heads(self, hidden_states: torch.Tensor, table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return queries [B, H, S, D], keys and values [B, G, S, D], contiguous: that costs a copy, and saves more than
+        that in the attention's strided reads."""
+        interleaved = self.config.rotary_interleaved
+        if table is not None and self._splits_at_once and not torch.compiler.is_compiling():
+            mixed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+            per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
+            return split_and_rotate(mixed[0], per_group, table, interleaved=interleaved)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in self._projected(hidden_states))
+        if table is not None:
+            query, key = rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved)
+        return query.contiguous(), key.contiguous(), value.contiguous()
+
+    @property
+    def _splits_at_once(self) -> bool:
+        """Whether nothing happens to queries and keys between their product and their rotation: no norm, and no choice
+        of heads where ranks share a group."""
+        groups: Any = self.config.num_query_groups
+        return self.q_layernorm is None and self.k_layernorm is None and groups >= self.world_size
+
+    def _projected(self, hidden_states: torch.Tensor) -> Any:
+        """Return queries, keys and values, [S, B, heads, D]."""
+        return self.get_query_key_value_tensors(hidden_states)
 
     def _inferred(
         self,
