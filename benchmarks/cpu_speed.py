@@ -5,6 +5,8 @@
     python benchmarks/cpu_speed.py --only eager --sizes 4x128                   # a part of it
     python benchmarks/cpu_speed.py --only loading                               # ours with and without files
 
+The Trainer takes part where the package accelerate is installed, which it needs.
+
 Two models at two sizes: one of Llama's shape, against the same written plainly in torch (`plain_gpt.py`) and
 transformers' Llama under its Trainer; and one of GPT-2's shape, against nanoGPT, from a copy of its repository.
 
@@ -18,6 +20,7 @@ of them slower than one.
 """
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -97,7 +100,7 @@ class Contestant:
 
 
 def contestants_of(mode: str, *, with_nanogpt: bool) -> tuple[Contestant, ...]:
-    """Return who takes part: of each shape ours first."""
+    """Return who takes part: of each shape ours first. transformers' Trainer needs the package accelerate."""
     if mode == "loading":
         return (
             Contestant("ours", "ours"),
@@ -112,7 +115,7 @@ def contestants_of(mode: str, *, with_nanogpt: bool) -> tuple[Contestant, ...]:
         Contestant("plain", "plain", compiled=compiled),
         Contestant("plain, AdamW(fused=True)", "plain", fused=True, compiled=compiled),
     ]
-    if not compiled:
+    if not compiled and importlib.util.find_spec("accelerate") is not None:
         chosen.append(Contestant("Hugging Face Trainer", "trainer"))
     if with_nanogpt:
         chosen.append(Contestant("ours, GPT-2's shape", "ours", shape=GPT2, flags=flags))
@@ -237,30 +240,39 @@ def measure(
     """Return blocks of every contestant, one a round, after a first block (of the compared steps) to warm up."""
     steps = size.compared + rounds * size.block
     results: dict[str, list[Block]] = {contestant.name: [] for contestant in contestants}
+    pipes: dict[str, Connection] = {}
+    processes: list[Any] = []
+    inputs: dict[str, Any] = {}
+    names = [contestant.name for contestant in contestants]
     with tempfile.TemporaryDirectory() as folder:
         data_flags = write_data(Path(folder))
-        pipes, processes, inputs = {}, [], {}
-        for contestant in contestants:
-            if contestant.ours:
-                pipe, process = start(run_ours, contestant, size, data_flags, steps)
-                inputs[contestant.shape] = pipe.recv() or inputs[contestant.shape]
-            else:
-                pipe, process = start(run_theirs, contestant, size, steps, nanogpt)
-                pipe.send(inputs[contestant.shape])
-            pipes[contestant.name] = pipe
-            processes.append(process)
-        names = [contestant.name for contestant in contestants]
-        # The first steps, in which torch compiles, are taken by all at once.
-        for name in names:
-            pipes[name].send(size.compared)
-        for name in names:
-            results[name].append(pipes[name].recv())
-        for number in range(rounds):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                pipes[name].send(size.block)
+        try:
+            for contestant in contestants:
+                if contestant.ours:
+                    pipe, process = start(run_ours, contestant, size, data_flags, steps)
+                else:
+                    pipe, process = start(run_theirs, contestant, size, steps, nanogpt)
+                processes.append(process)
+                pipes[contestant.name] = pipe
+                if contestant.ours:
+                    inputs[contestant.shape] = pipe.recv() or inputs[contestant.shape]
+                else:
+                    pipe.send(inputs[contestant.shape])
+            # The first steps, in which torch compiles, are taken by all at once.
+            for name in names:
+                pipes[name].send(size.compared)
+            for name in names:
                 results[name].append(pipes[name].recv())
-        for process in processes:
-            process.join()
+            for number in range(rounds):
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    pipes[name].send(size.block)
+                    results[name].append(pipes[name].recv())
+            for process in processes:
+                process.join()
+        finally:
+            # Ours takes a request to end for one to end after its step, which it waits for.
+            for process in processes:
+                process.kill()
     return results
 
 
