@@ -1,18 +1,26 @@
 #!/usr/bin/env python3
-"""Measures tokens/s of one CPU process with two threads, against the same model written plainly in torch.
+"""Measures tokens/s of one CPU process with two threads, against the same models elsewhere.
 
-    python benchmarks/cpu_speed.py              # eager
-    python benchmarks/cpu_speed.py --compile    # both with torch.compile
+    python benchmarks/cpu_speed.py --nanogpt PATH --output benchmarks/results   # all there is, some 8 minutes
+    python benchmarks/cpu_speed.py --only eager --sizes 4x128                   # a part of it
+    python benchmarks/cpu_speed.py --only loading                               # ours with and without files
+
+The Trainer takes part where the package accelerate is installed, which it needs.
+
+Two models at two sizes: one of Llama's shape, against the same written plainly in torch (`plain_gpt.py`) and
+transformers' Llama under its Trainer; and one of GPT-2's shape, against nanoGPT, from a copy of its repository.
 
 Every contestant has a process of its own, and they take turns in short blocks of steps, each round in another order:
 whatever else the machine does hits all of them. The figure is the median, over the rounds, of the ratio of two
-neighbouring blocks. Ours is the real program: `Trainer.fit` with its callbacks, loader and data files. Plain gets the
-same initial weights and the same batches ready in memory, and pays for no data loading. The losses of the first 20
-steps must agree within 1e-5, or nothing is reported. On a machine that others use as well, set
-OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait make two of them slower than one.
+neighbouring blocks. Ours is the real program: `Trainer.fit` with its callbacks, loader and data files. The others get
+the same initial weights and the same batches ready in memory, and pay for no data loading; learning rates, AdamW,
+clipping and precision (fp32) are the same. The losses of the first steps must agree within 1e-5, or nothing is
+reported. On a machine that others use as well, set OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait make two
+of them slower than one.
 """
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -31,45 +39,88 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 THREADS = 2
-BATCH, SEQUENCE = 12, 64
-SIZES = {"layers": 4, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 257, "sequence": SEQUENCE}
+VOCABULARY = 257
 RECIPE = {"warmup": 10, "peak": 1e-3, "lowest": 1e-4, "beta2": 0.99, "weight_decay": 0.1, "clip": 1.0}
-COMPARED_STEPS, TOLERANCE = 20, 1e-5
-FLAGS = f"""
-    --device cpu --num-layers 4 --num-attention-heads 4 --hidden-size 128 --seq-length {SEQUENCE}
-    --position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 352 --disable-bias-linear
-    --hidden-dropout 0 --attention-dropout 0 --micro-batch-size {BATCH} --global-batch-size {BATCH}
-    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 10
-    --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --tokenizer-type ByteTokenizer
-    --eval-interval 0 --log-interval 100""".split()
+TOLERANCE = 1e-5
+FLAGS = (
+    "--device cpu --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
+    "--lr-warmup-iters 10 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --tokenizer-type ByteTokenizer "
+    "--eval-interval 0 --log-interval 100"
+)
+MOCK_IN_TURN = ("--mock-data", "--num-workers", "0")
+
+
+@dataclass(frozen=True)
+class Size:
+    """One size of both models, and how long it is measured."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    sequence: int
+    batch: int
+    block: int
+    """Steps of one turn."""
+    rounds: int
+    compared: int
+    """Steps of the first turn, which warms up and whose losses are compared."""
+
+    def flags(self, shape: str) -> list[str]:
+        """Return the flags of our model of this size."""
+        sizes = f"--num-layers {self.layers} --num-attention-heads {self.heads} --hidden-size {self.hidden}"
+        batch = f"--seq-length {self.sequence} --micro-batch-size {self.batch} --global-batch-size {self.batch}"
+        llama = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+        own = f"{llama} --ffn-hidden-size {self.ffn}" if shape == LLAMA else ""
+        return f"{sizes} {batch} {own} {FLAGS}".split()
+
+
+SIZES = {
+    "4x128": Size(4, 128, 4, 352, sequence=64, batch=12, block=20, rounds=8, compared=20),
+    "6x384": Size(6, 384, 6, 1024, sequence=256, batch=4, block=3, rounds=5, compared=8),
+}
+
+LLAMA, GPT2 = "Llama's shape", "GPT-2's shape"
 
 
 @dataclass(frozen=True)
 class Contestant:
     name: str
-    ours: bool
+    program: str
+    """Which function runs it: "ours", "plain", "trainer" or "nanogpt"."""
+    shape: str = LLAMA
     flags: tuple[str, ...] = ()
     real_data: bool = True
     fused: bool | None = None
     compiled: bool = False
 
+    @property
+    def ours(self) -> bool:
+        return self.program == "ours"
 
-EAGER = (
-    Contestant("ours", ours=True),
-    Contestant("plain", ours=False),
-    Contestant("plain, AdamW(fused=True)", ours=False, fused=True),
-)
-COMPILED = (
-    Contestant("ours", ours=True, flags=("--torch-compile",)),
-    Contestant("plain", ours=False, compiled=True),
-    Contestant("plain, AdamW(fused=True)", ours=False, fused=True, compiled=True),
-)
-LOADING = (
-    Contestant("ours", ours=True),
-    Contestant("ours, --num-workers 0", ours=True, flags=("--num-workers", "0")),
-    Contestant("ours, --mock-data", ours=True, flags=("--mock-data",), real_data=False),
-    Contestant("ours, --mock-data --num-workers 0", True, ("--mock-data", "--num-workers", "0"), real_data=False),
-)
+
+def contestants_of(mode: str, *, with_nanogpt: bool) -> tuple[Contestant, ...]:
+    """Return who takes part: of each shape ours first. transformers' Trainer needs the package accelerate."""
+    if mode == "loading":
+        return (
+            Contestant("ours", "ours"),
+            Contestant("ours, --num-workers 0", "ours", flags=("--num-workers", "0")),
+            Contestant("ours, --mock-data", "ours", flags=("--mock-data",), real_data=False),
+            Contestant("ours, --mock-data --num-workers 0", "ours", flags=MOCK_IN_TURN, real_data=False),
+        )
+    compiled = mode == "compiled"
+    flags = ("--torch-compile",) if compiled else ()
+    chosen = [
+        Contestant("ours", "ours", flags=flags),
+        Contestant("plain", "plain", compiled=compiled),
+        Contestant("plain, AdamW(fused=True)", "plain", fused=True, compiled=compiled),
+    ]
+    if not compiled and importlib.util.find_spec("accelerate") is not None:
+        chosen.append(Contestant("Hugging Face Trainer", "trainer"))
+    if with_nanogpt:
+        chosen.append(Contestant("ours, GPT-2's shape", "ours", shape=GPT2, flags=flags))
+        chosen.append(Contestant("nanoGPT", "nanogpt", shape=GPT2, compiled=compiled))
+    return tuple(chosen)
 
 
 @dataclass(frozen=True)
@@ -94,13 +145,35 @@ def write_data(folder: Path) -> list[str]:
     return ["--train-data-path", str(folder / "text"), "--data-cache-path", str(folder / "cache")]
 
 
-def run_ours(pipe: Connection, contestant: Contestant, data_flags: list[str], steps: int) -> None:
+class Turns:
+    """Takes turns in blocks of steps, as the other end of the pipe asks for them."""
+
+    def __init__(self, pipe: Connection):
+        self._pipe, self._left, self._losses = pipe, 0, []
+        self._started = (0.0, 0.0)
+
+    def before_step(self) -> None:
+        if self._left == 0:
+            self._left = self._pipe.recv()
+            self._started = (time.perf_counter(), time.process_time())
+
+    def after_step(self, loss: float) -> None:
+        self._losses.append(loss)
+        self._left -= 1
+        if self._left == 0:
+            wall, cpu = self._started
+            self._pipe.send(Block(time.perf_counter() - wall, time.process_time() - cpu, self._losses))
+            self._losses = []
+
+
+def run_ours(pipe: Connection, contestant: Contestant, size: Size, data_flags: list[str], steps: int) -> None:
     """Run the real program, stopped between blocks by a callback."""
     from megatron_ext import device
     from megatron_ext.train.configure import configure
 
     data = data_flags if contestant.real_data else []
-    config = configure([*FLAGS, *data, *contestant.flags, "--train-iters", str(steps)]).config
+    flags = [*size.flags(contestant.shape), *data, *contestant.flags, "--train-iters", str(steps)]
+    config = configure(flags).config
     here = device.install("cpu")
     from megatron_ext.model.names import global_named_parameters
     from megatron_ext.resilience.process_end import RunStatus
@@ -110,53 +183,46 @@ def run_ours(pipe: Connection, contestant: Contestant, data_flags: list[str], st
     from megatron_ext.train.step import StepResult
     from megatron_ext.train.trainer import Callback, Trainer
 
-    class Turns(Callback):
-        def __init__(self) -> None:
-            self.left = 0
-            self.block: list[float] = []
-            self.started = (0.0, 0.0)
+    turns = Turns(pipe)
 
+    class TakesTurns(Callback):
         def on_step_begin(self, trainer: Trainer) -> None:
-            if self.left == 0:
-                self.left = pipe.recv()
-                self.started = (time.perf_counter(), time.process_time())
+            turns.before_step()
 
         def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-            self.block.append(result.loss)
-            self.left -= 1
-            if self.left == 0:
-                wall, cpu = self.started
-                pipe.send(Block(time.perf_counter() - wall, time.process_time() - cpu, self.block))
-                self.block = []
+            turns.after_step(result.loss)
 
     run = build_run(config, here)
     weights = {name: weight.detach().numpy() for name, weight in global_named_parameters(run.chunks)}
-    batches = [run.loaders.train.global_batch(step * BATCH, 1)[0] for step in range(steps)]
+    batches = [run.loaders.train.global_batch(step * size.batch, 1)[0] for step in range(steps)]
     pipe.send((weights, [(batch.tokens, batch.labels) for batch in batches]) if contestant.real_data else None)
     with SignalWatcher(None) as signals:
-        Trainer(run, [*standard_callbacks(run, signals, RunStatus(rank=0)), Turns()]).fit()
+        Trainer(run, [*standard_callbacks(run, signals, RunStatus(rank=0)), TakesTurns()]).fit()
     run.loaders.close()
 
 
-def run_plain(pipe: Connection, contestant: Contestant, steps: int) -> None:
+def run_theirs(pipe: Connection, contestant: Contestant, size: Size, steps: int, nanogpt: str | None) -> None:
+    """Run another program on the weights and batches that come through the pipe."""
     import torch
 
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from plain_gpt import PlainGPT, Recipe, Sizes, load_megatron_weights, make_optimizer, train_step
+    import cpu_peers
 
     weights, batches = pipe.recv()
-    sizes, recipe = Sizes(**SIZES), Recipe(steps=steps, **RECIPE)
-    plain = PlainGPT(sizes)
-    load_megatron_weights(plain, {name: torch.from_numpy(weight) for name, weight in weights.items()}, sizes)
-    optimizer = make_optimizer(plain, recipe, contestant.fused)
-    model: Any = torch.compile(plain) if contestant.compiled else plain
-    step = 0
-    while step < steps:
-        block = range(step, step + pipe.recv())
-        wall, cpu = time.perf_counter(), time.process_time()
-        losses = [train_step(model, optimizer, recipe, number, *batches[number]) for number in block]
-        pipe.send(Block(time.perf_counter() - wall, time.process_time() - cpu, losses))
-        step = block.stop
+    job = cpu_peers.Job(
+        size=size,
+        vocabulary=VOCABULARY,
+        recipe=cpu_peers.Recipe(steps=steps, **RECIPE),
+        weights={name: torch.from_numpy(weight) for name, weight in weights.items()},
+        batches=batches,
+        turns=Turns(pipe),
+        fused=contestant.fused,
+        compiled=contestant.compiled,
+    )
+    if contestant.program == "nanogpt":
+        cpu_peers.run_nanogpt(job, str(nanogpt))
+    else:
+        {"plain": cpu_peers.run_plain, "trainer": cpu_peers.run_trainer}[contestant.program](job)
 
 
 def start(function: Callable[..., None], *arguments: object) -> tuple[Connection, Any]:
@@ -168,57 +234,77 @@ def start(function: Callable[..., None], *arguments: object) -> tuple[Connection
     return here, process
 
 
-def measure(contestants: tuple[Contestant, ...], rounds: int, block: int) -> dict[str, list[Block]]:
-    """Return blocks of every contestant, one a round, after a first block (at least the compared steps) to warm up."""
-    warmup = max(block, COMPARED_STEPS)
-    steps = warmup + rounds * block
+def measure(
+    contestants: tuple[Contestant, ...], size: Size, nanogpt: str | None, rounds: int
+) -> dict[str, list[Block]]:
+    """Return blocks of every contestant, one a round, after a first block (of the compared steps) to warm up."""
+    steps = size.compared + rounds * size.block
     results: dict[str, list[Block]] = {contestant.name: [] for contestant in contestants}
+    pipes: dict[str, Connection] = {}
+    processes: list[Any] = []
+    inputs: dict[str, Any] = {}
+    names = [contestant.name for contestant in contestants]
     with tempfile.TemporaryDirectory() as folder:
         data_flags = write_data(Path(folder))
-        pipes, processes, inputs = {}, [], None
-        for contestant in contestants:
-            arguments = (contestant, data_flags, steps) if contestant.ours else (contestant, steps)
-            pipe, process = start(run_ours if contestant.ours else run_plain, *arguments)
-            if contestant.ours:
-                inputs = pipe.recv() or inputs
-            else:
-                pipe.send(inputs)
-            pipes[contestant.name] = pipe
-            processes.append(process)
-        names = [contestant.name for contestant in contestants]
-        for number in range(rounds + 1):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                pipes[name].send(block if number else warmup)
+        try:
+            for contestant in contestants:
+                if contestant.ours:
+                    pipe, process = start(run_ours, contestant, size, data_flags, steps)
+                else:
+                    pipe, process = start(run_theirs, contestant, size, steps, nanogpt)
+                processes.append(process)
+                pipes[contestant.name] = pipe
+                if contestant.ours:
+                    inputs[contestant.shape] = pipe.recv() or inputs[contestant.shape]
+                else:
+                    pipe.send(inputs[contestant.shape])
+            # The first steps, in which torch compiles, are taken by all at once.
+            for name in names:
+                pipes[name].send(size.compared)
+            for name in names:
                 results[name].append(pipes[name].recv())
-        for process in processes:
-            process.join()
+            for number in range(rounds):
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    pipes[name].send(size.block)
+                    results[name].append(pipes[name].recv())
+            for process in processes:
+                process.join()
+        finally:
+            # Ours takes a request to end for one to end after its step, which it waits for.
+            for process in processes:
+                process.kill()
     return results
 
 
 def check_losses(contestants: tuple[Contestant, ...], results: dict[str, list[Block]]) -> float:
     """Return the largest difference of the losses of the first steps; end the program when it is too large."""
-    first = {c.name: results[c.name][0].losses[:COMPARED_STEPS] for c in contestants if c.real_data}
-    reference = next(iter(first.values()))
-    distance = max(abs(a - b) for losses in first.values() for a, b in zip(reference, losses, strict=True))
-    if not distance <= TOLERANCE:
-        sys.exit(f"the losses differ by {distance:.2e}, more than {TOLERANCE}: not the same training\n{first}")
-    return distance
+    distances = [0.0]
+    for shape in {contestant.shape for contestant in contestants}:
+        first = {c.name: results[c.name][0].losses for c in contestants if c.real_data and c.shape == shape}
+        reference = next(iter(first.values()))
+        distance = max(abs(a - b) for losses in first.values() for a, b in zip(reference, losses, strict=True))
+        if not distance <= TOLERANCE:
+            sys.exit(f"the losses differ by {distance:.2e}, more than {TOLERANCE}: not the same training\n{first}")
+        distances.append(distance)
+    return max(distances)
 
 
-def summary(results: dict[str, list[Block]]) -> dict[str, dict[str, float]]:
-    """Return per contestant: median tokens/s, median CPU time per step, and median speed relative to the first one."""
-    reference, *_ = results.values()
+def summary(
+    contestants: tuple[Contestant, ...], size: Size, results: dict[str, list[Block]]
+) -> dict[str, dict[str, float]]:
+    """Return per contestant: median tokens/s, median CPU time per step, and median speed relative to ours of its
+    shape."""
     rows = {}
-    for name, (_, *blocks) in results.items():
-        rows[name] = {
-            "tokens_per_second": statistics.median(len(b.losses) * BATCH * SEQUENCE / b.seconds for b in blocks),
+    for contestant in contestants:
+        reference = next(c.name for c in contestants if c.ours and c.shape == contestant.shape)
+        blocks, references = results[contestant.name][1:], results[reference][1:]
+        pairs = list(zip(references, blocks, strict=True))
+        tokens = size.batch * size.sequence
+        rows[contestant.name] = {
+            "tokens_per_second": statistics.median(len(b.losses) * tokens / b.seconds for b in blocks),
             "cpu_ms_per_step": statistics.median(1000.0 * b.cpu_seconds / len(b.losses) for b in blocks),
-            "ours_is_times_as_fast": statistics.median(
-                b.seconds / r.seconds for r, b in zip(reference[1:], blocks, strict=True)
-            ),
-            "ours_is_times_as_fast_by_cpu_time": statistics.median(
-                b.cpu_seconds / r.cpu_seconds for r, b in zip(reference[1:], blocks, strict=True)
-            ),
+            "ours_is_times_as_fast": statistics.median(b.seconds / r.seconds for r, b in pairs),
+            "ours_is_times_as_fast_by_cpu_time": statistics.median(b.cpu_seconds / r.cpu_seconds for r, b in pairs),
         }
     return rows
 
@@ -243,58 +329,77 @@ def report(record: dict[str, Any]) -> str:
     """Return the record as Markdown."""
     about = record["machine"]
     lines = [
-        f"# Speed on a CPU, {record['mode']}, {record['date']}",
+        f"# Speed on a CPU, {record['date']}",
         "",
         f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads (OMP_WAIT_POLICY "
-        f"{about['wait_policy']}), Python {about['python']}, torch "
-        f"{about['torch']}; load average {about['load_average']} before the start. {record['rounds']} rounds of "
-        f"{record['block']} steps in turns, batch {BATCH} x {SEQUENCE} tokens. Largest difference of the losses over "
-        f"{COMPARED_STEPS} steps: {record['loss_difference']:.1e}.",
-        "",
-        "| | tokens/s | CPU ms per step | ours is faster by (time) | ours is faster by (CPU time) |",
-        "|---|---|---|---|---|",
+        f"{about['wait_policy']}), Python {about['python']}, torch {about['torch']}; load average "
+        f"{about['load_average']} before the start. `{record['command']}`",
     ]
-    for name, row in record["contestants"].items():
-        lines.append(
-            f"| {name} | {row['tokens_per_second']:,.0f} | {row['cpu_ms_per_step']:.1f} | "
-            f"{row['ours_is_times_as_fast']:.3f}x | {row['ours_is_times_as_fast_by_cpu_time']:.3f}x |"
-        )
+    for part in record["parts"]:
+        size = part["size"]
+        lines += [
+            "",
+            f"## {part['name']}, {part['mode']}",
+            "",
+            f"{part['rounds']} rounds of {size['block']} steps in turns, batch {size['batch']} x {size['sequence']} "
+            f"tokens. Largest difference of the losses over {size['compared']} steps: {part['loss_difference']:.1e}.",
+            "",
+            "| | tokens/s | CPU ms per step | ours is faster by (time) | ours is faster by (CPU time) |",
+            "|---|---|---|---|---|",
+        ]
+        for name, row in part["contestants"].items():
+            lines.append(
+                f"| {name} | {row['tokens_per_second']:,.0f} | {row['cpu_ms_per_step']:.1f} | "
+                f"{row['ours_is_times_as_fast']:.3f}x | {row['ours_is_times_as_fast_by_cpu_time']:.3f}x |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--compile", action="store_true", help="both with torch.compile")
-    what.add_argument("--loading", action="store_true", help="ours with and without files and background threads")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--block", type=int, default=30, help="steps of one turn")
+    parser.add_argument("--only", choices=("eager", "compiled", "loading"), help="one part; default: the first two")
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="layers x hidden size")
+    parser.add_argument("--nanogpt", type=Path, help="a copy of the repository karpathy/nanoGPT; without it, left out")
+    parser.add_argument("--rounds", type=int, help="rounds of turns; default: each size's own")
     parser.add_argument("--threads", type=int, default=THREADS)
     parser.add_argument("--output", type=Path, help="folder for the .json and .md of this run")
     given = parser.parse_args()
 
     os.environ["OMP_NUM_THREADS"] = str(given.threads)
-    mode, contestants = ("compiled", COMPILED) if given.compile else ("eager", EAGER)
-    if given.loading:
-        mode, contestants = "data loading", LOADING
-    about = machine(given.threads)
-    results = measure(contestants, given.rounds, given.block)
-    record = {
+    nanogpt = None if given.nanogpt is None else str(given.nanogpt.resolve())
+    record: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "mode": mode,
-        "machine": about,
-        "rounds": given.rounds,
-        "block": given.block,
-        "loss_difference": check_losses(contestants, results),
-        "contestants": summary(results),
+        "machine": machine(given.threads),
+        "command": "python benchmarks/cpu_speed.py" + (" --nanogpt PATH" if nanogpt else ""),
+        "parts": [],
     }
+    for mode in ("eager", "compiled") if given.only is None else (given.only,):
+        contestants = contestants_of(mode, with_nanogpt=nanogpt is not None)
+        for name in given.sizes:
+            size = SIZES[name]
+            rounds = given.rounds or size.rounds
+            results = measure(contestants, size, nanogpt, rounds)
+            part = {
+                "name": name,
+                "mode": mode,
+                "size": asdict(size),
+                "rounds": rounds,
+                "loss_difference": check_losses(contestants, results),
+                "contestants": summary(contestants, size, results),
+                "blocks": {who: [asdict(b) | {"losses": None} for b in blocks] for who, blocks in results.items()},
+            }
+            record["parts"].append(part)
+            if given.output is not None:
+                _keep(given.output, record, given.only)
     print(report(record))
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        stem = given.output / f"cpu_speed-{mode.replace(' ', '-')}-{record['date']}"
-        blocks = {name: [asdict(block) | {"losses": None} for block in blocks] for name, blocks in results.items()}
-        stem.with_suffix(".json").write_text(json.dumps(record | {"blocks": blocks}, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(report(record))
+
+
+def _keep(folder: Path, record: dict[str, Any], only: str | None) -> None:
+    """Write what there is by now: a part that fails loses none of those before it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"cpu_speed{'-' + only if only else ''}-{record['date']}"
+    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(report(record))
 
 
 if __name__ == "__main__":

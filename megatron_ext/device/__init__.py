@@ -57,7 +57,9 @@ def install(
     if kind == "cpu":
         from megatron_ext.device.adaptation import adapt
         from megatron_ext.device.cpu import CpuDevice
+        from megatron_ext.device.kept_memory import keep_freed_memory
 
+        keep_freed_memory()
         adapt()
         _current, fuses = CpuDevice(), False
     else:

@@ -1,11 +1,15 @@
-"""Computes the two operations that torch does slowly in fp32 on a CPU, each next to torch's own, which it equals.
+"""Computes the operations that torch does slowly on a CPU, each next to torch's own, which it equals.
 
 Matrix products: torch uses MKL, which on AMD processors does without AVX-512. oneDNN, which is in torch as well,
 uses it, and is 2.2 times as fast there (docs/LOG.md); torch itself asks it for 16-bit types alone.
 
 RMSNorm: on a CPU torch has no kernel for it, so that autograd runs back through every operation it is made of.
+
+SwiGLU: autograd makes the gradients of gate and up apart, and then puts them next to each other; written out, each is
+made in its place.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.device.triton import choice
+from megatron_ext.device.weight_gradients import add_product_, replaces_gradient
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -22,12 +27,29 @@ _LARGE = 1 << 20
 """Elements of a matrix from which on oneDNN is the faster one on any processor, be the rows few or many."""
 
 
-def _is_intel() -> bool:
+def _processor() -> tuple[str, int]:
+    """Return vendor and family of the processor, ("", 0) where Linux does not say."""
     cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text(errors="replace")[:1000]
+    lines = cpuinfo.read_text(errors="replace")[:1000].splitlines() if cpuinfo.exists() else []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    family = facts.get("cpu family", "")
+    return facts.get("vendor_id", ""), int(family) if family.isdigit() else 0
 
 
-_MKL_IS_FAST = _is_intel()
+_PROCESSOR = _processor()
+_MKL_IS_FAST = _PROCESSOR[0] == "GenuineIntel"
+_MKL_ADDS = _PROCESSOR == ("AuthenticAMD", 25)
+"""Whether MKL makes weight gradients: with AVX2 it reaches what this processor has in AVX-512 as well (Zen 3, Zen 4),
+and it neither copies an operand, as oneDNN does, nor needs another pass to add to the gradients that there are."""
+
+
+def add_gradients_in_products(weights: Iterable[torch.nn.Parameter]) -> None:
+    """Let `linear` add the gradients of `weights` to their `main_grad` itself, where that is the faster way.
+
+    Call it for weights of megatron-core's DDP, whose hooks then leave them alone, and for no others.
+    """
+    for weight in weights if _MKL_ADDS else ():
+        weight.adds_in_product = weight.dim() == 2 and _is_fp32_on_cpu(weight, weight)  # pyright: ignore
 
 
 def nothing_is_trained() -> bool:
@@ -67,6 +89,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up (Shazeer 2020, arXiv:2002.05202). x: [..., 2 * ffn], gate, then up; result: [..., ffn]."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return _SwiGLU.apply(x)  # pyright: ignore[reportReturnType]
+
+
 def _is_fp32_on_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
 
@@ -94,6 +124,9 @@ class _OneDNNLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
+        # What is saved may come back as another object, without its main gradient.
+        adds = not torch.compiler.is_compiling() and getattr(weight, "adds_in_product", False)
+        ctx.weight = weight if adds else None
         return _product(x, weight, bias)
 
     @staticmethod
@@ -105,9 +138,19 @@ class _OneDNNLinear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.size(-1))
         return (
             _product(grad, weight.t()) if for_x else None,
-            _product(rows.t(), x.reshape(-1, x.size(-1)).t()) if for_weight else None,
+            _weight_gradient(rows, x.reshape(-1, x.size(-1)), ctx.weight) if for_weight else None,
             rows.sum(0) if for_bias else None,
         )
+
+
+def _weight_gradient(grad_NV: torch.Tensor, x_NH: torch.Tensor, weight: Any) -> torch.Tensor | None:
+    """Return grad^T x, or, where `weight` is given, add it to its main gradient and return what stands for it."""
+    if not _MKL_ADDS or torch.compiler.is_compiling():
+        return _product(grad_NV.t(), x_NH.t())
+    if weight is None:
+        return grad_NV.t() @ x_NH
+    add_product_(weight.main_grad, grad_NV, x_NH)
+    return replaces_gradient(weight)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -129,3 +172,22 @@ class _RMSNorm(torch.autograd.Function):
         radial = torch.mv(products, weight).div_(weight.numel()).view(inverse.shape)
         for_x = torch.addcmul(grad * weight, normalized, radial, value=-1).mul_(inverse)
         return for_x, products.sum(0), None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(x, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, activated = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        for_x = torch.empty_like(x)
+        for_gate, for_up = for_x.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=for_gate)
+        torch.mul(grad, activated, out=for_up)
+        return for_x

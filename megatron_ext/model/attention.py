@@ -17,11 +17,10 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.data.packing import Documents
-from megatron_ext.device.triton import choice
 from megatron_ext.model import context_parallel
 from megatron_ext.model.inference import WholeSequences
 from megatron_ext.model.packed_attention import attend_documents
-from megatron_ext.model.rope import TokenAngles, rotate
+from megatron_ext.model.rope import TokenAngles, rotate, split_and_rotate
 
 
 class CausalSelfAttention(SelfAttention):
@@ -45,7 +44,7 @@ class CausalSelfAttention(SelfAttention):
         assert attention_mask is None, "the mask is causal"
         assert not given, f"not for training on plain sequences: {given}"
         if isinstance(packed_seq_params, WholeSequences):
-            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            query, key, value = self._projected(hidden_states)
             return self._inferred(query, key, value, rotary_pos_emb, packed_seq_params)
         attend: Any = self.core_attention
         heads_BHSD = self._heads(hidden_states, rotary_pos_emb)
@@ -63,22 +62,25 @@ class CausalSelfAttention(SelfAttention):
     def _heads(self, hidden_states: torch.Tensor, table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return queries, [B, H, S, D], keys and values, [B, G, S, D], rotated if there is a table of angles."""
         interleaved = self.config.rotary_interleaved
-        if table is not None and self._splits_at_once() and choice.take(hidden_states):
-            from megatron_ext.device.triton.rotary import split_heads
-
-            packed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
-            return split_heads(packed[0], table, self.hidden_size_per_attention_head, interleaved=interleaved)
-        tensors_SBHD: Any = self.get_query_key_value_tensors(hidden_states)
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors_SBHD)
+        if table is not None and self._splits_at_once and not torch.compiler.is_compiling():
+            mixed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+            per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
+            return split_and_rotate(mixed[0], per_group, table, interleaved=interleaved)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in self._projected(hidden_states))
         if table is None:
             return query, key, value
         return rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved), value
 
+    @property
     def _splits_at_once(self) -> bool:
-        """Return whether queries and keys are rotated as the product gives them, with nothing in between."""
-        groups = self.config.num_query_groups
-        assert groups is not None
+        """Whether nothing happens to queries and keys between their product and their rotation: no norm, and no choice
+        of heads where ranks share a group."""
+        groups: Any = self.config.num_query_groups
         return self.q_layernorm is None and self.k_layernorm is None and groups >= self.world_size
+
+    def _projected(self, hidden_states: torch.Tensor) -> Any:
+        """Return queries, keys and values, [S, B, heads, D]."""
+        return self.get_query_key_value_tensors(hidden_states)
 
     def _inferred(
         self,

@@ -1,19 +1,20 @@
-"""megatron-core's MLP with a shorter way through it where nothing is trained."""
+"""megatron-core's MLP with a shorter way through it: for a CPU's SwiGLU, and where nothing is trained."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 
-from megatron_ext.device.kernels import nothing_is_trained
+from megatron_ext.device.kernels import nothing_is_trained, swiglu
 from megatron_ext.device.triton import choice
 
 
 class FeedForward(MLP):
     """Computes activation(x A^T) B^T, or with a gate (activation(x G^T) * x A^T) B^T (Shazeer 2020, arXiv:2002.05202).
 
-    On a GPU one kernel computes the activation with its gate. In inference mode it multiplies in place, and leaves out
-    the offset of the gate that no model here has: for a single token each operation less counts.
+    On a GPU one kernel computes the activation with its gate. It leaves out the offset of the gate that no model here
+    has. In inference mode it multiplies in place: for a single token each operation less counts.
     """
 
     def forward(
@@ -22,13 +23,17 @@ class FeedForward(MLP):
         """Return the output, and the bias that must still be added, if any. hidden_states: [S, B, hidden]."""
         first: Any = self.linear_fc1
         second: Any = self.linear_fc2
-        if self.config.bias_activation_fusion and per_token_scale is None and choice.take(hidden_states):
-            from megatron_ext.device.triton.swiglu import swiglu
+        fuses = self.config.bias_activation_fusion
+        if fuses and per_token_scale is None and choice.take(hidden_states):
+            from megatron_ext.device.triton import swiglu as kernel
 
-            return second(swiglu(first(hidden_states)[0]))
-        trained = not nothing_is_trained() or self.config.bias_activation_fusion
-        if trained or per_token_scale is not None:
+            return second(kernel.swiglu(first(hidden_states)[0]))
+        trained = not nothing_is_trained()
+        is_swiglu = self.config.gated_linear_unit and self.config.activation_func is F.silu
+        if (trained and not is_swiglu) or fuses or per_token_scale is not None:
             return super().forward(hidden_states, per_token_scale, **settings)
+        if trained:
+            return second(swiglu(first(hidden_states)[0]))
         activation: Any = self.config.activation_func
         expanded, _ = first(hidden_states)  # with its bias, as `ColumnLinear` adds it
         if not self.config.gated_linear_unit:

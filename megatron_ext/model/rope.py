@@ -118,6 +118,25 @@ def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = Fal
     return _Rotation.apply(x_BHSD, table, interleaved)  # pyright: ignore[reportReturnType]
 
 
+def split_and_rotate(
+    mixed_SBGM: torch.Tensor, heads_per_group: int, table: torch.Tensor, *, interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries [B, H, S, D], keys and values [B, G, S, D], contiguous, the first two rotated as `rotate` does.
+
+    Args:
+        mixed_SBGM: the product that has them all: of each of G groups its queries' heads, its key and its value.
+        heads_per_group: query heads of a group.
+        table: from `RotaryTable`.
+        interleaved: see `rotate`.
+    """
+    if choice.take(mixed_SBGM):
+        from megatron_ext.device.triton import rotary
+
+        channels = mixed_SBGM.size(-1) // (heads_per_group + 2)
+        return rotary.split_heads(mixed_SBGM, table, channels, interleaved=interleaved)
+    return _SplitRotation.apply(mixed_SBGM, heads_per_group, table, interleaved)  # pyright: ignore[reportReturnType]
+
+
 def rotate_reference(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
     """Compute `rotate` in the usual operations, for the compiler, which fuses them and their gradients."""
     cosines, sines = table[0], table[1]
@@ -152,16 +171,61 @@ class _Rotation(torch.autograd.Function):
         return _turn(grad, table, -1, ctx.interleaved), None, None
 
 
+class _SplitRotation(torch.autograd.Function):
+    """Splits and rotates. Its gradient is one tensor, into which those of queries, keys and values are rotated back:
+    apart they would be three, put together and laid out anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: torch.Tensor, heads_per_group: int, table: torch.Tensor, interleaved: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(table)
+        ctx.shape, ctx.heads_per_group, ctx.interleaved = mixed.shape, heads_per_group, interleaved
+        queries, key, value = _heads(mixed, heads_per_group)
+        turned_queries, turned_key = mixed.new_empty(queries.shape), mixed.new_empty(key.shape)
+        _turn_into(turned_queries, queries, _of_groups(table), 1, interleaved)
+        _turn_into(turned_key, key, table, 1, interleaved)
+        return turned_queries.flatten(1, 2), turned_key, value.contiguous()
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, for_queries: torch.Tensor, for_key: torch.Tensor, for_value: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
+        (table,) = ctx.saved_tensors
+        for_mixed = for_queries.new_empty(ctx.shape)
+        queries, key, value = _heads(for_mixed, ctx.heads_per_group)
+        _turn_into(queries, for_queries.view(queries.shape), _of_groups(table), -1, ctx.interleaved)
+        _turn_into(key, for_key, table, -1, ctx.interleaved)
+        value.copy_(for_value)
+        return for_mixed, None, None, None
+
+
+def _heads(mixed_SBGM: torch.Tensor, heads_per_group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return views: the queries of each group, [B, G, heads, S, D], its key and its value, [B, G, S, D]."""
+    heads_BGHSD = mixed_SBGM.unflatten(-1, (heads_per_group + 2, -1)).permute(1, 2, 3, 0, 4)
+    return heads_BGHSD[:, :, :heads_per_group], heads_BGHSD[:, :, -2], heads_BGHSD[:, :, -1]
+
+
+def _of_groups(table: torch.Tensor) -> torch.Tensor:
+    """Return the table for the heads of groups, which have a dimension more; one of samples is [2, B, 1, S, ...]."""
+    return table.unsqueeze(2) if table.dim() == 5 else table
+
+
 def _turn(x: torch.Tensor, table: torch.Tensor, direction: int, interleaved: bool) -> torch.Tensor:
+    turned = x.new_empty(x.shape)
+    _turn_into(turned, x, table, direction, interleaved)
+    return turned
+
+
+def _turn_into(turned: torch.Tensor, x: torch.Tensor, table: torch.Tensor, direction: int, interleaved: bool) -> None:
     cosines, sines = table[0], table[1]
     half = cosines.size(-1)
     first, second, rest = _pairs(x, half, interleaved)
-    turned = x.new_empty(x.shape)
     turned_first, turned_second, turned_rest = _pairs(turned, half, interleaved)
     torch.mul(first, cosines, out=turned_first).addcmul_(second, sines, value=-direction)
     torch.mul(second, cosines, out=turned_second).addcmul_(first, sines, value=direction)
-    turned_rest.copy_(rest)
-    return turned
+    if rest.size(-1):
+        turned_rest.copy_(rest)
 
 
 def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: RotaryScaling) -> torch.Tensor:

@@ -221,7 +221,7 @@ class Activations:
 
     def _mlp(self, layer: Layer) -> float:
         if layer.experts is None:
-            return self._inside(layer.inner) * self.tokens / self.tensor
+            return self._inside(layer.inner, gated=4) * self.tokens / self.tensor
         experts, layout, own = layer.experts, self.config.layout, self.tokens / self.divided
         # Every rank of an expert's tensor-parallel group has all of its pairs.
         pairs = experts.top_k * own * layout.expert_tensor_size
@@ -229,12 +229,12 @@ class Activations:
         held = pairs * (self.width * self.config.model.hidden_size + inside + _OF_A_PAIR)
         held += own * experts.count * _OF_A_LOGIT
         if experts.shared is not None:
-            held += self._inside(experts.shared) * self.tokens / self.tensor
+            held += self._inside(experts.shared, gated=5) * self.tokens / self.tensor
         return held
 
-    def _inside(self, mlp: Mlp) -> float:
-        """Return the bytes a token of an MLP's inside, undivided."""
-        times = (3 if self.fused else 5) if mlp.gated else 2
+    def _inside(self, mlp: Mlp, *, gated: int) -> float:
+        """Return the bytes a token of an MLP's inside, undivided; `gated`: how many widths a gate keeps on a CPU."""
+        times = (3 if self.fused else gated) if mlp.gated else 2
         return times * mlp.width * self.width
 
     def _statistics(self, norm: Norm) -> float:

@@ -32,7 +32,8 @@ MODEL = (
     ),
     Seam(
         f"{_CORE}.transformer.mlp.MLP.forward",
-        "overridden by a shorter one in inference mode, which computes what it does without fusions, clamps and scales",
+        "overridden by a shorter one in inference mode and for SwiGLU on a CPU, which computes what it does without "
+        "fusions, clamps and scales",
         ("hidden_states", "per_token_scale"),
     ),
     Seam(

@@ -147,6 +147,42 @@ def test_bits_are_gloos(ranks: int) -> None:
         assert count > 300
 
 
+def _compare_one_rank_with_gloo() -> tuple[list[str], set[str]]:
+    """Return what differs, and the operations that gloo was not asked for."""
+    rank, ranks = _start()
+    different, done_here = [], set()
+    begun: list[str] = []
+    genuine = replaced._Alone.__init__
+
+    def counted(self: Any, name: str, *tensors: torch.Tensor) -> None:
+        genuine(self, name, *tensors)
+        begun.append(name)
+
+    replaced._Alone.__init__ = counted
+    for x in _tensors(rank):
+        for name, call in _calls(x, rank, ranks).items():
+            if name == "message":  # gloo sends none to oneself
+                continue
+            begun.clear()
+            ours = call()
+            done_here |= {name} if begun else set()
+            with replaced.left_to_gloo():
+                theirs = call()
+            if not _is_same(ours, theirs):
+                different.append(f"{name} of {x.numel()} {x.dtype}")
+    return different, done_here
+
+
+@needs_place_to_join
+def test_a_group_of_one_rank_needs_no_gloo() -> None:
+    [(different, done_here)] = run_ranks(1, _compare_one_rank_with_gloo)
+    assert not different
+    reductions = {
+        f"{kind} {name}" for kind in ("all-reduce", "reduce-scatter") for name in ("sum", "max", "min", "mean")
+    }
+    assert done_here == {*reductions, "coalesced sums", "all-gather", "broadcast"}
+
+
 def _have_many_under_way() -> list[str]:
     """Issue far more than there are slots, and wait for the last one first."""
     rank, ranks = _start()

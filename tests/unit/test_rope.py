@@ -5,7 +5,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatron_ext.config.layers import RotaryScaling
-from megatron_ext.model.rope import rotate, rotate_reference, scaled_inverse_frequencies
+from megatron_ext.model.rope import rotate, rotate_reference, scaled_inverse_frequencies, split_and_rotate
 
 
 def _frequencies(base: float = 500000.0, channels: int = 128) -> torch.Tensor:
@@ -56,3 +56,32 @@ def test_the_gradient_is_the_rotation_back() -> None:
     (grad,) = torch.autograd.grad(rotate(x, table).square().sum() / 2, x)
     torch.testing.assert_close(grad, x.detach(), rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradcheck(lambda value: rotate(value, table), (x[:1, :1],))
+
+
+@pytest.mark.parametrize(
+    ("heads_per_group", "interleaved", "rotated", "each_sample"),
+    [(1, False, 16, False), (3, True, 16, False), (2, False, 8, True), (3, True, 8, True)],
+)
+def test_splitting_and_rotating_at_once_has_the_bits_of_one_after_the_other(
+    heads_per_group: int, interleaved: bool, rotated: int, each_sample: bool
+) -> None:
+    torch.manual_seed(0)
+    mixed = torch.randn(5, 3, 2, (heads_per_group + 2) * 16, requires_grad=True)
+    angles = torch.rand(3, 1, 5, rotated // 2) if each_sample else torch.rand(5, rotated // 2)
+    table = torch.stack((angles.cos(), angles.sin()))
+    query, key, value = mixed.split((heads_per_group * 16, 16, 16), dim=3)
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query.reshape(5, 3, -1, 16), key, value))
+    expected = *(rotate(tensor, table, interleaved=interleaved) for tensor in (query, key)), value.contiguous()
+    heads = split_and_rotate(mixed, heads_per_group, table, interleaved=interleaved)
+    assert all(map(torch.equal, heads, expected))
+    assert all(tensor.is_contiguous() for tensor in heads)
+    grads = [torch.randn_like(tensor) for tensor in heads]
+    assert torch.equal(*(torch.autograd.grad(outputs, mixed, grads)[0] for outputs in (heads, expected)))
+
+
+def test_the_gradient_of_splitting_and_rotating_is_its_derivative() -> None:
+    torch.manual_seed(0)
+    mixed = torch.randn(3, 2, 1, 4 * 6, dtype=torch.float64, requires_grad=True)
+    angles = torch.rand(3, 2, dtype=torch.float64)
+    table = torch.stack((angles.cos(), angles.sin()))
+    assert torch.autograd.gradcheck(lambda value: split_and_rotate(value, 2, table), (mixed,))

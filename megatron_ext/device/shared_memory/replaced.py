@@ -8,7 +8,7 @@ dispatch mode does not see it. Everything that is not taken below is gloo's, and
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,19 @@ class _Ends:
         self.incoming = {rank: Incoming(channel, rank, record) for rank in others}
 
 
+class _Alone(SharedWork):
+    """An operation of a group of one rank, which has ended when it is begun."""
+
+    def __init__(self, name: str, output: torch.Tensor, given: torch.Tensor):
+        super().__init__(name, [output], [given])
+        if output.data_ptr() != given.data_ptr():
+            output.copy_(given.view(output.shape))
+        self.end()
+
+
 _by_group: dict[int, _Ends] = {}
+_of_one_rank: set[int] = set()
+"""Groups whose operations are done by copying, or by nothing at all: gloo hands them to its threads all the same."""
 _left_to_gloo = 0
 
 
@@ -62,6 +74,10 @@ def join(made_of: Any, backend: Any) -> None:
     group = made_of.process_group
     if group is None:
         return
+    if made_of.group_size == 1:
+        _of_one_rank.add(id(group))
+        weakref.finalize(group, _of_one_rank.discard, id(group)).atexit = False
+        return
     met = meet(made_of.store, made_of.group_rank, made_of.group_size, list(made_of.global_ranks_in_group))
     if met is None:
         return
@@ -81,10 +97,20 @@ def _ends(group: Any, *tensors: torch.Tensor) -> _Ends | None:
     ends = _by_group.get(id(group))
     if ends is None or _left_to_gloo or not 0 < tensors[0].nbytes <= LARGEST:
         return None
+    return ends if _are_plain(tensors) else None
+
+
+def _is_alone(group: Any, *tensors: torch.Tensor) -> bool:
+    """Return whether these tensors are those of an operation of one rank, which has as many numbers as it gives."""
+    sizes = {tensor.numel() for tensor in tensors}
+    return id(group) in _of_one_rank and not _left_to_gloo and len(sizes) == 1 and _are_plain(tensors)
+
+
+def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
     for tensor in tensors:
         if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.dtype is not tensors[0].dtype or tensor.is_sparse:
-            return None
-    return ends
+            return False
+    return True
 
 
 def _operation(options: Any, tensor: torch.Tensor) -> int | None:
@@ -103,6 +129,8 @@ def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     def allreduce(group: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 2 and isinstance(args[1], AllreduceOptions) and len(args[0]) == 1:
             [tensor] = args[0]
+            if _is_alone(group, tensor) and _operation(args[1], tensor) is not None:
+                return _Alone("allreduce", tensor, tensor)
             ends = _ends(group, tensor)
             # Every rank reads what all have written; of larger tensors, gloo's ring adds up each part once.
             if (
@@ -124,6 +152,8 @@ def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce_scatter_single(group: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 3 and type(args[2]) is ReduceScatterOptions:
             output, given, options = args
+            if _is_alone(group, output, given) and _operation(options, given) is not None:
+                return _Alone("reduce_scatter", output, given)
             ends = _ends(group, given, output)
             if (
                 ends is not None
@@ -158,6 +188,8 @@ def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_single(group: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 3 and isinstance(args[1], torch.Tensor):
             output, given, _ = args
+            if _is_alone(group, output, given):
+                return _Alone("all_gather", output, given)
             ends = _ends(group, given, output)
             if ends is not None and output.numel() == given.numel() * ends.channel.ranks:
                 work = collectives.AllGather(ends.channel, output, given)
@@ -207,6 +239,8 @@ def broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
     def broadcast_(group: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 2 and type(args[1]) is BroadcastOptions and len(args[0]) == 1:
             [tensor] = args[0]
+            if _is_alone(group, tensor) and args[1].rootRank == 0:
+                return _Alone("broadcast", tensor, tensor)
             ends = _ends(group, tensor)
             if ends is not None:
                 work = collectives.Broadcast(ends.channel, tensor, args[1].rootRank)
