@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.sharding import ddp, fsdp2, row_shards
+from megatron_ext.sharding import ddp, engine, fsdp2, row_shards
 from megatron_ext.sharding.ddp import DataParallel, _finish_gather
 from megatron_ext.sharding.fsdp2 import FSDP2, TorchFSDP
 from megatron_ext.sharding.gradients import gradients_of_update, outside_norm
@@ -304,3 +304,48 @@ def test_masters_begin_as_the_weights_that_were_loaded() -> None:
     optimizer: Any = None
     InHostMemory(scheme).reload_masters(optimizer)
     assert (masters["short"].tolist(), masters["long"].tolist(), refreshed) == ([2.0], [0.0], [True])
+
+
+@pytest.mark.parametrize(("training", "wrapped"), [({}, False), ({"bf16": True}, True), ({"fp16": True}, True)])
+def test_chunks_are_on_the_device_before_they_begin(
+    training: dict[str, Any], wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in the wrapper of 16-bit training, under which the first weights are found."""
+    done: list[Any] = []
+    chunks: Any = [SimpleNamespace(to=lambda device, n=n: done.append((n, device))) for n in range(2)]
+    monkeypatch.setattr(engine, "Float16Module", lambda core, chunk: ("16 bits", core, chunk))
+    monkeypatch.setattr(engine, "initialize", lambda chunks, config, groups: done.append((list(chunks), groups)))
+    core: Any = "settings"
+    groups: Any = "groups"
+    found = engine.initialized(chunks, small_config(training=training), core, groups, CPU)
+    expected = [("16 bits", "settings", chunk) for chunk in chunks] if wrapped else chunks
+    assert found == expected
+    assert done == [(0, CPU.torch_device), (1, CPU.torch_device), (expected, "groups")]
+
+
+def test_parts_without_anything_to_update_are_left_out() -> None:
+    optimizer: Any = SimpleNamespace(
+        chained_optimizers=[SimpleNamespace(optimizer="one"), SimpleNamespace(optimizer=None)]
+    )
+    kind: Any = lambda core: ("part", core.optimizer)  # noqa: E731
+    assert engine.updating(optimizer, kind) == [("part", "one")]
+    assert engine.for_chunks(["alone"]) == "alone"
+    assert engine.for_chunks(["first", "second"]) == ["first", "second"]
+
+
+def test_what_updates_is_the_registered_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each of the engine's, but for those that have nothing to update; norms and clipping are ours."""
+    done: list[str] = []
+    parts = [SimpleNamespace(optimizer="built"), SimpleNamespace(optimizer=None)]
+    several = SimpleNamespace(chained_optimizers=parts)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(engine, "replace_loops", lambda: done.append("loops"))
+    monkeypatch.setattr(engine, "as_registered", lambda built, config: ("registered", built, config))
+    monkeypatch.setattr(
+        engine, "get_megatron_optimizer", lambda settings, modules, **named: asked.append(named) or several
+    )
+    given: tuple[Any, Any, Any, Any] = (["chunk"], "settings", "config", "groups")
+    assert engine.build_optimizer(*given) is several
+    assert done == ["loops"]
+    assert asked == [{"use_gloo_process_groups": False, "pg_collection": "groups"}]
+    assert [part.optimizer for part in parts] == [("registered", "built", "config"), None]
