@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.sharding import ddp, engine, fsdp2, row_shards
+from megatron_ext.sharding import ddp, engine, fsdp2, megatron_fsdp, row_shards
 from megatron_ext.sharding.ddp import DataParallel, _finish_gather
 from megatron_ext.sharding.fsdp2 import FSDP2, TorchFSDP
 from megatron_ext.sharding.gradients import gradients_of_update, outside_norm
 from megatron_ext.sharding.host_memory import HostOptimizer, InHostMemory
+from megatron_ext.sharding.megatron_fsdp import MegatronFSDPChunk
 from megatron_ext.sharding.parts import OptimizerPart
 from megatron_ext.sharding.row_shards import RowShardOptimizer
 from tests.support.small_models import small_config
@@ -349,3 +350,29 @@ def test_what_updates_is_the_registered_optimizer(monkeypatch: pytest.MonkeyPatc
     assert done == ["loops"]
     assert asked == [{"use_gloo_process_groups": False, "pg_collection": "groups"}]
     assert [part.optimizer for part in parts] == [("registered", "built", "config"), None]
+
+
+def test_shards_of_experts_are_marked_as_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By megatron-core's mark, where the weight has it: their gradients are added up over ranks of their own."""
+    weights: list[Any] = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    weights[0].allreduce, weights[1].allreduce = False, True
+    shards: list[Any] = [SimpleNamespace(of=weight) for weight in weights]
+    asked: list[Any] = []
+
+    def build(self: Any, core: Any, settings: Any, module: Any, units: Any, **named: Any) -> None:
+        asked.append((core, units, named))
+
+    monkeypatch.setattr(megatron_fsdp.FullyShardedDataParallel, "__init__", build)
+    monkeypatch.setattr(MegatronFSDPChunk, "sharded_parameters", lambda self: iter(shards))
+    monkeypatch.setattr(MegatronFSDPChunk, "_rows", lambda self, sharded, groups: ("rows", groups))
+    monkeypatch.setattr(MegatronFSDPChunk, "__setattr__", object.__setattr__)
+    monkeypatch.setattr(megatron_fsdp, "weight_of", lambda sharded: sharded.of)
+    monkeypatch.setattr(megatron_fsdp, "_units", lambda module: ["unit"])
+    for strategy, units, outer in (("optim_grads_params", ["unit"], "optim"), ("optim_grads", [], "no_shard")):
+        settings = SimpleNamespace(data_parallel_sharding_strategy=strategy, outer_dp_sharding_strategy=outer)
+        given: Any = ("core", settings, torch.nn.Linear(1, 1), "groups", "device")
+        chunk = MegatronFSDPChunk(*given)
+        assert asked[-1] == ("core", units, {"device": "device", "pg_collection": "groups"})
+        assert (chunk.strategy, chunk.divides_copies) == (strategy, outer == "optim")
+    assert [getattr(shard, "allreduce", None) for shard in shards] == [False, True, None]
+    assert [one.row_shard for one in (*shards, *weights)] == [("rows", "groups")] * 6

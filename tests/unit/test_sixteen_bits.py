@@ -16,7 +16,7 @@ from megatron_ext.data.packing import restarted_positions
 from megatron_ext.inference.scoring import _Scored
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.loss import TokenLogits, token_loss
-from megatron_ext.model.moe import GroupedExperts, Router
+from megatron_ext.model.moe import Router
 from megatron_ext.model.norm import LayerNorm, RMSNorm, norm_class
 from megatron_ext.optim.lion import Lion
 from tests.support.small_models import LLAMA, build_small_model, small_config
@@ -136,24 +136,6 @@ def test_routers_logits_have_the_precision_that_is_asked_for(dtype: str | None, 
     rounding = {torch.float32: 64 * FP32, torch.float64: 64 * 2.0**-53, torch.bfloat16: 64 * FP32}[bits] * sizes
     rounding = rounding + (ROUNDED * exact.abs() if bits is torch.bfloat16 else 0.0)
     assert ((logits.double() - exact).abs() <= rounding).all()
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_routers_weight_is_multiplied_before_anything_is_rounded(gated: bool) -> None:
-    """An activation with 8 bits times a weight with 24, and one rounding of the product."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(200, 16, generator=generator).bfloat16()
-    weights = torch.rand(200, generator=generator)
-    experts: Any = GroupedExperts.__new__(GroupedExperts)
-    torch.nn.Module.__init__(experts)
-    experts.config = SimpleNamespace(activation_func=torch.neg, gated_linear_unit=gated)
-    experts.linear_fc1 = experts.linear_fc2 = lambda x, tokens_per_expert: x
-    found, bias = experts.forward(tokens, torch.tensor([200]), weights)
-    gate, up = tokens.chunk(2, dim=-1)
-    hidden = -gate * up if gated else -tokens
-    exact = hidden.double() * weights.double()[:, None]
-    assert (found.dtype, bias) == (torch.bfloat16, None)
-    assert ((found.double() - exact).abs() <= ROUNDED * exact.abs() * 1.0001).all()
 
 
 def test_lion_is_its_equation_in_fp64() -> None:
