@@ -1,5 +1,6 @@
 """Computes how large the global batch is, as a function of the samples consumed so far, and how long the run."""
 
+import math
 import re
 from dataclasses import dataclass
 from itertools import pairwise
@@ -129,7 +130,8 @@ def batch_phases(config: Config) -> list[BatchPhase]:
         start, increment, samples = training.rampup_batch_size
         increments = (full - start) // increment
         sizes = [start + increment * i for i in range(increments + 1)]
-        borders = [samples / increments * (i + 1) for i in range(increments)]
+        borders = [_first_of(samples / increments, i + 1) for i in range(increments)]
+        borders[-1:] = [min(border, samples + 1) for border in borders[-1:]]
     elif (schedule := batch_schedule(config)) is not None:
         sizes = [size for _, size in schedule]
         borders = [first for first, _ in schedule[1:]]
@@ -147,6 +149,16 @@ def batch_phases(config: Config) -> list[BatchPhase]:
         consumed += size * steps
         steps_taken += steps
     return phases
+
+
+def _first_of(share: float, number: int) -> int:
+    """Return the first consumed samples that are `number` shares to `global_batch_size`, whose quotient is rounded."""
+    first = math.ceil(share * number)
+    while int(first / share) < number:
+        first += 1
+    while first > 0 and int((first - 1) / share) >= number:
+        first -= 1
+    return first
 
 
 def training_steps(config: Config) -> int:

@@ -1,6 +1,7 @@
 """Which token comes next, and when a text ends, from logits and tokens written by hand."""
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,35 @@ def test_what_is_drawn_from() -> None:
     assert _kept(logits, min_p=0.4) == [0, 1]
     assert _kept(logits, min_p=1.0) == [0]
     assert _kept(logits, temperature=0.1, min_p=0.1) == [0], "the temperature comes first"
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"temperature": -0.1}, "--temperature -0.1 is below 0"),
+        ({"top_k": -1}, "--top-k -1 is below 0"),
+        ({"top_p": 0.0}, "--top-p 0.0 is not above 0"),
+        ({"top_p": 1.1}, "--top-p 1.1 is not above 0 and at most 1"),
+        ({"min_p": -0.1}, "--min-p -0.1 is not between 0 and 1"),
+        ({"min_p": 1.1}, "--min-p 1.1 is not between 0 and 1"),
+        ({"repetition_penalty": 0.0}, "--repetition-penalty 0.0 is not above 0"),
+        ({"max_new_tokens": 0}, "--num-tokens-to-generate 0 is not positive"),
+        ({"stop": ("a", "")}, "--stop has an empty string"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(problem)) as raised:
+        Sampling(**values).check()
+    assert len(raised.value.problems) == 1
+
+
+def test_values_at_their_bounds_are_taken() -> None:
+    """And all that are wrong are named at once."""
+    Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=1, stop=("a",)).check()
+    Sampling(temperature=2.0, top_k=1, top_p=0.1, min_p=1.0, repetition_penalty=0.5).check()
+    with pytest.raises(ConfigurationError) as raised:
+        Sampling(temperature=-1.0, top_k=-1).check()
+    assert len(raised.value.problems) == 2
 
 
 def test_used_tokens_are_made_less_likely_whatever_their_sign() -> None:

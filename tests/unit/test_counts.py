@@ -94,3 +94,37 @@ def test_sinks_of_steps_get_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     length = config.model.seq_length
     assert [row.tokens_per_second for row in steps.written] == [8 * length / 1.0, 16 * length / 0.5]
+
+
+class _Stragglers:
+    """Counts what it is asked, and when it forgets."""
+
+    def __init__(self) -> None:
+        self.asked = self.forgotten = 0
+
+    def summary(self) -> dict[str, int]:
+        self.asked += 1
+        return {"rank": self.asked}
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+def test_the_slowest_rank_is_that_of_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told on the last rank, and all ranks forget it with each log line; so do the sums of the state."""
+    stragglers: Any = _Stragglers()
+    for is_last in (True, False):
+        sink, state = _Sink(), TrainState()
+        trainer = _trainer(state)
+        trainer.run.is_last_rank = is_last
+        report = Reporting([], 1000, [sink], 2, None, stragglers)
+        for iteration in range(1, 5):
+            report.on_step_begin(trainer)
+            state.iteration, state.interval_skipped, state.interval_nan = iteration, state.interval_skipped + 1, 1
+            report.on_step_end(trainer, StepResult(1.0, 40, 4, False, None, 1.0, None))
+        expected = [({"rank": 1}, 1), ({"rank": 2}, 1), ({"rank": 3}, 2)] if is_last else []
+        assert [(row.slowest_rank, row.skipped_iterations) for row in sink.written] == expected
+        assert [row.lm_loss for row in sink.written] == [1.0] * len(expected), "no step has updated: its own loss"
+        assert (state.interval_skipped, state.interval_nan) == (0, 0)
+        assert stragglers.forgotten == 3
+        stragglers.forgotten = 0

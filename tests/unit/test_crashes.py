@@ -10,6 +10,7 @@ from megatron_ext.checkpoint.native import folder as checkpoints
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import check_indexed_files
+from megatron_ext.data.mask import COUNTS, Mask
 from megatron_ext.data.prepare.journal import Journal
 from megatron_ext.data.prepare.merge import merge_indexed_files
 from megatron_ext.durable import replacing
@@ -102,32 +103,43 @@ def test_a_replaced_file_is_the_old_or_the_new_one(tmp_path: Path, monkeypatch: 
     assert set(left) == {b"old", b"new"}
 
 
-def _pair(prefix: Path, tokens: list[int]) -> None:
-    with IndexedWriter(prefix, np.uint16) as writer:
-        writer.add_tokens(np.array(tokens, np.uint16).tobytes(), [len(tokens)])
+def _pair(prefix: Path, tokens: list[int], *, masked: bool) -> None:
+    """A pair, in which the even tokens count where it has a mask."""
+    with IndexedWriter(prefix, np.uint16, packed_to=8 if masked else None) as writer:
+        values = np.array(tokens, np.uint16)
+        flags = np.where(values % 2 == 0, COUNTS, 0).astype(np.uint8) if masked else None
+        writer.add_tokens(values.tobytes(), [len(tokens)], flags)
 
 
-def _tokens(prefix: Path) -> list[int] | None:
+def _tokens(prefix: Path, *, masked: bool) -> list[int] | None:
     """Those of a pair; None where it has no index, without which it is none."""
     if not prefix.with_suffix(".idx").exists():
         return None
     check_indexed_files(str(prefix))
-    return np.fromfile(prefix.with_suffix(".bin"), np.uint16).tolist()
+    tokens = np.fromfile(prefix.with_suffix(".bin"), np.uint16).tolist()
+    if masked:
+        flags = Mask(str(prefix), len(tokens)).read(0, len(tokens)) & COUNTS
+        assert flags.astype(bool).tolist() == [token % 2 == 0 for token in tokens]
+    return tokens
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_pair_is_replaced_by_another(merged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_is_replaced_by_another(
+    merged: bool, masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its mask, which says which of its tokens count."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    _pair(folder / "text", [1, 2, 3])
-    _pair(tmp_path / "other", [4, 5])
+    _pair(folder / "text", [1, 2, 3], masked=masked)
+    _pair(tmp_path / "other", [4, 5], masked=masked)
     disk = Disk(folder, monkeypatch)
     if merged:
         merge_indexed_files([str(tmp_path / "other")], str(folder / "text"))
     else:
-        _pair(folder / "text", [4, 5])
+        _pair(folder / "text", [4, 5], masked=masked)
     monkeypatch.undo()
-    left = [_tokens(path / "text") for _, path in disk.crashes(tmp_path / "left")]
+    left = [_tokens(path / "text", masked=masked) for _, path in disk.crashes(tmp_path / "left")]
     assert left[:2] == [[1, 2, 3]] * 2
     assert left[-2:] == [[4, 5]] * 2
     assert all(found in ([1, 2, 3], None, [4, 5]) for found in left)

@@ -96,6 +96,20 @@ def test_weight_decay_equals_the_engine(style: str):
         assert_equals_the_engine(config, progress)
 
 
+@pytest.mark.parametrize("style", STYLES[1:])
+def test_borders_are_the_engines_where_rounding_tells_their_sides_apart(style: str):
+    """0.03 + (0.3 - 0.03) is not 0.3: at the end of a warmup it still counts, as does the end of the decay's growth."""
+    config = config_with(
+        lr=0.3, min_lr=0.03, lr_warmup_iters=3, lr_decay_style=style, lr_wsd_decay_iters=4, lr_wsd_decay_style="linear"
+    )
+    assert learning_rate(3 * BATCH, LearningRateCurve.from_config(config)) == 0.3
+    assert_equals_the_engine(config, 3 * BATCH)
+    growing = {"start_weight_decay": 0.03, "end_weight_decay": 0.3, "weight_decay_incr_style": "linear"}
+    config = config_with(**growing)
+    assert 0.03 + (0.3 - 0.03) != 0.3
+    assert_equals_the_engine(config, 20 * BATCH)
+
+
 def test_lengths_in_iterations_are_multiplied_by_the_full_global_batch():
     training = {"rampup_batch_size": (4, 4, 64)}
     config = config_with(

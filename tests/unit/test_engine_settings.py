@@ -155,14 +155,15 @@ def test_the_groups_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         "order": "tp-cp-ep-dp-pp",
         "create_gloo_process_groups": False,
     }
-    other = LayoutConfig(
-        world_size=4,
-        pipeline_model_parallel_size=2,
-        num_virtual_stages_per_pipeline_rank=3,
-        use_tp_pp_dp_mapping=True,
-    )
-    groups.initialize(other, SimpleNamespace())  # pyright: ignore[reportArgumentType]
-    assert (seen["virtual_pipeline_model_parallel_size"], seen["order"]) == (3, "tp-cp-ep-pp-dp")
+    for chunks in (2, 3):
+        other = LayoutConfig(
+            world_size=4,
+            pipeline_model_parallel_size=2,
+            num_virtual_stages_per_pipeline_rank=chunks,
+            use_tp_pp_dp_mapping=True,
+        )
+        groups.initialize(other, SimpleNamespace())  # pyright: ignore[reportArgumentType]
+        assert (seen["virtual_pipeline_model_parallel_size"], seen["order"]) == (chunks, "tp-cp-ep-pp-dp")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.config.parameters import Parameter
+from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.model import initialize
 from megatron_ext.model.initialize import BLOCK_ELEMENTS, WHOLE_ELEMENTS, column_parts, fill
+from tests.support.small_models import small_config
 from tests.support.warm_python import warm_python
 
 # 3 blocks and a remainder, none of whose edges falls on a shard's.
@@ -195,3 +196,26 @@ def test_a_rank_needs_little_more_memory_than_its_slice(tmp_path: Path) -> None:
     command = [warm_python(tmp_path)["PYTHON_EXEC"], str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) * 1024 < 64 * 2**20
+
+
+def test_xavier_uniform_is_torchs() -> None:
+    """Uniform up to the root of 6 over rows and columns together: the bound, and the second and fourth moment."""
+    config = small_config({"init_method_xavier_uniform": True, "ffn_hidden_size": 4096, "hidden_size": 256})
+    [matrix] = [one for one in parameters(config) if one.name == "decoder.layers.0.mlp.linear_fc1.weight"]
+    assert matrix.shape == (4096, 256)
+    values, bound = _filled(matrix).double(), (6.0 / (4096 + 256)) ** 0.5
+    torchs = torch.nn.init.xavier_uniform_(torch.empty(4096, 256), generator=torch.Generator().manual_seed(0)).double()
+    assert 0.999 * bound < values.abs().max() <= bound * (1 + 2.0**-23)
+    for power in (2, 4):
+        assert values.pow(power).mean() == pytest.approx(torchs.pow(power).mean().item(), rel=0.01)
+    assert abs(values.mean()) < 0.01 * bound
+
+
+@pytest.mark.parametrize(("own", "init"), [(None, "uniform"), (0.02, "uniform"), (0.03, "normal")])
+def test_an_embedding_begins_as_a_matrix_unless_it_has_a_deviation_of_its_own(own: float | None, init: str) -> None:
+    """One that is --init-method-std is none of its own, as in Megatron-LM."""
+    model = {"init_method_xavier_uniform": True, "init_method_std": 0.02, "embedding_init_method_std": own}
+    found = {one.name: (one.init, one.std) for one in parameters(small_config(model))}
+    kind, deviation = found["embedding.word_embeddings.weight"]
+    assert kind == init
+    assert deviation == pytest.approx(0.03 if init == "normal" else (2.0 / (256 + 64)) ** 0.5)

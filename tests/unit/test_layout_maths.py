@@ -19,6 +19,7 @@ from megatron_ext.config.ranks import (
     AXES,
     axis_sizes,
     chunk_layers,
+    context_chunks,
     coordinates,
     expert_axis_sizes,
     expert_coordinates,
@@ -26,7 +27,7 @@ from megatron_ext.config.ranks import (
     rank_of,
 )
 from megatron_ext.config.resolve import Facts, padded_vocabulary, resolve
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, TrainingConfig
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import (
     active_parameters,
@@ -261,3 +262,35 @@ def test_the_vocabulary_is_padded_as_megatron_does(tensor_parallel_size: int) ->
         assert padded_vocabulary(size, divisor, tensor_parallel_size) == expected
     values = {"vocab_size": 50257, "tensor_model_parallel_size": tensor_parallel_size}
     assert resolve(values, Facts()).model.padded_vocab_size == padded_vocabulary(50257, 128, tensor_parallel_size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 64])
+def test_every_context_parallel_rank_has_a_chunk_of_the_head_and_one_of_the_tail(size: int) -> None:
+    """Each chunk is on one rank, and the costs of a rank's two are together the same, under the causal mask."""
+    held = [context_chunks(rank, size) for rank in range(size)]
+    assert sorted(chunk for pair in held for chunk in pair) == list(range(2 * size))
+    assert {head + tail for head, tail in held} == {2 * size - 1}
+    assert all(head < size <= tail for head, tail in held)
+
+
+@pytest.mark.parametrize("ramp", [(1, 1, 295), (1, 1, 316), (1, 1, 9), (1, 1, 7), (4, 1, 100), (3, 2, 29)])
+def test_phases_are_the_steps_also_where_a_quotient_is_rounded(ramp: tuple[int, int, int]) -> None:
+    """295 samples over a seventh of 295 is less than 7 in floating point, and Megatron's formula, which is ours, asks
+    for the whole part of that; a phase begins where the formula says so. At the last sample of the ramp it still
+    counts."""
+    start, increment, samples = ramp
+    for increments in (1, 2, 3, 6, 7, 11, 13):
+        training = TrainingConfig(
+            global_batch_size=start + increments * increment, rampup_batch_size=ramp, train_iters=2 * samples
+        )
+        config = Config(training=training)
+        sizes, consumed = [], 0
+        for step in range(2 * samples):
+            if consumed <= samples + 1 < 50:
+                assert samples_at_iteration(config, step) == consumed
+            sizes.append(global_batch_size(config, consumed))
+            consumed += sizes[-1]
+        assert [phase.global_batch_size for phase in batch_phases(config) for _ in range(phase.steps)] == sizes
+        at_the_end = start + int(samples / (samples / increments)) * increment
+        assert global_batch_size(config, samples) == min(at_the_end, training.global_batch_size)
+        assert global_batch_size(config, samples + 1) == training.global_batch_size

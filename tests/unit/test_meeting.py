@@ -54,3 +54,8 @@ def test_an_attempt_that_broke_off_in_its_meeting_does_not_mislead_the_next():
 def test_who_waits_for_rank_0_in_vain_says_so():
     with pytest.raises(PeerLostError, match="rank 0 did not come to the start of the run"):
         agree(HashStore(), 1, 2, timedelta(seconds=0.1))
+
+
+def test_one_rank_that_does_not_come_is_one():
+    with pytest.raises(PeerLostError, match=r"^rank 1 did not come to the start of the run"):
+        agree(HashStore(), 0, 2, timedelta(seconds=0.05))

@@ -113,6 +113,33 @@ def test_averages_in_fp16_are_those_in_fp32_but_for_rounding() -> None:
     assert 0 < (short - exact).abs().max() < 30 * 0.01 * 2**-8
 
 
+def test_gradients_in_16_bits_are_taken_in_fp32() -> None:
+    """Their squares are not rounded to 16 bits."""
+    found, known = torch.linspace(-1, 1, 64), torch.linspace(-1, 1, 64)
+    ours, same = (ShortAdam([weight], dtypes=("fp32", "fp32")) for weight in (found, known))
+    gradient = torch.linspace(0.1, 2, 64).bfloat16()
+    found.grad, known.grad = torch.zeros(64), gradient.float()
+    ours._update(found, gradient, ours.param_groups[0])
+    same.step()
+    assert torch.equal(found, known)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(ours.state[found][name], same.state[known][name])
+
+
+def test_updates_are_counted_beyond_what_16_bits_hold() -> None:
+    """bf16 counts to 256 and fp16 to 2,048; the next update's correction of the bias is that of its number."""
+    for dtypes in (("bf16", "bf16"), ("fp16", "fp32")):
+        weight = torch.zeros(3)
+        optimizer = ShortAdam([weight], lr=1.0, betas=(0.5, 0.9999), dtypes=dtypes)
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        state = optimizer.state[weight]
+        state["step"].fill_(2048.0)
+        optimizer.step()
+        optimizer.step()
+        assert (float(state["step"]), state["step"].dtype) == (2050.0, torch.float32)
+
+
 def test_an_average_in_fp16_is_never_infinite() -> None:
     kept = torch.zeros(2, dtype=torch.float16)
     keep(kept, "exp_avg_sq", torch.tensor([1e30, 0.0]))

@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import sinkhorn
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_ext.model import moe
 from megatron_ext.model.moe import GroupedExperts, Router
 
 
@@ -59,3 +60,39 @@ def test_weights_of_experts_are_rounded_with_what_they_multiply() -> None:
     assert seen[0].dtype == torch.bfloat16
     assert torch.equal(seen[0], (gated * weights.double()[:, None]).float().bfloat16())
     assert math.isfinite(float(seen[0].sum()))
+
+
+def test_both_kinds_of_load_balancing_are_told_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of microbatches and that of samples, summed over the layers; the first is equal on data-parallel ranks, the
+    z-loss a mean over this rank's tokens."""
+    metrics = {
+        "load_balancing_loss": SimpleNamespace(values=torch.tensor([1.0, 2.0])),
+        "seq_load_balancing_loss": SimpleNamespace(values=torch.tensor([4.0, 8.0])),
+        "z_loss": SimpleNamespace(values=torch.tensor([16.0, 20.0])),
+        "another": SimpleNamespace(values=torch.tensor([99.0])),
+    }
+    monkeypatch.setattr(moe, "get_moe_metrics_tracker", lambda: SimpleNamespace(metrics=metrics, clear=metrics.clear))
+    groups: Any = SimpleNamespace(dp=SimpleNamespace(size=lambda: 3), tp_dp_cp=SimpleNamespace(size=lambda: 12))
+    assert moe.take_auxiliary_losses(groups) == (5.0, 3.0)
+    assert moe.take_auxiliary_losses(groups) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_experts_matrices_have_the_engines_marks(gated: bool) -> None:
+    """The dimension that tensor-parallel ranks divide, after that of the experts; and whose gradients are added: those
+    of ranks with the same experts, where these are others than the ranks with the same weights."""
+    config: Any = SimpleNamespace(moe_grouped_gemm=False, use_cpu_initialization=True, params_dtype=torch.float32)
+
+    def marks(divided: int, **sizes: int) -> tuple[Any, ...]:
+        groups: Any = SimpleNamespace(
+            **{name: SimpleNamespace(size=lambda size=size: size) for name, size in sizes.items()}
+        )
+        built = moe.ExpertMatrices(range(2, 5), 4, 6, divided=divided, gated=gated, config=config, groups=groups)
+        weight: Any = built.weight
+        assert weight.shape == (3, 4, 6)
+        return weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride, weight.allreduce
+
+    stride = 2 if gated else 1
+    assert marks(0, ep=1, expt_tp=2, tp=2) == (True, 1, stride, True)
+    assert marks(1, ep=2, expt_tp=2, tp=2) == (True, 2, stride, False)
+    assert marks(1, ep=1, expt_tp=1, tp=2) == (True, 2, stride, False)

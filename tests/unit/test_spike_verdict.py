@@ -1,11 +1,15 @@
 """Who is to blame for a loss that another run does not repeat, from losses written by hand."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_ext.train import spikes
 from megatron_ext.train.spikes import Computed, Place, _add, _differing, _distance, _mean, _shifts, _suspects
 
 
@@ -85,3 +89,68 @@ def test_the_suspect_of_a_microbatch(runs: list[tuple[int, float]], suspect: int
 def test_the_replica_of_most_microbatches_is_named_first() -> None:
     low, high = [Computed(0, 9.0), Computed(1, 2.0)], [Computed(0, 2.0), Computed(1, 9.0)]
     assert _suspects([low, high, high]) == [1, 0]
+
+
+def _again(
+    monkeypatch: pytest.MonkeyPatch, second: list[float], third: list[float], *, experts: int | None = None
+) -> tuple[Any, list[Any]]:
+    """Judge two microbatches of rank 1 of three replicas, whose losses were 1 and 2; and what is done meanwhile."""
+    done: list[Any] = []
+    losses = iter([second, third])
+
+    def again(run: Any, batches: Any, *, forward_only: bool) -> list[float]:
+        assert (forward_only, torch.is_grad_enabled(), run.recorder) == (True, False, None)
+        done.append(("run", batches))
+        return next(losses)
+
+    @contextmanager
+    def gathered(chunks: Any) -> Iterator[None]:
+        done.append("gathered")
+        yield
+
+    def of_all(run: Any, found: Any) -> dict[int, list[float]]:
+        """Every replica computes what belongs to the one that it stands for: all the same."""
+        return {replica: list(found) for replica in range(3)}
+
+    def gather(states: list[Any], own: str, group: str) -> None:
+        assert (own, group) == ("before", run.groups.dp)
+        states[:] = ["before 0", "before 1", "before 2"]
+
+    for name, value in (
+        ("random_state", lambda run: "after"),
+        ("set_random_state", lambda run, state: done.append(state)),
+        ("run_microbatches", again),
+        ("_of_all", of_all),
+        ("take_auxiliary_losses", lambda groups: done.append("auxiliary losses")),
+    ):
+        monkeypatch.setattr(spikes, name, value)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    run = _run(3)
+    run.groups.dp.rank = lambda: 1
+    run.config.model = SimpleNamespace(num_experts=experts)
+    run.recorder, run.chunks, run.sharding = "recorder", [], SimpleNamespace(gathered_before_update=gathered)
+    run.progress = SimpleNamespace(loading=nullcontext)
+    run.loaders = SimpleNamespace(
+        train=SimpleNamespace(microbatches_of=lambda replica, first, count: f"{count} of {replica} from {first}")
+    )
+    first: Any = [1.0, 2.0]
+    verdict = spikes.judge(run, first, range(24, 36), "before")
+    assert run.recorder == "recorder"
+    return verdict, done
+
+
+def test_each_run_is_that_of_another_replica_with_its_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third only where the second gave another loss; afterwards the generators go on where they were."""
+    second = ["before 2", "gathered", ("run", "2 of 2 from 24")]
+    third = ["before 0", "gathered", ("run", "2 of 0 from 24")]
+    verdict, done = _again(monkeypatch, [1.0, 2.0], [])
+    assert (verdict.differing, verdict.suspects, done) == ([], [], [*second, "after"])
+    verdict, done = _again(monkeypatch, [1.0, 3.0], [1.0, 2.0])
+    assert done == [*second, *third, "after"]
+    assert verdict.differing == [Place(0, 1), Place(1, 1), Place(2, 1)]
+    assert [one.loss for one in verdict.results[Place(0, 1)]] == [2.0, 3.0, 2.0]
+
+
+def test_auxiliary_losses_of_a_second_run_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, done = _again(monkeypatch, [1.0, 2.0], [], experts=4)
+    assert done[-2:] == ["auxiliary losses", "after"]

@@ -1,0 +1,137 @@
+"""Weights go from a Hugging Face folder into a checkpoint and back in pieces of a few hundred bytes, and are the same;
+an export is in its place whole or not at all."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.checkpoint import copying
+from megatron_ext.checkpoint.huggingface import exporter, importer
+from megatron_ext.checkpoint.huggingface.arrays import ARRAYS, converted
+from megatron_ext.checkpoint.huggingface.exporter import export_huggingface
+from megatron_ext.checkpoint.huggingface.folder import HFFolder
+from megatron_ext.checkpoint.huggingface.importer import import_huggingface
+from megatron_ext.checkpoint.huggingface.safetensors import create
+from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
+from megatron_ext.config.families import state_dict_mapping
+from megatron_ext.config.hf_config import read_hf_config
+from megatron_ext.config.resolve import Facts, resolve
+from tests.support.crashes import Disk
+
+_LLAMA = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 103,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_LLAMA},
+    "gpt2": {
+        "model_type": "gpt2",  # whose matrices lie transposed
+        "n_embd": 24,
+        "n_inner": 40,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 103,
+        "n_positions": 32,
+    },
+    "mixtral": {"model_type": "mixtral", **_LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2},
+}
+
+
+def _write(folder: Path, name: str) -> dict[str, np.ndarray]:
+    """Write a model of random weights in fp32, and return them."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    family, values = read_hf_config(folder)
+    config = resolve(values, Facts())
+    shapes = {n: shape for part in state_dict_mapping(config, family) for n, shape in part.tensor_shapes().items()}
+    generator, tensors = np.random.default_rng(0), {}
+    for tensor, entry in create(folder / "model.safetensors", shapes, "F32").items():
+        tensors[tensor] = generator.standard_normal(entry.shape, np.float32)
+        entry.whole(writable=True)[...] = tensors[tensor]
+    return tensors
+
+
+def _read(folder: Path) -> dict[str, np.ndarray]:
+    return {name: np.array(entry.whole()) for name, entry in HFFolder(folder).entries.items()}
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of some rows, which divide no tensor evenly."""
+    monkeypatch.setattr(importer, "_CHUNK_BYTES", 700)
+    for module in (copying, importer, exporter):
+        monkeypatch.setattr(module, "BLOCK", 300)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_go_there_and_back(name: str, tmp_path: Path) -> None:
+    """In the same precision, and in another, where each number is computed; into one file and into several."""
+    weights = _write(tmp_path / "source", name)
+    import_huggingface(tmp_path / "source", tmp_path / "saved")
+    for code, size in (("F32", 10**9), ("F32", 3000), ("BF16", 3000), ("F16", 10**9)):
+        target = tmp_path / f"{code}_{size}"
+        exported = export_huggingface(
+            SavedModel(tmp_path / "saved"), target, dtype=code, max_shard_size=size, with_tokenizer=False
+        )
+        assert (exported.files > 1) == (size == 3000)
+        found = _read(target)
+        assert found.keys() == weights.keys()
+        for tensor, values in weights.items():
+            assert found[tensor].dtype == ARRAYS[code]
+            assert np.array_equal(found[tensor], converted(values, "F32", code)), tensor
+        itemsize = np.dtype(ARRAYS[code]).itemsize
+        assert exported.size == sum(values.size for values in weights.values()) * itemsize
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_checkpoints_precision_is_that_which_holds_all_weights(tmp_path: Path) -> None:
+    """Of a folder with some tensors in bf16, the checkpoint has them in fp32, each as it was."""
+    weights = _write(tmp_path / "source", "llama")
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "config.json").write_text((tmp_path / "source" / "config.json").read_text())
+    files = {}
+    for file, code, wanted in (("a.safetensors", "F32", False), ("b.safetensors", "BF16", True)):
+        shapes = {name: values.shape for name, values in weights.items() if ("proj" in name) == wanted}
+        for name, entry in create(mixed / file, shapes, code).items():
+            entry.whole(writable=True)[...] = converted(weights[name], "F32", code)
+            files[name] = file
+            if wanted:
+                weights[name] = converted(converted(weights[name], "F32", "BF16"), "BF16", "F32")
+    (mixed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    import_huggingface(mixed, tmp_path / "saved")
+    export_huggingface(SavedModel(tmp_path / "saved"), tmp_path / "back", with_tokenizer=False)
+    found = _read(tmp_path / "back")
+    assert all(np.array_equal(found[name], values) for name, values in weights.items())
+    assert math.prod(found["model.embed_tokens.weight"].shape) == 103 * 24
+
+
+def test_an_export_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the machine goes down; and when the function returns, it is on the disk."""
+    _write(tmp_path / "source", "llama")
+    import_huggingface(tmp_path / "source", tmp_path / "saved")
+    place = tmp_path / "place"
+    place.mkdir()
+    disk = Disk(place, monkeypatch)
+    export_huggingface(SavedModel(tmp_path / "saved"), place / "model", max_shard_size=10**4, with_tokenizer=False)
+    monkeypatch.undo()
+    whole = {path.name: path.read_bytes() for path in (place / "model").iterdir()}
+    assert len(whole) > 4
+    left = []
+    for _, path in disk.crashes(tmp_path / "left"):
+        model = path / "model"
+        left.append({file.name: file.read_bytes() for file in model.iterdir()} if model.exists() else None)
+    assert all(found is None or found == whole for found in left)
+    assert left[0] is None
+    assert left[-2:] == [whole, whole]
