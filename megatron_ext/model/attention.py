@@ -45,7 +45,8 @@ class CausalSelfAttention(SelfAttention):
         assert attention_mask is None, "the mask is causal"
         assert not given, f"not for training on plain sequences: {given}"
         if isinstance(packed_seq_params, WholeSequences):
-            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            tensors_SBHD: Any = self.get_query_key_value_tensors(hidden_states)
+            query, key, value = tensors_SBHD
             return self._inferred(query, key, value, rotary_pos_emb, packed_seq_params)
         attend: Any = self.core_attention
         heads_BHSD = self._heads(hidden_states, rotary_pos_emb)
