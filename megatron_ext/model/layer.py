@@ -42,7 +42,8 @@ class PreNormLayer(TransformerLayer):
         attended: Any = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params)
         forget(attended[0])
         if self._adds_and_norms_at_once(attended):
-            normed, hidden_states = self.pre_mlp_layernorm.of_sum(attended[0], hidden_states)
+            before_mlp: Any = self.pre_mlp_layernorm
+            normed, hidden_states = before_mlp.of_sum(attended[0], hidden_states)
             forget = _nothing
         else:
             hidden_states = add(attended, hidden_states, self.hidden_dropout)

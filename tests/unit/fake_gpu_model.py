@@ -85,7 +85,7 @@ def move(chunk: Any) -> None:
             if id(parameter) not in moved:
                 there = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
                 moved[id(parameter)] = torch.nn.Parameter(there)
-                moved[id(parameter)].__dict__.update(parameter.__dict__)
+                vars(moved[id(parameter)]).update(vars(parameter))
             module._parameters[name] = moved[id(parameter)]
     if getattr(chunk, "rotary_pos_emb", None) is not None:
         chunk.rotary_pos_emb.inv_freq = torch.empty(chunk.rotary_pos_emb.inv_freq.shape, device="cuda")

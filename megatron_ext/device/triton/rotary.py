@@ -142,30 +142,38 @@ def turned_tile(
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr,
+    POSITIONS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reads rows of one head, [positions, BLOCK], and turns their first channels, 2 * PAIRS or none: each by itself,
-    with its pair's other channel read next to it, which is in the cache by then."""
+    """Reads rows of one head, [POSITIONS, BLOCK], and turns their first channels, 2 * PAIRS or none."""
     channel = tl.arange(0, BLOCK)[None, :]
     inside = (position < sequence) & (channel < CHANNELS)
     row = source + position.to(tl.int64) * source_stride
     own = tl.load(row + channel, mask=inside, other=0.0).to(tl.float32)
     if PAIRS > 0:
+        angle = angles + position.to(tl.int64) * position_stride
         if INTERLEAVED:
-            pair, is_second = channel // 2, channel % 2 == 1
-            other = tl.where(is_second, channel - 1, channel + 1)
+            first, second = tl.split(tl.reshape(own, (POSITIONS, BLOCK // 2, 2)))
+            pair = tl.arange(0, BLOCK // 2)[None, :]
+            turned = (position < sequence) & (2 * pair < turned_channels)
+            cosine = tl.load(angle + pair, mask=turned, other=1.0).to(tl.float32)
+            sine = tl.load(angle + pair + sine_stride, mask=turned, other=0.0).to(tl.float32)
+            if BACKWARD:  # the gradient turns the other way
+                sine = -sine
+            both = tl.join(first * cosine - second * sine, second * cosine + first * sine)
+            own = tl.reshape(both, (POSITIONS, BLOCK))
         else:
+            # Each channel by itself, with its pair's other channel read next to it, which is in the cache by then.
             is_second = channel >= PAIRS
             pair = tl.where(is_second, channel - PAIRS, channel)
             other = tl.where(is_second, channel - PAIRS, channel + PAIRS)
-        turned = inside & (channel < turned_channels)
-        angle = angles + position.to(tl.int64) * position_stride + pair
-        cosine = tl.load(angle, mask=turned, other=1.0).to(tl.float32)
-        sine = tl.load(angle + sine_stride, mask=turned, other=0.0).to(tl.float32)
-        partner = tl.load(row + other, mask=turned, other=0.0).to(tl.float32)
-        # First: a cos - b sin; second: b cos + a sin. The gradient turns the other way.
-        sine = tl.where(is_second != BACKWARD, sine, -sine)
-        own = own * cosine + partner * sine
+            turned = inside & (channel < turned_channels)
+            cosine = tl.load(angle + pair, mask=turned, other=1.0).to(tl.float32)
+            sine = tl.load(angle + pair + sine_stride, mask=turned, other=0.0).to(tl.float32)
+            partner = tl.load(row + other, mask=turned, other=0.0).to(tl.float32)
+            # First: a cos - b sin; second: b cos + a sin; the gradient with the other sign.
+            sine = tl.where(is_second != BACKWARD, sine, -sine)
+            own = own * cosine + partner * sine
     return own, inside
 
 
@@ -232,6 +240,7 @@ def split_heads_kernel(
         PAIRS,
         INTERLEAVED,
         BACKWARD,
+        POSITIONS,
         BLOCK,
     )
     channel = tl.arange(0, BLOCK)[None, :]
@@ -276,6 +285,7 @@ def rotate_kernel(
         PAIRS,
         INTERLEAVED,
         BACKWARD,
+        POSITIONS,
         BLOCK,
     )
     channel = tl.arange(0, BLOCK)[None, :]
