@@ -132,8 +132,8 @@ def train_step(
 
 def leaves_out(run: Run, global_batch: int) -> bool:
     """Return whether all samples of the next step are left out."""
-    first = run.state.consumed_samples
-    return run.loaders.skipped.covers(range(first, first + global_batch))
+    samples = range(run.state.consumed_samples, run.state.consumed_samples + global_batch)
+    return run.loaders.skipped.covers(samples)
 
 
 def compute_gradients(run: Run, global_batch: int) -> Gradients:
