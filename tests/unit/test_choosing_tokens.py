@@ -113,6 +113,12 @@ def test_a_text_ends_before_the_end_of_a_document_or_when_it_is_long_enough() ->
     ]
 
 
+def test_the_end_of_a_document_counts_wherever_it_comes() -> None:
+    """It is the last token that is looked at, of each row by itself."""
+    steps = [[4, 5], [5, EOD], [EOD, 7], [8, 8]]
+    assert _taken(Sampling(max_new_tokens=5), steps, 2) == [([4, 5], "eod"), ([5], "eod")]
+
+
 def test_a_row_that_only_goes_along_is_not_waited_for() -> None:
     assert _taken(Sampling(max_new_tokens=3), [[EOD, 4], [5, 6], [7, 8]], 1) == [([], "eod")]
     batch = _Batch(_model(), [_dealt([[1]], range(1), 2, 0)], Sampling(), 0)

@@ -4,6 +4,7 @@ import itertools
 import math
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.model import initialize
 from megatron_ext.model.initialize import BLOCK_ELEMENTS, WHOLE_ELEMENTS, column_parts, fill
+from megatron_ext.parallel.rows import RowShard, mark
 from tests.support.small_models import small_config
 from tests.support.warm_python import warm_python
 
@@ -219,3 +221,43 @@ def test_an_embedding_begins_as_a_matrix_unless_it_has_a_deviation_of_its_own(ow
     kind, deviation = found["embedding.word_embeddings.weight"]
     assert kind == init
     assert deviation == pytest.approx(0.03 if init == "normal" else (2.0 / (256 + 64)) ** 0.5)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_each_weight_is_filled_as_the_part_that_its_ranks_hold(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows from their first one on, as 16-bit weights where these are computed with; an expert's matrix as the part of
+    the ranks that divide experts."""
+    config = small_config({"num_experts": 4, "disable_bias_linear": True}, training={"bf16": bf16, "seed": 17})
+    dense, stacked = (
+        "decoder.layers.1.self_attention.linear_proj.weight",
+        "decoder.layers.0.mlp.experts.2:4.linear_fc2.weight",
+    )
+    rows, experts = torch.nn.Parameter(torch.zeros(3, 64)), torch.nn.Parameter(torch.zeros(2, 64, 48))
+    mark(rows, RowShard(torch.zeros(3, 64), 5, (64, 64), None))
+    whole = torch.nn.Parameter(torch.zeros(64))
+    named = [(dense, rows), (stacked, experts), ("decoder.final_layernorm.weight", whole)]
+    monkeypatch.setattr(initialize, "global_named_parameters", lambda chunks: iter(named))
+    filled: list[tuple[object, ...]] = []
+
+    def fill_in(shard: torch.Tensor, parameter: Parameter, *given: object, **named: object) -> None:
+        filled.append((parameter.name, shard.shape, *given, named))
+        shard.fill_(1.0 + 2.0**-9)
+
+    monkeypatch.setattr(initialize, "fill", fill_in)
+    sizes = {"tp": (1, 2), "expt_tp": (3, 4)}
+    groups: Any = SimpleNamespace(
+        **{
+            name: SimpleNamespace(rank=lambda rank=rank: rank, size=lambda size=size: size)
+            for name, (rank, size) in sizes.items()
+        }
+    )
+    initialize.initialize([], config, groups)
+    assert filled == [
+        (dense, (3, 64), 17, 1, 2, {"first_row": 5}),
+        ("decoder.layers.0.mlp.experts.2.linear_fc2.weight", (64, 48), 17, 3, 4, {}),
+        ("decoder.layers.0.mlp.experts.3.linear_fc2.weight", (64, 48), 17, 3, 4, {}),
+        ("decoder.final_layernorm.weight", (64,), 17, 1, 2, {}),
+    ]
+    held: Any = rows
+    assert held.row_shard.local.unique().tolist() == [1.0 if bf16 else 1.0 + 2.0**-9]
+    assert experts.unique().tolist() == [1.0 + 2.0**-9]

@@ -166,6 +166,7 @@ WRONG = [
     ("--distributed-backend nccl", "use --distributed-backend gloo"),
     ("--device cuda", "use --device cpu"),
     ("--distributed-timeout-minutes 0", "use --distributed-timeout-minutes 10"),
+    ("--world-size 4 --eval-global-batch-size 6", "use --eval-global-batch-size 4 or 8"),
     ("--train-samples 5", "both give the length of the run"),
     ("--global-batch-size 16 --rampup-batch-size 4 5 100", "16 - 4 = 12 is not divisible by the increment 5"),
     ("--global-batch-size 16 --rampup-batch-size 16 4 100", "starts at 16, not below --global-batch-size 16"),
