@@ -60,7 +60,7 @@ class CausalSelfAttention(SelfAttention):
         """Return queries [B, H, S, D], keys and values [B, G, S, D], contiguous: that costs a copy, and saves more than
         that in the attention's strided reads."""
         interleaved = self.config.rotary_interleaved
-        if table is not None and self._splits_at_once and not torch.compiler.is_compiling():
+        if self._splits_at_once and not torch.compiler.is_compiling():
             mixed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
             per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
             return split_and_rotate(mixed[0], per_group, table, interleaved=interleaved)
