@@ -38,9 +38,10 @@ def _processor() -> tuple[str, int]:
 
 _PROCESSOR = _processor()
 _MKL_IS_FAST = _PROCESSOR[0] == "GenuineIntel"
-_MKL_ADDS = _PROCESSOR == ("AuthenticAMD", 25)
-"""Whether MKL makes weight gradients: with AVX2 it reaches what this processor has in AVX-512 as well (Zen 3, Zen 4),
-and it neither copies an operand, as oneDNN does, nor needs another pass to add to the gradients that there are."""
+_MKL_KEEPS_UP = _PROCESSOR == ("AuthenticAMD", 25)
+"""Whether MKL, with AVX2, comes close to what the processor reaches with AVX-512 (Zen 3, Zen 4). Then it makes weight
+gradients, for which it neither copies an operand, as oneDNN does, nor needs another pass to add to those that there
+are; and it makes what is compiled, for the compiler fuses nothing with an operation that it does not know."""
 
 
 def add_gradients_in_products(weights: Iterable[torch.nn.Parameter]) -> None:
@@ -48,7 +49,7 @@ def add_gradients_in_products(weights: Iterable[torch.nn.Parameter]) -> None:
 
     Call it for weights of megatron-core's DDP, whose hooks then leave them alone, and for no others.
     """
-    for weight in weights if _MKL_ADDS else ():
+    for weight in weights if _MKL_KEEPS_UP else ():
         weight.adds_in_product = weight.dim() == 2 and _is_fp32_on_cpu(weight, weight)  # pyright: ignore
 
 
@@ -61,7 +62,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """Return x A^T + b, differentiable as F.linear is. x: [..., in]; weight: [out, in]; bias: [out]."""
     if nothing_is_trained():
         return _linear_without_gradient(x, weight, bias)
-    if _HAS_ONEDNN and _is_fp32_on_cpu(x, weight):
+    left_to_the_compiler = _MKL_KEEPS_UP and torch.compiler.is_compiling()
+    if _HAS_ONEDNN and _is_fp32_on_cpu(x, weight) and not left_to_the_compiler:
         return _OneDNNLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
@@ -145,7 +147,7 @@ class _OneDNNLinear(torch.autograd.Function):
 
 def _weight_gradient(grad_NV: torch.Tensor, x_NH: torch.Tensor, weight: Any) -> torch.Tensor | None:
     """Return grad^T x, or, where `weight` is given, add it to its main gradient and return what stands for it."""
-    if not _MKL_ADDS or torch.compiler.is_compiling():
+    if not _MKL_KEEPS_UP:
         return _product(grad_NV.t(), x_NH.t())
     if weight is None:
         return grad_NV.t() @ x_NH

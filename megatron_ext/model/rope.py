@@ -119,14 +119,14 @@ def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = Fal
 
 
 def split_and_rotate(
-    mixed_SBGM: torch.Tensor, heads_per_group: int, table: torch.Tensor, *, interleaved: bool = False
+    mixed_SBGM: torch.Tensor, heads_per_group: int, table: torch.Tensor | None, *, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries [B, H, S, D], keys and values [B, G, S, D], contiguous, the first two rotated as `rotate` does.
 
     Args:
         mixed_SBGM: the product that has them all: of each of G groups its queries' heads, its key and its value.
         heads_per_group: query heads of a group.
-        table: from `RotaryTable`.
+        table: from `RotaryTable`; None to rotate nothing.
         interleaved: see `rotate`.
     """
     if choice.take(mixed_SBGM):
@@ -177,7 +177,7 @@ class _SplitRotation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mixed: torch.Tensor, heads_per_group: int, table: torch.Tensor, interleaved: bool
+        ctx: Any, mixed: torch.Tensor, heads_per_group: int, table: torch.Tensor | None, interleaved: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(table)
         ctx.shape, ctx.heads_per_group, ctx.interleaved = mixed.shape, heads_per_group, interleaved
@@ -206,9 +206,9 @@ def _heads(mixed_SBGM: torch.Tensor, heads_per_group: int) -> tuple[torch.Tensor
     return heads_BGHSD[:, :, :heads_per_group], heads_BGHSD[:, :, -2], heads_BGHSD[:, :, -1]
 
 
-def _of_groups(table: torch.Tensor) -> torch.Tensor:
+def _of_groups(table: torch.Tensor | None) -> torch.Tensor | None:
     """Return the table for the heads of groups, which have a dimension more; one of samples is [2, B, 1, S, ...]."""
-    return table.unsqueeze(2) if table.dim() == 5 else table
+    return table.unsqueeze(2) if table is not None and table.dim() == 5 else table
 
 
 def _turn(x: torch.Tensor, table: torch.Tensor, direction: int, interleaved: bool) -> torch.Tensor:
@@ -217,7 +217,12 @@ def _turn(x: torch.Tensor, table: torch.Tensor, direction: int, interleaved: boo
     return turned
 
 
-def _turn_into(turned: torch.Tensor, x: torch.Tensor, table: torch.Tensor, direction: int, interleaved: bool) -> None:
+def _turn_into(
+    turned: torch.Tensor, x: torch.Tensor, table: torch.Tensor | None, direction: int, interleaved: bool
+) -> None:
+    if table is None:
+        turned.copy_(x)
+        return
     cosines, sines = table[0], table[1]
     half = cosines.size(-1)
     first, second, rest = _pairs(x, half, interleaved)

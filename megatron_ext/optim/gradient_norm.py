@@ -24,6 +24,11 @@ def replace_loops() -> None:
         clip_grads.multi_tensor_scale_impl = scale
 
 
+def scales_here() -> bool:
+    """Return whether gradients are scaled by `scale_all`, and by no package's kernel."""
+    return clip_grads.multi_tensor_scale_impl is scale
+
+
 def l2_norm(
     chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -37,7 +42,13 @@ def scale(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor
     """Multiply the tensors of the first list in place; megatron-core names the same list as source and target."""
     sources, targets = lists
     assert all(source is target for source, target in zip(sources, targets, strict=True)), "not in place"
-    torch._foreach_mul_(targets, factor)  # pyright: ignore[reportPrivateImportUsage]
+    scale_all(targets, factor)
+
+
+def scale_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply all tensors in place, by a number or by an fp32 scalar on their device."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def squared_norm(
@@ -63,6 +74,4 @@ def squared_norm(
 def scale_by(optimizer: MegatronOptimizer, factor: torch.Tensor) -> None:
     """Multiply the gradients of the update in place by an fp32 scalar on their device."""
     main: Any = optimizer.get_parameters()
-    gradients = [parameter.grad for parameter in main if parameter.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+    scale_all([parameter.grad for parameter in main if parameter.grad is not None], factor)

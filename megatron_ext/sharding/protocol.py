@@ -12,9 +12,11 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from megatron_ext.config.schema import Config
 from megatron_ext.device.protocol import Device
+from megatron_ext.optim import gradient_norm
 from megatron_ext.sharding.parts import OptimizerPart
 
 Reduced = Iterator[tuple[torch.nn.Parameter, torch.Tensor]]
@@ -122,10 +124,16 @@ class Sharding(ABC):
 
     def clip(self, optimizer: ChainedOptimizer, most: float, norm: float) -> None:
         """Scale the gradients down to a norm of `most` where their `norm`, over all ranks, is more."""
-        if not most / (norm + 1.0e-6) < 1.0:  # the engine's factor: it would look at every gradient, and leave all
+        factor = most / (norm + 1.0e-6)
+        if not factor < 1.0:
             return
-        for part in optimizer.chained_optimizers:
-            clip_grad_by_total_norm_fp32([*part.get_parameters()], most, norm)
+        if not gradient_norm.scales_here():
+            for part in optimizer.chained_optimizers:
+                clip_grad_by_total_norm_fp32([*part.get_parameters()], most, norm)
+            return
+        # The engine asks of every gradient what it is, which takes longer than to scale a small model's.
+        with torch.no_grad():
+            gradient_norm.scale_all([_local(gradient) for gradient in _gradients(optimizer)], factor)
 
     def finish_update(self, optimizer: ChainedOptimizer) -> None:  # noqa: B027 (most have nothing to free)
         """Free what only the update needed. Call it after every update."""
@@ -134,3 +142,12 @@ class Sharding(ABC):
         """Make every fp32 master from the weights of the model; where rows are the masters, the weights from them."""
         for part in self.parts(optimizer):
             part.core.reload_model_params()
+
+
+def _gradients(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
+    for part in optimizer.chained_optimizers:
+        yield from (weight.grad for weight in part.get_parameters() if weight.grad is not None)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

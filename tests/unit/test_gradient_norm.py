@@ -10,6 +10,8 @@ from megatron.core.optimizer import clip_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.optim.gradient_norm import l2_norm, replace_loops, scale, scale_by
+from megatron_ext.sharding.gradients import outside_norm
+from megatron_ext.sharding.protocol import Sharding
 
 aten: Any = torch.ops.aten
 
@@ -81,3 +83,62 @@ def test_the_norm_of_all_ranks_is_read_once() -> None:
         norm = clip_grads.get_grad_norm_fp32(given, grad_stats_parallel_group=torch.distributed.group.WORLD)
     assert norm == pytest.approx(torch.cat([gradient.flatten() for gradient in given]).norm().item(), rel=1e-6)
     assert calls.read == 1
+
+
+class Part:
+    """As far as an optimizer of megatron-core's is asked here."""
+
+    def __init__(self, gradients: list[torch.Tensor]) -> None:
+        self.weights = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.grad = gradient
+
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        return self.weights
+
+
+class Chained:
+    def __init__(self, *parts: Part) -> None:
+        self.chained_optimizers = parts
+
+
+@pytest.mark.parametrize(("norm", "least_calls"), [(0.9, 0), (1.0, 1), (3.7, 1), (float("nan"), 0)])
+@pytest.mark.parametrize("own", [True, False])
+def test_clipping_has_the_bits_of_the_engines(
+    norm: float, least_calls: int, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a norm of 1, too: the engine adds 1e-6 to it. By a package's kernel the engine clips."""
+    expected, given = Part(gradients()), Part(gradients())
+    given.weights.append(torch.nn.Parameter(torch.zeros(2)))  # without a gradient
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
+    clip_grads.clip_grad_by_total_norm_fp32(expected.weights, 1.0, norm)
+    if own:
+        replace_loops()
+    chained: Any = Chained(given)
+    with Calls() as calls:
+        Sharding.clip(None, chained, 1.0, norm)  # pyright: ignore[reportArgumentType]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(expected.weights, given.weights, strict=False))  # pyright: ignore
+    assert calls.all == least_calls if own else calls.all >= least_calls
+
+
+def test_what_the_norm_leaves_out_is_found_again_when_other_weights_have_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine is asked once for the same weights, and again when one more has a gradient; gradients are new ones."""
+    part, asked = Part(gradients()), []
+
+    def counted(of: Part) -> list[torch.Tensor]:
+        asked.append(len(of.weights))
+        return [weight.grad for number, weight in enumerate(of.weights) if number % 2 and weight.grad is not None]
+
+    monkeypatch.setattr("megatron_ext.sharding.gradients.MegatronOptimizer.get_grads_for_grad_norm", counted)
+    chained: Any = Chained(part)
+    part.weights[2].grad = None
+    for times in (1, 1, 2):
+        if times == 2:
+            part.weights[2].grad = torch.zeros_like(part.weights[2])
+        part.weights[0].grad = torch.full((1,), float(times))
+        outside = list(outside_norm(chained))
+        expected = [weight.grad for weight in part.weights[::2] if weight.grad is not None]
+        assert len(asked) == times
+        assert [id(gradient) for gradient in outside] == [id(gradient) for gradient in expected]

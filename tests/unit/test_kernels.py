@@ -35,11 +35,11 @@ def test_linear_reads_views_and_skips_gradients_that_nobody_wants() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("mkl_adds", [True, False])
+@pytest.mark.parametrize("mkl_keeps_up", [True, False])
 def test_the_weight_gradient_is_that_of_f_linear_on_any_processor(
-    mkl_adds: bool, monkeypatch: pytest.MonkeyPatch
+    mkl_keeps_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_MKL_ADDS", mkl_adds)
+    monkeypatch.setattr(kernels, "_MKL_KEEPS_UP", mkl_keeps_up)
     torch.manual_seed(0)
     x, weight = torch.randn(7, 3, 24, requires_grad=True), torch.randn(40, 24, requires_grad=True)
     expected = gradients(F.linear(x.double(), weight.double()).float(), x, weight)
@@ -48,7 +48,7 @@ def test_the_weight_gradient_is_that_of_f_linear_on_any_processor(
 
 def test_gradients_are_added_to_the_main_gradient_in_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two microbatches on top of what is there; the gradient of DDP's hook counts for nothing then."""
-    monkeypatch.setattr(kernels, "_MKL_ADDS", True)
+    monkeypatch.setattr(kernels, "_MKL_KEEPS_UP", True)
     torch.manual_seed(0)
     weight: Any = torch.nn.Parameter(torch.randn(40, 24))
     norm: Any = torch.nn.Parameter(torch.ones(24))
@@ -66,7 +66,7 @@ def test_gradients_are_added_to_the_main_gradient_in_the_product(monkeypatch: py
 
 def test_weights_that_nobody_names_get_their_gradients_from_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a scheme other than DDP the main gradient, if there is one, is not ours to write."""
-    monkeypatch.setattr(kernels, "_MKL_ADDS", True)
+    monkeypatch.setattr(kernels, "_MKL_KEEPS_UP", True)
     weight: Any = torch.nn.Parameter(torch.ones(4, 3))
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(4, 3), False
     linear(torch.ones(2, 3), weight).sum().backward()

@@ -79,6 +79,17 @@ def test_splitting_and_rotating_at_once_has_the_bits_of_one_after_the_other(
     assert torch.equal(*(torch.autograd.grad(outputs, mixed, grads)[0] for outputs in (heads, expected)))
 
 
+def test_splitting_without_a_rotation_copies() -> None:
+    torch.manual_seed(0)
+    mixed = torch.randn(5, 3, 2, 4 * 16, requires_grad=True)
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in mixed.split((2 * 16, 16, 16), dim=3))
+    expected = query.unflatten(-1, (2, 16)).permute(0, 1, 3, 2, 4).reshape(3, 4, 5, 16), key, value
+    heads = split_and_rotate(mixed, 2, None)
+    assert all(map(torch.equal, heads, expected))
+    grads = [torch.randn_like(tensor) for tensor in heads]
+    assert torch.equal(*(torch.autograd.grad(outputs, mixed, grads)[0] for outputs in (heads, expected)))
+
+
 def test_the_gradient_of_splitting_and_rotating_is_its_derivative() -> None:
     torch.manual_seed(0)
     mixed = torch.randn(3, 2, 1, 4 * 6, dtype=torch.float64, requires_grad=True)
