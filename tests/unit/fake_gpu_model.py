@@ -85,7 +85,8 @@ def move(chunk: Any) -> None:
             if id(parameter) not in moved:
                 there = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
                 moved[id(parameter)] = torch.nn.Parameter(there)
-                vars(moved[id(parameter)]).update(vars(parameter))
+                for attribute, value in vars(parameter).items():
+                    setattr(moved[id(parameter)], attribute, value)
             module._parameters[name] = moved[id(parameter)]
     if getattr(chunk, "rotary_pos_emb", None) is not None:
         chunk.rotary_pos_emb.inv_freq = torch.empty(chunk.rotary_pos_emb.inv_freq.shape, device="cuda")

@@ -66,7 +66,8 @@ def test_precision_and_determinism_of_kernels(asked: bool, called: list[bool], m
     products, convolutions = SimpleNamespace(allow_tf32=not asked), SimpleNamespace(allow_tf32=not asked)
     monkeypatch.setattr(torch.backends.cuda, "matmul", products)
     monkeypatch.setattr(torch.backends, "cudnn", convolutions)
-    build.set_kernels(small_config(training={"tf32": asked, "deterministic_mode": asked}))
+    here: Any = SimpleNamespace(kind="cpu")
+    build.set_kernels(small_config(training={"tf32": asked, "deterministic_mode": asked}), here)
     assert seen == called
     assert (products.allow_tf32, convolutions.allow_tf32) == (asked, asked)
 
@@ -189,7 +190,7 @@ def test_what_the_engine_is_told_of_the_run(level: int, monkeypatch: pytest.Monk
     for name, value in (
         ("sharding_of", lambda config: sharding),
         ("process_groups", SimpleNamespace(initialize=lambda *given, **named: calls.append(named) or groups)),
-        ("set_kernels", lambda config: calls.append("kernels")),
+        ("set_kernels", lambda config, device: calls.append("kernels")),
         ("seed_dropout", lambda config, groups: calls.append("seed")),
         ("transformer_config", lambda *given, **named: calls.append("settings") or core),
         ("build_model", lambda *given, **named: calls.append("model") or [chunk]),

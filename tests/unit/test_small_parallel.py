@@ -165,7 +165,7 @@ def test_the_engine_has_its_functions_back(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_launchers_store_is_shared_by_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has keys of its own there; rank 0's own store has no earlier attempt."""
-    store = torch.distributed.HashStore()
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     monkeypatch.setattr(meeting, "open_store", lambda timeout: (store, 0, 1))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert meeting.meet(timedelta(seconds=5)) == (store, 0, 1)

@@ -12,7 +12,7 @@ import torch
 from megatron_ext.config.schema import LoggingConfig, OptimizerConfig
 from megatron_ext.data.skipped import SkippedSamples
 from megatron_ext.errors import DataError, NumericError
-from megatron_ext.train import step
+from megatron_ext.train import bad_step, shared_numbers, step
 from megatron_ext.train.gradient_watch import Finding
 from megatron_ext.train.state import TrainState
 from megatron_ext.train.step import BatchLoss, StepResult, held_out_loss, run_microbatches, train_step
@@ -88,7 +88,7 @@ def _run(
         values += torch.tensor(others, dtype=torch.float64)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", sum_of_all)
-    monkeypatch.setattr(step, "outside_norm", lambda optimizer: [torch.tensor([outside])])
+    monkeypatch.setattr(shared_numbers, "outside_norm", lambda optimizer: [torch.tensor([outside])])
 
     def microbatches(run: Any, given: list[str], *, forward_only: bool) -> torch.Tensor:
         calls.append(f"{len(given)} passes" + (" forward" if forward_only else ""))
@@ -96,6 +96,11 @@ def _run(
 
     monkeypatch.setattr(step, "run_microbatches", microbatches)
     watched: list[torch.Tensor] = []
+
+    def begin(loss: torch.Tensor) -> str:
+        watched.append(loss)
+        return "evidence"
+
     run = SimpleNamespace(
         config=config,
         state=TrainState(iteration=4, consumed_samples=24, scheduled_samples=8),
@@ -110,7 +115,7 @@ def _run(
         ),
         loaders=SimpleNamespace(skipped=SkippedSamples(), train=SimpleNamespace(global_batch=global_batch)),
         progress=SimpleNamespace(phase="", loading=loading, begin_batch=lambda phase: calls.append("begin")),
-        gradient_watch=SimpleNamespace(reset=watched.append),
+        gradient_watch=SimpleNamespace(begin=begin),
         watched=watched,
         gathered_parameters=nullcontext,
     )
@@ -174,9 +179,9 @@ def test_a_number_that_is_none_ends_the_run_before_the_update(
 ) -> None:
     """The loss is told first, whatever it is."""
     run, calls = _run(monkeypatch, **seen)
-    monkeypatch.setattr(step, "_numeric_error", lambda run, what: NumericError(what))
+    monkeypatch.setattr(bad_step, "_numeric_error", lambda run, what, evidence: NumericError(f"{what} by {evidence}"))
     heard: list[BatchLoss] = []
-    with pytest.raises(NumericError, match=rf"^{what}$"):
+    with pytest.raises(NumericError, match=rf"^{what} by evidence$"):
         train_step(run, 6, lambda: None, heard.append)
     assert "update" not in calls
     assert len(heard) == 1
@@ -301,21 +306,31 @@ def test_auxiliary_losses_are_means_over_layers_and_microbatches(
 
 
 def _said(
-    monkeypatch: pytest.MonkeyPatch, *, weight: float = 0.0, gradient: Finding | None = None, reduced: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    weight: float = 0.0,
+    gradient: Finding | None = None,
+    reduced: bool = False,
+    of_these: bool = True,
 ) -> str:
     """What is said of a bad gradient by rank 1 of two, where rank 0 has found nothing."""
     run, _ = _run(monkeypatch, ranks=2)
     bad = Finding((1, 1), "the reduced gradient") if reduced else None
-    run.gradient_watch = SimpleNamespace(diagnose=lambda: gradient, in_reduced_gradients=lambda gradients: bad)
+    run.gradient_watch = SimpleNamespace(
+        diagnose=lambda evidence: gradient,
+        in_reduced_gradients=lambda gradients: bad,
+        is_of_these_gradients=lambda evidence: evidence == "of these",
+    )
     named = [("first", torch.tensor([1.0, 2.0])), ("second", torch.tensor([weight, math.inf if weight else 1.0]))]
-    monkeypatch.setattr(step, "global_named_parameters", lambda chunks: iter(named))
-    monkeypatch.setattr(step, "gradients_of_update", lambda parts: [])
+    monkeypatch.setattr(bad_step, "global_named_parameters", lambda chunks: iter(named))
+    monkeypatch.setattr(bad_step, "gradients_of_update", lambda parts: [])
 
     def gather(seen: list[Any], own: tuple[Finding | None, ...]) -> None:
         seen[:] = [(None, None, None), own]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    return str(step._numeric_error(run, "gradient"))
+    evidence: Any = "of these" if of_these else "of earlier ones"
+    return str(bad_step._numeric_error(run, "gradient", evidence))
 
 
 def test_the_error_names_the_cause_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,5 +343,6 @@ def test_the_error_names_the_cause_of_the_others(monkeypatch: pytest.MonkeyPatch
     when = "iteration 5 (samples from 24). This iteration changed no weight."
     assert _said(monkeypatch, gradient=gradient, reduced=True).startswith(f"rank 1: its own gradient, {when}")
     assert _said(monkeypatch, reduced=True).startswith(f"rank 1: the reduced gradient, {when}")
-    text = _said(monkeypatch)
-    assert text.startswith(f"the gradient became bad between the ranks: every rank's own part is finite, {when}")
+    for others in ({}, {"reduced": True, "of_these": False}):  # of a step that is over, other gradients are there
+        text = _said(monkeypatch, **others)
+        assert text.startswith(f"the gradient became bad between the ranks: every rank's own part is finite, {when}")
