@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,10 @@ def shares(events: Iterable[tuple[str, float]], total: float) -> dict[str, float
         events: names of operators, and seconds of each itself.
         total: seconds of the steps.
     """
-    seconds = Counter[str]()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for name, own in events:
         seconds[kind_of(name)] += own
-    found = {kind: own / total for kind, own in seconds.most_common()}
+    found = {kind: own / total for kind, own in sorted(seconds.items(), key=lambda item: -item[1])}
     return found | {"no operator": 1.0 - sum(found.values())}
 
 

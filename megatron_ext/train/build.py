@@ -85,7 +85,7 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         sharding=sharding,
         chunks=wrapped,
         optimizer=optimizer,
-        gradient_watch=GradientWatch(wrapped, sharding, alone=torch.distributed.get_world_size() == 1),
+        gradient_watch=GradientWatch(wrapped, sharding, alone=config.layout.world_size == 1),
         timers=timers,
         loaders=loaders,
         data_record=record_of_run(config, loaders.samples, resume),

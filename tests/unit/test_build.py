@@ -197,7 +197,7 @@ def test_what_the_engine_is_told_of_the_run(level: int, monkeypatch: pytest.Monk
         ("check_weight_decay", lambda *given: calls.append(("decay", given[0], given[1]))),
         ("build_loaders", lambda *_: SimpleNamespace(samples=None)),
         ("P2PCommunicator", lambda **named: named),
-        ("GradientWatch", lambda chunks, sharding: ("watch", chunks)),
+        ("GradientWatch", lambda chunks, sharding, alone: ("watch", chunks, alone)),
         ("record_of_run", lambda *_: None),
     ):
         monkeypatch.setattr(build, name, value)
@@ -208,6 +208,6 @@ def test_what_the_engine_is_told_of_the_run(level: int, monkeypatch: pytest.Monk
     timers = run.timers if level else None
     assert (core.timers, part.config.timers) == (timers, timers)
     wrapped = [("wrapped", chunk)]
-    assert (run.chunks, run.gradient_watch) == (wrapped, ("watch", wrapped))
+    assert (run.chunks, run.gradient_watch) == (wrapped, ("watch", wrapped, True))
     assert calls == [{"from_host": False}, "kernels", "seed", "settings", "model", ("decay", ["part"], wrapped)]
     assert run.p2p == {"pp_group": groups.pp, "config": core}

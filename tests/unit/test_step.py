@@ -343,6 +343,6 @@ def test_the_error_names_the_cause_of_the_others(monkeypatch: pytest.MonkeyPatch
     when = "iteration 5 (samples from 24). This iteration changed no weight."
     assert _said(monkeypatch, gradient=gradient, reduced=True).startswith(f"rank 1: its own gradient, {when}")
     assert _said(monkeypatch, reduced=True).startswith(f"rank 1: the reduced gradient, {when}")
-    for others in ({}, {"reduced": True, "of_these": False}):  # of a step that is over, other gradients are there
-        text = _said(monkeypatch, **others)
+    # Of a step that is over, other gradients are there.
+    for text in (_said(monkeypatch), _said(monkeypatch, reduced=True, of_these=False)):
         assert text.startswith(f"the gradient became bad between the ranks: every rank's own part is finite, {when}")
