@@ -87,14 +87,13 @@ def measure(what: str, rounds: int) -> dict[str, Any]:
 
 
 def _in_a_process(sizes: dict[str, int]) -> tuple[float, float]:
-    """Call `cost` in a process that serves all of them, so that what is imported is imported once."""
+    """Call `cost` in a process that serves all sizes of one rank, so that what is imported is imported once."""
     global _pool
+    if sizes["ranks"] > 1:  # which are processes of their own
+        return cost(sizes)
     if _pool is None:
-        # Its children are no daemons' children: ranks are started from here.
-        if sizes["ranks"] > 1:
-            return cost(sizes)
         _pool = multiprocessing.get_context("spawn").Pool(1, initializer=_one_thread)
-    return cost(sizes) if sizes["ranks"] > 1 else _pool.apply(cost, (sizes,))
+    return _pool.apply(cost, (sizes,))
 
 
 _pool: Any = None
