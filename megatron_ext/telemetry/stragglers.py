@@ -11,6 +11,9 @@ Two rules name a rank:
   steps, and 20% and 1 ms longer by the median of these steps. A rank that has become 1.3 times as slow is found
   after 13 to 16 steps. Steps that are slow here or there, as by Python's garbage collector, flag nobody, and neither
   does a second in which something else runs on a rank's core. It is slow until fewer than 8 of 16 steps are.
+  A rank whose core is shared computes slower for seconds, too: it finds less of what it needs in the caches. Where the
+  rank or its peers had less than half of their cores in the 16 steps, these must be 40% longer by the median, or else
+  the last 48 steps are asked too: 8% longer in 39 of them, and 20% by their median.
 - **Its core is shared.** By the clock it computed 15% longer in each of the last 8 groups of 25 steps, and 25% longer
   in all, and had its core for less than 90% of that time. It is so until the last two groups together are less than
   15% longer. On a GPU, which a rank has to itself, nobody is named for this.
@@ -24,6 +27,8 @@ import numpy as np
 
 _WINDOW, _MOST, _FEW = 16, 13, 8  # steps
 _STEP_RATIO, _RATIO = 1.08, 1.2
+_LEAST_OF_A_CORE, _CERTAIN_RATIO = 0.5, 1.4
+_LONG, _MOST_OF_LONG = 48, 39  # steps
 _LEAST_SECONDS = 0.001
 
 _GROUP, _GROUPS, _LAST_GROUPS = 25, 8, 2  # steps of a group, groups
@@ -91,9 +96,11 @@ class SlowRanks:
         mine = np.array(own)
         if not self._stages or np.isnan(mine).any():
             return [], []
-        self._own.add(mine, self._others(mine))
+        whole = mine if clock is None else np.array(clock)
+        of_a_core = mine / np.maximum(whole, 1e-9)
+        self._own.add(mine, self._others(mine), np.minimum(of_a_core, self._others(of_a_core)))
         became, ended = self._compare_steps()
-        if self._clock.add(mine, np.array(own if clock is None else clock)):
+        if self._clock.add(mine, whole):
             shared, free = self._compare_groups()
             became += shared
             ended += free
@@ -102,12 +109,20 @@ class SlowRanks:
     def _compare_steps(self) -> tuple[list[Slowness], list[Slowness]]:
         if not self._own.are_enough:
             return [], []
-        slow_steps = self._own.slow_steps
+        slow_steps = self._own.slow_steps(_WINDOW)
         ended = sorted(_ranks(slow_steps < _FEW) & self._slow)
         often = sorted(_ranks(slow_steps >= _MOST) - self._slow)
-        became = [found for found in map(self._slowness, often) if _is_slow(found)]
+        became = [found for found in map(self._found_slow, often) if found is not None]
         self._slow = (self._slow | {found.rank for found in became}) - set(ended)
         return became, [self._slowness(rank) for rank in ended]
+
+    def _found_slow(self, rank: int) -> Slowness | None:
+        """Return how slow a rank is that was slow in most of the last steps; None where that is too little."""
+        found = self._slowness(rank)
+        if _is_slow(found, _RATIO if self._own.of_a_core(rank) >= _LEAST_OF_A_CORE else _CERTAIN_RATIO):
+            return found
+        found = self._slowness(rank, _LONG)
+        return found if self._own.slow_steps(_LONG)[rank] >= _MOST_OF_LONG and _is_slow(found, _RATIO) else None
 
     def _compare_groups(self) -> tuple[list[Slowness], list[Slowness]]:
         """Compare the sums of groups of steps by the clock."""
@@ -129,8 +144,8 @@ class SlowRanks:
 
         return [of(rank) for rank in sorted(shared)], [of(rank) for rank in sorted(free)]
 
-    def _slowness(self, rank: int) -> Slowness:
-        return Slowness(rank, *self._own.medians(rank), self._peers(rank))
+    def _slowness(self, rank: int, steps: int = _WINDOW) -> Slowness:
+        return Slowness(rank, *self._own.medians(rank, steps), self._peers(rank))
 
     def _peers(self, rank: int) -> tuple[int, ...]:
         (stage,) = (ranks for ranks in self._stages if rank in ranks)
@@ -148,39 +163,48 @@ class SlowRanks:
 
 
 class _Steps:
-    """The last steps, in rings: own times, the medians of the peers', and their ratios.
+    """The last steps, in rings: own times, the medians of the peers', their ratios, and for which part of its time a
+    rank had its core, or its peers theirs, whichever is less.
 
     Args:
         ranks: number of ranks.
     """
 
     def __init__(self, ranks: int):
-        self._own, self._others, self._ratios = (np.zeros((_WINDOW, ranks)) for _ in range(3))
+        self._own, self._others, self._ratios, self._of_a_core = (np.zeros((_LONG, ranks)) for _ in range(4))
         self._steps = 0
 
-    def add(self, own: np.ndarray, others: np.ndarray) -> None:
-        place = self._steps % _WINDOW
+    def add(self, own: np.ndarray, others: np.ndarray, of_a_core: np.ndarray) -> None:
+        place = self._steps % _LONG
         self._own[place], self._others[place], self._ratios[place] = own, others, _ratios(own, others)
+        self._of_a_core[place] = of_a_core
         self._steps += 1
 
     @property
     def are_enough(self) -> bool:
         return self._steps >= _WINDOW
 
-    @property
-    def slow_steps(self) -> np.ndarray:
-        """In how many of them each rank was slow."""
-        return np.count_nonzero(self._ratios >= _STEP_RATIO, axis=0)
+    def slow_steps(self, steps: int) -> np.ndarray:
+        """Return in how many of the last steps each rank was slow."""
+        return np.count_nonzero(self._ratios[self._last(steps)] >= _STEP_RATIO, axis=0)
 
     @property
     def slowest(self) -> int:
         """The rank with the highest median ratio."""
-        return int(np.nanargmax(np.median(self._ratios, axis=0)))
+        return int(np.nanargmax(np.median(self._ratios[self._last(_WINDOW)], axis=0)))
 
-    def medians(self, rank: int) -> tuple[float, float, float]:
-        """Return a rank's ratio, time, and its peers' time."""
-        ratio, own, others = (float(np.median(kept[:, rank])) for kept in (self._ratios, self._own, self._others))
+    def medians(self, rank: int, steps: int) -> tuple[float, float, float]:
+        """Return a rank's ratio, time, and its peers' time, of the last steps."""
+        places, kept = self._last(steps), (self._ratios, self._own, self._others)
+        ratio, own, others = (float(np.median(values[places, rank])) for values in kept)
         return ratio, own, others
+
+    def of_a_core(self, rank: int) -> float:
+        """Return for which part of their time the rank and its peers had their cores, at least."""
+        return float(np.median(self._of_a_core[self._last(_WINDOW), rank]))
+
+    def _last(self, steps: int) -> np.ndarray:
+        return np.arange(self._steps - min(steps, self._steps), self._steps) % _LONG
 
 
 class _Groups:
@@ -208,8 +232,8 @@ def _ranks(are: np.ndarray) -> set[int]:
     return {int(rank) for rank in np.flatnonzero(are)}
 
 
-def _is_slow(found: Slowness) -> bool:
-    return found.ratio >= _RATIO and found.seconds - found.peers_seconds >= _LEAST_SECONDS
+def _is_slow(found: Slowness, least: float) -> bool:
+    return found.ratio >= least and found.seconds - found.peers_seconds >= _LEAST_SECONDS
 
 
 def _ratios(seconds: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -98,8 +98,20 @@ def test_a_core_that_is_taken_for_a_second_makes_nobody_slow(episode: str) -> No
     assert len(named(clock)) == 1
     assert named(own, clock) == []
     for rank in range(2):
-        slowed = [[value * (1.3 if one == rank else 1.0) for one, value in enumerate(step)] for step in own]
-        assert [one for _, one in named(slowed, clock)] == [rank]
+        slowed = [[value * (2.0 if one == rank else 1.0) for one, value in enumerate(step)] for step in own]
+        assert named(slowed, clock) == [(16, rank)]
+
+
+@pytest.mark.parametrize("of_a_core", [0.45, 0.55])
+@pytest.mark.parametrize("ratio", [1.19, 1.3, 1.45])
+def test_where_cores_are_shared_more_steps_are_asked(ratio: float, of_a_core: float) -> None:
+    own = [[0.1, 0.1]] * 60 + [[0.1, 0.1 * ratio]] * 60
+    clock = [[seconds / of_a_core for seconds in step] for step in own]
+    certain = ratio >= (1.2 if of_a_core > 0.5 else 1.4)
+    assert named(own, clock) == ([] if ratio < 1.2 else [(73, 1)] if certain else [(99, 1)])
+    for rank in range(2):  # one that alone has its core is the quick one, perhaps for that
+        shared = [[step[one] / (of_a_core if one == rank else 1.0) for one in range(2)] for step in own]
+        assert named(own, shared)[:1] == named(own, clock)
 
 
 def test_a_core_that_others_always_use_is_named_after_two_hundred_steps() -> None:
