@@ -62,7 +62,9 @@ class CausalSelfAttention(SelfAttention):
     def _heads(self, hidden_states: torch.Tensor, table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return queries, [B, H, S, D], keys and values, [B, G, S, D], rotated if there is a table of angles."""
         interleaved = self.config.rotary_interleaved
-        if self._splits_at_once and not torch.compiler.is_compiling():
+        # A GPU's kernels read heads where they are, where nothing is to be rotated.
+        written = table is not None or hidden_states.device.type == "cpu"
+        if written and self._splits_at_once and not torch.compiler.is_compiling():
             mixed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
             per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
             return split_and_rotate(mixed[0], per_group, table, interleaved=interleaved)

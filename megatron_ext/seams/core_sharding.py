@@ -140,6 +140,12 @@ MEGATRON_FSDP = (
 
 OPTIMIZERS = (
     Seam(
+        f"{_CORE}.distributed.finalize_model_grads.reset_model_temporary_tensors",
+        "set to ours, which without experts does not walk over all modules for what their routers counted",
+        ("config", "model"),
+        (f"{_CORE}.distributed.finalize_model_grads",),
+    ),
+    Seam(
         f"{_CORE}.optimizer.clip_grads.l2_norm_impl",
         "set to ours, which does not read every norm back to the host; called with a list of lists, returns a pair",
         ("chunk_size", "noop_flag", "tensor_lists", "per_tensor"),

@@ -75,6 +75,9 @@ def _find(path: str) -> tuple[Any, Any]:
         if found is _MISSING and inspect.ismodule(owner):
             found = _module(".".join(parts[:number]))
         if found is _MISSING:
+            # What was found may be a function that hides the module of its name.
+            found = getattr(_module(".".join(parts[: number - 1])), part, _MISSING)
+        if found is _MISSING:
             return (owner if number == len(parts) else None), _MISSING
     return owner, found
 

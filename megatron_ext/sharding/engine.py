@@ -1,5 +1,6 @@
 """What the schemes have in common: what they ask of megatron-core, from our configuration."""
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ from megatron_ext.optim.gradient_norm import replace_loops
 from megatron_ext.optim.settings import optimizer_config
 from megatron_ext.optim.torch_optimizer import as_registered
 from megatron_ext.sharding.parts import OptimizerPart
+
+# The package has a function of this name, too.
+_FINALIZE: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+_reset_of_routers = _FINALIZE.reset_model_temporary_tensors
 
 
 def ddp_config(config: Config, **scheme: Any) -> DistributedDataParallelConfig:
@@ -77,12 +82,20 @@ def build_optimizer(
     What updates inside of it is the optimizer that `config` chooses, as config/optimizers.py registers it.
     """
     replace_loops()
+    _FINALIZE.reset_model_temporary_tensors = reset_routers
     modules: Any = list(chunks)
     built = get_megatron_optimizer(settings, modules, use_gloo_process_groups=False, pg_collection=groups)
     for part in getattr(built, "chained_optimizers", [built]):
         if part.optimizer is not None:
             part.optimizer = as_registered(part.optimizer, config)
     return built
+
+
+def reset_routers(config: TransformerConfig, model: Sequence[torch.nn.Module]) -> None:
+    """Reset what the routers of experts counted in a step: megatron-core walks over all modules for it, experts or
+    none."""
+    if config.num_moe_experts is not None:
+        _reset_of_routers(config, model)
 
 
 def updating(optimizer: ChainedOptimizer, kind: type[OptimizerPart]) -> list[OptimizerPart]:

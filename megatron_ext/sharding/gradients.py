@@ -13,9 +13,9 @@ from megatron_ext.sharding.parts import OptimizerPart
 
 class _LeftOut(NamedTuple):
     having: list[Any]
-    """What had a gradient when this was found out."""
+    """Weights that had a gradient when this was found out."""
     outside: list[Any]
-    """Those of them that the norm leaves out."""
+    """Weights of these that the norm leaves out."""
 
 
 _left_out: weakref.WeakKeyDictionary[Any, _LeftOut] = weakref.WeakKeyDictionary()

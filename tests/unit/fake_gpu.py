@@ -126,15 +126,15 @@ def test_varlen_signature_is_the_one_that_is_read() -> None:
 
 def test_numbers_are_copied_at_once_and_waited_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
-    event = SimpleNamespace(record=lambda: heard.append("record"), synchronize=lambda: heard.append("wait"))
+    event = SimpleNamespace(record=lambda: heard.append("recorded"), synchronize=lambda: heard.append("wait"))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     with FakeTensorMode(), Calls() as calls:
         read = object.__new__(cuda.CudaDevice).read_later(torch.empty(8, dtype=torch.float64, device="cuda"))
         copied, source, non_blocking = calls.of(aten.copy_)[0]
         assert (copied.device.type, source.device.type, non_blocking) == ("cpu", "cuda", True)
-        assert heard == ["record"]
+        assert heard == ["recorded"]
         monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: [*heard, tensor is copied])
-        assert read() == ["record", "wait", True]
+        assert read() == ["recorded", "wait", True]
 
 
 def test_norm_clipping_and_masked_updates_stay_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from megatron.core.optimizer import clip_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.optim.gradient_norm import l2_norm, replace_loops, scale, scale_by
+from megatron_ext.sharding import engine
 from megatron_ext.sharding.gradients import outside_norm
 from megatron_ext.sharding.protocol import Sharding
 
@@ -142,3 +143,13 @@ def test_what_the_norm_leaves_out_is_found_again_when_other_weights_have_gradien
         expected = [weight.grad for weight in part.weights[::2] if weight.grad is not None]
         assert len(asked) == times
         assert [id(gradient) for gradient in outside] == [id(gradient) for gradient in expected]
+
+
+def test_routers_are_reset_where_there_are_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[Any] = []
+    monkeypatch.setattr(engine, "_reset_of_routers", lambda config, model: reset.append(model))
+    for experts, model in ((None, ["dense"]), (4, ["experts"])):
+        config: Any = SimpleNamespace(num_moe_experts=experts)
+        chunks: Any = model
+        engine.reset_routers(config, chunks)
+    assert reset == [["experts"]]

@@ -52,6 +52,7 @@ OUR_OWN = {
     "--lr-scale-rule",
     "--lr-scale-base-batch-size",
     "--torch-compile",
+    "--no-triton-kernels",
     "--linear-cross-entropy",
     "--gradient-accumulation-fusion",
     "--norm-position",

@@ -72,12 +72,12 @@ def test_every_mode_holds_what_its_formula_says() -> None:
 
 
 def test_a_layer_is_what_docs_say() -> None:
-    """15.6 residual streams, of which the parts are written out here."""
+    """14.1 residual streams, of which the parts are written out here."""
     config = _config(LAYERS)
     layer = Activations(config, fused=False).layer(layers(config)[0])
     assert layer.core == UNIT + 4 * B * HEADS * S  # context and the softmax's normalizer
     assert layer.norms == 2 * (UNIT + 4 * S * B)  # output, and 1/RMS of every token
-    assert layer.mlp == 5 * UNIT * F // H  # gate and up (2F), silu(gate), a copy of up, their product
+    assert layer.mlp == 4 * UNIT * F // H  # gate and up (2F), silu(gate), their product
     assert layer.heads == 2 * UNIT  # 2 groups of 4 heads
     assert layer.residual + layer.projection == 3 * UNIT
     assert _held(2) == 2 * layer.total + _held(LAYERS) - LAYERS * layer.total

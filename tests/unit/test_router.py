@@ -48,7 +48,9 @@ def test_weights_of_experts_are_rounded_with_what_they_multiply() -> None:
     """Once: a weight that is rounded before has 2^-8 more of an error."""
     experts: Any = GroupedExperts.__new__(GroupedExperts)
     torch.nn.Module.__init__(experts)
-    experts.config = SimpleNamespace(gated_linear_unit=True, activation_func=lambda gate: gate)
+    experts.config = SimpleNamespace(
+        gated_linear_unit=True, activation_func=lambda gate: gate, bias_activation_fusion=False
+    )
     seen: list[torch.Tensor] = []
     # Gate and up projection side by side; what the second matrix is given comes back.
     experts.linear_fc1 = lambda tokens, counts: torch.cat((tokens, torch.full_like(tokens, 1.5)), dim=-1)

@@ -1,6 +1,7 @@
 """What a sharding scheme asks of megatron-core and torch, by stand-ins of them: hooks, groups, types, and whose
 gradients are whose."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,9 @@ class _Wrapped:
     def no_sync(self) -> None: ...
     def start_grad_sync(self) -> None: ...
     def start_param_sync(self) -> None: ...
+
+    def parameters(self) -> Iterator[Any]:
+        return iter(())
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -148,12 +152,19 @@ def test_gradients_that_are_not_in_the_norm_are_looked_at_by_themselves(monkeypa
     """Copies, which the norm counts on another rank; and of weights without a gradient nothing."""
     counted, copy, idle = (torch.zeros(1) for _ in range(3))
     counted.grad, copy.grad = torch.ones(1), torch.ones(1)
-    part = SimpleNamespace(get_parameters=lambda: [counted, copy, idle])
+    part: Any = type("Part", (), {"get_parameters": lambda self: [counted, copy, idle]})()
     engine = SimpleNamespace(get_grads_for_grad_norm=lambda part: [counted.grad])
     monkeypatch.setattr("megatron_ext.sharding.gradients.MegatronOptimizer", engine)
     optimizer: Any = SimpleNamespace(chained_optimizers=[part])
+    for _ in range(2):  # what is left out is remembered
+        [found] = outside_norm(optimizer)
+        assert found is copy.grad
+    copy.grad = torch.ones(1)
     [found] = outside_norm(optimizer)
-    assert found is copy.grad
+    assert found is copy.grad, "the gradients of the next step"
+    counted.grad = None
+    assert [id(one) for one in outside_norm(optimizer)] == [id(copy.grad)], "fewer have a gradient: it is found anew"
+    counted.grad = torch.ones(1)
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
     mains = list(zip(weights, (counted, copy, idle), strict=True))
     parts: Any = [SimpleNamespace(main_parameters=lambda: iter(mains))]
