@@ -1,10 +1,13 @@
 """Our norms against their formulas in fp64, and the mark that sequence parallelism needs."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from megatron_ext.model.config import transformer_config
-from megatron_ext.model.norm import LayerNorm, RMSNorm, norm_class
+from megatron_ext.model.norm import LayerNorm, ProjectionNorm, RMSNorm, norm_class
 from tests.support.small_models import small_config
 
 PARALLEL = {"tensor_model_parallel_size": 2, "world_size": 2, "sequence_parallel": True}
@@ -45,3 +48,43 @@ def test_parameters_are_marked_under_sequence_parallelism(kind: str, sequence_pa
     assert [parameter.sequence_parallel for parameter in norm.parameters()] == [sequence_parallel] * len(  # pyright: ignore
         list(norm.parameters())
     )
+
+
+def test_a_divided_norm_is_of_the_ranks_that_divide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of two holds heads 2 and 3 of four, and the other rank's squares are as large: forward and backward both
+    ask their own group. Gradients are those of the whole vector in fp64."""
+    torch.manual_seed(0)
+    config = transformer_config(small_config(), "cpu")
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    norm = ProjectionNorm(config, 8, 1e-3, heads=4, tp_group=group)
+    torch.nn.init.normal_(norm.weight.data)
+    whole = torch.randn(3, 2, 4, 8)
+    upstream = torch.randn(3, 2, 4, 8)
+    exact = whole.double().requires_grad_()
+    weight = norm.weight.detach().double().requires_grad_()
+    flat = exact.flatten(2)
+    expected = (flat / (flat.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight).view(whole.shape)
+    expected.backward(upstream.double())
+    others = {
+        "squares": whole[:, :, :2].flatten(2).square().sum(-1, keepdim=True),
+        "radial": (upstream * expected.detach())[:, :, :2].flatten(2).sum(-1, keepdim=True).float(),
+    }
+    asked: list[Any] = []
+
+    def add(values: torch.Tensor, group: Any = None) -> None:
+        values += others["radial" if asked else "squares"]
+        asked.append(group)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", add)
+    own = whole[:, :, 2:].clone().requires_grad_()
+    found = norm(own)
+    found.backward(upstream[:, :, 2:])
+    assert asked == [group, group]
+    torch.testing.assert_close(found, expected.detach()[:, :, 2:].float(), rtol=1e-5, atol=1e-6)
+    assert own.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(own.grad, exact.grad[:, :, 2:].float(), rtol=1e-4, atol=1e-5)
+    assert norm.weight.grad is not None
+    assert weight.grad is not None
+    torch.testing.assert_close(norm.weight.grad[16:], weight.grad[16:].float(), rtol=1e-4, atol=1e-5)
+    assert norm.weight.grad[:16].count_nonzero() == 0

@@ -116,3 +116,12 @@ def test_a_batch_is_mapped_with_its_documents() -> None:
     assert moved is not None
     assert moved.key_index is not None
     assert {moved.query_ends.device.type, moved.key_ends.device.type, moved.key_index.device.type} == {"meta"}
+
+
+def test_ends_of_keys_are_the_same_object_where_they_are_those_of_queries() -> None:
+    """By which torch's cuDNN kernel knows it; parts of documents on context-parallel ranks have ends of their own."""
+    whole = documents_of(SAMPLES, EOD)
+    assert whole.key_ends is whole.query_ends
+    part = documents_of(SAMPLES, EOD, 1, 2)
+    assert part.key_ends is not part.query_ends
+    assert not torch.equal(part.key_ends, part.query_ends)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.parallel import groups, meeting, own_groups, sockets
 from megatron_ext.parallel.operations import WrappedMethods, group_title
@@ -165,7 +166,7 @@ def test_the_engine_has_its_functions_back(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_launchers_store_is_shared_by_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has keys of its own there; rank 0's own store has no earlier attempt."""
-    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    store = HashStore()
     monkeypatch.setattr(meeting, "open_store", lambda timeout: (store, 0, 1))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert meeting.meet(timedelta(seconds=5)) == (store, 0, 1)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.model import loss
+from megatron_ext.model.gpt import GPT
 from megatron_ext.model.loss import TokenLogits, summed_loss, token_loss
 
 
@@ -65,3 +66,23 @@ def test_ranks_share_a_vocabulary(rank: int, monkeypatch: pytest.MonkeyPatch) ->
     assert whole.grad is not None
     assert mine.grad is not None
     torch.testing.assert_close(mine.grad, whole.grad.chunk(2, dim=-1)[rank], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("tensor", "reads", "divided"), [(1, True, False), (2, True, True), (1, False, True)])
+def test_a_divided_vocabulary_has_the_engines_loss(tensor: int, reads: bool, divided: bool) -> None:
+    """However many data-parallel ranks there are; and where the weight is not at hand."""
+    logits, labels = torch.randn(4, 3, 10, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 4).long()
+    groups = {"tp": SimpleNamespace(size=lambda: tensor), "dp": SimpleNamespace(size=lambda: 3 - tensor)}
+    gpt: Any = SimpleNamespace(
+        own_loss=None,
+        reads_output_weight=reads,
+        pg_collection=SimpleNamespace(**groups),
+        config=SimpleNamespace(gradient_accumulation_fusion=True),
+        before_output=None,
+        compute_language_model_loss=lambda labels, logits: "the engine's",
+    )
+    found = GPT._loss(gpt, torch.zeros(4, 3, 2), lambda hidden, weight: (logits, None), None, labels)  # pyright: ignore
+    if divided:
+        assert found == "the engine's"
+    else:
+        torch.testing.assert_close(found, -logits.log_softmax(-1)[..., 0].t())
