@@ -115,7 +115,6 @@ def run_trainer(job: Job) -> None:
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         use_cache=False,
-        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
     )
     model = LlamaForCausalLM(config)
     model.load_state_dict(_llama_weights(job))

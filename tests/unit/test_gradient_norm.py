@@ -112,7 +112,7 @@ def test_clipping_has_the_bits_of_the_engines(
     expected, given = Part(gradients()), Part(gradients())
     given.weights.append(torch.nn.Parameter(torch.zeros(2)))  # without a gradient
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
-    clip_grads.clip_grad_by_total_norm_fp32(expected.weights, 1.0, norm)
+    clip_grads.clip_grad_by_total_norm_fp32([*expected.weights], 1.0, norm)
     if own:
         replace_loops()
     chained: Any = Chained(given)
