@@ -266,4 +266,4 @@ def test_each_weight_is_filled_as_the_part_that_its_ranks_hold(bf16: bool, monke
 def test_a_row_longer_than_a_block_is_a_block() -> None:
     """Part of the rule by which weights begin: other blocks would be other weights."""
     for columns, rows in ((BLOCK_ELEMENTS + 1, 1), (BLOCK_ELEMENTS, 1), (BLOCK_ELEMENTS // 2, 2), (1000, 1048)):
-        assert module._rows_per_block(Parameter("long.weight", (4, columns), 0, "normal", 0.02)) == rows
+        assert initialize._rows_per_block(Parameter("long.weight", (4, columns), 0, "normal", 0.02)) == rows
