@@ -35,6 +35,8 @@ def test_a_mean_is_over_the_tokens_of_all_parts() -> None:
         (math.nan, math.nan, 0.0),
         (math.inf, math.inf, 0.0),
         (math.nan, 1.0, math.inf),
+        (1.0, math.nan, math.inf),
+        (1.0, math.inf, math.inf),
         (math.inf, -math.inf, math.inf),
     ],
 )
