@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -120,10 +119,10 @@ def shares(events: Iterable[tuple[str, float]], total: float) -> dict[str, float
         events: names of operators, and seconds of each itself.
         total: seconds of the steps.
     """
-    seconds: defaultdict[str, float] = defaultdict(float)
+    seconds: dict[str, float] = {}
     for name, own in events:
-        seconds[kind_of(name)] += own
-    found = {kind: own / total for kind, own in sorted(seconds.items(), key=lambda item: -item[1])}
+        seconds[kind_of(name)] = seconds.get(kind_of(name), 0.0) + own
+    found = {kind: seconds[kind] / total for kind in sorted(seconds, key=seconds.__getitem__, reverse=True)}
     return found | {"no operator": 1.0 - sum(found.values())}
 
 
