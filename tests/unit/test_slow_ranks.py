@@ -89,7 +89,7 @@ def test_a_rank_is_slow_until_half_of_the_steps_are_quick() -> None:
     assert ended == [[]] * 8 + [[1]] + [[]] * 7
 
 
-@pytest.mark.parametrize("episode", json.loads(RECORDED.read_text()).keys() - {"about"})
+@pytest.mark.parametrize("episode", sorted(json.loads(RECORDED.read_text()).keys() - {"about"}))
 def test_a_core_that_is_taken_for_a_second_makes_nobody_slow(episode: str) -> None:
     """Recorded on two cores, where other programs ran: by the clock one rank was slow for so long that it would be
     named. What each computed in was not."""
