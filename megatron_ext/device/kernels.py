@@ -9,7 +9,6 @@ SwiGLU: autograd makes the gradients of gate and up apart, and then puts them ne
 made in its place.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.device.triton import choice
-from megatron_ext.device.weight_gradients import add_product_, replaces_gradient
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -40,17 +38,8 @@ _PROCESSOR = _processor()
 _MKL_IS_FAST = _PROCESSOR[0] == "GenuineIntel"
 _MKL_KEEPS_UP = _PROCESSOR == ("AuthenticAMD", 25)
 """Whether MKL, with AVX2, comes close to what the processor reaches with AVX-512 (Zen 3, Zen 4). Then it makes weight
-gradients, for which it neither copies an operand, as oneDNN does, nor needs another pass to add to those that there
-are; and it makes what is compiled, for the compiler fuses nothing with an operation that it does not know."""
-
-
-def add_gradients_in_products(weights: Iterable[torch.nn.Parameter]) -> None:
-    """Let `linear` add the gradients of `weights` to their `main_grad` itself, where that is the faster way.
-
-    Call it for weights of megatron-core's DDP, whose hooks then leave them alone, and for no others.
-    """
-    for weight in weights if _MKL_KEEPS_UP else ():
-        weight.adds_in_product = weight.dim() == 2 and _is_fp32_on_cpu(weight, weight)  # pyright: ignore
+gradients, for which oneDNN copies an operand; and what is compiled, for the compiler fuses nothing with an operation
+that it does not know."""
 
 
 def nothing_is_trained() -> bool:
@@ -126,9 +115,6 @@ class _OneDNNLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        # What is saved may come back as another object, without its main gradient.
-        adds = not torch.compiler.is_compiling() and getattr(weight, "adds_in_product", False)
-        ctx.weight = weight if adds else None
         return _product(x, weight, bias)
 
     @staticmethod
@@ -140,19 +126,13 @@ class _OneDNNLinear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.size(-1))
         return (
             _product(grad, weight.t()) if for_x else None,
-            _weight_gradient(rows, x.reshape(-1, x.size(-1)), ctx.weight) if for_weight else None,
+            _weight_gradient(rows, x.reshape(-1, x.size(-1))) if for_weight else None,
             rows.sum(0) if for_bias else None,
         )
 
 
-def _weight_gradient(grad_NV: torch.Tensor, x_NH: torch.Tensor, weight: Any) -> torch.Tensor | None:
-    """Return grad^T x, or, where `weight` is given, add it to its main gradient and return what stands for it."""
-    if not _MKL_KEEPS_UP:
-        return _product(grad_NV.t(), x_NH.t())
-    if weight is None:
-        return grad_NV.t() @ x_NH
-    add_product_(weight.main_grad, grad_NV, x_NH)
-    return replaces_gradient(weight)
+def _weight_gradient(grad_NV: torch.Tensor, x_NH: torch.Tensor) -> torch.Tensor:
+    return grad_NV.t() @ x_NH if _MKL_KEEPS_UP else _product(grad_NV.t(), x_NH.t())
 
 
 class _RMSNorm(torch.autograd.Function):

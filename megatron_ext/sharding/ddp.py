@@ -15,7 +15,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
-from megatron_ext.device.kernels import add_gradients_in_products
 from megatron_ext.device.protocol import Device
 from megatron_ext.sharding.engine import (
     build_optimizer,
@@ -57,8 +56,6 @@ class DataParallel(Sharding):
             )
             for index, chunk in enumerate(initialized(chunks, self.config, core, groups, device))
         ]
-        for chunk in wrapped:
-            add_gradients_in_products(chunk.parameters())
         if settings.overlap_grad_reduce:
             core.no_sync_func = for_chunks([chunk.no_sync for chunk in wrapped])
             core.grad_sync_func = for_chunks([chunk.start_grad_sync for chunk in wrapped])

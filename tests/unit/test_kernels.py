@@ -1,13 +1,11 @@
 """The operations that stand in for torch's own on a CPU give the same values and gradients."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_ext.device import kernels
-from megatron_ext.device.kernels import add_gradients_in_products, linear, rms_norm, swiglu
+from megatron_ext.device.kernels import linear, rms_norm, swiglu
 
 
 def gradients(output: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -44,34 +42,6 @@ def test_the_weight_gradient_is_that_of_f_linear_on_any_processor(
     x, weight = torch.randn(7, 3, 24, requires_grad=True), torch.randn(40, 24, requires_grad=True)
     expected = gradients(F.linear(x.double(), weight.double()).float(), x, weight)
     torch.testing.assert_close(gradients(linear(x, weight), x, weight), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_gradients_are_added_to_the_main_gradient_in_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two microbatches on top of what is there; the gradient of DDP's hook counts for nothing then."""
-    monkeypatch.setattr(kernels, "_MKL_KEEPS_UP", True)
-    torch.manual_seed(0)
-    weight: Any = torch.nn.Parameter(torch.randn(40, 24))
-    norm: Any = torch.nn.Parameter(torch.ones(24))
-    weight.main_grad, weight.grad_added_to_main_grad = torch.full((40, 24), 3.0), False
-    add_gradients_in_products([weight, norm])
-    expected = weight.main_grad.double()
-    for _ in range(2):
-        x, grad = torch.randn(7, 3, 24), torch.randn(7, 3, 40)
-        linear(x, weight).backward(grad)
-        expected = expected + grad.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
-    assert weight.grad_added_to_main_grad
-    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-5)
-    assert not norm.adds_in_product
-
-
-def test_weights_that_nobody_names_get_their_gradients_from_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a scheme other than DDP the main gradient, if there is one, is not ours to write."""
-    monkeypatch.setattr(kernels, "_MKL_KEEPS_UP", True)
-    weight: Any = torch.nn.Parameter(torch.ones(4, 3))
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(4, 3), False
-    linear(torch.ones(2, 3), weight).sum().backward()
-    assert torch.equal(weight.grad, torch.full((4, 3), 2.0))
-    assert not weight.main_grad.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -1,7 +1,6 @@
 """What a sharding scheme asks of megatron-core and torch, by stand-ins of them: hooks, groups, types, and whose
 gradients are whose."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +30,6 @@ class _Wrapped:
     def no_sync(self) -> None: ...
     def start_grad_sync(self) -> None: ...
     def start_param_sync(self) -> None: ...
-
-    def parameters(self) -> Iterator[Any]:
-        return iter(())
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
