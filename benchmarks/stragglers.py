@@ -44,7 +44,7 @@ def trained(steps: int, factor: float, slowed_from: int) -> dict[str, Any]:
 
     times: list[ComputeTime] = []
     seconds: list[float] = []
-    take, step = CommunicationClock.take_compute, Trainer.step
+    take, step = CommunicationClock.take_compute, Trainer.begin_step
     rank = int(os.environ["RANK"])
 
     def taken(self: CommunicationClock) -> list[ComputeTime]:
@@ -63,7 +63,7 @@ def trained(steps: int, factor: float, slowed_from: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - clock)
         return result
 
-    CommunicationClock.take_compute, Trainer.step = taken, slowed
+    CommunicationClock.take_compute, Trainer.begin_step = taken, slowed
     words = [*watch.SMALL.split(), *watch.WATCHED.split(), "--train-iters", str(steps)]
     printed = watch._trained(words, RunStatus(rank=rank))
     return {

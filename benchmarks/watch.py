@@ -159,7 +159,7 @@ def training(steps: int) -> dict[str, float]:
 
         return wrapped
 
-    Trainer.step = counted(_timed("step", Trainer.step, seconds))
+    Trainer.begin_step = counted(_timed("step", Trainer.begin_step, seconds))
     Stragglers.on_step_end = _timed("straggler", Stragglers.on_step_end, seconds)
     replicas.check_data_parallel_replicas = _timed("replicas", replicas.check_data_parallel_replicas, seconds)
     _trained([*WATCHED.split(), "--train-iters", str(steps)], status)

@@ -106,13 +106,13 @@ class Trainer:
 
     def step(self) -> StepResult:
         """Take one optimizer step, counted in the state."""
-        return self._end(self._begin(), tells=False)
+        return self._end(self.begin_step(), tells=False)
 
     def _take_steps(self) -> None:
         before: _UnderWay | None = None
         while not self.finished and self.stop_reason is None:
             self._tell("on_step_begin")
-            step = self._begin()
+            step = self.begin_step()
             if before is not None:
                 self._end(before)
             before = step
@@ -122,7 +122,7 @@ class Trainer:
         if before is not None:
             self._end(before)
 
-    def _begin(self) -> _UnderWay:
+    def begin_step(self) -> _UnderWay:
         """Begin a step, and count in the state what is known of it: its samples."""
         run, state = self.run, self.run.state
         batch, before = self.next_batch_size, state.position

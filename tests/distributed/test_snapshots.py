@@ -29,7 +29,7 @@ def _run(folder: str, flags: list[str], crashes_at: int | None) -> Ended:
 
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
 
-    step = Trainer.step
+    step = Trainer.begin_step
 
     def crashing(self: Trainer):
         if self.run.state.iteration + 1 == crashes_at:
@@ -37,7 +37,7 @@ def _run(folder: str, flags: list[str], crashes_at: int | None) -> Ended:
             raise RuntimeError("crash")
         return step(self)
 
-    Trainer.step = crashing
+    Trainer.begin_step = crashing
     machine = f"{folder}/machine{os.environ['RANK']}"
     return run_program([*flags, *SNAPSHOTS, "--non-persistent-local-ckpt-dir", machine])
 

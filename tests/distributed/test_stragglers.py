@@ -27,7 +27,7 @@ def train(folder: str, name: str, flags: list[str], slow: bool) -> tuple[int, st
     """Rank 1 computes longer from a step on."""
     from megatron_ext.train.trainer import Trainer
 
-    step = Trainer.step
+    step = Trainer.begin_step
 
     def slow_step(self: Trainer) -> Any:
         slowed = self.run.rank == 1 and self.run.state.iteration + 1 >= SLOW_FROM
@@ -37,13 +37,13 @@ def train(folder: str, name: str, flags: list[str], slow: bool) -> tuple[int, st
         return step(self)
 
     if slow:
-        Trainer.step = slow_step
+        Trainer.begin_step = slow_step
     try:
         ended = run_program(
             [*FLAGS, *flags, "--metrics-file", f"{folder}/{name}.jsonl", "--tensorboard-dir", f"{folder}/{name}"]
         )
     finally:
-        Trainer.step = step
+        Trainer.begin_step = step
     return ended.code, ended.output
 
 

@@ -155,7 +155,7 @@ def skip_reduction(mark: Path) -> None:
 def _in_step_4(mark: Path, happens: Any) -> None:
     from megatron_ext.train.trainer import Trainer
 
-    step = Trainer.step
+    step = Trainer.begin_step
 
     def faulty_step(self: Trainer) -> Any:
         if self.run.state.iteration == 3:
@@ -163,4 +163,4 @@ def _in_step_4(mark: Path, happens: Any) -> None:
             happens()
         return step(self)
 
-    Trainer.step = faulty_step
+    Trainer.begin_step = faulty_step
