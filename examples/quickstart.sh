@@ -87,11 +87,12 @@ train() {
         "${model[@]}" "${training[@]}" "${data[@]}" "${outputs[@]}" "${machine[@]}" "${@:2}"
 }
 
-step "4/8 training on one process; stops after $stop of $iterations steps"
+# A thread for each core, up to four. (Not by nproc, which counts OMP_NUM_THREADS.) One that waits sleeps soon: awake, it
+# would take the core of whatever else runs; at once, the step would take a fifth longer.
+threads=$(python -c 'import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
+step "4/8 training on one process, threads: $threads; stops after $stop of $iterations steps"
 python tools/prepare_cache.py "${model[@]}" "${training[@]}" "${data[@]}" "${machine[@]}" --micro-batch-size 8
-# A thread for each core, up to four. Threads that wait sleep: awake, they would take the cores of whatever else runs.
-cores=$(nproc)
-OMP_NUM_THREADS=$((cores < 4 ? cores : 4)) OMP_WAIT_POLICY=PASSIVE \
+OMP_NUM_THREADS=$threads GOMP_SPINCOUNT=5000 \
     train 1 --micro-batch-size 8 --exit-interval "$stop" --log-interval 50
 
 step "5/8 the same run on $shape: resumes at step $stop and goes on with the same curve"

@@ -57,6 +57,8 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_p
     variables = {**warm, "PATH": f"{tmp_path}/bin:{warm['PATH']}"}
     said = run("bash", "examples/quickstart.sh", str(folder), "10", ranks, variables=variables)
     assert not list(folder.rglob("stale"))
+    threads = min(4, len(os.sched_getaffinity(0)))  # although the tests' OMP_NUM_THREADS is 1
+    assert f"4/8 training on one process, threads: {threads}; stops after 9 of 10 steps" in said
     rows = list(read_rows(folder / "checkpoints/metrics.jsonl"))
     losses = {row["iteration"]: row["lm_loss"] for row in rows if "lm_loss" in row}
     validation = {row["iteration"]: row["validation_loss"] for row in rows if "validation_loss" in row}
