@@ -18,6 +18,7 @@ from megatron_ext.config.arguments import Typed, read
 from megatron_ext.config.blend import missing_paths
 from megatron_ext.config.eval_tasks import look_at_eval_tasks
 from megatron_ext.config.hf_config import read_hf_config
+from megatron_ext.config.options import flag_of
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import adopt
 from megatron_ext.config.schema import Config
@@ -116,6 +117,13 @@ def _configured(
     return Configured(config, typed, given, search, resume)
 
 
+_OF_GPUS = {
+    "check_before_update": "numbers are read before the update in any case",
+    "no_triton_kernels": "no Triton kernel runs",
+}
+"""Switches of what only GPUs do -> why they change nothing elsewhere."""
+
+
 def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
     """Return a warning for each flag that changes nothing, or something else, together with the others."""
     warnings = []
@@ -135,6 +143,12 @@ def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
             "--no-position-embedding changes nothing with --position-embedding-type rope: the rotary positions stay, "
             "and there is no learned table in any case"
         )
+    if config.layout.device == "cpu":
+        warnings += [
+            f"{flag_of(name)} changes nothing here: with --device cpu {reason}"
+            for name, reason in _OF_GPUS.items()
+            if typed.values.get(name)
+        ]
     asked, taken = typed.values.get("transformer_impl", "local"), config.model.transformer_impl
     if asked != taken:
         warnings.append(

@@ -294,3 +294,15 @@ def test_tools_take_old_names_of_tokenizers_too():
     add_tokenizer_flags(parser, required=True)
     line = ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "m"]
     assert tokenizer_values(parser.parse_args(line))["tokenizer_type"] == "SentencePieceTokenizer"
+
+
+@pytest.mark.parametrize("flag", ["--check-before-update", "--no-triton-kernels"])
+def test_switches_of_what_only_gpus_do_say_so_on_a_cpu(flag: str) -> None:
+    words = shlex.split("""
+        --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 128
+        --micro-batch-size 2 --lr 1e-3 --train-iters 2
+    """)
+    said = [warning for warning in configure([*words, "--device", "cpu", flag]).typed.warnings if flag in warning]
+    assert [warning.partition(" here: ")[0] for warning in said] == [f"{flag} changes nothing"]
+    assert "--device cpu" in said[0]
+    assert not [warning for warning in configure([*words, "--device", "auto", flag]).typed.warnings if flag in warning]
