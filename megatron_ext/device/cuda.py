@@ -145,6 +145,10 @@ class CudaDevice:
         """Return 0: a rank has its GPU alone."""
         return 0.0
 
+    def seconds_of_a_fixed_loop(self) -> float:
+        """Return 0: the GPU computes, whatever the host's core does."""
+        return 0.0
+
 
 def _runtime() -> Any:
     """Return CUDA's runtime library; torch's stubs think that it may be missing, which it is not where there is a

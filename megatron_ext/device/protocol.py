@@ -137,3 +137,8 @@ class Device(Protocol):
     def seconds_without_processor(self) -> float:
         """Return how long the calling thread was ready to compute since it began, and others had the processor."""
         ...
+
+    def seconds_of_a_fixed_loop(self) -> float:
+        """Return how long the same few instructions take now on the core of the calling thread; 0 where that says
+        nothing of what this rank computes."""
+        ...

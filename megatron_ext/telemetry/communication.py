@@ -14,7 +14,8 @@ are read when a later step has passed them.
 On a CPU a rank may be ready to compute while another process has its core. `ComputeTime` has the time that is the
 rank's own apart: a rank sleeps and reads files in its own time. (Only the thread that computes is looked at: where it
 waits for threads of its own that wait for a core, that is counted as its own, and so is what a virtual machine's host
-takes.)
+takes.) Nor do all cores run equally fast at all times: one that shares its arithmetic units with another busy one,
+which may belong to another virtual machine, computes the same in 1.3 times as long. A fixed loop after each step tells.
 
 The methods of torch's process groups are wrapped while the clock runs, which catches every caller.
 """
@@ -46,6 +47,9 @@ class ComputeTime(NamedTuple):
     own: float
     """Time without that in which it was ready to go on and others had its core."""
 
+    loop: float = 0.0
+    """Seconds of the device's fixed loop, before or after the step, the longer; 0 on a GPU."""
+
 
 @dataclass
 class _Step:
@@ -54,6 +58,8 @@ class _Step:
     begin: Any
     held_up: float
     """Seconds that the thread waited for a core: before the step; once this has ended, within it."""
+    loop: float
+    """Seconds of the fixed loop: before the step; once this has ended, the longer of both."""
     end: Any = None
     waits: list[tuple[str, Any, Any]] = field(default_factory=list)
 
@@ -76,6 +82,7 @@ class CommunicationClock:
         self._methods = WrappedMethods()
         self._kinds: weakref.WeakKeyDictionary[Work, str] = weakref.WeakKeyDictionary()
         self._last_kind = threading.local()  # of the operation that a batch will start
+        self._last_loop = 0.0
 
     def start(self) -> None:
         """Wrap the methods of torch's process groups."""
@@ -90,7 +97,7 @@ class CommunicationClock:
     def begin_step(self) -> None:
         """Mark the beginning of a step."""
         held_up = self._device.seconds_without_processor()
-        self._step = _Step(self._device.mark(), held_up)
+        self._step = _Step(self._device.mark(), held_up, self._last_loop)
 
     def end_step(self) -> None:
         """Mark the end of the step."""
@@ -98,6 +105,8 @@ class CommunicationClock:
         assert step is not None, "no step was begun"
         step.end = self._device.mark()
         step.held_up = self._device.seconds_without_processor() - step.held_up
+        self._last_loop = self._device.seconds_of_a_fixed_loop()
+        step.loop = max(step.loop, self._last_loop)
         self._done.append(step)
 
     def take_waits(self) -> list[tuple[str, Any, Any]]:
@@ -133,11 +142,11 @@ class CommunicationClock:
 
     def _compute_time(self, step: _Step, seconds: float) -> ComputeTime:
         if step.held_up == 0.0:
-            return ComputeTime(seconds, seconds)
+            return ComputeTime(seconds, seconds, step.loop)
         between = self._device.seconds_run_between
         run = between(step.begin, step.end) - sum(between(begin, end) for _, begin, end in step.waits)
         # Some of the wait for a core came after a wait for others: no more was lost than what was not run.
-        return ComputeTime(seconds, seconds - max(0.0, min(step.held_up, seconds - run)))
+        return ComputeTime(seconds, seconds - max(0.0, min(step.held_up, seconds - run)), step.loop)
 
     def _timed_operation(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

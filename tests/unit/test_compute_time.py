@@ -32,6 +32,9 @@ class Scripted(CpuDevice):
     def seconds_without_processor(self) -> float:
         return self._marks[0 if self._at == 0 else self._at - 1][2]
 
+    def seconds_of_a_fixed_loop(self) -> float:
+        return 3e-5
+
 
 def compute_time(*marks: tuple[float, float, float]) -> ComputeTime:
     """Return that of one step, whose marks are its beginning, those around its waits, and its end."""
@@ -58,7 +61,30 @@ def compute_time(*marks: tuple[float, float, float]) -> ComputeTime:
     ],
 )
 def test_what_is_not_its_own(marks: list[tuple[float, float, float]], own: float) -> None:
-    assert compute_time(*marks) == ComputeTime(8.0, own)
+    assert compute_time(*marks) == ComputeTime(8.0, own, 3e-5)
+
+
+def test_the_longer_loop_of_both_ends_counts() -> None:
+    class Changing(CpuDevice):
+        loops = iter((1e-5, 3e-5, 2e-5, 1e-5))
+
+        def seconds_of_a_fixed_loop(self) -> float:
+            return next(self.loops)
+
+    clock = CommunicationClock(Changing(), None)
+    for _ in range(4):
+        clock.begin_step()
+        clock.end_step()
+    assert [found.loop for found in clock.take_compute()] == [1e-5, 3e-5, 3e-5, 2e-5]
+
+
+def test_the_fixed_loop_takes_processor_time_and_little_of_it() -> None:
+    """A core that another process uses has no part in it: it is not the core's speed."""
+    alone = min(CpuDevice().seconds_of_a_fixed_loop() for _ in range(100))
+    assert 1e-6 < alone < 1e-3
+    with core_that_another_uses():
+        shared = min(CpuDevice().seconds_of_a_fixed_loop() for _ in range(100))
+    assert shared < 4.0 * alone
 
 
 @contextmanager

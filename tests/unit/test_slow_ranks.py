@@ -12,9 +12,11 @@ import pytest
 
 from megatron_ext.telemetry import stragglers
 from megatron_ext.telemetry.stragglers import SlowRanks
+from megatron_ext.train.callbacks.stragglers import _became_text
 
 STEP = 0.1  # seconds
 RECORDED = Path(__file__).parents[1] / "data" / "compute_times.json"
+SLOW_CORES = RECORDED.with_name("slow_cores.json")
 
 
 def noisy(ranks: int, seed: int) -> Iterator[list[float]]:
@@ -60,11 +62,15 @@ def test_a_slow_rank_is_found_while_it_is_slow(ranks: int, factor: float) -> Non
         assert (ended, slow.slow) == ([1], frozenset())
 
 
-def named(own: Sequence[Sequence[float]], clock: Sequence[Sequence[float]] | None = None) -> list[tuple[int, int]]:
+Times = Sequence[Sequence[float]]
+
+
+def named(own: Times, clock: Times | None = None, loops: Times | None = None) -> list[tuple[int, int]]:
     """Return (step, rank) of those that become slow; steps count from 1."""
     slow = SlowRanks([0] * len(own[0]))
     clock = own if clock is None else clock
-    became = [slow.add(*times)[0] for times in zip(own, clock, strict=True)]
+    loops = [[0.0] * len(own[0])] * len(own) if loops is None else loops
+    became = [slow.add(*times)[0] for times in zip(own, clock, loops, strict=True)]
     return [(step, one.rank) for step, found in enumerate(became, 1) for one in found]
 
 
@@ -102,16 +108,51 @@ def test_a_core_that_is_taken_for_a_second_makes_nobody_slow(episode: str) -> No
         assert named(slowed, clock) == [(16, rank)]
 
 
-@pytest.mark.parametrize("of_a_core", [0.45, 0.55])
-@pytest.mark.parametrize("ratio", [1.19, 1.3, 1.45])
-def test_where_cores_are_shared_more_steps_are_asked(ratio: float, of_a_core: float) -> None:
+@pytest.mark.parametrize("ratio", [1.19, 1.21, 1.3, 2.0])
+def test_a_slow_rank_is_named_as_soon_where_cores_are_shared(ratio: float) -> None:
     own = [[0.1, 0.1]] * 60 + [[0.1, 0.1 * ratio]] * 60
-    clock = [[seconds / of_a_core for seconds in step] for step in own]
-    certain = ratio >= (1.2 if of_a_core > 0.5 else 1.4)
-    assert named(own, clock) == ([] if ratio < 1.2 else [(73, 1)] if certain else [(99, 1)])
-    for rank in range(2):  # one that alone has its core is the quick one, perhaps for that
-        shared = [[step[one] / (of_a_core if one == rank else 1.0) for one in range(2)] for step in own]
-        assert named(own, shared)[:1] == named(own, clock)
+    expected = [(73, 1)] if ratio > 1.2 else []
+    assert named(own, [[seconds / 0.3 for seconds in step] for step in own]) == expected
+    for rank in range(2):
+        shared = [[step[one] / (0.3 if one == rank else 1.0) for one in range(2)] for step in own]
+        assert named(own, shared)[:1] == named(own)
+
+
+@pytest.mark.parametrize("episode", sorted(json.loads(SLOW_CORES.read_text()).keys() - {"about"}))
+def test_a_core_that_is_slow_for_a_second_makes_nobody_slow(episode: str) -> None:
+    rows = np.array(json.loads(SLOW_CORES.read_text())[episode])
+    clock, own, loops = (rows[:, column::3] for column in range(3))
+    assert len(named(own.tolist())) == 1, "its own time alone would have named a rank"
+    assert named(own.tolist(), clock.tolist(), loops.tolist()) == []
+    for rank in range(2):
+        slowed = own * [2.0 if one == rank else 1.0 for one in range(2)]
+        ((step, found),) = named(slowed.tolist(), (clock + slowed - own).tolist(), loops.tolist())
+        assert (step <= 18, found) == (True, rank)
+
+
+def test_only_a_loop_that_is_a_tenth_longer_counts_and_a_step_is_less_longer_than_its_loop() -> None:
+    own = [[0.1, 0.13]] * 30
+    assert named(own, own, [[1e-5, 1.09e-5]] * 30) == [(16, 1)]
+    assert named(own, own, [[1e-5, 1.12e-5]] * 30) == [], "1.3 / 1.12 ** 0.75 is less than 1.2"
+    assert named(own, own, [[1.6e-5, 1e-5]] * 30) == [(16, 1)], "a peer's slow core excuses nobody"
+    assert named([[0.1, 0.2]] * 30, None, [[1e-5, 1.6e-5]] * 30) == [(16, 1)], "2 / 1.6 ** 0.75 is 1.41"
+    assert named([[0.1, 0.17]] * 30, None, [[1e-5, 1.6e-5]] * 30) == []
+    assert named(own, own, [[0.0, 0.0]] * 30) == [(16, 1)], "which is what GPUs say"
+    slow = SlowRanks([0, 0])
+    for _ in range(16):
+        slow.add([0.1, 0.2], None, [1e-5, 1.6e-5])
+    assert slow.slowest is not None
+    assert (slow.slowest.seconds, slow.slowest.peers_seconds) == pytest.approx((0.2 / 1.6**0.75, 0.1))
+
+
+def test_a_core_that_is_always_slow_is_named_after_two_hundred_steps() -> None:
+    slow = SlowRanks([0, 0, 0])
+    found = [slow.add([0.1, 0.1, 0.13], None, [1e-5, 1e-5, 1.6e-5])[0] for _ in range(400)]
+    assert [step for step, became in enumerate(found, 1) if became] == [200]
+    (one,) = found[199]
+    assert (one.rank, one.of_a_core) == (2, 1.0)
+    assert (one.ratio, one.of_the_speed) == pytest.approx((1.3, 1.6**-0.75))
+    assert _became_text(one).startswith("has a slower core than its peers, 70% of their speed, and computes 1.30 times")
 
 
 def test_a_core_that_others_always_use_is_named_after_two_hundred_steps() -> None:
@@ -121,6 +162,7 @@ def test_a_core_that_others_always_use_is_named_after_two_hundred_steps() -> Non
     (one,) = found[199]
     assert (one.rank, one.peers, slow.slow) == (2, (0, 1), {2})
     assert (one.ratio, one.seconds, one.peers_seconds, one.of_a_core) == pytest.approx((1.6, 0.16, 0.1, 0.1 / 0.16))
+    assert _became_text(one).startswith("shares its core, which it had 62% of the time, and computes 1.60 times")
     ended = [slow.add([0.1, 0.1, 0.1])[1] for _ in range(50)]
     assert [(step, became[0].rank) for step, became in enumerate(ended, 1) if became] == [(50, 2)]
     assert slow.slow == frozenset()

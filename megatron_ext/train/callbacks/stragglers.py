@@ -18,7 +18,7 @@ from megatron_ext.train.trainer import Callback, Trainer
 
 _EVERY = 2  # steps between two exchanges of times
 _FIRST_STEPS = 3  # in which kernels are compiled and memory is first taken
-_UNKNOWN = ComputeTime(math.nan, math.nan)
+_UNKNOWN = ComputeTime(math.nan, math.nan, math.nan)
 
 
 class Stragglers(Callback):
@@ -88,8 +88,8 @@ class Stragglers(Callback):
         """Compare the steps of the exchanges that are there."""
         while self._under_way and (times := self._under_way[0].times(self._run.device)) is not None:
             self._under_way.popleft()
-            for seconds, own in times.view(self._run.world_size, _EVERY, -1).permute(1, 2, 0).tolist():
-                became, ended = self._ranks.add(own, seconds)
+            for seconds, own, loops in times.view(self._run.world_size, _EVERY, -1).permute(1, 2, 0).tolist():
+                became, ended = self._ranks.add(own, seconds, loops)
                 self._were_slow |= self._ranks.slow
                 if self._run.is_last_rank:
                     self._print(iteration, became, ended)
@@ -130,4 +130,6 @@ def _became_text(slow: Slowness) -> str:
     )
     if slow.of_a_core is None:
         return f"computes {times}"
+    if slow.of_the_speed is not None and slow.of_the_speed < slow.of_a_core:
+        return f"has a slower core than its peers, {slow.of_the_speed:.0%} of their speed, and computes {times}"
     return f"shares its core, which it had {slow.of_a_core:.0%} of the time, and computes {times}"
