@@ -75,6 +75,17 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _of_gradients(values)
     yield from _of_fp8(values)
     yield from _of_attention(values)
+    yield from _of_graphs(values)
+
+
+def _of_graphs(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    kind = values.get("cuda_graph_impl", "none")
+    if kind == "full_iteration":
+        return
+    if kind != "none":
+        yield "cuda_graph_impl", "only full_iteration makes CUDA graphs, and steps compute the same without"
+    if "cuda_graph_warmup_steps" in values:
+        yield "cuda_graph_warmup_steps", "without --cuda-graph-impl full_iteration there is no CUDA graph"
 
 
 def _of_attention(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
