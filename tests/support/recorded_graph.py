@@ -12,7 +12,7 @@ Collectives, of which operators show nothing on a CPU, are written down at the m
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import full_cuda_graph
@@ -28,7 +28,7 @@ _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 class RecordedGraph:
     """Stands in for torch.cuda.CUDAGraph."""
 
-    made: list["RecordedGraph"] = []
+    made: ClassVar[list["RecordedGraph"]] = []
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []

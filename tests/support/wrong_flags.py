@@ -376,9 +376,7 @@ EXAMPLES = {
     "Graphs with what they were never tried with": Example(
         f"{_GRAPHS} --use-distributed-optimizer --optimizer-cpu-offload", _NO_GRAPHS
     ),
-    "Graphs from the first step on": Example(
-        f"{_GRAPHS} --cuda-graph-warmup-steps 0", "--cuda-graph-warmup-steps 1"
-    ),
+    "Graphs from the first step on": Example(f"{_GRAPHS} --cuda-graph-warmup-steps 0", "--cuda-graph-warmup-steps 1"),
     "Graphs of what is computed anew": Example(f"{_GRAPHS} --recompute-activations", "--recompute-activations=false"),
     "Graphs whose parts are timed": Example(f"{_GRAPHS} --timing-log-level 2 --log-straggler", _NO_GRAPHS),
 }

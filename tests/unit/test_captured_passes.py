@@ -192,7 +192,12 @@ def test_torch_without_the_switch_for_streams_is_refused(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("kind", "flag", "there"),
-    [("cuda", "full_iteration", True), ("cuda", "none", False), ("cuda", "local", False), ("cpu", "full_iteration", False)],
+    [
+        ("cuda", "full_iteration", True),
+        ("cuda", "none", False),
+        ("cuda", "local", False),
+        ("cpu", "full_iteration", False),
+    ],
 )
 def test_graphs_are_a_gpus_where_the_flag_asks(kind: str, flag: str, there: bool) -> None:
     device: Any = SimpleNamespace(kind=kind, synchronize=lambda: None)
