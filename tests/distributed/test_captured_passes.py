@@ -67,7 +67,7 @@ def _train(flags: list[str], late: bool, captures: bool) -> tuple[Trained, list[
     run = build_run(configure(flags).config, here)
     evaluated: list[str] = []
     steps: list[tuple[str, ...]] = []
-    seen: list[list[float]] = []
+    seen: list[Any] = []
 
     class Notes(Callback):
         def before_update(self, trainer: Any) -> None:
@@ -82,7 +82,7 @@ def _train(flags: list[str], late: bool, captures: bool) -> tuple[Trained, list[
             return False
 
         def on_step_end(self, trainer: Any, result: Any) -> None:
-            evidence: Any = seen.pop(0) if not late else seen[len(steps)]
+            evidence = seen[len(steps)]
             norms = [norm.item().hex() for _, norms in evidence.norms for norm in norms]
             steps.append((result.loss.hex(), result.grad_norm.hex(), *norms))
 
