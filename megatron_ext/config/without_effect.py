@@ -8,7 +8,7 @@ A flag is dropped only where what is trained and what is kept are the same with 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ext.config.options import flag_of
+from megatron_ext.config.options import flag_of, options_by_name
 
 _READ_BY = {
     "vocab_file": ("GPT2BPETokenizer",),
@@ -84,7 +84,8 @@ def _of_graphs(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     if kind != "none":
         yield "cuda_graph_impl", "only full_iteration makes CUDA graphs, and steps compute the same without"
-    if "cuda_graph_warmup_steps" in values:
+    steps = options_by_name()["cuda_graph_warmup_steps"].default
+    if values.get("cuda_graph_warmup_steps", steps) != steps:
         yield "cuda_graph_warmup_steps", "without --cuda-graph-impl full_iteration there is no CUDA graph"
 
 

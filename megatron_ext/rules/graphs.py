@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.sharding import flags_that_divide_weights
-from megatron_ext.rules.suggest import listed
 
 _GRAPHS = "--cuda-graph-impl full_iteration"
 
@@ -39,18 +38,18 @@ def captured_steps_keep_the_model_whole(config: Config, facts: Facts) -> Iterato
             f"{_GRAPHS} reads weights where they are in every step, and {flag} gathers them anew; leave one of the "
             "two out"
         )
-    overlapping = [
+    overlapping = " and ".join(
         flag
         for flag, on in (
             ("--overlap-grad-reduce", layout.overlap_grad_reduce),
             ("--overlap-param-gather", layout.overlap_param_gather),
         )
         if on
-    ]
+    )
     if overlapping:
         yield (
-            f"{_GRAPHS} with {listed(overlapping)}: hooks begin these collectives and wait for them, and a replay "
-            f"calls no hook; leave {listed(overlapping)} out, or --cuda-graph-impl"
+            f"{_GRAPHS} with {overlapping}: hooks begin these collectives and wait for them, and a replay "
+            f"calls no hook; leave {overlapping} out, or --cuda-graph-impl"
         )
     if layout.num_distributed_optimizer_instances > 1:
         yield (
@@ -64,17 +63,17 @@ def captured_steps_are_alike(config: Config, facts: Facts) -> Iterator[str]:
     if not _captures(config):
         return
     training, model = config.training, config.model
-    dropout = [
+    dropout = " and ".join(
         f"{flag} {value:g}"
         for flag, value in (
             ("--hidden-dropout", model.hidden_dropout),
             ("--attention-dropout", model.attention_dropout),
         )
         if value > 0.0
-    ]
+    )
     if dropout:
         yield (
-            f"{_GRAPHS} with {' and '.join(dropout)}: replays draw from generators of their own kind, which this "
+            f"{_GRAPHS} with {dropout}: replays draw from generators of their own kind, which this "
             "version does not keep; use --hidden-dropout 0 --attention-dropout 0, or leave --cuda-graph-impl out"
         )
     if training.fp16:
@@ -120,7 +119,7 @@ def captured_steps_are_timed_as_a_whole(config: Config, facts: Facts) -> Iterato
     if not _captures(config):
         return
     logging = config.logging
-    flags = [
+    flags = " and ".join(
         flag
         for flag, on in (
             (f"--timing-log-level {logging.timing_log_level}", logging.timing_log_level > 0),
@@ -129,11 +128,11 @@ def captured_steps_are_timed_as_a_whole(config: Config, facts: Facts) -> Iterato
             ("--nvtx-ranges", config.profiling.nvtx_ranges),
         )
         if on
-    ]
+    )
     if flags:
         yield (
-            f"{_GRAPHS} replays the passes of a step at once, and {listed(flags)} would see nothing of them; leave "
-            f"{listed(flags)} out, or --cuda-graph-impl (--profile shows the kernels of a replay)"
+            f"{_GRAPHS} replays the passes of a step at once, and {flags} would see nothing of them; leave "
+            f"{flags} out, or --cuda-graph-impl (--profile shows the kernels of a replay)"
         )
 
 
