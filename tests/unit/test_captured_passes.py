@@ -14,6 +14,7 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train import build, captured_passes
 from megatron_ext.train.captured_passes import CapturedPasses
+from megatron_ext.train.extensions import NONE, Extensions
 from tests.support.recorded_graph import RecordedGraph, recorded_graphs
 from tests.support.small_models import small_config
 
@@ -206,3 +207,18 @@ def test_graphs_are_a_gpus_where_the_flag_asks(kind: str, flag: str, there: bool
     assert (found is not None) == there
     if found is not None:
         assert found._graph.cuda_graph_warmup_steps == 4
+
+
+def _own(*_given: Any) -> Any:
+    raise AssertionError("it is not called")
+
+
+@pytest.mark.parametrize(("part", "named"), [("loss", "own loss"), ("layer_spec", "own layers")])
+def test_what_a_user_brings_is_not_replayed(part: str, named: str) -> None:
+    own = Extensions(**{part: _own})
+    config = small_config(training={"cuda_graph_impl": "full_iteration"})
+    with pytest.raises(ConfigurationError, match=rf"--cuda-graph-impl full_iteration .* {named}"):
+        own.applied(config)
+    assert NONE.applied(config) == config
+    plain = small_config()
+    assert own.applied(plain) == plain
