@@ -5,7 +5,7 @@ As with a GPU's graph
 - a capture changes nothing: whatever it wrote into tensors from outside is put back when it ends;
 - a replay runs no Python of what was captured, but its operators alone, in their order, on the same tensors: those made
   in the capture keep their memory, and whatever was a number then is the same number;
-- reading a number, and copying to another device, in a capture is an error.
+- reading a number (`item`, `float`, `bool`) in a capture is an error.
 
 Collectives, of which operators show nothing on a CPU, are written down at the methods of torch's process groups.
 """
