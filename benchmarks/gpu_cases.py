@@ -23,6 +23,7 @@ PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss "
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy "
 RECOMPUTE = "--recompute-granularity selective --recompute-modules core_attn mlp layernorm "
 OFFLOAD = "--use-distributed-optimizer --optimizer-cpu-offload "
+GRAPHS = "--cuda-graph-impl full_iteration "
 
 MATCHES = {
     "Llama": LLAMA,
@@ -54,6 +55,8 @@ MATCHES = {
     "half of the optimizer in host memory": LLAMA + OFFLOAD + "--optimizer-offload-fraction 0.5 ",
     "FSDP2 in host memory": LLAMA + "--use-torch-fsdp2 --torch-fsdp2-cpu-offload ",
     "FSDP2 in host memory, bf16": LLAMA + "--use-torch-fsdp2 --torch-fsdp2-cpu-offload --bf16 ",
+    "CUDA graphs": LLAMA + GRAPHS,
+    "CUDA graphs, both, bf16": LLAMA + GRAPHS + "--linear-cross-entropy --gradient-accumulation-fusion --bf16 ",
 }
 """Flags added to SMALL. They take the kernels that differ between CUDA and CPU (attention, packed documents, experts)
 and what moves tensors between host and device or between dtypes."""
@@ -93,6 +96,17 @@ SWITCHES = {
 }
 """Flags that change no loss but by rounding: each is switched on and off."""
 SWITCHED = {"GPT-2 124M": GPT_2, "Llama-shaped 1.3B": LLAMA_1B}
+GRAPHED = {
+    f"{name}, microbatches of {samples}": f"{GPT_2}{flags}--micro-batch-size {samples} --global-batch-size 32 "
+    for samples in (4, 8)
+    for name, flags in {
+        "GPT-2 124M": "",
+        "GPT-2 124M, Llama's layers": LLAMA,
+        "GPT-2 124M, distributed optimizer": "--use-distributed-optimizer ",
+    }.items()
+}
+"""Sizes at which the GPU may wait for the host. Each is trained without and with CUDA graphs: equal losses, and how
+much faster."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +192,16 @@ def _switches(device: str) -> list[Case]:
     ]
 
 
+def _graphs(device: str) -> list[Case]:
+    """Return every small size without and with CUDA graphs; on a CPU, where there are none, the small model, which must
+    then be the same to the bit."""
+    sizes = {"small": SMALL + LLAMA} if device == "cpu" else GRAPHED
+    return [
+        _trial(name, "graphs", device, "graphs", f"{flags}|{GRAPHS}", alone=True, limit=2 * LIMIT)
+        for name, flags in sizes.items()
+    ]
+
+
 def _peers(device: str) -> list[Case]:
     names = {"nanoGPT": (), "Trainer": ("transformers",)}
     return [
@@ -202,6 +226,7 @@ PHASES = {
     "matches": _matches,
     "speed": _speeds,
     "switches": _switches,
+    "graphs": _graphs,
     "peers": _peers,
     "stall": _stall,
 }

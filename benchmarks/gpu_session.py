@@ -6,9 +6,10 @@
 Phases, in this order: facts (versions, compiler, attention kernels, a group of one rank), smoke (two small runs),
 operators (each beside its plain reference, by number and time; what the machine's memory and matrix units reach),
 matches (20 steps on the CPU and on the device: the first loss agrees within 1e-5 in fp32, 1e-2 in 16 bits), speed (a
-GPT-2 of 124M parameters and a Llama-shaped 1.3B in bf16), switches (each flag that changes no loss, on and off), peers
-(nanoGPT, where the variable NANOGPT names its folder, and Hugging Face's Trainer, in turns with ours), stall (for how
-long a background save stops the training). benchmarks/gpu_cases.py lists the cases.
+GPT-2 of 124M parameters and a Llama-shaped 1.3B in bf16), switches (each flag that changes no loss, on and off), graphs
+(CUDA graphs on and off at 124M with microbatches of 4 and 8: equal losses in every step), peers (nanoGPT, where the
+variable NANOGPT names its folder, and Hugging Face's Trainer, in turns with ours), stall (for how long a background
+save stops the training). benchmarks/gpu_cases.py lists the cases.
 
 A machine that has torch and no network needs what requirements.txt names besides: `pip download` the wheels elsewhere,
 carry them along, `pip install --no-index --no-deps --target .site *.whl`, PYTHONPATH=.site. What is missing is said

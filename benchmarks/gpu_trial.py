@@ -2,9 +2,9 @@
 
 KIND is `loss` (20 steps on the device whose losses are finite and fall), `match` (the same steps on the CPU and on the
 device, whose losses agree), `speed` (medians over the steps after the first ten, in bf16), `switch` (the same without
-and with the flags after a `|`, whose losses agree), `stall` (how long background saves stop the training) or `roofline`
-(benchmarks/train_step.py of the size that FLAGS names). Prints RESULT and the figures as JSON; exit code 1 where they
-are wrong.
+and with the flags after a `|`, whose losses agree), `graphs` (likewise, and they agree in every step), `stall` (how
+long background saves stop the training) or `roofline` (benchmarks/train_step.py of the size that FLAGS names). Prints
+RESULT and the figures as JSON; exit code 1 where they are wrong.
 """
 
 import json
@@ -31,6 +31,7 @@ def main(device: str, kind: str, flags: str) -> None:
         "match": match,
         "speed": speed,
         "switch": switch,
+        "graphs": graphs,
         "stall": stall,
         "roofline": roofline,
     }
@@ -69,6 +70,19 @@ def switch(device: str, flags: str) -> dict[str, Any]:
     apart = {"first step": differences[0], "all steps": max(differences)}
     wrong = {} if differences[0] <= LARGEST_FIRST_LOSS_DIFFERENCE[16] else {"wrong": "the losses are others"}
     return {"off": medians(off), "on": medians(on), **apart, **wrong}
+
+
+def graphs(device: str, flags: str) -> dict[str, Any]:
+    """Return what `switch` does, the losses of all steps compared: the first ones run without a graph in either case.
+    Further, how many times as fast it is with the flags, and from which step on losses are not the same to the bit."""
+    plain, switched = flags.split("|")
+    off, on = (train(device, f"{plain} {added} {TIMED}") for added in ("", switched))
+    differences = [abs(a["lm_loss"] - b["lm_loss"]) for a, b in zip(off, on, strict=True)]
+    figures: dict[str, Any] = {"off": medians(off), "on": medians(on), "all steps": max(differences)}
+    figures["times as fast"] = figures["off"]["elapsed_ms"] / figures["on"]["elapsed_ms"]
+    figures["first other loss"] = next((step for step, apart in enumerate(differences, 1) if apart > 0.0), None)
+    agree = all(apart <= LARGEST_FIRST_LOSS_DIFFERENCE[16] for apart in differences)
+    return figures if agree else {**figures, "wrong": "the losses are others"}
 
 
 def stall(device: str, flags: str) -> dict[str, Any]:

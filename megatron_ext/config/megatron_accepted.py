@@ -206,10 +206,11 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "steps run without CUDA graphs, which compute the same",
+        "CUDA graphs are made of the passes of whole steps, by --cuda-graph-impl full_iteration; without them steps "
+        "compute the same",
         """
-        --enable-cuda-graph, --cuda-graph-warmup-steps N =3, --external-cuda-graph, --cuda-graph-impl N =none,
-        --optimizer-cuda-graph, --cuda-graph-scope N..., --cuda-graph-modules N...
+        --enable-cuda-graph, --external-cuda-graph, --optimizer-cuda-graph, --cuda-graph-scope N...,
+        --cuda-graph-modules N...
         """,
     ),
     (

@@ -8,7 +8,7 @@ A flag is dropped only where what is trained and what is kept are the same with 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ext.config.options import flag_of
+from megatron_ext.config.options import flag_of, options_by_name
 
 _READ_BY = {
     "vocab_file": ("GPT2BPETokenizer",),
@@ -75,6 +75,18 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _of_gradients(values)
     yield from _of_fp8(values)
     yield from _of_attention(values)
+    yield from _of_graphs(values)
+
+
+def _of_graphs(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    kind = values.get("cuda_graph_impl", "none")
+    if kind == "full_iteration":
+        return
+    if kind != "none":
+        yield "cuda_graph_impl", "only full_iteration makes CUDA graphs, and steps compute the same without"
+    steps = options_by_name()["cuda_graph_warmup_steps"].default
+    if values.get("cuda_graph_warmup_steps", steps) != steps:
+        yield "cuda_graph_warmup_steps", "without --cuda-graph-impl full_iteration there is no CUDA graph"
 
 
 def _of_attention(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.rules import (
     context,
     fp8,
+    graphs,
     inference,
     model,
     moe,
@@ -38,11 +39,16 @@ RULES: tuple[Rule, ...] = (
     *training.RULES,
     *operations.RULES,
     *fp8.RULES,
+    *graphs.RULES,
     *profiling.RULES,
     *inference.RULES,
 )
 
-RULES_OF_RECOMPUTATION: tuple[Rule, ...] = (training.recomputation_is_complete, training.recomputed_parts_are_known)
+RULES_OF_RECOMPUTATION: tuple[Rule, ...] = (
+    training.recomputation_is_complete,
+    training.recomputed_parts_are_known,
+    graphs.captured_steps_recompute_nothing,
+)
 """All rules that ask what is recomputed: where nothing else changes, a search asks no others."""
 
 RULES_OF_MICRO_BATCHES: tuple[Rule, ...] = (
@@ -74,6 +80,8 @@ _OF_LAYOUTS = {
     training.offloading_offloads_something,
     operations.loss_of_linear_layer_has_its_weight,
     operations.products_add_to_main_gradients,
+    graphs.captured_steps_keep_the_model_whole,
+    graphs.captured_steps_are_alike,
     profiling.communication_can_be_timed,
 }
 RULES_OF_LAYOUTS: tuple[Rule, ...] = tuple(rule for rule in RULES if rule in _OF_LAYOUTS)

@@ -7,8 +7,8 @@ median of its peers'.
 
 Two rules name a rank:
 
-- **It computes slowly.** Its own time was 8% longer in 12 of the last 16 steps, and 18% and 1 ms longer by the median
-  of these steps. A rank that has become 1.3 times as slow is found after 12 to 16 steps. Steps that are slow here or
+- **It computes slowly.** Its own time was 8% longer in 11 of the last 16 steps, and 18% and 1 ms longer by the median
+  of these steps. A rank that has become 1.3 times as slow is found after 11 to 16 steps. Steps that are slow here or
   there, as by Python's garbage collector, flag nobody. It is slow until fewer than 8 of 16 steps are.
 - **Its core is not all its own.** By the clock it computed 15% longer in each of the last 8 groups of 25 steps, and 25%
   longer in all, and for less than 90% of that it is its own time that was longer. It is so until the last two groups
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_WINDOW, _MOST, _FEW = 16, 12, 8  # steps
+_WINDOW, _MOST, _FEW = 16, 11, 8  # steps
 _STEP_RATIO, _RATIO = 1.08, 1.18
 _LOOP_RATIO, _STEP_FOR_LOOP = 1.1, 0.75  # by this power of the loop's ratio a step becomes longer
 _LEAST_SECONDS = 0.001

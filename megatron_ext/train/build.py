@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -31,6 +32,7 @@ from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.attention_kernel import allowed_kernels
+from megatron_ext.train.captured_passes import CapturedPasses, check_captures
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.gradient_watch import GradientWatch
@@ -76,6 +78,7 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     core.grad_scale_func = optimizer.scale_loss
     core.finalize_model_grads_func = finalize_model_grads
     loaders = build_loaders(config, device, groups, resume, extensions)
+    watch = GradientWatch(wrapped, sharding, alone=config.layout.world_size == 1)
     return Run(
         config=config,
         device=device,
@@ -85,12 +88,29 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         sharding=sharding,
         chunks=wrapped,
         optimizer=optimizer,
-        gradient_watch=GradientWatch(wrapped, sharding, alone=config.layout.world_size == 1),
+        gradient_watch=watch,
         timers=timers,
         loaders=loaders,
         data_record=record_of_run(config, loaders.samples, resume),
         state=TrainState(),
+        captured_passes=captured_passes(config, device, wrapped, watch),
     )
+
+
+def captured_passes(
+    config: Config, device: Device, chunks: Sequence[torch.nn.Module], watch: GradientWatch
+) -> CapturedPasses | None:
+    """Return what captures the passes of a step where the flags ask for it, on a GPU; None elsewhere.
+
+    Raises:
+        ConfigurationError: this torch cannot capture them.
+    """
+    training = config.training
+    if training.cuda_graph_impl != "full_iteration" or device.kind != "cuda":
+        return None
+    check_captures()
+    schedule = get_forward_backward_func(config.layout.pipeline_model_parallel_size, None)
+    return CapturedPasses(schedule, training.cuda_graph_warmup_steps, chunks, watch, device.synchronize)
 
 
 def compile_layers(chunks: Sequence[torch.nn.Module]) -> None:

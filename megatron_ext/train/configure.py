@@ -18,7 +18,7 @@ from megatron_ext.config.arguments import Typed, read
 from megatron_ext.config.blend import missing_paths
 from megatron_ext.config.eval_tasks import look_at_eval_tasks
 from megatron_ext.config.hf_config import read_hf_config
-from megatron_ext.config.options import flag_of
+from megatron_ext.config.options import flag_of, options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import adopt
 from megatron_ext.config.schema import Config
@@ -120,8 +120,10 @@ def _configured(
 _OF_GPUS = {
     "check_before_update": "numbers are read before the update in any case",
     "no_triton_kernels": "no Triton kernel runs",
+    "cuda_graph_impl": "there are no CUDA graphs",
+    "cuda_graph_warmup_steps": "there are no CUDA graphs",
 }
-"""Switches of what only GPUs do -> why they change nothing elsewhere."""
+"""Flags of what only GPUs do -> why they change nothing elsewhere."""
 
 
 def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
@@ -147,7 +149,7 @@ def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
         warnings += [
             f"{flag_of(name)} changes nothing here: with --device cpu {reason}"
             for name, reason in _OF_GPUS.items()
-            if typed.values.get(name)
+            if typed.values.get(name, options_by_name()[name].default) != options_by_name()[name].default
         ]
     asked, taken = typed.values.get("transformer_impl", "local"), config.model.transformer_impl
     if asked != taken:

@@ -70,8 +70,9 @@ class Extensions:
 
         Raises:
             ConfigurationError: the optimizer has the name of another one, or cannot run in the flags' sharding scheme;
-                or the flags compute the cross-entropy without the logits that the own loss is given; or there are
-                parameters of own layers, and no own layers, or a Hugging Face model to begin with.
+                or the flags compute the cross-entropy without the logits that the own loss is given, or replay the
+                passes of an own loss or own layers; or there are parameters of own layers, and no own layers, or a
+                Hugging Face model to begin with.
         """
         if self.layer_parameters is not None and self.layer_spec is None:
             raise ConfigurationError("layer_parameters= without layer_spec=: no layer has them; give layer_spec=, too")
@@ -84,6 +85,12 @@ class Extensions:
             raise ConfigurationError(
                 "--linear-cross-entropy keeps no logits, which this run's own loss is given; leave "
                 "--linear-cross-entropy out"
+            )
+        if config.training.cuda_graph_impl == "full_iteration" and (self.loss or self.layer_spec):
+            part = "loss" if self.loss is not None else "layers"
+            raise ConfigurationError(
+                "--cuda-graph-impl full_iteration replays kernels without Python, and nobody knows what this run's own "
+                f"{part} does in Python; leave --cuda-graph-impl out"
             )
         traits = self.optimizer
         if traits is None:

@@ -27,6 +27,16 @@ class Finding(NamedTuple):
     text: str
 
 
+class Seen(NamedTuple):
+    """What the watch has seen of passes that are to be replayed without their hooks."""
+
+    reduced: Sequence[Sequence[Any]]
+    """Parameters whose gradients were reduced together, of a rank that is alone."""
+
+    norms: Sequence[tuple[Sequence[Any], Sequence[torch.Tensor]]]
+    """Norms as in `Evidence`, in tensors that a replay writes anew."""
+
+
 @dataclass
 class Evidence:
     """Holds what the watch has seen of one step, on the device."""
@@ -128,6 +138,18 @@ class GradientWatch:
             self._reduced.append(parameters)
         elif self._evidence is not None:
             self._evidence.norms.append(_norms(parameters))
+
+    def seen(self) -> Seen:
+        """Return what was seen since `begin`."""
+        assert self._evidence is not None, "no step was begun"
+        assert not self._evidence.sums, "gradients that are never there as a whole are not replayed"
+        return Seen(tuple(self._reduced), tuple(self._evidence.norms))
+
+    def see_again(self, seen: Seen) -> None:
+        """See what passes of this step have replayed: copies, which stay as they are when the next step is replayed."""
+        assert self._evidence is not None, "no step was begun"
+        self._reduced[:] = seen.reduced
+        self._evidence.norms[:] = [(parameters, torch.stack([*norms]).unbind()) for parameters, norms in seen.norms]
 
     def take_norms(self, parameters: Sequence[Any], norms: torch.Tensor | None) -> None:
         """Take the norms that the update has taken of the gradients of `parameters`, [N]. They tell something only of

@@ -168,12 +168,14 @@ def _build_and_train(
         try:
             trainer.fit()
         except StoppedBySignal as stop:
+            run.release_graph()
             if signals.for_good:
                 launch.remember_stop(stop.exit_code, str(stop))
                 elastic.dismiss_spares()
             raise
         if trainer.stop_reason is not None:
             launch.remember_stop(0, trainer.stop_reason)
+    run.release_graph()
     run.loaders.close()
     if status.watch is not None:
         status.watch.close()

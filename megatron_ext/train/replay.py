@@ -181,6 +181,7 @@ def _steps(configured: Configured, last: int, interval: int, rows: Mapping[int, 
         samples = range(first, state.consumed_samples)
         numbers = (row.get("lm_loss") if logged else None, row.get("grad_norm") if logged else None)
         found.append(Step(state.iteration, samples, loss, result.grad_norm, *numbers))
+    run.release_graph()
     run.loaders.close()
     groups.destroy()
     return found

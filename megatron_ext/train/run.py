@@ -21,6 +21,7 @@ from megatron_ext.resilience.progress import Progress
 from megatron_ext.sharding.protocol import Sharding
 from megatron_ext.telemetry.schedule_recorder import ScheduleRecorder
 from megatron_ext.telemetry.timers import Timers
+from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.gradient_watch import GradientWatch
 from megatron_ext.train.state import TrainState
 
@@ -89,6 +90,8 @@ class Run:
     """Where this rank is; the watch reads it."""
     recorder: ScheduleRecorder | None = None
     """Recorder of the passes of this step; None in all steps but those of --record-schedule."""
+    captured_passes: CapturedPasses | None = None
+    """What replays the passes of a step; None where they run as they are."""
 
     @property
     def rank(self) -> int:
@@ -114,6 +117,11 @@ class Run:
     def is_last_rank(self) -> bool:
         """Whether this is the rank that logs: it is on the last stage, as in Megatron-LM."""
         return self.rank == self.world_size - 1
+
+    def release_graph(self) -> None:
+        """Free what replays the passes, before the process groups end; training could begin anew."""
+        if self.captured_passes is not None:
+            self.captured_passes.release()
 
     def gathered_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which all parameters are up to date."""

@@ -173,9 +173,13 @@ def run_microbatches(
     """
     config = run.config
     step = _summed_forward_step if config.training.linear_cross_entropy else _forward_step
-    reports = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))(
+    schedule: Any = get_forward_backward_func(run.groups.pp.size(), _virtual_size(config))
+    taken = _on_device
+    if run.captured_passes is not None and not forward_only and run.recorder is None:
+        schedule, taken = run.captured_passes, _one_by_one
+    reports = schedule(
         forward_step_func=step if run.recorder is None else run.recorder.watched(step),
-        data_iterator=[_on_device(run, microbatches) for _ in run.chunks],
+        data_iterator=[taken(run, microbatches) for _ in run.chunks],
         model=list(run.chunks),
         num_microbatches=len(microbatches),
         seq_length=config.model.seq_length,
@@ -195,9 +199,14 @@ def _sum(losses: torch.Tensor) -> torch.Tensor:
     return losses.sum(dim=0, dtype=torch.float64)
 
 
-def _on_device(run: Run, microbatches: list[Batch]) -> Iterator[Batch]:
+def _one_by_one(run: Run, microbatches: list[Batch]) -> Iterator[Batch]:
     for batch in microbatches:
         run.progress.begin_microbatch()
+        yield batch
+
+
+def _on_device(run: Run, microbatches: list[Batch]) -> Iterator[Batch]:
+    for batch in _one_by_one(run, microbatches):
         yield batch.to(run.device.torch_device)
 
 

@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import random
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
 
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import documents_of
 from megatron_ext.device.triton import choice, norm, rotary, swiglu
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
+from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.parallel import groups
 from megatron_ext.verify.rehearsal.world import played
 from tests.support.fake_tensors import backward, on_gpu
@@ -140,6 +142,7 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "gradients added": (LLAMA, TP2, {**BF16, "gradient_accumulation_fusion": True}, {}, [ALONE, HEADS, OF_SUM, SWIGLU]),
     "nothing fused": (LLAMA, {}, {**BF16, "disable_jit_fuser": True}, {}, [ALONE, HEADS, ALONE]),
 }
+OTHERS_IN_GRAPHS = ("norms of heads", "loss with its output layer", "nothing fused")
 DAILY = ("Llama", "GPT-2", "norms of heads", "TP2, SP", "packed documents", "experts")
 
 
@@ -159,6 +162,23 @@ def test_a_whole_forward_pass(name: str, launches: Launches) -> None:
         assert not [func for func, _, _ in calls.calls if "_local_scalar_dense" in str(func)], (
             "nobody waits for the GPU"
         )
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", "GPT-2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fp32", *OTHERS_IN_GRAPHS))]
+)
+def test_a_forward_pass_that_a_graph_captures_touches_nothing_in_host_memory(name: str, launches: Launches) -> None:
+    """A number from there would stay what it is at the capture. The first pass may move what the next ones need."""
+    model, layout, training, how, _ = WHOLE[name]
+    of_loss = summed_loss if how.get("summed") else token_loss
+    with on_a_fake_gpu(small_config({"num_layers": 2, **model}, layout, training)) as (chunk, calls):
+        loss_of(chunk, **how)
+        calls.calls.clear()
+        mask = torch.empty(SAMPLES, SEQUENCE, device="cuda")
+        of_loss(mask, loss_of(chunk, **how))
+    assert calls.calls
+    tensors = (leaf for _, *values in calls.calls for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    assert {tensor.device.type for tensor in tensors} == {"cuda"}
 
 
 @pytest.mark.parametrize(("channels", "copied"), [(16, False), (12, True)])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_peers, gpu_session, gpu_trial
-from benchmarks.gpu_cases import LLAMA, MATCHES, PHASES, SMALL, SWITCHES, Case, cases
+from benchmarks.gpu_cases import GRAPHED, GRAPHS, LLAMA, MATCHES, PHASES, SMALL, SWITCHES, Case, cases
 from benchmarks.gpu_session import Session, main, missing
 from megatron_ext.train.configure import configure
 
@@ -176,10 +176,29 @@ def test_what_is_trained_can_be_configured(monkeypatch: pytest.MonkeyPatch) -> N
     for device in ("cpu", "cuda"):
         gpu_peers.ours(device)
         gpu_trial.stall(device, SMALL + LLAMA)
+    asked += [f"{flags}{GRAPHS}{gpu_trial.TIMED}" for flags in GRAPHED.values()]
     for flags in (*MATCHES.values(), *SWITCHES.values()):
         asked.append(f"{SMALL} {flags if flags in MATCHES.values() else LLAMA + flags}")
     for flags in asked:
         configure(["--device", "cpu", *flags.split()])
+
+
+def test_graphs_are_judged_by_the_losses_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("tokens_per_second", "tflops_per_gpu", "mfu", "peak_memory_bytes")
+    late: list[float] = []
+
+    def train(device: str, flags: str) -> list[dict[str, Any]]:
+        on = GRAPHS in flags
+        losses = [6.0] * 59 + (late if on else [6.0])
+        return [{"lm_loss": loss, "elapsed_ms": 8.0 if on else 10.0, **dict.fromkeys(names)} for loss in losses]
+
+    monkeypatch.setattr(gpu_trial, "train", train)
+    for last, wrong in ((6.0, False), (6.001, False), (6.1, True), (float("nan"), True)):
+        late[:] = [last]
+        found = gpu_trial.graphs("cuda", f"{SMALL}|{GRAPHS}")
+        assert ("wrong" in found) == wrong
+        assert found["times as fast"] == 1.25
+        assert found["first other loss"] == (60 if last in (6.001, 6.1) else None)
 
 
 def test_the_stall_is_what_the_program_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,3 +98,30 @@ def test_a_rank_that_is_alone_is_told_the_norms_of_a_step_that_is_over() -> None
     watch.before_reduction(parameters)
     assert watch.diagnose(evidence) == ((1, 1), f"NaN or infinite values in the gradient of {LAST}")
     assert watch.diagnose(after) is None
+
+
+def test_replayed_norms_are_those_of_their_own_step() -> None:
+    watch, _ = _watch()
+    parameters = _bucket(watch, {FIRST: torch.ones(2), LAST: torch.full((2,), 2.0)})
+    watch.before_reduction(parameters)
+    seen = watch.seen()
+    [(_, norms)] = seen.norms
+    taken = []
+    for number in range(2):  # steps whose hooks nobody calls
+        taken.append(watch.begin(torch.tensor(1.0)))
+        for norm in norms:
+            norm.fill_(torch.nan if number == 0 else 1.0)
+        watch.see_again(seen)
+    assert watch.diagnose(taken[0]) == ((1, 1), f"NaN or infinite values in the gradient of {LAST}")
+    assert watch.diagnose(taken[1]) is None
+
+
+def test_a_replay_of_a_rank_that_is_alone_says_whose_gradients_there_are() -> None:
+    watch, _ = _watch(alone=True)
+    parameters = _bucket(watch, {FIRST: torch.ones(2), LAST: torch.ones(2)})
+    watch.before_reduction(parameters)
+    seen = watch.seen()
+    after = watch.begin(torch.tensor(1.0))
+    watch.see_again(seen)
+    parameters[1].main_grad = torch.tensor([1.0, torch.inf])
+    assert watch.diagnose(after) == ((1, 1), f"0 NaN and 1 infinite values in the gradient of {LAST}")

@@ -231,6 +231,8 @@ def _scheduled(
         p2p="messages",
         is_last_stage=last,
         recorder=recorder,
+        captured_passes=None,
+        progress=SimpleNamespace(begin_microbatch=lambda: None),
         device=SimpleNamespace(torch_device=CPU),
         world_size=1,
     )
@@ -260,6 +262,28 @@ def test_what_the_schedule_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     run_microbatches(run, batches, forward_only=True, micro_batch_size=5)
     assert given["forward_step_func"] == ("watched", step._summed_forward_step)
     assert (given["chunks"], given["micro_batch_size"], given["forward_only"]) == (2, 5, True)
+
+
+@pytest.mark.parametrize(
+    ("forward_only", "recorder", "captured"),
+    [(False, None, True), (True, None, False), (False, SimpleNamespace(watched=lambda function: function), False)],
+)
+def test_training_alone_is_captured_and_not_what_is_recorded(
+    forward_only: bool, recorder: Any, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph has inputs of its own on the device, where batches are copied from host memory."""
+    run, given = _scheduled(monkeypatch, recorder=recorder)
+    taken: list[list[Any]] = []
+
+    def passes(**named: Any) -> list[dict[str, torch.Tensor]]:
+        taken.append([list(batches) for batches in named["data_iterator"]])
+        return [{"lm loss": torch.tensor([7.0, 1.0])}]
+
+    run.captured_passes = passes
+    batches: Any = ["one"]
+    found = run_microbatches(run, batches, forward_only=forward_only)
+    assert (found.tolist(), "model" in given) == (([[7.0, 1.0]], False) if captured else ([[0.0, 1.0]], True))
+    assert taken == ([[["one"], ["one"]]][: int(captured)])
 
 
 @pytest.mark.parametrize(("rank", "last"), [(0, True), (1, True), (0, False)])

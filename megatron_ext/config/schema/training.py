@@ -187,6 +187,16 @@ class TrainingConfig:
     no_manual_gc_eval: bool = free(
         False, "With --manual-gc, do not collect before and after an evaluation.", aliases=("--disable-manual-gc-eval",)
     )
+    cuda_graph_impl: str = free(
+        "none",
+        "full_iteration: on GPUs, capture the forward and backward passes of a step, all microbatches together, into "
+        "one CUDA graph and replay it, for models so small that the GPU waits for the host. Graphs of layers (local, "
+        "transformer_engine) are not made: steps run without, which compute the same.",
+        choices=("none", "full_iteration", "local", "transformer_engine"),
+    )
+    cuda_graph_warmup_steps: int = free(
+        3, "Steps that run without a graph before --cuda-graph-impl full_iteration captures one.", at_least=0
+    )
     torch_compile: bool = free(False, "Compile each layer with torch.compile.")
     disable_jit_fuser: bool = free(
         False, "Compile none of megatron-core's small functions (on GPUs dropout with its residual, SwiGLU and others)."
