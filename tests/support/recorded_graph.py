@@ -69,7 +69,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._graph = graph
         self._made: dict[int, torch.Tensor] = {}  # by the address of their memory; kept, so that none is used twice
-        self._before: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._before: dict[int, tuple[Any, Any]] = {}  # storages, and copies of them
         self._silent = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

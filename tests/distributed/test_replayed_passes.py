@@ -75,7 +75,7 @@ def _train(flags: list[str], late: bool, captures: bool) -> tuple[Trained, list[
             assert evidence is not None
             seen.append(evidence)
             if len(seen) in (2, 5):
-                batch = run.loaders.train.microbatches_of(0, 1000, 1)
+                batch = run.loaders.train.microbatches_of(0, 0, 1)
                 evaluated.append(held_out_loss(run, batch)[0].hex())
 
         def ends_before_next(self, trainer: Any) -> bool:
