@@ -80,6 +80,8 @@ class _Recorder(TorchDispatchMode):
         if name in _READS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if name == "aten::lift_fresh":  # what torch.tensor has just made of numbers
+            self._made.update((_place(tensor), tensor) for tensor in given)
         for tensor in given:
             self._see(tensor)
         written = _written(func, args, kwargs)
