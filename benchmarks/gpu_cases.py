@@ -97,12 +97,12 @@ SWITCHES = {
 """Flags that change no loss but by rounding: each is switched on and off."""
 SWITCHED = {"GPT-2 124M": GPT_2, "Llama-shaped 1.3B": LLAMA_1B}
 GRAPHED = {
-    f"{name}, microbatches of {samples}": f"{GPT_2}{flags}--micro-batch-size {samples} --global-batch-size 32 "
+    f"{name}, microbatches of {samples}": f"{flags}--micro-batch-size {samples} --global-batch-size 32 "
     for samples in (4, 8)
     for name, flags in {
-        "GPT-2 124M": "",
-        "GPT-2 124M, Llama's layers": LLAMA,
-        "GPT-2 124M, distributed optimizer": "--use-distributed-optimizer ",
+        "GPT-2 124M": GPT_2,
+        "Llama's layers, 124M": GPT_2.replace("--openai-gelu ", LLAMA),
+        "GPT-2 124M, distributed optimizer": GPT_2 + "--use-distributed-optimizer ",
     }.items()
 }
 """Sizes at which the GPU may wait for the host. Each is trained without and with CUDA graphs: equal losses, and how

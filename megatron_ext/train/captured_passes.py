@@ -82,7 +82,7 @@ class CapturedPasses:
             self._microbatches = num_microbatches
         captures = self._graph.curr_iter(_TRAINING) == self._graph.cuda_graph_warmup_steps
         with self._capture() if captures else nullcontext():
-            reports = self._graph(
+            reports: Any = self._graph(
                 forward_step_func=_taking_fields(forward_step_func),
                 data_iterator=[map(_fields, batches) for batches in data_iterator],
                 num_microbatches=num_microbatches,

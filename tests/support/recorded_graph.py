@@ -69,7 +69,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._graph = graph
         self._made: dict[int, torch.Tensor] = {}  # by the address of their memory; kept, so that none is used twice
-        self._before: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._before: dict[int, tuple[Any, Any]] = {}  # storages, and copies of them
         self._silent = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,6 +80,8 @@ class _Recorder(TorchDispatchMode):
         if name in _READS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if name == "aten::lift_fresh":  # what torch.tensor has just made of numbers
+            self._made.update((_place(tensor), tensor) for tensor in given)
         for tensor in given:
             self._see(tensor)
         written = _written(func, args, kwargs)

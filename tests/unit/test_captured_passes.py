@@ -70,8 +70,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordedGraph]]:
         yield made
 
 
-def _passes(schedule: Any, watch: Any = None, eager: int = 2, chunks: Any = ()) -> CapturedPasses:
-    return CapturedPasses(schedule, eager, chunks, watch or _Watch(), lambda: None)
+def _passes(schedule: Any, watch: _Watch | None = None, eager: int = 2, chunks: Any = ()) -> CapturedPasses:
+    told: Any = watch or _Watch()
+    return CapturedPasses(schedule, eager, chunks, told, lambda: None)
 
 
 def _step(passes: CapturedPasses, *numbers: int) -> list[float]:
@@ -223,7 +224,8 @@ def _own(*_given: Any) -> Any:
 
 @pytest.mark.parametrize(("part", "named"), [("loss", "own loss"), ("layer_spec", "own layers")])
 def test_what_a_user_brings_is_not_replayed(part: str, named: str) -> None:
-    own = Extensions(**{part: _own})
+    parts: dict[str, Any] = {part: _own}
+    own = Extensions(**parts)
     config = small_config(training={"cuda_graph_impl": "full_iteration"})
     with pytest.raises(ConfigurationError, match=rf"--cuda-graph-impl full_iteration .* {named}"):
         own.applied(config)

@@ -75,7 +75,7 @@ def _train(flags: list[str], late: bool, captures: bool) -> tuple[Trained, list[
             assert evidence is not None
             seen.append(evidence)
             if len(seen) in (2, 5):
-                batch = run.loaders.train.microbatches_of(0, 1000, 1)
+                batch = run.loaders.train.microbatches_of(0, 0, 1)
                 evaluated.append(held_out_loss(run, batch)[0].hex())
 
         def ends_before_next(self, trainer: Any) -> bool:
@@ -96,7 +96,7 @@ def _train(flags: list[str], late: bool, captures: bool) -> tuple[Trained, list[
             elsewhere += _held_by_nobody(run, made[-1].read_from_outside)
         run.release_graph()
     run.loaders.close()
-    assert not elsewhere, "the graph reads what may be freed"
+    assert not elsewhere, f"the graph reads what may be freed: {elsewhere}"
     return Trained(steps, evaluated, state_hash(run)), made
 
 
@@ -107,6 +107,7 @@ def _held_by_nobody(run: Any, tensors: dict[int, Any]) -> list[Any]:
 
     held: list[Any] = [*run.captured_passes._tables]
     for chunk in run.chunks:
+        held += [getattr(module, "inv_freq", None) for module in chunk.modules()]
         held += [*run.sharding.held_weights(chunk), *run.sharding.held_gradients(chunk)]
     held += [value for fields in StaticBufferLoader.static_buffers["training"] for value in fields.values()]
     held += [value for part in run.optimizer.chained_optimizers for value in vars(part).values()]
