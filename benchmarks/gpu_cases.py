@@ -153,10 +153,9 @@ def _operators(device: str) -> list[Case]:
 
 
 def _matches(device: str) -> list[Case]:
+    compiled = {name for name, flags in MATCHES.items() if "--torch-compile" in flags}  # for both devices
     return [
-        _trial(
-            name, "matches", device, "match", SMALL + flags, limit=2 * LIMIT if "--torch-compile" in flags else LIMIT
-        )
+        _trial(name, "matches", device, "match", SMALL + flags, limit=2 * LIMIT if name in compiled else LIMIT)
         for name, flags in MATCHES.items()
     ]
 

@@ -8,7 +8,7 @@ operators (each beside its plain reference, by number and time; what the machine
 matches (20 steps on the CPU and on the device: the first loss agrees within 1e-5 in fp32, 1e-2 in 16 bits), speed (a
 GPT-2 of 124M parameters and a Llama-shaped 1.3B in bf16), stall (for how long a background save stops the training),
 peers (nanoGPT, where the variable NANOGPT names its folder, and Hugging Face's Trainer, in turns with ours), switches
-(each flag that changes no loss, on and off; what is off is run once a session). benchmarks/gpu_cases.py lists the cases.
+(each flag that changes no loss, on and off; what is off runs once a session). benchmarks/gpu_cases.py lists the cases.
 
 A machine that has torch and no network needs what requirements.txt names besides: `pip download` the wheels elsewhere,
 carry them along, `pip install --no-index --no-deps --target .site *.whl`, PYTHONPATH=.site. What is missing is said

@@ -2,9 +2,9 @@
 
 KIND is `loss` (20 steps on the device whose losses are finite and fall), `match` (the same steps on the CPU and on the
 device, whose losses agree), `speed` (medians over the steps after the first ten, in bf16), `switch` (the same without
-and with the flags after a `|`, whose losses agree; without them a session runs once), `stall` (how long background saves stop the training) or `roofline`
-(benchmarks/train_step.py of the size that FLAGS names). Prints RESULT and the figures as JSON; exit code 1 where they
-are wrong.
+and with the flags after a `|`, whose losses agree; without them a session runs once), `stall` (how long background
+saves stop the training) or `roofline` (benchmarks/train_step.py of the size that FLAGS names). Prints RESULT and the
+figures as JSON; exit code 1 where they are wrong.
 """
 
 import hashlib
