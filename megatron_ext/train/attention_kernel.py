@@ -7,7 +7,7 @@ it goes on with the same bits: the choice is part of the configuration that a ch
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,8 +17,6 @@ from megatron_ext.config.schema import Config
 from megatron_ext.device.attention_choice import KERNELS, Heads, Kernel, is_installed, seconds
 from megatron_ext.device.protocol import Device
 from megatron_ext.errors import ConfigurationError
-
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def _fastest(config: Config, allowed: Sequence[Kernel], heads: Heads, device: De
     return Choice(_with(config, timed[0][1]), f"{timed[0][1]}; forward and backward pass of a layer: {times}")
 
 
-def _of_rank_0(value: _Value) -> _Value:
+def _of_rank_0[Value](value: Value) -> Value:
     """Return what rank 0 gives. Collective: ranks that each took their own would wait for each other ever after."""
     values = [value]
     torch.distributed.broadcast_object_list(values, src=0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 
 from megatron_ext.device import cuda
 from megatron_ext.errors import ConfigurationError
@@ -100,7 +101,7 @@ def test_products_by_rows_have_the_precision_that_torch_has_there(
     version: str, capability: tuple[int, int], of_product: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ScaledBlas.cpp: "Only bf16 and fp16 high precision output types are supported for row-wise scaling"."""
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     rows = Block(1, None)
     with FakeTensorMode(), Calls() as calls:
