@@ -81,6 +81,8 @@ SPEEDS = {
     "Llama-shaped 1.3B, compiled": LLAMA_1B + "--torch-compile ",
     **{f"Llama-shaped 1.3B, FP8 {recipe}": LLAMA_1B + flags for recipe, flags in FP8.items()},
 }
+WIDE = "--ffn-hidden-size 384 "
+"""Flags added to SMALL for FP8, whose blocks need sides that are multiples of 128."""
 SWITCHES = {
     "loss with its output layer": "--linear-cross-entropy",
     "weight gradients added by the product": "--gradient-accumulation-fusion",
@@ -127,7 +129,9 @@ class Case:
     needs: tuple[str, ...] = ()
 
 
-PACKAGES = ("torch", "triton", "megatron.core", "yaml", "psutil", "einops", "tokenizers", "orjson", "gigatoken")
+OF_A_RUN = ("torch", "megatron.core", "numpy", "packaging", "psutil", "yaml")
+"""Modules without which no run of the program gets as far as its first step."""
+PACKAGES = (*OF_A_RUN, "triton", "einops", "tokenizers", "orjson", "gigatoken")
 """Modules whose absence is worth a line at the start; none of the cases needs the last three."""
 
 
@@ -144,7 +148,7 @@ def _facts(device: str) -> list[Case]:
 def _smoke(device: str) -> list[Case]:
     runs = {"fp32": "", "bf16": "--bf16 "}
     if device == "cuda":  # a CPU multiplies nothing in FP8
-        runs |= {f"FP8 {recipe}": flags for recipe, flags in FP8.items()}
+        runs |= {f"FP8 {recipe}": WIDE + flags for recipe, flags in FP8.items()}
     return [_trial(name, "smoke", device, "loss", SMALL + LLAMA + flags) for name, flags in runs.items()]
 
 
@@ -163,17 +167,19 @@ def _operators(device: str) -> list[Case]:
 
 
 def _matches(device: str) -> list[Case]:
-    return [_trial(name, "matches", device, "match", SMALL + flags) for name, flags in MATCHES.items()]
+    compiled = {name for name, flags in MATCHES.items() if "--torch-compile" in flags}  # for both devices
+    return [
+        _trial(name, "matches", device, "match", SMALL + flags, limit=2 * LIMIT if name in compiled else LIMIT)
+        for name, flags in MATCHES.items()
+    ]
 
 
 def _speeds(device: str) -> list[Case]:
     if device == "cpu":
         return []
-    runs = [_trial(name, "speed", device, "speed", flags, alone=True) for name, flags in SPEEDS.items()]
-    return runs + [
-        _trial(f"where the time goes, {size}", "speed", device, "roofline", size, alone=True)
-        for size in ("124m", "1.3b")
-    ]
+    runs = [(name, "speed", flags) for name, flags in SPEEDS.items()]
+    runs += [(f"where the time goes, {size}", "roofline", size) for size in ("124m", "1.3b")]
+    return [_trial(name, "speed", device, kind, flags, alone=True, limit=2 * LIMIT) for name, kind, flags in runs]
 
 
 def _switches(device: str) -> list[Case]:
@@ -207,7 +213,7 @@ def _peers(device: str) -> list[Case]:
     return [
         _helper(
             "gpu_peers.py", name, "peers", device, name, alone=True, limit=3 * LIMIT,
-            needs=("torch", "megatron.core", "yaml", *more),
+            needs=(*OF_A_RUN, *more),
         )
         for name, more in names.items()
     ]  # fmt: skip
@@ -225,19 +231,17 @@ PHASES = {
     "operators": _operators,
     "matches": _matches,
     "speed": _speeds,
+    "stall": _stall,
+    "peers": _peers,
     "switches": _switches,
     "graphs": _graphs,
-    "peers": _peers,
-    "stall": _stall,
 }
 
 
 def _trial(
     name: str, phase: str, device: str, kind: str, flags: str, *, alone: bool = False, limit: float = LIMIT
 ) -> Case:
-    needs = ["torch", "megatron.core", "yaml"]
-    if device == "cpu" or kind == "match":
-        needs.append("psutil")
+    needs = [*OF_A_RUN]
     if "--use-megatron-fsdp" in flags:
         needs.append("einops")
     if device == "cuda" and "--torch-compile" in flags:

@@ -6,10 +6,10 @@
 Phases, in this order: facts (versions, compiler, attention kernels, a group of one rank), smoke (two small runs),
 operators (each beside its plain reference, by number and time; what the machine's memory and matrix units reach),
 matches (20 steps on the CPU and on the device: the first loss agrees within 1e-5 in fp32, 1e-2 in 16 bits), speed (a
-GPT-2 of 124M parameters and a Llama-shaped 1.3B in bf16), switches (each flag that changes no loss, on and off), graphs
-(CUDA graphs on and off at 124M with microbatches of 4 and 8: equal losses in every step), peers (nanoGPT, where the
-variable NANOGPT names its folder, and Hugging Face's Trainer, in turns with ours), stall (for how long a background
-save stops the training). benchmarks/gpu_cases.py lists the cases.
+GPT-2 of 124M parameters and a Llama-shaped 1.3B in bf16), stall (for how long a background save stops the training),
+peers (nanoGPT, where the variable NANOGPT names its folder, and Hugging Face's Trainer, in turns with ours), switches
+(each flag that changes no loss, on and off; what is off runs once a session), graphs (CUDA graphs on and off at 124M
+with microbatches of 4 and 8: equal losses in every step). benchmarks/gpu_cases.py lists the cases.
 
 A machine that has torch and no network needs what requirements.txt names besides: `pip download` the wheels elsewhere,
 carry them along, `pip install --no-index --no-deps --target .site *.whl`, PYTHONPATH=.site. What is missing is said
@@ -17,7 +17,8 @@ first, and what can run without it runs.
 
 Every case is a process of its own, killed with its children at its limit. Its result is on the disk, a line of
 gpu-session-DEVICE-DATE.jsonl in the output folder, before the next one starts, and its output in a log next to it; a
-failure does not keep the rest from running. What the budget has no time for is marked "not run".
+failure does not keep the rest from running. What the budget has no time for is marked "not run". At the end the logs
+are one file, gpu-session-DEVICE-DATE-logs.zip: whoever lends a machine may send back few files.
 
 Exit codes: 0 all that ran is right, 70 something is not.
 """
@@ -27,6 +28,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +45,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_cases import PACKAGES, PHASES, ROOT, Case, cases
+from benchmarks.gpu_trial import KEPT
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import NumericError
 
@@ -64,6 +67,7 @@ def main(argv: list[str]) -> int:
     print(f"missing: {', '.join(missing(PACKAGES)) or 'nothing'}", flush=True)
     session = Session(Path(options.output), options.device, options.budget_seconds, options.limit)
     session.run(chosen, options.jobs)
+    session.pack_logs()
     print(session.summary(), flush=True)
     wrong = [row["case"] for row in session.rows if row["status"] in ("failed", "timed out")]
     if wrong:
@@ -134,6 +138,11 @@ class Session:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def pack_logs(self) -> None:
+        """Make one file of the logs."""
+        shutil.make_archive(str(self._logs), "zip", self._logs)
+        shutil.rmtree(self._logs)
+
     def _stop(self, *_signal: object) -> None:
         """End what runs, and begin nothing more: what remains is marked, and the summary follows."""
         with self._lock:
@@ -184,7 +193,7 @@ class Session:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # One machine: NCCL and gloo need no network interface but the loopback.
         local = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(CORES_OF_A_RUN)}
-        environment = {**local, **os.environ, "PYTHONPATH": path}
+        environment = {**local, **os.environ, "PYTHONPATH": path, KEPT: str(self._logs.resolve())}
         with self._lock:
             process = subprocess.Popen(
                 case.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,

@@ -2,13 +2,15 @@
 
 KIND is `loss` (20 steps on the device whose losses are finite and fall), `match` (the same steps on the CPU and on the
 device, whose losses agree), `speed` (medians over the steps after the first ten, in bf16), `switch` (the same without
-and with the flags after a `|`, whose losses agree), `graphs` (likewise, and they agree in every step), `stall` (how
-long background saves stop the training) or `roofline` (benchmarks/train_step.py of the size that FLAGS names). Prints
-RESULT and the figures as JSON; exit code 1 where they are wrong.
+and with the flags after a `|`, whose losses agree; without them a session runs once), `graphs` (likewise, and they
+agree in every step), `stall` (how long background saves stop the training) or `roofline` (benchmarks/train_step.py of
+the size that FLAGS names). Prints RESULT and the figures as JSON; exit code 1 where they are wrong.
 """
 
+import hashlib
 import json
 import math
+import os
 import re
 import shlex
 import statistics
@@ -21,8 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST_FIRST_LOSS_DIFFERENCE = {32: 1e-5, 16: 1e-2}
 """Tolerance by bits of the weights."""
-WARMUP_STEPS, TIMED_STEPS = 10, 50
+WARMUP_STEPS, TIMED_STEPS = 10, 20
 TIMED = f"--bf16 --log-interval 1 --train-iters {WARMUP_STEPS + TIMED_STEPS}"
+KEPT = "GPU_SESSION_KEPT"
+"""Variable of the folder in which a session keeps timed runs, by which a switch knows how it is without it."""
 
 
 def main(device: str, kind: str, flags: str) -> None:
@@ -59,13 +63,13 @@ def match(device: str, flags: str) -> dict[str, Any]:
 
 def speed(device: str, flags: str) -> dict[str, Any]:
     """Return the medians over the timed steps of a run in bf16."""
-    return medians(train(device, f"{flags} {TIMED}"))
+    return medians(timed(device, flags))
 
 
 def switch(device: str, flags: str) -> dict[str, Any]:
     """Return the medians without and with what stands after the `|`, and how far the losses are apart."""
     plain, switched = flags.split("|")
-    off, on = (train(device, f"{plain} {added} {TIMED}") for added in ("", switched))
+    off, on = timed(device, plain), train(device, f"{plain} {switched} {TIMED}")
     differences = [abs(a["lm_loss"] - b["lm_loss"]) for a, b in zip(off, on, strict=True)]
     apart = {"first step": differences[0], "all steps": max(differences)}
     wrong = {} if differences[0] <= LARGEST_FIRST_LOSS_DIFFERENCE[16] else {"wrong": "the losses are others"}
@@ -115,6 +119,22 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
         name: None if timed[0][name] is None else statistics.median(row[name] for row in timed)
         for name in ("elapsed_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "peak_memory_bytes")
     }
+
+
+def timed(device: str, flags: str) -> list[dict[str, Any]]:
+    """Return the logged steps of a timed run, which is not made again where the session has made it."""
+    folder = os.environ.get(KEPT)
+    if folder is None:
+        return train(device, f"{flags} {TIMED}")
+    name = hashlib.sha256(" ".join([device, *flags.split(), TIMED]).encode()).hexdigest()[:16]
+    path = Path(folder) / f"{name}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    rows = train(device, f"{flags} {TIMED}")
+    whole = path.with_suffix(".partial")
+    whole.write_text(json.dumps(rows))
+    whole.rename(path)
+    return rows
 
 
 def train(device: str, flags: str) -> list[dict[str, Any]]:

@@ -64,6 +64,9 @@ _KINDS = {
 }
 """torch's names of the blocks of a factor."""
 
+_ROWS_IN_FP32, _HOPPER = "2.15", 9
+"""A version of torch, and a major compute capability."""
+
 
 class Quantized(NamedTuple):
     """A matrix in FP8: `values`, each times the scale of its block."""
@@ -162,6 +165,8 @@ def product(left_MK: Quantized, right_NK: Quantized, dtype: torch.dtype, *, fast
     if left_MK.values_RC.device.type != "cuda":
         return linear(left_MK.dequantized(), right_NK.dequantized()).to(dtype)
     left, right = _KINDS[left_MK.block], _KINDS[right_NK.block]
+    if left == "RowWise" and dtype == torch.float32 and not _sums_rows_in_fp32(left_MK.values_RC.device):
+        return product(left_MK, right_NK, torch.bfloat16, fast_sums=fast_sums).float()
     return F.scaled_mm(
         left_MK.values_RC,
         right_NK.values_RC.t(),
@@ -172,6 +177,12 @@ def product(left_MK: Quantized, right_NK: Quantized, dtype: torch.dtype, *, fast
         output_dtype=dtype,
         use_fast_accum=fast_sums,
     )
+
+
+def _sums_rows_in_fp32(device: torch.device) -> bool:
+    """Return whether a product with scales for rows can be had in fp32. On GPUs other than Hopper's torch multiplies by
+    CUTLASS, whose result had 16 bits in older versions (2.11 says so in its error, 2.15 does not)."""
+    return torch.__version__ >= _ROWS_IN_FP32 or torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def _laid_out(scales: torch.Tensor, kind: str) -> torch.Tensor:

@@ -66,6 +66,13 @@ MODEL = (
         newer=True,  # without apex nothing has the name until we set it
     ),
     Seam(
+        f"{_CORE}.tensor_parallel.random._get_share_storage",
+        "replaced where no C++ can be compiled: it returns what gives a freed output the memory of the one that was "
+        "computed anew, called with the two",
+        (),
+        (f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput._recompute",),
+    ),
+    Seam(
         "parameter.grad_added_to_main_grad",
         "set to True: the hook of data parallelism then leaves a gradient out that is in the main gradient already",
         (),

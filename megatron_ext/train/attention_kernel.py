@@ -38,7 +38,7 @@ def choose(config: Config, device: Device, resume: Resume | None) -> Choice:
         return Choice(config)
     allowed = allowed_kernels(config)
     kept = _kept(resume)
-    if kept in allowed and len(allowed) > 1 and seconds(kept, heads, device) is not None:
+    if kept in allowed and len(allowed) > 1 and _of_rank_0(seconds(kept, heads, device)) is not None:
         return Choice(_with(config, kept), f"{kept}, as in the checkpoint")
     return _fastest(config, allowed, heads, device)
 
@@ -84,16 +84,20 @@ def _kept(resume: Resume | None) -> Kernel | None:
 def _fastest(config: Config, allowed: Sequence[Kernel], heads: Heads, device: Device) -> Choice:
     """Measure the kernels on all ranks, which wait for one another anyway, and take rank 0's fastest."""
     timed = [(taken, kernel) for kernel in allowed if (taken := seconds(kernel, heads, device)) is not None]
-    timed.sort(key=lambda pair: pair[0])
-    found = [timed]
-    torch.distributed.broadcast_object_list(found, src=0)
-    timed = found[0]
+    timed = _of_rank_0(sorted(timed, key=lambda pair: pair[0]))
     if not timed:
         if config.training.attention_backend in ("auto", "local") and config.training.flash_attention_version is None:
             return Choice(config, "torch's choice: no fused kernel takes these heads")
         raise ConfigurationError(_none_can(config, allowed, heads, device))
     times = ", ".join(f"{kernel} {1000.0 * taken:.2f} ms" for taken, kernel in timed)
     return Choice(_with(config, timed[0][1]), f"{timed[0][1]}; forward and backward pass of a layer: {times}")
+
+
+def _of_rank_0[Value](value: Value) -> Value:
+    """Return what rank 0 gives. Collective: ranks that each took their own would wait for each other ever after."""
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def _none_can(config: Config, allowed: Sequence[Kernel], heads: Heads, device: Device) -> str:

@@ -2,6 +2,7 @@
 schema, shapes and types, but those as a GPU's would."""
 
 import inspect
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.data.batch import StageView, collate, divide, padding_sample
@@ -19,6 +21,7 @@ from megatron_ext.model.packed_attention import attend_documents
 from megatron_ext.optim.gradient_norm import replace_loops, scale_by, squared_norm
 from megatron_ext.optim.torch_optimizer import mask_by, torch_optimizer
 from megatron_ext.resilience.numeric import largest_magnitude
+from megatron_ext.train.callbacks.stragglers import Stragglers
 from tests.support.operator_calls import Calls, aten
 
 
@@ -135,6 +138,29 @@ def test_numbers_are_copied_at_once_and_waited_for_later(monkeypatch: pytest.Mon
         assert heard == ["recorded"]
         monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: [*heard, tensor is copied])
         assert read() == ["recorded", "wait", True]
+
+
+def test_ranks_send_their_times_without_waiting_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the GPU waits for all that it was given before, unless it is told not to."""
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda *tensors, async_op: sent.append(tensors))
+    sent: list[Any] = []
+    waits: list[bool] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (aten._to_copy.default, aten.copy_.default):
+                waits.append(not (kwargs or {}).get("non_blocking", False))
+            return func(*args, **(kwargs or {}))
+
+    stragglers: Any = object.__new__(Stragglers)
+    stragglers._clock = SimpleNamespace(take_compute=lambda: [])
+    stragglers._run = SimpleNamespace(world_size=2, device=SimpleNamespace(torch_device=torch.device("cuda")))
+    stragglers._steps, stragglers._known, stragglers._times, stragglers._under_way = 4, 0, deque(), deque()
+    with FakeTensorMode(), Copies():
+        stragglers._begin()
+    [(times, own)] = sent
+    assert (times.device.type, own.device.type, len(times), len(own)) == ("cuda", "cuda", 8, 4)
+    assert waits == [False]
 
 
 def test_norm_clipping_and_masked_updates_stay_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 
 from megatron_ext.device import cuda
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.model import fp8
-from megatron_ext.model.scaled_products import E4M3, E5M2, RECIPES
+from megatron_ext.model.scaled_products import E4M3, E5M2, RECIPES, Block, product, quantize
 from megatron_ext.train.pretrain import require_fp8
 from tests.support.fake_tensors import backward, on_gpu
 from tests.support.operator_calls import Calls, aten
@@ -43,7 +44,10 @@ def demanded_scales(kind: str, rows: int, summed: int, right: bool) -> tuple[tup
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("format_", [E5M2, E4M3])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_kernels_get_what_they_take(recipe: str, format_: torch.dtype, fused: bool) -> None:
+def test_the_kernels_get_what_they_take(
+    recipe: str, format_: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     how = fp8.Fp8(RECIPES[recipe], format_, adds_to_main_gradient=fused)
     with FakeTensorMode(), Calls() as calls:
         x, weight = on_gpu(TOKENS // 2, 2, INPUTS).requires_grad_(), on_gpu(OUTPUTS, INPUTS).requires_grad_()
@@ -82,6 +86,30 @@ def test_the_kernels_get_what_they_take(recipe: str, format_: torch.dtype, fused
     fast = [bool(args[11]) if len(args) > 11 else False for args, _ in products]
     assert fast == [recipe != "blockwise", False, False]
     assert not [func for func, _, _ in calls.calls if "_local_scalar_dense" in str(func)], "nobody waits for the device"
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "of_product"),
+    [
+        ("2.11.0+cu130", (8, 9), torch.bfloat16),
+        ("2.11.0+cu130", (10, 0), torch.bfloat16),
+        ("2.11.0+cu130", (9, 0), torch.float32),
+        ("2.15.0+cu132", (10, 0), torch.float32),
+    ],
+)
+def test_products_by_rows_have_the_precision_that_torch_has_there(
+    version: str, capability: tuple[int, int], of_product: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ScaledBlas.cpp: "Only bf16 and fp16 high precision output types are supported for row-wise scaling"."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    rows = Block(1, None)
+    with FakeTensorMode(), Calls() as calls:
+        left, right = (quantize(on_gpu(size, 64), rows, E4M3) for size in (32, 48))
+        assert product(left, right, torch.float32).dtype == torch.float32
+        assert product(left, right, torch.bfloat16).dtype == torch.bfloat16
+    made = [out.dtype for operator, _, out in calls.calls if operator is aten._scaled_mm_v2.default]
+    assert made == [of_product, torch.bfloat16]
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,27 @@ def test_a_resumed_run_keeps_its_kernel(times: dict[Kernel, float]) -> None:
     assert settled(choose(bf16(), GPU, missing).config) == ("fused", None)
 
 
+@pytest.mark.parametrize("runs_on_rank_0", [True, False])
+def test_rank_0_says_whether_a_resumed_run_keeps_its_kernel(
+    runs_on_rank_0: bool, times: dict[Kernel, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the ranks that measure wait for those that have gone on."""
+    if runs_on_rank_0:
+        del times[FLASH]  # on this rank, whose GPU has no memory left for it
+
+    def from_rank_0(objects: list[Any], src: int) -> None:
+        asked.append(objects[0])
+        of_rank_0: list[Any] = [0.003 if runs_on_rank_0 else None, [(0.002, FUSED)]]
+        objects[0] = of_rank_0[len(asked) - 1]
+
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", from_rank_0)
+    resume: Any = SimpleNamespace(saved={"attention_backend": "flash", "flash_attention_version": 2})
+    found = settled(choose(bf16(), GPU, resume).config)
+    assert found == (("flash", 2) if runs_on_rank_0 else ("fused", None))
+    assert asked[0] == (None if runs_on_rank_0 else 0.003)
+
+
 def test_a_kernel_that_cannot_run_is_refused(times: dict[Kernel, float], monkeypatch: pytest.MonkeyPatch) -> None:
     del times[FUSED]
     with pytest.raises(ConfigurationError, match=r"--attention-backend fused: NVIDIA H200 cannot run it for 4 heads"):

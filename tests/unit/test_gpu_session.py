@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def test_cases_have_names_of_their_own_and_commands_that_exist(device: str) -> N
     assert all(Path(case.command[1]).exists() and case.command[2] == device for case in found)
     assert {case.name for case in found if "einops" in case.needs} == {name for name in MATCHES if "ZeRO" in name}
     assert ("speed" in {case.phase for case in found}) == (device == "cuda")
+    runs = [case for case in found if Path(case.command[1]).name in ("gpu_trial.py", "gpu_peers.py")]
+    assert all({"numpy", "packaging", "psutil", "yaml"} <= {*case.needs} for case in runs), "imported by every run"
 
 
 def test_peers_that_are_not_there_are_no_failure(
@@ -199,6 +202,52 @@ def test_graphs_are_judged_by_the_losses_of_all_steps(monkeypatch: pytest.Monkey
         assert ("wrong" in found) == wrong
         assert found["times as fast"] == 1.25
         assert found["first other loss"] == (60 if last in (6.001, 6.1) else None)
+
+
+def test_what_a_gpu_trains_can_be_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8, too, whose recipes do not take every size."""
+    monkeypatch.setattr("megatron_ext.train.configure.shows_gpu", lambda: True)
+    trials = [case.command[3:] for case in cases("cuda") if case.command[1].endswith("gpu_trial.py")]
+    asked = [flags for kind, flags in trials if kind in ("loss", "match")]
+    asked += [f"{flags.replace('|', ' ')} {gpu_trial.TIMED}" for kind, flags in trials if kind in ("speed", "switch")]
+    assert len([flags for flags in asked if "--fp8-format" in flags]) == 6
+    for flags in asked:
+        configure(["--device", "cuda", *flags.split()])
+
+
+def test_what_is_off_is_run_once_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def logged(_device: str, flags: str) -> tuple[list[dict[str, Any]], str]:
+        ran.append(" ".join(flags.split()))
+        row = {"elapsed_ms": float(len(ran)), "lm_loss": 6.25, "mfu": None}
+        return [row | dict.fromkeys(("tokens_per_second", "tflops_per_gpu", "peak_memory_bytes"), 1.0)] * 30, ""
+
+    monkeypatch.setattr(gpu_trial, "logged", logged)
+    assert gpu_trial.switch("cpu", "--one|--other")["off"]["elapsed_ms"] == 1.0, "nothing is kept outside of a session"
+    monkeypatch.setenv(gpu_trial.KEPT, str(tmp_path))
+    assert gpu_trial.speed("cpu", "--one ")["elapsed_ms"] == 3.0
+    for number in (4, 5):
+        found = gpu_trial.switch("cpu", "--one|--other")
+        assert (found["off"]["elapsed_ms"], found["on"]["elapsed_ms"]) == (3.0, number)
+    gpu_trial.speed("cpu", "--one --two")
+    plain = f"--one {gpu_trial.TIMED}"
+    switched = f"--one --other {gpu_trial.TIMED}"
+    assert ran == [plain, switched, plain, switched, switched, f"--one --two {gpu_trial.TIMED}"]
+
+
+def test_a_session_tells_its_cases_where_runs_are_kept_and_leaves_two_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = f"import os; open(os.path.join(os.environ[{gpu_trial.KEPT!r}], 'kept.json'), 'w'); print('said')"
+    monkeypatch.setattr(gpu_session, "cases", lambda _device: [case("says", says)])
+    monkeypatch.setattr(gpu_session, "PHASES", {"trial": None})
+    assert main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    archive, results = sorted(tmp_path.iterdir(), key=lambda path: path.suffix, reverse=True)
+    assert (archive.suffix, results.suffix) == (".zip", ".jsonl")
+    with zipfile.ZipFile(archive) as logs:
+        assert {"kept.json", "trial-says.log"} <= set(logs.namelist())
+        assert logs.read("trial-says.log") == b"said\n"
 
 
 def test_the_stall_is_what_the_program_says(monkeypatch: pytest.MonkeyPatch) -> None:

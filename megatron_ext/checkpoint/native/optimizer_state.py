@@ -7,6 +7,7 @@ can read what any other has written. megatron-core's own conversion is not used:
 before the first update, knows only Adam, and gives each class of optimizer keys of its own.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,11 +120,18 @@ def _torch_optimizers(parts: Sequence[OptimizerPart]) -> list[torch.optim.Optimi
 
 
 def step_count(parts: Sequence[OptimizerPart]) -> int:
-    """Updates that were made, of an optimizer that counts them, else 0; the same for all parameters."""
-    counts = {0}
+    """Updates that were made, of an optimizer that counts them, else 0; the same for all parameters.
+
+    It waits once for each device that counts, not for each parameter.
+    """
+    counts, of_device = {0}, defaultdict[torch.device, list[torch.Tensor]](list)
     for torch_optimizer in _torch_optimizers(parts):
-        counts |= {int(state["step"]) for state in torch_optimizer.state.values() if "step" in state}
+        for state in torch_optimizer.state.values():
+            if "step" in state:
+                step = torch.as_tensor(state["step"])
+                of_device[step.device].append(step)
         counts |= {int(group["step"]) for group in torch_optimizer.param_groups if "step" in group}
+    counts |= {int(step) for steps in of_device.values() for step in torch.stack(steps).tolist()}
     assert len(counts - {0}) <= 1, f"parameters differ in their number of updates: {counts}"
     return max(counts)
 

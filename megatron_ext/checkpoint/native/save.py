@@ -89,6 +89,9 @@ class Save:
     in the background that thread also exchanges shards, in groups of its own.
     """
 
+    _asked: Callable[[], list[float]] | None = None
+    """What waits for the answer of the last `written`, where there was one."""
+
     def __init__(self, run: Saveable, folder: str | Path, *, background: bool, kept: Kept | None = None):
         self.run, self.folder, self.iteration = run, folder, run.state.iteration
         self._partial = partial_folder(folder, self.iteration)
@@ -116,11 +119,17 @@ class Save:
                 self._thread.start()
 
     def written(self) -> bool:
-        """Return whether all ranks have written their shards, so that `finish` need not wait. Collective."""
-        waiting = torch.tensor(int(self._thread is not None and self._thread.is_alive()))
-        waiting = waiting.to(self.run.device.torch_device)
+        """Return whether all ranks have written their shards, so that `finish` need not wait. Collective.
+
+        Where reads wait, the answer is that of the call before, which is there by now: the training has given the
+        device another step since, and nobody is to wait for that.
+        """
+        device, writes = self.run.device, self._thread is not None and self._thread.is_alive()
+        waiting = torch.full((1,), float(writes), device=device.torch_device)
         torch.distributed.all_reduce(waiting, op=torch.distributed.ReduceOp.MAX)
-        return not waiting.item()
+        earlier, self._asked = self._asked, device.read_later(waiting)
+        read = earlier if device.reads_wait else self._asked
+        return read is not None and not read()[0]
 
     def hold_update(self) -> None:
         """Let the update of the weights, which is launched next, begin when they are copied. It does not wait."""

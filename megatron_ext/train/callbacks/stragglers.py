@@ -74,7 +74,8 @@ class Stragglers(Callback):
         self._known += len(taken)
         self._times.extend(taken)
         own = [self._time(step) for step in range(self._steps - _EVERY, self._steps)]
-        sent = torch.tensor(own, dtype=torch.float64, device=self._run.device.torch_device).view(-1)
+        # Made on a GPU it would wait for what the GPU has been given.
+        sent = torch.tensor(own, dtype=torch.float64).view(-1).to(self._run.device.torch_device, non_blocking=True)
         times = sent.new_empty(self._run.world_size * len(sent))
         work = torch.distributed.all_gather_into_tensor(times, sent, async_op=True)
         self._under_way.append(_Exchange(work, times))

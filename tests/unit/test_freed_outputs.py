@@ -1,0 +1,57 @@
+"""Outputs that are freed and computed anew (--recompute-modules layernorm) where no C++ can be compiled."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import random
+from torch.utils import cpp_extension
+
+from megatron_ext.device.freed_outputs import copy_where_nothing_can_be_built
+
+
+def gradients(*, freed: bool) -> list[torch.Tensor]:
+    """Those of x and of the weights of a norm and of a product after it, which reads a view of the norm's output."""
+    x, norm, matrix = (torch.linspace(-1.0, 2.0, n).view(shape) for n, shape in ((24, (6, 4)), (4, (4,)), (12, (3, 4))))
+    inputs = [tensor.requires_grad_() for tensor in (x, norm, matrix)]
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (4,), norm)
+
+    kept: Any = tensor_parallel.CheckpointWithoutOutput(fp8=None)  # pyright: ignore[reportArgumentType]
+    output = kept.checkpoint(normed, x) if freed else normed(x)
+    product = F.linear(output.view(2, 3, 4), matrix)
+    if freed:
+        kept.discard_output_and_register_recompute(product)
+        assert output.untyped_storage().nbytes() == 0
+    product.square().sum().backward()
+    return [tensor.grad for tensor in inputs if tensor.grad is not None]
+
+
+@pytest.mark.parametrize("missing", ["ninja", "a compiler"])
+def test_norms_are_computed_anew_without_ninja_or_a_compiler(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(**_given: Any) -> None:
+        raise RuntimeError("Ninja is required to load C++ extensions")
+
+    monkeypatch.setattr(random, "load_inline", build)
+    monkeypatch.setattr(random, "_share_storage_ext", None)
+    monkeypatch.setattr(random, "_get_share_storage", random._get_share_storage)
+    with pytest.raises(RuntimeError, match="Ninja is required"):
+        gradients(freed=True)
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: missing != "ninja")
+    monkeypatch.setattr(shutil, "which", lambda _name: None if missing == "a compiler" else "/usr/bin/c++")
+    copy_where_nothing_can_be_built()
+    for here, there in zip(gradients(freed=True), gradients(freed=False), strict=True):
+        assert torch.equal(here, there)
+
+
+def test_what_can_be_built_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda _name: "/usr/bin/c++")
+    genuine = random._get_share_storage
+    monkeypatch.setattr(random, "_get_share_storage", genuine)
+    copy_where_nothing_can_be_built()
+    assert random._get_share_storage is genuine
