@@ -108,8 +108,8 @@ def page(found: dict[str, Any]) -> str:
             f"# Loss in FP8 and in bf16, {found['date']}",
             "",
             f"{sentence(found)} torch {found['torch']}. {found['steps']} steps of 256 bytes of {found['text']}; the "
-            f"training loss is the mean of the last {LAST} steps, in nats per byte. A gap is to bf16 with the same seed: "
-            "mean over the seeds and its standard error. `benchmarks/fp8_loss.py`.",
+            f"training loss is the mean of the last {LAST} steps, in nats per byte. A gap is to bf16 with the same "
+            "seed: mean over the seeds and its standard error. `benchmarks/fp8_loss.py`.",
             "",
             "| run | seeds | training loss | gap | validation loss | gap | largest gap in training | largest gradient "
             "norm |",
