@@ -7,7 +7,8 @@
 Each command is a process of its own. Seconds are those from its launch to its end, of a training run to the line of the
 first step; processor seconds those of the process and all its children up to its end. What Python, torch and
 megatron-core take of them is measured by processes that only import them. Figures are medians; the commands take
-turns, so that whatever else the machine does hits all of them. The first round is not counted: it fills the disk cache.
+turns, so that whatever else the machine does hits all of them. The first round is not counted: it fills the disk cache,
+and Python's bytecode is written, whatever PYTHONDONTWRITEBYTECODE says.
 """
 
 import argparse
@@ -129,6 +130,7 @@ def measured(command: Command) -> tuple[float, float]:
     before = _processor_seconds()
     began = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     process = subprocess.Popen(
         [sys.executable, *command.arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
