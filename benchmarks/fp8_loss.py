@@ -107,7 +107,7 @@ def page(found: dict[str, Any]) -> str:
         [
             f"# Loss in FP8 and in bf16, {found['date']}",
             "",
-            f"{sentence(found)} torch {found['torch']}. {found['steps']} steps of 256 bytes of {found['text']}; the "
+            f"{sentence(found)} {found['steps']} steps of 256 bytes of {found['text']}; the "
             f"training loss is the mean of the last {LAST} steps, in nats per byte. A gap is to bf16 with the same "
             "seed: mean over the seeds and its standard error. `benchmarks/fp8_loss.py`.",
             "",
@@ -128,9 +128,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="pattern of the names of runs; bf16 is always run")
     parser.add_argument("--output", type=Path, help="folder for the results; without it they are printed alone")
     args = parser.parse_args()
-    import torch
-
-    found: dict[str, Any] = {**heading(), "torch": torch.__version__, "steps": args.steps, "text": args.text.name}
+    found: dict[str, Any] = {**heading(), "steps": args.steps, "text": args.text.name}
     before = args.output / f"fp8_loss-{found['date']}.json" if args.output is not None else None
     runs: Losses = json.loads(before.read_text())["runs"] if before is not None and before.exists() else {}
     found["runs"] = runs

@@ -133,7 +133,7 @@ def report(record: dict[str, Any]) -> str:
     lines = [
         f"# Operations beside their plain references, {record['date']}",
         "",
-        f"{sentence(record)} torch {record['torch']}, one thread; {record['rounds']} turns of "
+        f"{sentence(record)} One thread; {record['rounds']} turns of "
         f"{record['tokens']} tokens where a row names no others, errors at {record['small']}.{busy} Peaks of all sides "
         "hold the results, which are the gradients too; what is given (inputs, weights, a main gradient) is there "
         "before.",
@@ -169,8 +169,6 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    import torch
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--small", type=int, default=512, help="tokens of the comparison with float64")
@@ -182,7 +180,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="of --heads, further tokens at a time")
     parser.add_argument("--output", type=Path, help="folder for the .json and .md of this run")
     options = parser.parse_args()
-    record: dict[str, Any] = heading() | {"torch": torch.__version__, "results": {}, "heads": {}}
+    record: dict[str, Any] = heading() | {"results": {}, "heads": {}}
     record |= {"tokens": options.tokens, "small": options.small, "rounds": options.rounds}
 
     def measured() -> None:

@@ -179,7 +179,7 @@ def report(record: dict[str, Any]) -> str:
     lines = [
         f"# From launch to the first answer, {record['date']}",
         "",
-        f"{sentence(record)} torch {record['torch']}. Medians of {record['repeats']}.{busy}",
+        f"{sentence(record)} Medians of {record['repeats']}.{busy}",
         "",
         "| | seconds | processor seconds | to reach, s |",
         "|---|---|---|---|",
@@ -191,14 +191,12 @@ def report(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    import importlib.metadata
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", choices=tuple(LAYOUTS), default=[1])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for the .json and .md of this run")
     options = parser.parse_args()
-    record: dict[str, Any] = heading() | {"torch": importlib.metadata.version("torch"), "repeats": options.repeats}
+    record: dict[str, Any] = heading() | {"repeats": options.repeats}
     record["results"] = measure(options.ranks, options.repeats)
     print(report(record))
     if options.output is not None:
