@@ -9,7 +9,8 @@ samples and flags, but for those of their precision; a seed gives other weights 
 is the loss over that of bf16 with the same seed, less 1; its mean over the seeds stands with its standard error. fp32
 says what a rounding of another size does by itself. On a CPU the numbers that are multiplied are those of a GPU, and
 sums are in fp32. A training loss is the mean of the last 100 steps; the validation is computed with all products in
-bf16 (in fp32 for that run). Seeds are the outer loop, so that a measurement that is cut off has whole seeds; runs that
+bf16 (in fp32 for that run). With the default 256 bytes a step and a rate of 2e-3 two runs drift apart by some percent
+for any rounding; --sequences and --lr make a calmer recipe, whose results have a name of their own. Seeds are the outer loop, so that a measurement that is cut off has whole seeds; runs that
 the folder has from the same day are not repeated.
 """
 
@@ -33,7 +34,7 @@ from benchmarks.recording import heading, keep, sentence
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 --seq-length 64
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0
-    --attention-dropout 0 --micro-batch-size 4 --global-batch-size 4 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine
+    --attention-dropout 0 --lr-decay-style cosine
     --lr-warmup-iters 20 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --tokenizer-type ByteTokenizer
     --eval-interval 1000 --eval-iters 20
 """)
@@ -47,6 +48,7 @@ RUNS = {
     },
 }
 LAST = 100
+SEQUENCES, LEARNING_RATE = 4, 2e-3
 FIRST_SEED = 1234
 """The program's default; further seeds follow it."""
 
@@ -107,7 +109,8 @@ def page(found: dict[str, Any]) -> str:
         [
             f"# Loss in FP8 and in bf16, {found['date']}",
             "",
-            f"{sentence(found)} {found['steps']} steps of 256 bytes of {found['text']}; the "
+            f"{sentence(found)} {found['steps']} steps of {found['sequences']} x 64 bytes of "
+            f"{found['text']} at a rate of {found['lr']:g}; the "
             f"training loss is the mean of the last {LAST} steps, in nats per byte. A gap is to bf16 with the same "
             "seed: mean over the seeds and its standard error. `benchmarks/fp8_loss.py`.",
             "",
@@ -125,13 +128,20 @@ def main() -> None:
     parser.add_argument("text", type=Path, help="file of at least 100 kB of text")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each precision")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of 64 bytes, in a step")
+    parser.add_argument("--lr", type=float, default=LEARNING_RATE, help="largest learning rate; the least is a tenth")
     parser.add_argument("--only", default="", help="pattern of the names of runs; bf16 is always run")
     parser.add_argument("--output", type=Path, help="folder for the results; without it they are printed alone")
     args = parser.parse_args()
     found: dict[str, Any] = {**heading(), "steps": args.steps, "text": args.text.name}
-    before = args.output / f"fp8_loss-{found['date']}.json" if args.output is not None else None
+    found |= {"sequences": args.sequences, "lr": args.lr}
+    usual = (args.sequences, args.lr) == (SEQUENCES, LEARNING_RATE)
+    file = "fp8_loss" if usual else f"fp8_loss-{args.sequences}-sequences-lr-{args.lr:g}"
+    before = args.output / f"{file}-{found['date']}.json" if args.output is not None else None
     runs: Losses = json.loads(before.read_text())["runs"] if before is not None and before.exists() else {}
     found["runs"] = runs
+    rate = f"--lr {args.lr} --min-lr {args.lr / 10} --micro-batch-size {args.sequences}".split()
+    rate += ["--global-batch-size", str(args.sequences)]
     chosen = {name: flags for name, flags in RUNS.items() if name == "bf16" or re.search(args.only, name)}
     with tempfile.TemporaryDirectory() as folder:
         data = write_text(args.text.read_bytes(), Path(folder))
@@ -139,11 +149,11 @@ def main() -> None:
             for name, flags in chosen.items():
                 if str(seed) in runs.get(name, {}):
                     continue
-                words = [*FLAGS, *data, *flags.split(), "--seed", str(seed)]
+                words = [*FLAGS, *data, *flags.split(), "--seed", str(seed), *rate]
                 runs.setdefault(name, {})[str(seed)] = measured(words, args.steps)
                 print(seed, name, runs[name][str(seed)], flush=True)
                 if args.output is not None:
-                    keep(args.output, "fp8_loss", found, page(found))
+                    keep(args.output, file, found, page(found))
     print(page(found))
 
 

@@ -48,7 +48,14 @@ def test_gaps_are_of_the_same_seed_and_have_a_standard_error() -> None:
     mean, error = fp8_loss.mean_and_error([0.5])
     assert mean == 0.5
     assert math.isnan(error)
-    record: dict[str, Any] = {**recording.heading(), "steps": 500, "text": "t.txt", "runs": runs}
+    record: dict[str, Any] = {
+        **recording.heading(),
+        "steps": 500,
+        "text": "t.txt",
+        "sequences": 4,
+        "lr": 2e-3,
+        "runs": runs,
+    }
     assert "| hybrid | 3 | 5.0467 | +2.00% ± 1.00% |" in fp8_loss.page(record)
 
 
