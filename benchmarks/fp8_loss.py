@@ -10,8 +10,9 @@ is the loss over that of bf16 with the same seed, less 1; its mean over the seed
 says what a rounding of another size does by itself. On a CPU the numbers that are multiplied are those of a GPU, and
 sums are in fp32. A training loss is the mean of the last 100 steps; the validation is computed with all products in
 bf16 (in fp32 for that run). With the default 256 bytes a step and a rate of 2e-3 two runs drift apart by some percent
-for any rounding; --sequences and --lr make a calmer recipe, whose results have a name of their own. Seeds are the outer loop, so that a measurement that is cut off has whole seeds; runs that
-the folder has from the same day are not repeated.
+for any rounding; --sequences and --lr make a calmer recipe, whose results have a name of their own. Seeds are the
+outer loop, so that a measurement that is cut off has whole seeds; runs that the folder has from the same day are not
+repeated.
 """
 
 import argparse
@@ -34,9 +35,8 @@ from benchmarks.recording import heading, keep, sentence
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 --seq-length 64
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0
-    --attention-dropout 0 --lr-decay-style cosine
-    --lr-warmup-iters 20 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --tokenizer-type ByteTokenizer
-    --eval-interval 1000 --eval-iters 20
+    --attention-dropout 0 --lr-decay-style cosine --lr-warmup-iters 20 --adam-beta2 0.99 --weight-decay 0.1
+    --clip-grad 1.0 --tokenizer-type ByteTokenizer --eval-interval 1000 --eval-iters 20
 """)
 RUNS = {
     "bf16": "--bf16",
