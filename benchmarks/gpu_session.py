@@ -16,9 +16,10 @@ carry them along, `pip install --no-index --no-deps --target .site *.whl`, PYTHO
 first, and what can run without it runs.
 
 Every case is a process of its own, killed with its children at its limit. Its result is on the disk, a line of
-gpu-session-DEVICE-DATE.jsonl in the output folder, before the next one starts, and its output in a log next to it; a
-failure does not keep the rest from running. What the budget has no time for is marked "not run". At the end the logs
-are one file, gpu-session-DEVICE-DATE-logs.zip: whoever lends a machine may send back few files.
+gpu-session-DEVICE-DATE.jsonl in the output folder, before the next one starts, and its output in a log next to it, as
+is what the machine is (-machine.json); a failure does not keep the rest from running. What the budget has no time for
+is marked "not run". At the end the logs are one file, gpu-session-DEVICE-DATE-logs.zip: whoever lends a machine may
+send back few files.
 
 Exit codes: 0 all that ran is right, 70 something is not.
 """
@@ -46,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_cases import PACKAGES, PHASES, ROOT, Case, cases
 from benchmarks.gpu_trial import KEPT
+from benchmarks.recording import heading
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import NumericError
 
@@ -122,6 +124,7 @@ class Session:
         stem = f"gpu-session-{self.device}-{datetime.now(UTC):%Y-%m-%d-%H%M%S}"
         self.path, self._logs = self.folder / f"{stem}.jsonl", self.folder / f"{stem}-logs"
         self._logs.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{stem}-machine.json").write_text(json.dumps(heading(), indent=1) + "\n")
         self._deadline = time.monotonic() + self.budget
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()

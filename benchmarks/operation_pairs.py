@@ -1,5 +1,6 @@
 """The operations that benchmarks/operations.py measures, each with its plain reference."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -54,11 +55,16 @@ def differentiated(function: Callable[..., torch.Tensor], leaves: int) -> Operat
     return results
 
 
-def _head_inputs(tokens: int) -> Inputs:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, HIDDEN, generator=generator)
-    weight = torch.randn(PADDED, HIDDEN, generator=generator).mul_(0.02)
-    return hidden, weight, torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+def _head_inputs(width: int) -> Callable[[int], Inputs]:
+    """Return what makes hidden states of this width, an output layer, and labels."""
+
+    def inputs(tokens: int) -> Inputs:
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(tokens, width, generator=generator)
+        weight = torch.randn(PADDED, width, generator=generator).mul_(0.02)
+        return hidden, weight, torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+
+    return inputs
 
 
 def _plain_head(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -71,10 +77,13 @@ def _plain_head(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
     return F.cross_entropy(logits, labels, reduction="none").sum()
 
 
-def _fused_head(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _fused_head(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk: int | None = None
+) -> torch.Tensor:
     from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 
-    return linear_cross_entropy(hidden, weight, labels, torch.ones(len(labels)), Vocabulary(VOCABULARY))
+    counts = torch.ones(len(labels))
+    return linear_cross_entropy(hidden, weight, labels, counts, Vocabulary(VOCABULARY), chunk=chunk)
 
 
 def _fused_head_into_main_grad(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> Results:
@@ -111,6 +120,23 @@ def _heads() -> dict[str, Operation]:
     if hasattr(F, "linear_cross_entropy"):
         found["F.linear_cross_entropy"] = differentiated(_torchs_head, 2)
     return found
+
+
+def chunked_name(chunk: int) -> str:
+    """Return the contestant's name for so many tokens at a time."""
+    return f"fused, {chunk} at a time"
+
+
+def sized_head(width: int, chunks: Sequence[int]) -> Pair:
+    """Return the output layer of one width with its loss in fp32, fused as by default and by chunks of other sizes."""
+    by_size = {chunked_name(chunk): differentiated(functools.partial(_fused_head, chunk=chunk), 2) for chunk in chunks}
+    fused = {"fused": differentiated(_fused_head, 2), **by_size}
+    return Pair(_head_inputs(width), differentiated(_plain_head, 2), fused)
+
+
+def head_bytes(tokens: int, width: int, chunk: int) -> int:
+    """Return the least that the fused head needs in fp32: both gradients, and the logits of one chunk."""
+    return 4 * (tokens * width + PADDED * width + min(chunk, tokens) * PADDED)
 
 
 def _product_inputs(tokens: int) -> Inputs:
@@ -153,8 +179,8 @@ _SUM = {"in the product": _summing_product}
 _NORM = {"ours": differentiated(_our_norm, 2)}
 
 PAIRS = {
-    "output layer and loss": Pair(_head_inputs, differentiated(_plain_head, 2), _heads()),
-    "output layer and loss, bf16": Pair(_head_inputs, differentiated(_plain_head, 2), _heads(), torch.bfloat16),
+    "output layer and loss": Pair(_head_inputs(HIDDEN), differentiated(_plain_head, 2), _heads()),
+    "output layer and loss, bf16": Pair(_head_inputs(HIDDEN), differentiated(_plain_head, 2), _heads(), torch.bfloat16),
     "sum of weight gradients": Pair(_product_inputs, _product_then_sum, _SUM),
     "sum of weight gradients, bf16": Pair(_product_inputs, _product_then_sum, _SUM, torch.bfloat16),
     "RMSNorm": Pair(_norm_inputs, differentiated(_plain_norm, 2), _NORM),

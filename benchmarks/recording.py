@@ -1,10 +1,13 @@
 """Records what a benchmark's results say of the machine, and keeps them: NAME-DATE.json and .md in the folder
 --output."""
 
+import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,8 +16,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
+_PACKAGES = ("torch", "megatron-core")
+
+
 def heading() -> dict[str, Any]:
-    """Return date, machine and commit. Call it before the measurement: it asks for the load."""
+    """Return date, machine, versions and commit. Call it before the measurement: it asks for the load."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -27,16 +33,36 @@ def heading() -> dict[str, Any]:
             "cores": os.cpu_count(),
             "load_average": round(os.getloadavg()[0], 1),
             "python": platform.python_version(),
+            "gpus": _gpus(),
         },
+        "versions": {name: _version(name) for name in _PACKAGES},
     }
+
+
+def _gpus() -> list[str]:
+    """Return the names of the machine's GPUs, as its driver's tool lists them."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    listed = subprocess.run(words, capture_output=True, text=True, check=False)
+    return listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def sentence(record: Mapping[str, Any]) -> str:
     """Return the heading in words."""
     about = record["machine"]
+    versions = "".join(f", {name} {version}" for name, version in record.get("versions", {}).items())
+    gpus = "".join(f"{number} x {name}, " for name, number in Counter(about.get("gpus", ())).items())
     return (
-        f"{about['cpu']}, {about['cores']} cores, load average {about['load_average']} before the start, Python "
-        f"{about['python']}, commit {record['commit']}."
+        f"{about['cpu']}, {about['cores']} cores, {gpus}load average {about['load_average']} before the start, Python "
+        f"{about['python']}{versions}, commit {record['commit']}."
     )
 
 

@@ -111,7 +111,7 @@ def report(record: dict[str, Any]) -> str:
     lines = [
         f"# Cost of a step against its sizes, {record['date']}",
         "",
-        f"{sentence(record)} torch {record['torch']}, one thread a rank. A Llama-shaped model of "
+        f"{sentence(record)} One thread a rank. A Llama-shaped model of "
         f"{BASE['layers']} layers of {BASE['width']}, {MICRO_BATCH} sequences of {BASE['sequence']} in a microbatch, "
         f"one microbatch, one rank, but for what grows; processor seconds of a step, medians of {STEPS} steps and "
         f"{record['rounds']} rounds.{busy}",
@@ -130,7 +130,7 @@ def report(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    import importlib.metadata
+
     import os
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for the .json and .md of this run")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    record: dict[str, Any] = heading() | {"torch": importlib.metadata.version("torch"), "rounds": options.rounds}
+    record: dict[str, Any] = heading() | {"rounds": options.rounds}
     record["results"] = {}
     for what in options.only:
         record["results"][what] = measure(what, options.rounds)

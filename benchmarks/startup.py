@@ -7,7 +7,8 @@
 Each command is a process of its own. Seconds are those from its launch to its end, of a training run to the line of the
 first step; processor seconds those of the process and all its children up to its end. What Python, torch and
 megatron-core take of them is measured by processes that only import them. Figures are medians; the commands take
-turns, so that whatever else the machine does hits all of them. The first round is not counted: it fills the disk cache.
+turns, so that whatever else the machine does hits all of them. The first round is not counted: it fills the disk cache,
+and Python's bytecode is written, whatever PYTHONDONTWRITEBYTECODE says.
 """
 
 import argparse
@@ -129,6 +130,7 @@ def measured(command: Command) -> tuple[float, float]:
     before = _processor_seconds()
     began = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     process = subprocess.Popen(
         [sys.executable, *command.arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
@@ -177,7 +179,7 @@ def report(record: dict[str, Any]) -> str:
     lines = [
         f"# From launch to the first answer, {record['date']}",
         "",
-        f"{sentence(record)} torch {record['torch']}. Medians of {record['repeats']}.{busy}",
+        f"{sentence(record)} Medians of {record['repeats']}.{busy}",
         "",
         "| | seconds | processor seconds | to reach, s |",
         "|---|---|---|---|",
@@ -189,14 +191,12 @@ def report(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    import importlib.metadata
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", choices=tuple(LAYOUTS), default=[1])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for the .json and .md of this run")
     options = parser.parse_args()
-    record: dict[str, Any] = heading() | {"torch": importlib.metadata.version("torch"), "repeats": options.repeats}
+    record: dict[str, Any] = heading() | {"repeats": options.repeats}
     record["results"] = measure(options.ranks, options.repeats)
     print(report(record))
     if options.output is not None:

@@ -169,7 +169,7 @@ def report(record: dict[str, Any]) -> str:
     lines = [
         f"# A training step against the machine, {record['size']}, {record['date']}",
         "",
-        f"{sentence(record)} torch {record['torch']}, {record['device']}; {unit}.{busy}",
+        f"{sentence(record)} On {record['device']}; {unit}.{busy}",
         "",
         f"A step of {found['tokens']:,} tokens takes {1000 * found['seconds']:.1f} ms: "
         f"{found['tokens'] / found['seconds']:,.0f} tokens/s, {found['tflops']:.4g} TFLOP/s of the model's own "
@@ -202,7 +202,7 @@ def main() -> None:
     from megatron_ext import device
 
     device.install(options.device, own_kernels=True)
-    record: dict[str, Any] = heading() | {"torch": torch.__version__, "device": options.device, "size": options.size}
+    record: dict[str, Any] = heading() | {"device": options.device, "size": options.size}
     record["result"] = measure(options.device, options.size, options.warmup, options.steps)
     print(report(record))
     if options.output is not None:

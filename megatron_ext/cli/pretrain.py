@@ -2,28 +2,30 @@
 
 megatron-ext pretrain --config run.yaml --dry-run --world-size 8
 torchrun --nproc-per-node 8 -m megatron_ext pretrain --config run.yaml --save checkpoints --load checkpoints
+
+What only a run needs is imported by the functions that need it: `--help` waits for none of it.
 """
 
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ext import environment
-from megatron_ext.checkpoint.native import lock
 from megatron_ext.config.arguments import read
-from megatron_ext.config.lr_scale import scaling_text
-from megatron_ext.config.own_parameters import in_every_layer
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.lasting_output import survive_closed_pipes
-from megatron_ext.resilience import elastic, exit_record, launch
-from megatron_ext.resilience.launcher_watch import watch_launcher
-from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
 from megatron_ext.terminal import warn
-from megatron_ext.train.configure import Configured, configure
+
+if TYPE_CHECKING:
+    from megatron_ext.resilience.process_end import RunStatus
+    from megatron_ext.train.configure import Configured
+
+_ANSWERED = {"--help", "-h", "--version"}
+"""Flags that `read` answers, and ends the process."""
 
 
-def main(argv: Sequence[str], status: RunStatus, **own: Any) -> int:
+def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
     """Configure, then train. Nothing heavy is imported before the flags are known to be right.
 
     Args:
@@ -32,6 +34,10 @@ def main(argv: Sequence[str], status: RunStatus, **own: Any) -> int:
     environment.check_launch()
     if not _is_needed(argv):
         return 0
+    from megatron_ext.config.lr_scale import scaling_text
+    from megatron_ext.resilience import launch
+    from megatron_ext.train.configure import configure
+
     try:
         configured = configure(argv, believing=True)
     except ConfigurationError:
@@ -54,8 +60,9 @@ def main(argv: Sequence[str], status: RunStatus, **own: Any) -> int:
     return 0
 
 
-def _describe(configured: Configured, scaled: str | None, own: Mapping[str, Any]) -> int:
+def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, Any]) -> int:
     """Print what --dry-run does, of a user's own optimizer and layers too, and return the exit code."""
+    from megatron_ext.config.own_parameters import in_every_layer
     from megatron_ext.plan.dry_run import describe
     from megatron_ext.plan.verdict import verdict
 
@@ -76,6 +83,8 @@ def _is_needed(argv: Sequence[str]) -> bool:
     launched = environment.world_size()
     if not typed.values.get("elastic") or typed.problems or typed.dry_run or "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
+    from megatron_ext.resilience import elastic, launch
+
     if launch.stopped_before():
         return False
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -95,6 +104,8 @@ def _is_needed(argv: Sequence[str]) -> bool:
 
 
 def _works(argv: Sequence[str], ranks: int) -> bool:
+    from megatron_ext.train.configure import configure
+
     try:
         configure(argv, world_size=ranks)
     except ConfigurationError:
@@ -110,6 +121,9 @@ def _save_folder(argv: Sequence[str]) -> str | None:
     if not values or not values[-1] or values[-1].startswith("-") or "--dry-run" in argv:
         return None
     if environment.rank() == 0:
+        from megatron_ext.checkpoint.native import lock
+        from megatron_ext.resilience import exit_record
+
         if lock.is_held(values[-1]):
             return None
         exit_record.clear(values[-1])
@@ -123,6 +137,11 @@ def start(argv: Sequence[str], **own: Any) -> NoReturn:
         own: arguments of `train.pretrain.pretrain` that bring in a user's code: `start(flags, loss=my_loss)`.
     """
     survive_closed_pipes()
+    if not _ANSWERED.isdisjoint(argv):
+        read(argv)
+    from megatron_ext.resilience.launcher_watch import watch_launcher
+    from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
+
     status = RunStatus(rank=environment.rank())
     watch_launcher(status)
     end_process(run_guarded(lambda: main(argv, status, **own), status))

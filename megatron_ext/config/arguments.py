@@ -4,17 +4,18 @@
 and nothing is checked beyond types and choices. `read` returns the problems with the values, so that the rules can
 speak of the rest in the same round; `parse` raises them. A small parser over the schema's metadata is used rather than
 argparse, which stops at the first problem and evaluates defaults.
+
+What only some command lines need (files, the search for a slip of the pen) is imported where it is used, so that
+`--help` does not wait for it.
 """
 
-import difflib
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ext.config import data_lists, help_text, megatron_options, old_spellings, other_programs
-from megatron_ext.config.files import read_yaml
+from megatron_ext.config import help_text, megatron_options, old_spellings, other_programs
 from megatron_ext.config.options import (
     Option,
     flag_of,
@@ -98,6 +99,8 @@ def read(argv: Sequence[str]) -> Typed:
     command_line = _Reading()
     for flag, inline, words in _flags(argv, command_line.problems):
         _read_flag(command_line, flag, inline, words)
+    from megatron_ext.config import data_lists
+
     file = _Reading()
     if command_line.config_path is not None:
         _read_file(file, command_line.config_path)
@@ -281,6 +284,8 @@ def _closest(name: str, candidates: Sequence[str]) -> str | None:
 
 
 def _similarity(name: str, other: str) -> float:
+    import difflib
+
     def ratio(one: str, two: str) -> float:
         return difflib.SequenceMatcher(None, one, two).ratio()
 
@@ -288,6 +293,8 @@ def _similarity(name: str, other: str) -> float:
 
 
 def _read_file(reading: _Reading, path: str) -> None:
+    from megatron_ext.config.files import read_yaml
+
     try:
         content = read_yaml(path)
     except ConfigurationError as error:

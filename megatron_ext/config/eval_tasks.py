@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.files import read_yaml
 from megatron_ext.errors import ConfigurationError
 
 KINDS = ("PERPLEXITY", "LAMBADA", "MULTIPLE_CHOICE")
@@ -71,6 +70,8 @@ def look_at_eval_tasks(path: str) -> tuple[list[EvalTask], list[str], list[str]]
     Raises:
         ConfigurationError: the file cannot be read.
     """
+    from megatron_ext.config.files import read_yaml  # with PyYAML, for which --dry-run does not wait
+
     tasks, problems = [], []
     content = read_yaml(path, "--eval-tasks")
     for name, values in content.items():

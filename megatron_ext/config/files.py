@@ -13,7 +13,8 @@ import yaml
 from megatron_ext.config.resolve import default_metrics_file
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.untrusted.text import MOST_YAML, ExcessiveError, TextError, load_yaml, read_file
+from megatron_ext.untrusted.text import ExcessiveError, TextError, read_file
+from megatron_ext.untrusted.yaml_text import MOST_YAML, load_yaml
 
 
 class ExcessiveFile(ConfigurationError):

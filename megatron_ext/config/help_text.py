@@ -1,6 +1,5 @@
 """Makes the text of `--help`: every flag, grouped as the schema groups them, with its default."""
 
-import difflib
 import itertools
 import textwrap
 
@@ -53,6 +52,8 @@ def about(word: str) -> str:
     wanted = word.lstrip("-").replace("_", "-").lower()
     found = [option for option in options() if wanted in _searched(option)]
     if not found:
+        import difflib  # as for what an unknown flag meant: nobody else waits for it
+
         names = [option.flag.removeprefix("--") for option in options()]
         close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
         hint = f"; near it: {', '.join(f'--{name}' for name in close)}" if close else ""

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import lr_scale
-from megatron_ext.config.files import ExcessiveFile, read_yaml
 from megatron_ext.config.options import Option, names_by_resume, options_by_name, read_yaml_value
 from megatron_ext.errors import ConfigurationError
 
@@ -30,6 +29,8 @@ def read_saved(path: Path) -> dict[str, Any] | None:
     Raises:
         ConfigurationError: the file is larger or deeper than any configuration.
     """
+    from megatron_ext.config.files import ExcessiveFile, read_yaml  # with PyYAML, for which --dry-run does not wait
+
     try:
         content = read_yaml(str(path), "the checkpoint's")
         known = {name: options_by_name()[name] for name in content if name in options_by_name()}

@@ -7,7 +7,6 @@ and sharded data parallelism (FSDP) needs several queues for its own overlap; Me
 CUDA reads the variable when it starts in a process, so that it must be set before torch looks for GPUs.
 """
 
-import ctypes
 import os
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -68,6 +67,8 @@ def compute_capability(library: str = "libnvidia-ml.so.1") -> int | None:
 
     That library does not start CUDA. Machines have GPUs of one kind; of mixed ones the first counts.
     """
+    import ctypes  # which only a machine with a GPU needs
+
     try:
         nvml = ctypes.CDLL(library)
     except OSError:

@@ -23,7 +23,8 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign import accelerate, axolotl, axolotl_data, deepspeed
 from megatron_ext.foreign.meanings import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart, OfOptimizer
 from megatron_ext.foreign.parallel_sizes import Layout, solve
-from megatron_ext.untrusted.text import MOST_YAML, load_json, load_yaml, read_file
+from megatron_ext.untrusted.text import load_json, read_file
+from megatron_ext.untrusted.yaml_text import MOST_YAML, load_yaml
 
 SOURCES: dict[str, ModuleType] = {"deepspeed": deepspeed, "accelerate": accelerate, "axolotl": axolotl}
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ext.config.blend import DATA_PATH_NAMES, read_blend
-from megatron_ext.config.hf_config import differences
 from megatron_ext.config.options import Option, flag_of, names_by_resume, options, options_by_name
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.saved import model_names
@@ -161,6 +160,10 @@ def vocabulary_covers_the_tokenizer(config: Config, facts: Facts) -> Iterator[st
 def model_is_the_one_to_load(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the model's flags describe the model of --load-hf."""
     yield from facts.huggingface_problems
+    if not facts.huggingface:
+        return
+    from megatron_ext.config.hf_config import differences  # with every family
+
     different = differences(config, facts.huggingface)
     if different:
         yield (

@@ -17,7 +17,6 @@ from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.arguments import Typed, read
 from megatron_ext.config.blend import missing_paths
 from megatron_ext.config.eval_tasks import look_at_eval_tasks
-from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.options import flag_of, options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.saved import adopt
@@ -289,6 +288,8 @@ def _huggingface(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[st
     folder = values.get("load_hf")
     if folder is None:
         return {}, ()
+    from megatron_ext.config.hf_config import read_hf_config  # with every family
+
     try:
         return read_hf_config(folder)[1], ()
     except ConfigurationError as error:

@@ -15,6 +15,7 @@ from megatron_ext.config.own_parameters import OwnParameters
 from megatron_ext.config.schema import CheckpointConfig, TrainingConfig
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
+from megatron_ext.lasting_imports import kept_from_the_collector
 from megatron_ext.resilience import elastic, exit_record, launch
 from megatron_ext.resilience.deadline import StopDeadline
 from megatron_ext.resilience.process_end import RunStatus
@@ -85,21 +86,21 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
     warning = hardware_queues.prepare(config.layout)
     if warning and status.rank == 0:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
-    here = device.install(
-        config.layout.device,
-        fuses=not config.training.disable_jit_fuser,
-        own_kernels=not config.training.no_triton_kernels,
-        kernels=external_kernels.asked_for(config),
-    )
-    require_fp8(config.training, here)
-    # Only now may megatron-core be imported.
-    from megatron_ext.parallel import groups
-    from megatron_ext.sharding.choose import sharding_of
-    from megatron_ext.train import attention_kernel
-    from megatron_ext.train.callbacks import memory_history
-    from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
-    from megatron_ext.train.watching import begin_watch
-
+    with kept_from_the_collector():
+        here = device.install(
+            config.layout.device,
+            fuses=not config.training.disable_jit_fuser,
+            own_kernels=not config.training.no_triton_kernels,
+            kernels=external_kernels.asked_for(config),
+        )
+        require_fp8(config.training, here)
+        # Only now may megatron-core be imported.
+        from megatron_ext.parallel import groups
+        from megatron_ext.sharding.choose import sharding_of
+        from megatron_ext.train import attention_kernel
+        from megatron_ext.train.callbacks import memory_history
+        from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
+        from megatron_ext.train.watching import begin_watch
     memory_history.begin(config, status.rank, here)
     if configured.search is None:  # before the ranks meet, where it can be known
         _require_checkpoint(config.checkpoint, configured.resume)

@@ -1,11 +1,9 @@
-"""Reads JSON and YAML from files that anybody may have written: parsed only where they are of a reasonable size and
-depth.
+"""Reads files that anybody may have written, and JSON: parsed only where it is of a reasonable size and depth.
 
-    values = load_yaml(read_file(path, most=1 << 20).decode())
+    values = load_json(read_file(path, most=1 << 20))
 
-A parser that calls itself for every level ends the process when the levels are many, and a few lines of YAML in which
-every list refers ten times to the one before it (a "billion laughs") stand for more values than any memory holds. Both
-are found before anything is built, by reading the text once as brackets and events.
+A parser that calls itself for every level ends the process when the levels are many. That is found before anything is
+built, by reading the text once as brackets. YAML is read by `yaml_text.py`.
 """
 
 import json
@@ -14,16 +12,9 @@ import re
 import stat
 from typing import Any
 
-import yaml
+DEPTH = 32
+"""Most levels of any text that is read here."""
 
-MOST_YAML = 1 << 20
-"""Largest size in bytes of a YAML file; one of all our flags has some 10,000."""
-
-_DEPTH = 32
-_NODES = 20_000  # values of a YAML file, with what aliases stand for
-_DIGITS = 400  # of a number: YAML's 1:2:3:... takes time with the square of its length
-# libyaml's parser is ten times faster than the Python one, but is not in every build of PyYAML.
-_FastLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BRACKET = re.compile(r"[\[\]{}]")
@@ -75,117 +66,22 @@ def load_json(content: bytes) -> Any:
         raise TextError(str(error)) from None
 
 
-def load_yaml(text: str) -> Any:
-    """Return the value of a YAML text: plain data, for no tag builds an object.
-
-    Raises:
-        TextError: the text is no YAML, or names a key twice.
-        ExcessiveError: the text is nested too deep, or stands for too many values.
-    """
-    try:
-        _check_events(text)
-        return yaml.load(text, Loader=_Loader)
-    except TextError:
-        raise
-    except Exception as error:  # PyYAML's constructors fail in many ways on what a tag says and a text is not
-        raise TextError(" ".join(str(error).split())) from None
-
-
 def _check_brackets(text: str) -> None:
     depth = 0
     for match in _BRACKET.finditer(_TEXT.sub("", text)):
         depth += 1 if match[0] in "[{" else -1
-        if depth > _DEPTH:
-            raise ExcessiveError(f"it is nested more than {_DEPTH} levels deep")
+        if depth > DEPTH:
+            raise ExcessiveError(f"it is nested more than {DEPTH} levels deep")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _twice({name for name in found if names.count(name) > 1} if len(pairs) < 1000 else set())
+        raise twice({name for name in found if names.count(name) > 1} if len(pairs) < 1000 else set())
     return found
 
 
-def _twice(names: set[str]) -> TextError:
+def twice(names: set[str]) -> TextError:
+    """Return the error that says which keys stand twice in one mapping."""
     return TextError(f"named twice: {', '.join(sorted(names)) or 'a key of many'}")
-
-
-def _check_events(text: str) -> None:
-    """Follow the parser's events, which it gives without calling itself; nothing is built."""
-    outline = _Outline()
-    for event in yaml.parse(text, Loader=_FastLoader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            outline.enter(event)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            outline.leave()
-        elif isinstance(event, yaml.AliasEvent):
-            outline.refer(event.anchor)
-        elif isinstance(event, yaml.ScalarEvent):
-            outline.scalar(event)
-
-
-class _Outline:
-    """Tracks how deep a YAML text is at the current event, and how many values it has stood for until there."""
-
-    def __init__(self) -> None:
-        self._nodes = 0
-        self._sizes: dict[str, int] = {}  # of what has an anchor
-        # Of every collection that is open: its anchor, the values before it, and of a mapping its keys.
-        self._open: list[tuple[str | None, int, set[str] | None]] = []
-        self._children: list[int] = [0]
-
-    def enter(self, event: Any) -> None:
-        self._count(1)
-        keys: set[str] | None = set() if isinstance(event, yaml.MappingStartEvent) else None
-        self._open.append((event.anchor, self._nodes - 1, keys))
-        self._children.append(0)
-        if len(self._open) > _DEPTH:
-            raise ExcessiveError(f"it is nested more than {_DEPTH} levels deep")
-
-    def leave(self) -> None:
-        anchor, before, _ = self._open.pop()
-        self._children.pop()
-        if anchor is not None:
-            self._sizes[anchor] = self._nodes - before
-
-    def refer(self, anchor: str) -> None:
-        if any(anchor == name for name, _, _ in self._open):
-            raise ExcessiveError(f"*{anchor} stands in what it refers to, which has no end")
-        self._count(self._sizes.get(anchor, 1))
-
-    def scalar(self, event: Any) -> None:
-        keys = self._open[-1][2] if self._open else None
-        is_key = keys is not None and self._children[-1] % 2 == 0
-        self._count(1)
-        if event.anchor is not None:
-            self._sizes[event.anchor] = 1
-        if is_key and keys is not None and event.value != "<<":
-            if event.value in keys:
-                raise _twice({event.value})
-            keys.add(event.value)
-
-    def _count(self, nodes: int) -> None:
-        self._children[-1] += 1
-        self._nodes += nodes
-        if self._nodes > _NODES:
-            raise ExcessiveError(f"it stands for more than {_NODES:,} values")
-
-
-class _Loader(_FastLoader):
-    """A loader that takes no number that is longer than any number."""
-
-
-def _number(tag: str) -> Any:
-    inner = yaml.SafeLoader.yaml_constructors[tag]
-
-    def construct(loader: Any, node: Any) -> Any:
-        if len(node.value) > _DIGITS:
-            raise ExcessiveError(f"it has a number of {len(node.value):,} digits")
-        return inner(loader, node)
-
-    return construct
-
-
-for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-    _Loader.add_constructor(_tag, _number(_tag))

@@ -14,7 +14,8 @@ from megatron_ext.errors import DataError, TrainingError
 from megatron_ext.foreign.translate import read as read_foreign
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.train.configure import configure
-from megatron_ext.untrusted.text import TextError, load_json, load_yaml
+from megatron_ext.untrusted.text import TextError, load_json
+from megatron_ext.untrusted.yaml_text import load_yaml
 from tests.fuzz.mutations import Read, changed
 
 _FLAGS = shlex.split("""

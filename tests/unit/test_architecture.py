@@ -114,6 +114,52 @@ def test_what_help_and_dry_run_import_is_free_of_torch(command: str) -> None:
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
 
 
+_DRY_RUN = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data --vocab-size 512 --dry-run "
+    "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --device cpu"
+)
+_SLOW_TO_IMPORT = {
+    "torch",
+    "megatron.core",
+    "numpy",
+    "yaml",
+    "transformers",
+    "tokenizers",
+    "ctypes",
+    "email",
+    "argparse",
+}
+_ONLY_FOR_RUNS = {"psutil", "multiprocessing", "json", "subprocess", "socket", "shutil", "difflib", "logging"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "left_out", "rooms"),
+    [
+        ("--help", _SLOW_TO_IMPORT | _ONLY_FOR_RUNS, {"cli", "config"}),
+        (_DRY_RUN, _SLOW_TO_IMPORT | {"megatron_ext.config.families"}, None),
+    ],
+)
+def test_an_answer_waits_for_no_import_that_it_does_not_need(
+    flags: str, left_out: set[str], rooms: set[str] | None
+) -> None:
+    program = (
+        "import sys\n"
+        "from megatron_ext.cli.pretrain import start\n"
+        "try:\n"
+        "    start(sys.argv[1:])\n"
+        "finally:\n"
+        "    print(*sys.modules, file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", program, *flags.split()]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    imported = set(ended.stderr.splitlines()[-1].split())
+    assert not imported & left_out
+    entered = {name.split(".")[1] for name in imported if name.startswith("megatron_ext.") and name.count(".") > 1}
+    assert {"cli", "config"} <= entered
+    assert rooms is None or entered == rooms
+
+
 @pytest.mark.parametrize("room", [room for room in FREE_OF_TORCH if (PACKAGE / room).exists()])
 def test_torch_free_rooms(room: str) -> None:
     for path in (PACKAGE / room).rglob("*.py"):

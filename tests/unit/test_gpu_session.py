@@ -236,15 +236,15 @@ def test_what_is_off_is_run_once_a_session(tmp_path: Path, monkeypatch: pytest.M
     assert ran == [plain, switched, plain, switched, switched, f"--one --two {gpu_trial.TIMED}"]
 
 
-def test_a_session_tells_its_cases_where_runs_are_kept_and_leaves_two_files(
+def test_a_session_tells_its_cases_where_runs_are_kept_and_leaves_three_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says = f"import os; open(os.path.join(os.environ[{gpu_trial.KEPT!r}], 'kept.json'), 'w'); print('said')"
     monkeypatch.setattr(gpu_session, "cases", lambda _device: [case("says", says)])
     monkeypatch.setattr(gpu_session, "PHASES", {"trial": None})
     assert main(["--device", "cpu", "--output", str(tmp_path)]) == 0
-    archive, results = sorted(tmp_path.iterdir(), key=lambda path: path.suffix, reverse=True)
-    assert (archive.suffix, results.suffix) == (".zip", ".jsonl")
+    archive, results, machine = sorted(tmp_path.iterdir(), key=lambda path: path.suffix, reverse=True)
+    assert (archive.suffix, results.suffix, machine.suffix) == (".zip", ".jsonl", ".json")
     with zipfile.ZipFile(archive) as logs:
         assert {"kept.json", "trial-says.log"} <= set(logs.namelist())
         assert logs.read("trial-says.log") == b"said\n"

@@ -29,7 +29,8 @@ from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.foreign.translate import read
 from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.untrusted.folder import file_inside
-from megatron_ext.untrusted.text import MOST_YAML, ExcessiveError, TextError, load_json, load_yaml, read_file
+from megatron_ext.untrusted.text import ExcessiveError, TextError, load_json, read_file
+from megatron_ext.untrusted.yaml_text import MOST_YAML, load_yaml
 
 _LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 30))
 _EXCESSIVE = {

@@ -1,0 +1,30 @@
+"""Keeps Python's garbage collector away from what a program imports and keeps until its end.
+
+torch and megatron-core make half a million objects while they are imported. The collector looks through them several
+times on the way, and through all of them at each full collection later, in the middle of some training step.
+"""
+
+import atexit
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def kept_from_the_collector() -> Iterator[None]:
+    """Collect nothing meanwhile, and leave all that is there at the end out of every later collection.
+
+    When the process ends it is given back: what is left out then, torch's libraries would report as leaked. Where
+    megatron-core is imported already, or another one has switched the collector off, nothing is done.
+    """
+    if "megatron.core" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)

@@ -1,0 +1,43 @@
+"""megatron_ext/lasting_imports.py: nothing is collected meanwhile, and what there is then is left alone."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ext.lasting_imports import kept_from_the_collector
+
+_PROGRAM = """
+import atexit, gc, sys
+atexit.register(lambda: print(gc.get_freeze_count()))  # called last
+from megatron_ext.lasting_imports import kept_from_the_collector
+seen = []
+gc.callbacks.append(lambda phase, info: seen.append(phase))
+with kept_from_the_collector():
+    kept = [[] for _ in range(100_000)]
+    print(gc.isenabled(), len(seen))
+print(gc.isenabled(), gc.get_freeze_count() > 100_000)
+sys.modules["megatron.core"] = sys
+gc.unfreeze()
+with kept_from_the_collector():
+    print(gc.isenabled())
+print(gc.get_freeze_count())
+gc.freeze()
+"""
+
+
+def test_imports_are_not_collected_and_given_back_at_the_end() -> None:
+    said = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True).stdout
+    assert said.split("\n") == ["False 0", "True True", "True", "0", "0", ""]
+
+
+def test_what_fails_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name == "megatron.core"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = gc.get_freeze_count()
+    with pytest.raises(ImportError), kept_from_the_collector():
+        raise ImportError
+    assert gc.isenabled()
+    if not before:
+        gc.unfreeze()
