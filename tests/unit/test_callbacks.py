@@ -72,10 +72,12 @@ class _Save:
     """A save that is written when it is told to be."""
 
     log: ClassVar[list[str]] = []
+    kept: ClassVar[list[Any]] = []
     is_written = False
 
     def __init__(self, run: Any, folder: str, *, background: bool, kept: Any):
         self.run, self.iteration = run, run.state.iteration
+        self.kept.append(kept)
         self.log.append(f"begin {self.iteration}")
 
     def written(self) -> bool:
@@ -93,6 +95,7 @@ class _Save:
 def saves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(checkpointing, "Save", _Save)
     monkeypatch.setattr(_Save, "log", [])
+    monkeypatch.setattr(_Save, "kept", [])
     monkeypatch.setattr(_Save, "is_written", False)
     return _Save.log
 
@@ -115,8 +118,13 @@ def test_the_end_saves_what_is_not_saved_yet(saves: list[str]) -> None:
 
 
 def test_one_background_save_ends_before_the_next_begins(saves: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    callback, trainer = _saving(2, 0, 4, background=True)
+    callback, trainer = _saving(2, 0, 3, background=True)
+    assert saves == ["begin 2"], "one that is not written yet goes on"
+    trainer.run.state.iteration = 4
+    callback.on_step_end(trainer, NOTHING)
     assert saves == ["begin 2", "finish 2", "begin 4"]
+    first, second = _Save.kept
+    assert first is second, "the plan and the memory of the first save serve all of them"
     monkeypatch.setattr(_Save, "is_written", True)
     trainer.run.state.iteration = 5
     callback.on_step_end(trainer, NOTHING)
@@ -148,6 +156,10 @@ def test_a_background_save_is_finished_only_where_all_ranks_are_there(
     callback.on_failure(trainer, error)
     assert saves == ["begin 2", *(["finish 2"] if finishes else [])]
     assert ("the background save of iteration 2 was not finished" in capsys.readouterr().err) != finishes
+    callback, trainer = _saving(2, 0, 2, background=True)
+    trainer.run.rank = 1
+    callback.on_failure(trainer, error)
+    assert capsys.readouterr().err == "", "one rank says it"
 
 
 def test_the_last_good_comparison_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,8 @@ def check(made: Launch, capability: int, folder: Path) -> None:
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.asm["cubin"].startswith(b"\x7fELF")
     assert compiled.metadata.shared <= SHARED[capability]
+    narrow = re.findall(r"arith\.muli .*: tensor<\S*xi32>", compiled.asm["ttir"])
+    assert not narrow, f"places of rows must have 64 bits, for tensors of more than 2^31 elements: {narrow}"
     registers, spilled = assembled(compiled.asm["ptx"], capability, folder)
     assert spilled == 0, f"{spilled} bytes of {made[0].__name__} {made[3]} do not fit in {registers} registers"
     assert registers * 32 * options["num_warps"] <= REGISTERS_OF_MULTIPROCESSOR
