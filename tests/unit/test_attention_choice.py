@@ -124,7 +124,7 @@ def test_the_flags_leave_these_kernels() -> None:
     assert left(attention_backend="flash") == (FLASH, FLASH_3, Kernel("flash", 4))
     assert left(attention_backend="flash", flash_attention_version=2) == (FLASH,)
     assert left(flash_attention_version=3) == (FLASH_3,)
-    assert left(attention_backend="fused") == (FUSED,)
+    assert left(attention_backend="fused") == left(attention_backend="fused", flash_attention_version=3) == (FUSED,)
     assert left(attention_backend="unfused") == (UNFUSED,)
 
 

@@ -133,6 +133,29 @@ def test_one_background_save_ends_before_the_next_begins(saves: list[str], monke
     assert saves[4:] == ["begin 5", "finish 5"]
 
 
+def test_the_time_of_a_save_is_its_own(saves: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins when the save before has ended; the training waits for what the save itself does at once."""
+    now, said = [0.0], []
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(checkpointing, "say", said.append)
+
+    def takes(name: str, seconds: float) -> None:
+        action = getattr(_Save, name)
+
+        def slow(*given: Any, **named: Any) -> Any:
+            now[0] += seconds
+            return action(*given, **named)
+
+        monkeypatch.setattr(_Save, name, slow)
+
+    takes("__init__", 2.0)
+    takes("finish", 10.0)
+    callback, trainer = _saving(2, 0, 4, background=True)
+    callback.on_end(trainer)
+    stopped = "in 12.0 s (in the background; training stopped for 2.0 s)"
+    assert said == [f"checkpoint: saved iter_{iteration} {stopped}" for iteration in (2, 4)]
+
+
 def test_an_update_begins_when_the_weights_are_copied(saves: list[str]) -> None:
     callback, trainer = _saving(2, 0, 1, background=True)
     callback.before_update(trainer)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.checkpoint.huggingface import saved_model
 from megatron_ext.checkpoint.megatron_lm.arguments import read_args
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files, read_metadata
@@ -313,3 +314,15 @@ def test_megatron_cores_loading_reads_by_our_reader_and_no_free_pickle(
             raise KeyError
         assert engine_torch.FileSystemReader is before
         assert os.environ.get(_FORCED) == said
+
+
+def test_a_shard_that_torch_reads_for_an_export_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements in another order are put right by torch, which would run what the file says."""
+    monkeypatch.delenv(_FORCED, raising=False)
+    data = archive(_calls("os", "mkdir", str(tmp_path / "canary")), None)[0]
+    chunk = Chunk(offsets=(0,), sizes=(1,), file="__0_0.distcp", offset=0, length=len(data))
+    with pytest.raises(pickle.UnpicklingError):
+        saved_model._read(io.BytesIO(data), chunk, "F32")
+    assert not (tmp_path / "canary").exists()
+    torch.load(io.BytesIO(data), weights_only=False)
+    assert (tmp_path / "canary").exists(), "it would have"

@@ -246,6 +246,12 @@ def test_what_a_rank_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     votes = StopVotes(by_sigterm=0, otherwise=0, overdue=1)
     assert numbers.summed_on_device(votes).tolist() == [2 * loss, 2 * tokens, 0.0, 0.0, 0.0, 0.0, 2.0]
     assert own.item() == loss
+    numbers = SharedNumbers(_numbers(ranks=2))
+    own = numbers.loss
+    numbers.add_loss(torch.tensor([loss, tokens], dtype=torch.float64))
+    numbers.add_gradients(True, math.nan)
+    assert numbers.summed()[:4] == (loss / tokens, int(2 * tokens), 0, 2)
+    assert own.item() == loss, "that of all ranks is another"
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,29 @@
 """What of a checkpoint is put back, by the flags; what of its optimizer counts; and which checkpoints may go."""
 
 import dataclasses
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_ext.checkpoint.native import contents, load, optimizer_state, retention
+from megatron_ext.checkpoint.native import contents, load, optimizer_state, retention, saved_rows
 from megatron_ext.checkpoint.native.contents import Contents, Parts
 from megatron_ext.checkpoint.native.folder import Found
 from megatron_ext.checkpoint.native.saved_rows import joined
-from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.errors import DataError
 from megatron_ext.optim.torch_optimizer import torch_optimizer
 from megatron_ext.parallel.rows import RowShard
 from megatron_ext.train.state import TrainState
 from tests.support.small_models import small_config
+from tests.support.wrong_flags import BASE
 
 ALL = Parts(optimizer=True, rng=True, progress=True)
 GRID = [1, 2, 4]
@@ -251,3 +257,48 @@ def test_earlier_checkpoints_go_when_the_newest_is_whole(
     monkeypatch.undo()
     assert retention._is_link(tmp_path, 10)
     assert not retention._is_link(tmp_path, 20)
+
+
+def _saved(rows: int, columns: int, first: int, of: int) -> ShardedTensor:
+    """Rows of a tensor of `of` rows in a checkpoint, from `first` on."""
+    data = torch.zeros(rows, columns, dtype=torch.bfloat16)
+    return replace(
+        ShardedTensor.from_rank_offsets("weight", data, replica_id=(0, 1, 2)),
+        global_shape=(of, columns),
+        global_offset=(first, 0),
+        axis_fragmentations=None,
+    )
+
+
+def test_rows_of_several_tensors_are_saved_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of six rows is rows 4 to 6 of one tensor and 20 to 22 of another; this rank has its rows 1 to 4."""
+    monkeypatch.setattr(saved_rows, "_parts", lambda weight: [_saved(3, 2, 4, 10), _saved(3, 2, 20, 30)])
+    rows = torch.arange(8.0).view(4, 2)
+    found = saved_rows.pieces("weight", RowShard(rows, 1, (6, 2), None, replica=3), rows, "state")  # pyright: ignore
+    assert [(piece.key, piece.global_offset, piece.data.tolist(), piece.dtype) for piece in found.values()] == [
+        ("state", (5, 0), [[0.0, 1.0], [2.0, 3.0]], torch.float32),
+        ("state", (20, 0), [[4.0, 5.0], [6.0, 7.0]], torch.float32),
+    ]
+    assert {piece.replica_id for piece in found.values()} == {(0, 1, 3)}
+
+
+def test_state_is_saved_as_its_weight_is_cut_in_its_own_type() -> None:
+    weight = _saved(3, 2, 4, 10)
+    state = {"exp_avg": torch.ones(3, 2)}
+    key = id(weight.data)
+    found: Any = optimizer_state._like_weights({key: state}, {"w": weight, "another": _saved(1, 1, 0, 1)}, {key: None})
+    assert list(found) == ["exp_avg"]
+    [(name, made)] = found["exp_avg"].items()
+    assert (name, made.key, made.dtype, made.global_offset) == (
+        "w", "optimizer.state.exp_avg.weight", torch.float32, (4, 0)
+    )  # fmt: skip
+    assert made.data is state["exp_avg"]
+    assert optimizer_state._written_by(weight, 3, 1).replica_id == (0, 1, 2), "written by the rank of the replica"
+
+
+def test_who_only_evaluates_needs_no_optimizer() -> None:
+    def resolved(flags: str) -> Config:
+        return resolve(parse(shlex.split(f"{BASE} {flags}")).values, Facts())
+
+    assert resolved("--skip-train").checkpoint.no_load_optim
+    assert not resolved("").checkpoint.no_load_optim
