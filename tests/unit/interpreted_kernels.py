@@ -234,7 +234,9 @@ def test_heads_out_of_their_product(
     if table is not None:
         expected[:2] = [rotate_reference(x, table.double(), interleaved=interleaved) for x in expected[:2]]
     grads = [drawn(*reversed(head.shape), dtype=dtype, seed=5).permute(3, 2, 1, 0) for head in heads]
-    grads[2] = grads[2].contiguous()  # each lies in an order of its own
+    # Each lies in an order of its own; the keys' is read there, channel after channel.
+    grads[1] = drawn(sequence, batch, groups, channels, dtype=dtype, seed=6).permute(1, 2, 0, 3)
+    grads[2] = grads[2].contiguous()
     for got, known in zip(heads, expected, strict=True):
         assert got.is_contiguous()
         within(got, known.detach(), torch.full_like(known, 8.0), 4)
