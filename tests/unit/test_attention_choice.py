@@ -266,7 +266,7 @@ class _Clock:
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward of causal attention with the rank's own heads; the first passes do not count."""
     made: list[tuple[Any, ...]] = []
-    genuine = F.scaled_dot_product_attention
+    genuine: Any = F.scaled_dot_product_attention
 
     def attend(*heads: torch.Tensor, **named: Any) -> torch.Tensor:
         made.append(([tuple(one.shape) for one in heads], {one.dtype for one in heads}, named))

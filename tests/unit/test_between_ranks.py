@@ -257,6 +257,8 @@ def test_angles_are_those_of_a_ranks_positions(rank: int, expected: list[int]) -
     config = small_config({**LLAMA, **scaling, "seq_length": 8}, layout={"context_parallel_size": 2, "world_size": 2})
     groups: Any = SimpleNamespace(cp=_group(rank, 2))
     [(kind, _)] = stack(config).kinds
+    assert kind.attention.rotary is not None
+    assert kind.attention.rotary.scaling is not None
     table = RotaryTable(kind.attention, transformer_config(config, "cpu"), groups)
     scaled = scaled_inverse_frequencies(1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16.0), kind.attention.rotary.scaling)
     assert not torch.equal(scaled, 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16.0) / 4.0)
@@ -296,8 +298,8 @@ def test_a_ring_is_attention_over_all_positions(dtype: torch.dtype, monkeypatch:
     ranks, scale = 3, 0.4
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, heads, 12, 8, generator=generator).to(dtype) for heads in (4, 2, 2, 4)]
-    exact = [tensor.double().requires_grad_() for tensor in whole[:3]]
-    expected = F.scaled_dot_product_attention(*exact, is_causal=True, scale=scale, enable_gqa=True)
+    query, key, value = exact = [tensor.double().requires_grad_() for tensor in whole[:3]]
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     wanted = torch.autograd.grad(expected, exact, whole[3].double())
     parts = [_in_chunks(tensor, ranks) for tensor in whole]
     merged: set[torch.dtype] = set()
@@ -313,8 +315,8 @@ def test_a_ring_is_attention_over_all_positions(dtype: torch.dtype, monkeypatch:
     monkeypatch.setattr(context_parallel, "merge", merge)
 
     def forward(rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        heads = [part[rank].clone().requires_grad_() for part in parts[:3]]
-        return context_parallel.attend_ring(*heads, _group(rank, ranks), scale), heads
+        query, key, value = heads = [part[rank].clone().requires_grad_() for part in parts[:3]]
+        return context_parallel.attend_ring(query, key, value, _group(rank, ranks), scale), heads
 
     with ThreadPoolExecutor(ranks) as threads:
         made = list(threads.map(forward, range(ranks)))

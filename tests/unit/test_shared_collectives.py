@@ -2,8 +2,10 @@
 contiguous. Stand-ins take the place of the memory; tests/distributed/test_shared_memory.py has real ranks."""
 
 import ctypes
+import os
 import threading
 from collections import deque
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,13 @@ import pytest
 import torch
 
 from megatron_ext.device.shared_memory import channel as module
-from megatron_ext.device.shared_memory import collectives
+from megatron_ext.device.shared_memory import collectives, mailbox, meeting, replaced
 from megatron_ext.device.shared_memory.channel import Channel
 from megatron_ext.device.shared_memory.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, _fill
+from megatron_ext.device.shared_memory.mailbox import Outgoing
 from megatron_ext.device.shared_memory.ring_order import MEAN
-from megatron_ext.device.shared_memory.segment import SLOTS
+from megatron_ext.device.shared_memory.segment import MAIL_SLOTS, MOST_RANKS, SLOTS
+from megatron_ext.device.shared_memory.work import SharedWork
 
 SUM = torch.distributed.ReduceOp.RedOpType.__members__["SUM"].value
 NOTHING: Any = None
@@ -166,3 +170,96 @@ def test_chunks_of_a_tensor_lie_in_the_rows_of_their_turn() -> None:
     assert collectives._moves(4, 4, 2, 0) == ((0, 0, 8), (1, 8, 8))
     assert collectives._moves(4, 4, 2, 1) == ((1, 0, 8), (0, 8, 8))
     assert collectives._moves(1, 4, 2, 1) == ((1, 0, 4),)
+
+
+def test_as_many_messages_wait_as_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    box: Any = object.__new__(Outgoing)
+    places = [(100 + number, number) for number in range(MAIL_SLOTS)]
+    words = [0] * (MAIL_SLOTS + 4)
+    vars(box).update(
+        segment=SimpleNamespace(words=words, address=0), taken=MAIL_SLOTS, _sent=MAIL_SLOTS + 1, _places=places
+    )
+    monkeypatch.setattr(mailbox.futex, "wake", lambda address: None)
+    monkeypatch.setattr(mailbox.futex, "fence", lambda: None)
+    copied: list[Any] = []
+    monkeypatch.setattr(mailbox.ctypes, "memmove", lambda *given: copied.append(given))
+    tensor = torch.ones(3)
+    words[MAIL_SLOTS] = 5
+    assert not box.write(5 + MAIL_SLOTS + 1, tensor), "the first of them is not read yet"
+    assert copied == []
+    assert box.write(5 + MAIL_SLOTS, tensor)
+    place = (5 + MAIL_SLOTS) % MAIL_SLOTS
+    assert copied == [(100 + place, tensor.data_ptr(), 12)]
+    assert (words[place], words[MAIL_SLOTS + 1]) == (12, 5 + MAIL_SLOTS)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What goes through the shared memory of three ranks, in place of gloo."""
+    made: list[str] = []
+    here = SimpleNamespace(ranks=3, issue=lambda work, size: made.append(f"{work} of {size}"))
+    monkeypatch.setattr(replaced, "_ends", lambda group, *tensors: SimpleNamespace(channel=here))
+    monkeypatch.setattr(replaced, "LARGEST", 120)
+    for name in ("AllReduce", "ReduceScatter", "AllToAll"):
+        monkeypatch.setattr(collectives, name, lambda *_given, name=name: name)
+    return made
+
+
+def test_what_every_rank_reads_whole_must_fit_for_all(taken: list[str]) -> None:
+    allreduce = replaced.all_reduce(lambda *_given: taken.append("gloo"))
+    for length in (10, 11):
+        allreduce("group", [torch.ones(length)], torch.distributed.AllreduceOptions())
+    assert taken == ["AllReduce of 40", "gloo"]
+
+
+def test_parts_that_are_not_equal_are_gloos(taken: list[str]) -> None:
+    scatter = replaced.reduce_scatter(lambda *_given: taken.append("gloo"))
+    exchange = replaced.all_to_all(lambda *_given: taken.append("gloo"))
+    options = torch.distributed.ReduceScatterOptions()
+    scatter("group", torch.ones(2), torch.ones(6), options)
+    scatter("group", torch.ones(2), torch.ones(7), options)
+    exchange("group", torch.ones(6, 2), torch.ones(6, 2), [], [], None)
+    exchange("group", torch.ones(4, 3), torch.ones(4, 3), [], [], None)
+    exchange("group", torch.ones(6, 2), torch.ones(6, 2), [1, 2, 3], [1, 2, 3], None)
+    exchange("group", torch.ones(9), torch.ones(6), [], [], None)
+    assert taken == ["ReduceScatter of 24", "gloo", "AllToAll of 48", "gloo", "gloo", "gloo"]
+
+
+@pytest.mark.parametrize("given", [None, timedelta(0), timedelta(seconds=3)])
+def test_no_time_limit_is_the_groups(given: timedelta | None) -> None:
+    asked: list[Any] = []
+    work = SharedWork("all_reduce", [], [])
+    work.await_ready = asked.append  # pyright: ignore[reportAttributeAccessIssue]
+    work.finish = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    assert work.complete(given)
+    assert asked == [timedelta(seconds=3) if given else None]
+
+
+@pytest.mark.parametrize(("ranks", "meets"), [(1, False), (2, True), (MOST_RANKS, True), (MOST_RANKS + 1, False)])
+def test_ranks_of_one_machine_meet_in_its_memory(ranks: int, meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the names that they have in the whole run, for those who are told of one."""
+    file, watched = os.open(os.devnull, os.O_RDONLY), []
+    said = iter([[f"machine|{100 + rank}|{file}" for rank in range(ranks)], ["-"] * ranks])
+    for name, value in {
+        "_create": lambda ranks: file,
+        "_machine": lambda: "machine",
+        "_exchange": lambda *_given: next(said),
+        "_map": lambda process, file, ranks: (("segment", process, file), "-"),
+    }.items():
+        monkeypatch.setattr(meeting, name, value)
+    monkeypatch.setattr(meeting.futex, "is_available", lambda: True)
+    monkeypatch.setattr(meeting.peers, "watch", watched.append)
+    names = [10 + rank for rank in range(ranks)]
+    found = meeting.meet(NOTHING, 0, ranks, names)
+    if not meets:
+        os.close(file)
+        assert found is None
+        return
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.close(file)  # it is mapped, and needed no longer
+    assert found is not None
+    segment, members = found
+    processes = tuple(range(100, 100 + ranks))
+    assert segment == ("segment", 100, file)
+    assert (members.rank, members.processes, members.names) == (0, processes, tuple(names))
+    assert watched == [*processes]

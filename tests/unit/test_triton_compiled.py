@@ -149,7 +149,7 @@ def products_in_32_bits(made: Launch) -> list[str]:
     """Products of two numbers that are no constants, in a kernel as it is read."""
     source, options = source_of(made)
     target, context = GPUTarget("cuda", 90, 32), ir.context()
-    backend = make_backend(target)
+    backend: Any = make_backend(target)
     ir.load_dialects(context)
     backend.load_dialects(context)
     parsed = backend.parse_options(options)

@@ -275,7 +275,9 @@ def test_rows_of_several_tensors_are_saved_where_they_belong(monkeypatch: pytest
     monkeypatch.setattr(saved_rows, "_parts", lambda weight: [_saved(3, 2, 4, 10), _saved(3, 2, 20, 30)])
     rows = torch.arange(8.0).view(4, 2)
     found = saved_rows.pieces("weight", RowShard(rows, 1, (6, 2), None, replica=3), rows, "state")  # pyright: ignore
-    assert [(piece.key, piece.global_offset, piece.data.tolist(), piece.dtype) for piece in found.values()] == [
+    assert [
+        (piece.key, piece.global_offset, torch.as_tensor(piece.data).tolist(), piece.dtype) for piece in found.values()
+    ] == [
         ("state", (5, 0), [[0.0, 1.0], [2.0, 3.0]], torch.float32),
         ("state", (20, 0), [[4.0, 5.0], [6.0, 7.0]], torch.float32),
     ]
