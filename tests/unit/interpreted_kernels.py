@@ -156,8 +156,10 @@ def test_norms(kind: str, dtype: torch.dtype, spaced: bool, shape: tuple[int, ..
 def test_a_sum_that_only_one_result_uses() -> None:
     x, residual, weight = (drawn(*shape, dtype=torch.float32).requires_grad_() for shape in ((4, 9), (4, 9), (9,)))
     y, total = norm_of_sum(x, residual, weight, None, EPS)
-    (alone,) = torch.autograd.grad(total.sum(), x)
+    alone, others, of_weight = torch.autograd.grad(total.sum(), (x, residual, weight), allow_unused=True)
     assert torch.equal(alone, torch.ones_like(x))
+    assert torch.equal(others, alone)
+    assert of_weight is None, "nothing is computed for a norm that nobody uses"
     y, total = norm_of_sum(x, residual, weight, None, EPS)
     (of_norm,) = torch.autograd.grad(y.sum(), x)
     again = total.detach().requires_grad_()
@@ -232,6 +234,9 @@ def test_heads_out_of_their_product(
     if table is not None:
         expected[:2] = [rotate_reference(x, table.double(), interleaved=interleaved) for x in expected[:2]]
     grads = [drawn(*reversed(head.shape), dtype=dtype, seed=5).permute(3, 2, 1, 0) for head in heads]
+    # Each lies in an order of its own; the keys' is read there, channel after channel.
+    grads[1] = drawn(sequence, batch, groups, channels, dtype=dtype, seed=6).permute(1, 2, 0, 3)
+    grads[2] = grads[2].contiguous()
     for got, known in zip(heads, expected, strict=True):
         assert got.is_contiguous()
         within(got, known.detach(), torch.full_like(known, 8.0), 4)
@@ -260,17 +265,59 @@ def test_rotation_alone(dtype: torch.dtype, kind: str, interleaved: bool) -> Non
     within(made, known, torch.full_like(known, 8.0), 4)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_channels_that_lie_apart_are_read_where_they_are(interleaved: bool) -> None:
+    """Of the product, of heads, of their gradients and of the table: kernels step from channel to channel by one."""
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.stack((tensor, torch.full_like(tensor, torch.nan)), dim=-1)[..., 0]
+        assert made.stride(-1) == 2
+        return made
+
+    table: Any = angles("documents", torch.float32, 1, 3, 4)
+    packed = drawn(3, 1, 1, 3 * 8, dtype=torch.float32)
+    grads = [drawn(1, 1, 3, 8, dtype=torch.float32, seed=seed) for seed in range(3)]
+    results: list[list[torch.Tensor]] = []
+    for form in (torch.Tensor.contiguous, apart):
+        given = form(packed).requires_grad_()
+        heads = split_heads(given, form(table), 8, interleaved=interleaved)
+        results.append([*heads, *torch.autograd.grad(heads, given, [form(grad) for grad in grads])])
+        given = form(grads[0]).requires_grad_()
+        turned = rotate(given, form(table), interleaved=interleaved)
+        results[-1] += [turned, *torch.autograd.grad(turned, given, form(grads[0]))]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_a_launch_says_how_products_and_sums_are_rounded() -> None:
+    """And there is none where there is nothing to compute, which a GPU would refuse."""
+    launched: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, **constants: launched.append((grid, given, constants))
+
+    for grid in ((3, 2), (0,), (3, 0), (3, 2, 0)):
+        choice.launch(Kernel(), grid, "x", BLOCK=4)
+    assert launched == [((3, 2), ("x",), {"enable_fp_fusion": True, "BLOCK": 4})]
+
+
 def test_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
-        here, double, wide = (
+        here, double, widest, wide = (
             torch.empty(2, columns, dtype=dtype, device="cuda")
-            for columns, dtype in ((8, torch.float16), (8, torch.float64), (choice.WIDEST + 1, torch.float32))
+            for columns, dtype in (
+                (8, torch.float16),
+                (8, torch.float64),
+                (choice.WIDEST, torch.float32),
+                (choice.WIDEST + 1, torch.float32),
+            )
         )
     assert not choice.take(here), "before anybody says so"
     monkeypatch.setattr(choice, "_used", True)
     assert (choice.take(here), choice.take_rows(here)) == (True, True)
     assert not choice.take(torch.ones(2)), "a CPU computes by itself"
     assert not choice.take(double)
+    assert choice.take_rows(widest)
     assert (choice.take(wide), choice.take_rows(wide)) == (True, False)
     with torch.inference_mode():
         assert not choice.take(here)

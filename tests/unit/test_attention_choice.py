@@ -124,7 +124,7 @@ def test_the_flags_leave_these_kernels() -> None:
     assert left(attention_backend="flash") == (FLASH, FLASH_3, Kernel("flash", 4))
     assert left(attention_backend="flash", flash_attention_version=2) == (FLASH,)
     assert left(flash_attention_version=3) == (FLASH_3,)
-    assert left(attention_backend="fused") == (FUSED,)
+    assert left(attention_backend="fused") == left(attention_backend="fused", flash_attention_version=3) == (FUSED,)
     assert left(attention_backend="unfused") == (UNFUSED,)
 
 
@@ -175,6 +175,9 @@ def test_a_resumed_run_keeps_its_kernel(times: dict[Kernel, float]) -> None:
     assert resumed("flash", 2, attention_backend="fused") == ("fused", None), "the flag is stronger"
     missing: Any = SimpleNamespace(saved=None)
     assert settled(choose(bf16(), GPU, missing).config) == ("fused", None)
+    times[FLASH] = 0.001
+    assert resumed("fused") == ("fused", None), "another would round differently"
+    assert settled(choose(bf16(), GPU, missing).config) == ("flash", 2)
 
 
 @pytest.mark.parametrize("runs_on_rank_0", [True, False])
@@ -206,7 +209,11 @@ def test_a_kernel_that_cannot_run_is_refused(times: dict[Kernel, float], monkeyp
     wanted = {"attention_backend": "flash", "flash_attention_version": 4}
     with pytest.raises(ConfigurationError, match=r"--flash-attention-version 4: torch finds no package of it here"):
         choose(bf16(**wanted), GPU, None)
+    with pytest.raises(ConfigurationError, match=r"auto --flash-attention-version 4: torch finds no package"):
+        choose(bf16(flash_attention_version=4), GPU, None)
     del times[FLASH]
+    with pytest.raises(ConfigurationError, match=r"--attention-backend flash: NVIDIA H200 cannot run it"):
+        choose(bf16(attention_backend="flash"), GPU, None)  # of its three packages one is there
     left = choose(bf16(), GPU, None)
     assert settled(left.config) == ("auto", None)
     assert left.text == "torch's choice: no fused kernel takes these heads"
@@ -241,6 +248,81 @@ def test_what_heads_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
         dropout=model.attention_dropout,
         deterministic=True,
     )
+
+
+def test_heads_are_those_of_ranks_that_exchange_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a2a each context-parallel rank has whole samples and a part of the heads; the wider of keys and values
+    counts."""
+    described = attention_kernel.layers(small_config({"attention_dropout": 0.125, "hidden_dropout": 0.5}))
+    wider = replace(described[0], attention=replace(described[0].attention, value_head_size=24))
+    for kinds, channels in ((described, 16), ([wider], 24)):
+        monkeypatch.setattr(attention_kernel, "layers", lambda config, kinds=kinds: kinds)
+        layout = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "cp_comm_type": ("a2a",)}
+        config = small_config({"attention_dropout": 0.125, "hidden_dropout": 0.5}, layout={**layout, "world_size": 4})
+        heads = attention_kernel._heads(config)
+        assert heads == Heads(2, 1, 1, 16, channels, torch.float32, 0.125)
+
+
+class _Clock:
+    """Stands for a device: each pass takes as many seconds as its number, once all have been waited for."""
+
+    kind, torch_device = "cpu", torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.marks, self.waited = 0, False
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def seconds_between(self, first: int, last: int) -> float:
+        assert self.waited, "the device is not there yet"
+        assert last == first + 1
+        return float(last**2)
+
+
+def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of causal attention with the rank's own heads; the first passes do not count."""
+    made: list[tuple[Any, ...]] = []
+    genuine: Any = F.scaled_dot_product_attention
+
+    def attend(*heads: torch.Tensor, **named: Any) -> torch.Tensor:
+        made.append(([tuple(one.shape) for one in heads], {one.dtype for one in heads}, named))
+        assert all(one.requires_grad for one in heads)
+        return genuine(*heads, **named)
+
+    graded: list[int] = []
+    differentiate = torch.autograd.grad
+    monkeypatch.setattr(attention_choice.F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda out, of, gradient: graded.append(len(of)) or differentiate(out, of, gradient)
+    )
+    clock: Any = _Clock()
+    heads = replace(HEADS, dropout=0.25, dtype=torch.float64)
+    # Thirteen passes; the squares of 8, 10, ..., 26, whose median is between those of 16 and 18.
+    assert attention_choice._measured(heads, clock) == (16**2 + 18**2) / 2
+    assert graded == [3] * 13
+    named = {"dropout_p": 0.25, "is_causal": True, "enable_gqa": True}
+    assert made == [([(2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)], {torch.float64}, named)] * 13
+    attention_choice._measured(replace(HEADS, groups=4), clock)
+    assert made[-1][2]["enable_gqa"] is False
+
+
+def test_a_package_must_be_known_to_torch_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for known, found, expected in ((["FA3"], True, True), (["FA4"], True, False), (["FA3"], False, False)):
+        monkeypatch.setattr(attention, "list_flash_attention_impls", lambda known=known: known, raising=False)
+        monkeypatch.setattr(attention_choice, "_is_found", lambda package, found=found: found)
+        assert is_installed(FLASH_3) == expected
+
+    def raises(package: str) -> None:
+        raise ImportError(package)
+
+    monkeypatch.undo()
+    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", raises)
+    assert not attention_choice._is_found("flash_attn.cute"), "its parent cannot be imported"
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,12 @@ class _Save:
     """A save that is written when it is told to be."""
 
     log: ClassVar[list[str]] = []
+    kept: ClassVar[list[Any]] = []
     is_written = False
 
     def __init__(self, run: Any, folder: str, *, background: bool, kept: Any):
         self.run, self.iteration = run, run.state.iteration
+        self.kept.append(kept)
         self.log.append(f"begin {self.iteration}")
 
     def written(self) -> bool:
@@ -93,6 +95,7 @@ class _Save:
 def saves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(checkpointing, "Save", _Save)
     monkeypatch.setattr(_Save, "log", [])
+    monkeypatch.setattr(_Save, "kept", [])
     monkeypatch.setattr(_Save, "is_written", False)
     return _Save.log
 
@@ -115,14 +118,42 @@ def test_the_end_saves_what_is_not_saved_yet(saves: list[str]) -> None:
 
 
 def test_one_background_save_ends_before_the_next_begins(saves: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    callback, trainer = _saving(2, 0, 4, background=True)
+    callback, trainer = _saving(2, 0, 3, background=True)
+    assert saves == ["begin 2"], "one that is not written yet goes on"
+    trainer.run.state.iteration = 4
+    callback.on_step_end(trainer, NOTHING)
     assert saves == ["begin 2", "finish 2", "begin 4"]
+    first, second = _Save.kept
+    assert first is second, "the plan and the memory of the first save serve all of them"
     monkeypatch.setattr(_Save, "is_written", True)
     trainer.run.state.iteration = 5
     callback.on_step_end(trainer, NOTHING)
     assert saves[3:] == ["finish 4"], "as soon as all ranks have written"
     callback.on_end(trainer)
     assert saves[4:] == ["begin 5", "finish 5"]
+
+
+def test_the_time_of_a_save_is_its_own(saves: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins when the save before has ended; the training waits for what the save itself does at once."""
+    now, said = [0.0], []
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(checkpointing, "say", said.append)
+
+    def takes(name: str, seconds: float) -> None:
+        action = getattr(_Save, name)
+
+        def slow(*given: Any, **named: Any) -> Any:
+            now[0] += seconds
+            return action(*given, **named)
+
+        monkeypatch.setattr(_Save, name, slow)
+
+    takes("__init__", 2.0)
+    takes("finish", 10.0)
+    callback, trainer = _saving(2, 0, 4, background=True)
+    callback.on_end(trainer)
+    stopped = "in 12.0 s (in the background; training stopped for 2.0 s)"
+    assert said == [f"checkpoint: saved iter_{iteration} {stopped}" for iteration in (2, 4)]
 
 
 def test_an_update_begins_when_the_weights_are_copied(saves: list[str]) -> None:
@@ -148,6 +179,10 @@ def test_a_background_save_is_finished_only_where_all_ranks_are_there(
     callback.on_failure(trainer, error)
     assert saves == ["begin 2", *(["finish 2"] if finishes else [])]
     assert ("the background save of iteration 2 was not finished" in capsys.readouterr().err) != finishes
+    callback, trainer = _saving(2, 0, 2, background=True)
+    trainer.run.rank = 1
+    callback.on_failure(trainer, error)
+    assert capsys.readouterr().err == "", "one rank says it"
 
 
 def test_the_last_good_comparison_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ def test_what_is_drawn_from() -> None:
     assert _kept(logits, top_k=9) == [0, 1, 2, 3]
     assert _kept(logits, top_p=0.6) == [0, 1], "the most likely ones that have as much together"
     assert _kept(logits, top_p=1e-9) == [0], "one is always left"
+    assert len(_kept([0.0, 0.0], top_p=0.5)) == 1, "exactly as much is enough"
     assert _kept(logits, min_p=0.4) == [0, 1]
     assert _kept(logits, min_p=1.0) == [0]
     assert _kept(logits, temperature=0.1, min_p=0.1) == [0], "the temperature comes first"

@@ -3,13 +3,15 @@
 Stand-ins for CUDA's streams and events record who waits for whom; the order follows from that alone.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext.checkpoint.native.snapshot import HostMemory
-from megatron_ext.device.cuda import CopiesAside
+from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory
+from megatron_ext.device.cpu import CopiesAtOnce
+from megatron_ext.device.cuda import CopiesAside, CudaDevice
 
 
 class Streams:
@@ -116,3 +118,50 @@ def test_memory_for_a_gpu_is_pinned(streams: Streams, monkeypatch: pytest.Monkey
     HostMemory().copy(CopiesAside(), "a", OnGpu(streams))  # pyright: ignore[reportArgumentType]
     assert [(how["device"], how["pin_memory"]) for how in asked] == [("cpu", True)]
     assert "copy" in streams.after
+
+
+def test_numbers_that_are_read_later_are_copied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64 and into pinned memory: else the host would wait for the copy."""
+    asked: list[tuple[Any, ...]] = []
+    genuine = torch.empty
+
+    def empty(shape: Any, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        asked.append((tuple(shape), dtype, pin_memory))
+        return genuine(shape, dtype=dtype)
+
+    heard: list[str] = []
+    event = SimpleNamespace(record=lambda: heard.append("recorded"), synchronize=lambda: heard.append("waited"))
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    numbers = torch.tensor([1.0 + 2.0**-40, 2.0], dtype=torch.float64)
+    read = object.__new__(CudaDevice).read_later(numbers)
+    assert heard == ["recorded"]
+    numbers.zero_()
+    assert read() == [1.0 + 2.0**-40, 2.0]
+    assert heard == ["recorded", "waited"]
+    assert asked == [((2,), torch.float64, True)]
+
+
+def test_one_save_after_the_other_uses_the_same_memory() -> None:
+    """Unless a tensor has another shape or type by then."""
+    memory, copies = HostMemory(), CopiesAtOnce()
+    first = memory.copy(copies, "a", torch.tensor([1.0, 2.0]))
+    again = memory.copy(copies, "a", torch.tensor([3.0, 4.0]))
+    assert again is first
+    assert (first.tolist(), memory.bytes) == ([3.0, 4.0], 8)
+    assert memory.copy(copies, "b", torch.tensor([5.0])) is not first
+    shorter = memory.copy(copies, "a", torch.tensor([6.0]))
+    assert (shorter.tolist(), memory.bytes) == ([6.0], 8)
+    other = memory.copy(copies, "a", torch.tensor([7], dtype=torch.int64))
+    assert (other.tolist(), other.dtype, memory.bytes) == ([7], torch.int64, 12)
+
+
+def test_host_memory_moves_over_gloo_in_a_group_of_the_same_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: {"group": [1, 3]}[group])
+    monkeypatch.setattr(
+        torch.distributed, "new_group", lambda ranks, **named: made.append((ranks, named)) or f"new {len(made)}"
+    )
+    groups, group = HostGroups(), "group"
+    assert [groups.of(group) for _ in range(2)] == ["new 1"] * 2  # pyright: ignore[reportArgumentType]
+    assert made == [([1, 3], {"backend": "gloo", "use_local_synchronization": True})]

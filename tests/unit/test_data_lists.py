@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config import data_lists
 from megatron_ext.config.arguments import parse, read
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
@@ -42,6 +43,7 @@ def test_a_list_for_each_part_stands_for_their_flags(tmp_path: Path) -> None:
         ({"valid": ["a"]}, "expected an object with train, valid and test"),
         ({"train": ["a"], "validation": ["b"]}, "expected an object with train, valid and test"),
         ({"train": [["a"]]}, "train is not a list of prefixes, or of weights and prefixes in turn"),
+        ({"train": ["a", ["b"]]}, "train is not a list of prefixes"),
         ({"train": {"a": 1}}, "train is not a list of prefixes"),
     ],
 )
@@ -56,6 +58,22 @@ def test_a_list_and_a_flag_do_not_name_the_same_data(tmp_path: Path) -> None:
     path = listed(tmp_path, "a b c")
     with pytest.raises(ConfigurationError, match=r"--data-args-path .* and --data-path name the same data; keep one"):
         parse(["--data-args-path", path, "--data-path", "d"])
+
+
+def test_parts_without_data_are_left_out(tmp_path: Path) -> None:
+    path = listed(tmp_path, {"train": ["a"], "valid": [], "test": ""})
+    assert parse(["--per-split-data-args-path", path]).values == {"train_data_path": ("a",)}
+
+
+def test_a_file_that_is_no_text_or_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "data.txt"
+    path.write_bytes(b"/a\xff/b")
+    with pytest.raises(ConfigurationError, match=r"--data-args-path \S+/data.txt cannot be read: 'utf-8' codec"):
+        parse(["--data-args-path", str(path)])
+    path.write_text("/a/b")
+    monkeypatch.setattr(data_lists, "_MOST_BYTES", 3)
+    with pytest.raises(ConfigurationError, match=r"--data-args-path \S+/data.txt cannot be read"):
+        parse(["--data-args-path", str(path)])
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:

@@ -20,14 +20,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.checkpoint.huggingface import saved_model
 from megatron_ext.checkpoint.megatron_lm.arguments import read_args
 from megatron_ext.checkpoint.native import torch_dist
-from megatron_ext.checkpoint.native.safe_reading import no_code_from_files, read_metadata
+from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files, read_metadata
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, plain
 from megatron_ext.checkpoint.native.torch_dist import ALLOWED, Chunk, Tensor
 from megatron_ext.untrusted.inert_pickle import Global, Made, Stored, read
 
 _PLANTED = "planted_by_a_pickle"
+_FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _READERS = (read_metadata, torch_dist.read, torch_dist.read_objects)
 _MADE = b"cpathlib\nPosixPath\n)\x81"
 
@@ -290,3 +292,37 @@ def test_objects_in_shards_change_no_enum(tmp_path: Path) -> None:
         with pytest.raises(pickle.UnpicklingError):
             torch.load(hostile, weights_only=True)
     assert not hasattr(AttnBackend.flash, _PLANTED)
+
+
+def test_megatron_cores_loading_reads_by_our_reader_and_no_free_pickle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the environment said before, which has its word afterwards, also when loading fails."""
+    from megatron.core.dist_checkpointing.strategies import torch as engine_torch
+
+    before = engine_torch.FileSystemReader
+    for said in (None, "0"):
+        if said is None:
+            monkeypatch.delenv(_FORCED, raising=False)
+        else:
+            monkeypatch.setenv(_FORCED, said)
+        with contextlib.suppress(KeyError), no_code_from_files(tmp_path):
+            assert engine_torch.FileSystemReader is SafeReader
+            assert os.environ[_FORCED] == "1"
+            with pytest.raises(pickle.UnpicklingError, match="Weights only"):
+                torch.load(io.BytesIO(archive(_calls("os", "getpid"), None)[0]), weights_only=False)
+            raise KeyError
+        assert engine_torch.FileSystemReader is before
+        assert os.environ.get(_FORCED) == said
+
+
+def test_a_shard_that_torch_reads_for_an_export_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements in another order are put right by torch, which would run what the file says."""
+    monkeypatch.delenv(_FORCED, raising=False)
+    data = archive(_calls("os", "mkdir", str(tmp_path / "canary")), None)[0]
+    chunk = Chunk(offsets=(0,), sizes=(1,), file="__0_0.distcp", offset=0, length=len(data))
+    with pytest.raises(pickle.UnpicklingError):
+        saved_model._read(io.BytesIO(data), chunk, "F32")
+    assert not (tmp_path / "canary").exists()
+    torch.load(io.BytesIO(data), weights_only=False)
+    assert (tmp_path / "canary").exists(), "it would have"

@@ -3,6 +3,7 @@
 import itertools
 import math
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,7 @@ def test_columns_are_cut_by_the_shape_alone() -> None:
     assert [column_parts(parameter) for parameter in (TALL, WIDE, FC1, FC2, EXPERT)] == [1, 8, 1, 64, 64]
     small = Parameter("small.weight", (512, WHOLE_ELEMENTS // 512), 0, "normal", 0.02, tp_dim=1)
     assert column_parts(small) == 1
+    assert column_parts(Parameter("whole.weight", (1024, 1024), 0, "normal", 0.02)) == 1, "no rank has a part of it"
     assert torch.equal(_filled(small), _filled(Parameter(small.name, small.shape, 0, "normal", 0.02)))
 
 
@@ -267,3 +269,25 @@ def test_a_row_longer_than_a_block_is_a_block() -> None:
     """Part of the rule by which weights begin: other blocks would be other weights."""
     for columns, rows in ((BLOCK_ELEMENTS + 1, 1), (BLOCK_ELEMENTS, 1), (BLOCK_ELEMENTS // 2, 2), (1000, 1048)):
         assert initialize._rows_per_block(Parameter("long.weight", (4, columns), 0, "normal", 0.02)) == rows
+
+
+@pytest.mark.parametrize(("cores", "blocks", "threads"), [(1, 4, []), (3, 2, [2]), (3, 9, [3]), (100, 20, [8])])
+def test_as_many_threads_draw_as_torch_may_use(
+    cores: int, blocks: int, threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight at most, each with a block of 4 MB, and no more than there are blocks."""
+    asked: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, workers: int):
+            asked.append(workers)
+            super().__init__(1)
+
+    monkeypatch.setattr(initialize, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.setattr(initialize, "BLOCK_ELEMENTS", 8)
+    parameter = Parameter("many.weight", (2 * blocks, 4), 0, "normal", 0.02)
+    filled = _filled(parameter)
+    assert asked == threads
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert torch.equal(filled, _filled(parameter))

@@ -40,6 +40,7 @@ def test_large_blocks_are_given_out_again_without_a_fault_for_each_page(how: str
     assert least <= float(ran.stdout) <= most
 
 
-def test_what_the_environment_sets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_what_the_environment_sets_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "131072")
     assert not keep_freed_memory()

@@ -294,3 +294,14 @@ def test_phases_are_the_steps_also_where_a_quotient_is_rounded(ramp: tuple[int, 
         at_the_end = start + int(samples / (samples / increments)) * increment
         assert global_batch_size(config, samples) == min(at_the_end, training.global_batch_size)
         assert global_batch_size(config, samples + 1) == training.global_batch_size
+
+
+def test_a_ramp_whose_last_quotient_is_rounded_down() -> None:
+    """58 / (58 / 7) is below 7 in fp64: the step after 58 samples has 8 of them, as the formula gives it."""
+    config = configuration("--global-batch-size 9 --rampup-batch-size 2 1 58 --train-iters 40")
+    consumed = 0
+    for step in range(40):
+        assert samples_at_iteration(config, step) == consumed
+        consumed += global_batch_size(config, consumed)
+    assert global_batch_size(config, 58) == 8
+    assert [samples_at_iteration(config, step) for step in range(40)].count(58) == 1

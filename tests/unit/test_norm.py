@@ -88,3 +88,38 @@ def test_a_divided_norm_is_of_the_ranks_that_divide_it(monkeypatch: pytest.Monke
     assert weight.grad is not None
     torch.testing.assert_close(norm.weight.grad[16:], weight.grad[16:].float(), rtol=1e-4, atol=1e-5)
     assert norm.weight.grad[:16].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_that_share_a_head_count_it_once(rank: int, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks have two heads, each of them two ranks. In 16 bits the result and the gradient are rounded once."""
+    generator = torch.Generator().manual_seed(rank)
+    group: Any = SimpleNamespace(size=lambda: 4, rank=lambda: rank)
+    config = transformer_config(small_config(training={"bf16": bf16}), "cpu")
+    norm = ProjectionNorm(config, 8, 1e-3, heads=2, tp_group=group)
+    torch.nn.init.normal_(norm.weight.data, generator=generator)
+    whole, upstream = (torch.randn(40, 2, 2, 8, generator=generator).to(config.params_dtype) for _ in range(2))
+    exact = whole.double().requires_grad_()
+    flat = exact.flatten(2)
+    normal = flat / (flat.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    expected = (normal * norm.weight.detach().double()).view(whole.shape)
+    [wanted] = torch.autograd.grad(expected, exact, upstream.double())
+    head = rank // 2
+    sums = [whole.double().square().sum(-1), (upstream.double() * expected.detach()).sum(-1)]
+
+    def add(values: torch.Tensor, group: Any = None) -> None:
+        of_heads = sums.pop(0)
+        own = of_heads[..., head : head + 1]
+        torch.testing.assert_close(values.double(), own, rtol=1e-4, atol=1e-4)
+        values.copy_(2.0 * of_heads.sum(-1, keepdim=True))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", add)
+    own = whole[:, :, head : head + 1].clone().requires_grad_()
+    found = norm(own)
+    [got] = torch.autograd.grad(found, own, upstream[:, :, head : head + 1])
+    assert sums == []
+    rounding = 2.0**-8 if bf16 else 0.0
+    for one, known in ((found, expected), (got, wanted)):
+        known = known.detach()[:, :, head : head + 1]
+        assert ((one.detach().double() - known).abs() - rounding * known.abs()).max() < 1e-5

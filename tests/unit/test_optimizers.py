@@ -244,3 +244,11 @@ def test_nobody_else_asks_which_optimizer_it_is() -> None:
             if by_name or by_type:
                 asks[str(path.relative_to(PACKAGE))] = text
     assert not asks
+
+
+def test_torchs_own_gets_the_options_that_make_it_fast() -> None:
+    """In every group: megatron-core builds it without them."""
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    built = torch.optim.AdamW([{"params": [weight]} for weight in weights])
+    assert as_registered(built, _settings("adam")) is built
+    assert [group["fused"] for group in built.param_groups] == [True, True]

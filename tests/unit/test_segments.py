@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.data.packing import Segment, documents_of
@@ -93,3 +94,35 @@ def test_documents_take_no_tensor_of_length_squared() -> None:
     with _Largest() as largest:  # what would not pass
         attend_segments_reference(query, key, value, (Segment(0, length, 0, length),), SCALE)
     assert largest.elements >= length * length
+
+
+def test_parts_in_fp32_stay_so_with_others_in_16_bits() -> None:
+    """Else what a ring adds up would be rounded with every rank's part."""
+    out, log_sum_exp = torch.full((1, 1, 2, 4), 1.0 + 2.0**-12), torch.zeros(1, 1, 2)
+    for parts in ((out, out.bfloat16()), (out.bfloat16(), out)):
+        joint, _ = merge(parts[0], log_sum_exp, parts[1], log_sum_exp)
+        assert joint.dtype == torch.float32
+        assert torch.equal(joint, torch.full_like(out, 1.0 + 2.0**-13))
+
+
+def test_gradients_of_many_segments_are_rounded_once() -> None:
+    """600 queries of a segment each see the same first keys: in 16 bits the sum would end where one more changes
+    nothing."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 1, length, 8, generator=generator).bfloat16().requires_grad_() for length in (600, 4, 4)
+    )
+    segments = tuple(Segment(row, 1, 0, 4) for row in range(600))
+    attend_segments(query, key, value, segments, SCALE).sum().backward()
+    # The gradient of a value is the sum of the weights that it has, of all queries, and those of a query are 1.
+    assert value.grad is not None
+    weights = (query.detach().float() @ key.detach().float().transpose(-1, -2) * SCALE).softmax(-1).sum(2)
+    assert weights.min() > 100.0
+    torch.testing.assert_close(value.grad.float(), weights[..., None].expand(value.shape), rtol=2.0**-7, atol=0)
+
+
+def test_documents_are_scaled_as_they_are_told() -> None:
+    query, key, value = (torch.randn(2, 2, 6, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    whole = documents_of(torch.ones(2, 6, dtype=torch.int64), 0)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.7)
+    torch.testing.assert_close(attend_documents(query, key, value, whole, 0.7), expected)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+from megatron_ext.device.shared_memory import replaced
 from megatron_ext.parallel import groups, meeting, own_groups, sockets
 from megatron_ext.parallel.operations import WrappedMethods, group_title
 from megatron_ext.parallel.rows import RowShard, local_part, mark, row_shard
@@ -208,3 +209,15 @@ def test_ranks_of_one_machine_meet_on_its_loopback_interface(monkeypatch: pytest
         assert listening.getsockname() == ("127.0.0.1", port)
     assert named == {"is_master": True, "timeout": limit, "wait_for_workers": False, "multi_tenant": True}
     assert also == {"is_master": False, "timeout": limit}
+
+
+def test_a_mean_is_of_numbers_that_have_one() -> None:
+    """gloo refuses that of integers; a sum of them is done here."""
+    operations = torch.distributed.ReduceOp
+    for operation, dtype, done in (
+        (operations.AVG, torch.float32, True),
+        (operations.AVG, torch.int64, False),
+        (operations.SUM, torch.int64, True),
+    ):
+        found = replaced._operation(SimpleNamespace(reduceOp=operation), torch.zeros(1, dtype=dtype))
+        assert (found is not None) == done, (operation, dtype)

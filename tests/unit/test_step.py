@@ -190,6 +190,12 @@ def test_a_number_that_is_none_ends_the_run_before_the_update(
     assert (train_step(run, 6).updated, "update" in calls) == (updated, updated)
 
 
+def test_one_token_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, calls = _run(monkeypatch, losses=torch.tensor([[0.75, 1.0], [0.0, 0.0], [0.0, 0.0]]))
+    result = train_step(run, 6)
+    assert (result.loss, result.tokens, "update" in calls) == (0.75, 1, True)
+
+
 def test_tokens_that_all_do_not_count_are_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run, calls = _run(monkeypatch, losses=torch.zeros(3, 2))
     with pytest.raises(DataError, match=r"iteration 5 \(samples from 24\): not one token of its 6 samples counts"):
@@ -346,7 +352,20 @@ def _said(
         is_of_these_gradients=lambda evidence: evidence == "of these",
     )
     named = [("first", torch.tensor([1.0, 2.0])), ("second", torch.tensor([weight, math.inf if weight else 1.0]))]
-    monkeypatch.setattr(bad_step, "global_named_parameters", lambda chunks: iter(named))
+    whole: list[bool] = []
+
+    @contextmanager
+    def gathered() -> Any:
+        whole.append(True)
+        yield
+        whole.clear()
+
+    def parameters(chunks: Any) -> Any:
+        assert whole, "a rank's weights may be those of before the last update, or none"
+        return iter(named)
+
+    run.gathered_parameters = gathered
+    monkeypatch.setattr(bad_step, "global_named_parameters", parameters)
     monkeypatch.setattr(bad_step, "gradients_of_update", lambda parts: [])
 
     def gather(seen: list[Any], own: tuple[Finding | None, ...]) -> None:

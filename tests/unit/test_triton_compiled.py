@@ -16,9 +16,11 @@ import torch
 # ruff: noqa: E402
 triton = pytest.importorskip("triton")
 
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 
 from megatron_ext.device.triton import choice, norm, rotary, swiglu
 
@@ -141,6 +143,41 @@ def check(made: Launch, capability: int, folder: Path) -> None:
     assert spilled == 0, f"{spilled} bytes of {made[0].__name__} {made[3]} do not fit in {registers} registers"
     assert registers * 32 * options["num_warps"] <= REGISTERS_OF_MULTIPROCESSOR
     assert all(size <= limit for size, limit in zip(made[1], (2**31 - 1, 65535, 65535), strict=False)), made[1]
+
+
+def products_in_32_bits(made: Launch) -> list[str]:
+    """Products of two numbers that are no constants, in a kernel as it is read."""
+    source, options = source_of(made)
+    target, context = GPUTarget("cuda", 90, 32), ir.context()
+    backend: Any = make_backend(target)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    parsed = backend.parse_options(options)
+    given = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    found = []
+    for function in str(source.make_ir(target, parsed, *given, context)).split("tt.func")[1:]:
+        constants = set(re.findall(r"(%\S+) = arith\.constant", function))
+        constants |= {name for name, of in re.findall(r"(%\S+) = tt\.splat (%\S+)", function) if of in constants}
+        products = re.findall(r"arith\.muli (%\S+), (%\S+) .*: (?:tensor<\S*x)?i32", function)
+        found += [f"{one} x {other}" for one, other in products if one not in constants and other not in constants]
+    return found
+
+
+WIDE: dict[str, Callable[[], None]] = {
+    "norm": lambda: norm_of_sum(2048, True, torch.bfloat16),
+    "heads": lambda: heads(OF_DOCUMENTS, False, torch.bfloat16),
+    "rotation": lambda: rotation(TABLE, True, torch.bfloat16),
+    "activation": lambda: activation(True, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_places_have_64_bits(name: str, launches: list[Launch]) -> None:
+    """A tensor may have more than 2^31 elements. What a norm's programs sum has some hundred rows."""
+    WIDE[name]()
+    for made in launches:
+        allowed = {"norm_backward": 2}.get(made[0].__name__, 0)
+        assert len(products_in_32_bits(made)) == allowed, (made[0].__name__, products_in_32_bits(made))
 
 
 def test_a_norm_with_its_sum_is_compiled_for_hopper(launches: list[Launch], tmp_path: Path) -> None:

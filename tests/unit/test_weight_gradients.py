@@ -83,3 +83,29 @@ def test_main_gradients_are_those_of_two_steps(model: dict[str, Any], monkeypatc
     whole = torch.stack([gradient.norm() for gradient in plain.values()]).norm()
     for name, gradient in plain.items():
         assert (fused[name] - gradient).norm() < max(1e-5 * gradient.norm(), 1e-7 * whole), name
+
+
+def test_apexs_names_take_the_input_before_the_gradient() -> None:
+    x, grad = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 5.0, 7.0]])
+    for dtype, add in (
+        (torch.float32, ProductsOfTorch.wgrad_gemm_accum_fp32),
+        (torch.bfloat16, ProductsOfTorch.wgrad_gemm_accum_fp16),
+    ):
+        main = torch.ones(3, 2, dtype=dtype)
+        add(x.to(dtype), grad.to(dtype), main)
+        assert main.tolist() == [[4.0, 7.0], [6.0, 11.0], [8.0, 15.0]]
+
+
+@pytest.mark.parametrize("added_to", [False, True])
+def test_what_autograd_gets_in_place_of_an_added_gradient(added_to: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied embedding's gradient is added to it, so that it must be zero there."""
+    monkeypatch.setattr(torch, "empty_like", lambda weight: torch.full_like(weight, torch.nan))
+    weight: Any = torch.nn.Parameter(torch.ones(2, 3))
+    assert weight_gradients.replaces_gradient(weight) is None
+    weight.grad_added_to_main_grad = False
+    weight.zero_out_wgrad = added_to
+    made = weight_gradients.replaces_gradient(weight)
+    assert weight.grad_added_to_main_grad
+    assert made is not None
+    assert made.shape == weight.shape
+    assert not (added_to and made.isnan().any())

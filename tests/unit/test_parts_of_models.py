@@ -1,0 +1,218 @@
+"""What each rank's part of a model is: where chunks begin and end, whose columns are padding, who gathers and adds."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_ext.config.parameters import parameters
+from megatron_ext.model import gpt, linear_cross_entropy
+from megatron_ext.model.attention import SDPAttention
+from megatron_ext.model.gpt import GPT
+from megatron_ext.model.linear import ColumnLinear
+from megatron_ext.model.linear_cross_entropy import Vocabulary
+from megatron_ext.model.moe import Router
+from megatron_ext.parallel.own_groups import rank_groups
+from tests.support.small_models import small_config
+
+
+def _group(rank: int, size: int) -> Any:
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+
+class _Recorded:
+    """Stands for GPT: it keeps what it was built with."""
+
+    made: list["_Recorded"]
+
+    def __init__(self, **given: Any) -> None:
+        self.given, self.post_process = given, given["post_process"]
+        self.made.append(self)
+
+    def to(self, **_where: object) -> "_Recorded":
+        return self
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_chunk_embeds_and_the_last_has_the_output_layer(
+    rank: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of a rank lie apart: the first rank's first begins the model, the last rank's last one ends it."""
+    masked: list[_Recorded] = []
+    monkeypatch.setattr(_Recorded, "made", [], raising=False)
+    monkeypatch.setattr(gpt, "GPT", _Recorded)
+    monkeypatch.setattr(gpt, "multiply_in_fp8", lambda *_: None)
+    monkeypatch.setattr(gpt, "block_spec", lambda config, kinds, tp, layer_spec: kinds)
+    monkeypatch.setattr(gpt, "_mask_vocabulary_padding", lambda made, config, tp: masked.append(made))
+    interleaved = {"num_virtual_stages_per_pipeline_rank": chunks} if chunks > 1 else {}
+    layout = {"pipeline_model_parallel_size": 2, "world_size": 2, **interleaved}
+    config = small_config({"num_layers": 2 * chunks}, layout=layout)
+    groups: Any = SimpleNamespace(pp=_group(rank, 2), tp=_group(0, 1))
+    core: Any = SimpleNamespace(gradient_accumulation_fusion=False, use_cpu_initialization=True, params_dtype=None)
+    gpt.build_model(config, core, groups)
+    found = [(one.given["pre_process"], one.given["post_process"], one.given["vp_stage"]) for one in _Recorded.made]
+    last = chunks - 1
+    assert found == [
+        (rank == 0 and chunk == 0, rank == 1 and chunk == last, chunk if chunks > 1 else None)
+        for chunk in range(chunks)
+    ]
+    assert masked == ([_Recorded.made[-1]] if rank == 1 else [])
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "rank", "expected"), [(6, 0, 4), (6, 1, 2), (8, 1, 4), (4, 0, 4), (4, 1, 0), (3, 0, 3), (3, 1, 0)]
+)
+def test_each_rank_masks_its_columns_of_padding(vocabulary: int, rank: int, expected: int) -> None:
+    """Of 8 rows on 2 ranks: those from the end of the vocabulary on, which may lie on any of them."""
+    hooks: list[Any] = []
+    made: Any = SimpleNamespace(output_layer=SimpleNamespace(register_forward_hook=hooks.append))
+    config = small_config({"padded_vocab_size": 8}, vocab_size=vocabulary)
+    gpt._mask_vocabulary_padding(made, config, _group(rank, 2))
+    logits = torch.ones(3, 2, 4, requires_grad=True)
+    for hook in hooks:
+        hook(None, None, (logits, None))
+    lowest = torch.finfo(torch.float32).min
+    assert logits[0, 0].tolist() == [1.0] * expected + [lowest] * (4 - expected)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sequence_parallel", "expected"), [(1, False, []), (2, False, ["copied"]), (2, True, ["gathered"])]
+)
+def test_the_loss_of_an_output_layer_is_of_whole_sequences(
+    tensor: int, sequence_parallel: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of a weight that is there by then; the second rank's rows begin with the fourth."""
+    seen: list[Any] = []
+
+    def through(name: str) -> Any:
+        return lambda hidden, group: seen.append(name) or hidden
+
+    monkeypatch.setattr(gpt, "gather_from_sequence_parallel_region", through("gathered"))
+    monkeypatch.setattr(gpt, "copy_to_tensor_model_parallel_region", through("copied"))
+    monkeypatch.setattr(gpt, "linear_cross_entropy", lambda *given, **named: (given, named))
+    group, layer, weight = _group(tensor - 1, tensor), torch.nn.Linear(2, 4), torch.zeros(4, 2)
+    made: Any = SimpleNamespace(
+        own_loss=None,
+        reads_output_weight=True,
+        before_output=lambda module: seen.append(module),
+        output_layer=SimpleNamespace(weight=None),
+        pg_collection=SimpleNamespace(tp=group),
+        config=SimpleNamespace(sequence_parallel=sequence_parallel, gradient_accumulation_fusion=True),
+        true_vocab_size=6,
+    )
+    made._output_weight = lambda *given: GPT._output_weight(made, *given)
+    hidden, labels = torch.randn(3, 2, 2), torch.arange(6).view(2, 3)
+    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
+    found: Any = GPT._summed_loss(made, hidden, layer, weight, labels, mask)
+    (given, named) = found
+    assert seen == [layer, *expected]
+    assert given[1] is weight
+    assert [tensor.tolist() for tensor in (given[0], *given[2:4])] == [
+        hidden.flatten(0, 1).tolist(),
+        [0, 3, 1, 4, 2, 5],
+        [1.0, 0.0, 0.0, 1.0, 1.0, 1.0],
+    ]
+    assert given[4] == (Vocabulary(6, None) if tensor == 1 else Vocabulary(2, group))
+    assert named == {"into_main_grad": True}
+
+
+def test_gradients_of_a_shared_vocabulary_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's label lies on one rank; on the other its row of the gradient is a share of the softmax alone."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3.0 * torch.randn(7, 8, generator=generator)
+    labels, counts = torch.tensor([0, 3, 4, 7, 5, 1, 3]), torch.tensor([1.0, 0.5, 1.0, 0.0, 2.0, 1.0, 1.0])
+    whole = logits.clone().requires_grad_()
+    losses = F.cross_entropy(whole, labels, reduction="none")
+    (losses * counts).sum().backward()
+    assert whole.grad is not None
+
+    def over_ranks(normalizer: torch.Tensor, of_label: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        part = logits.chunk(2, dim=1)[group.rank()]
+        torch.testing.assert_close(normalizer, part.logsumexp(1, keepdim=True))
+        here = labels // 4 == group.rank()
+        assert torch.equal(of_label[:, 0], torch.where(here, logits[torch.arange(7), labels], 0.0))
+        return logits.logsumexp(1, keepdim=True), logits.gather(1, labels[:, None])
+
+    monkeypatch.setattr(linear_cross_entropy, "_over_ranks", over_ranks)
+    for rank in range(2):
+        own = logits.chunk(2, dim=1)[rank].clone()
+        found, gradient = linear_cross_entropy._losses(own, labels, counts, Vocabulary(4, _group(rank, 2)), graded=True)
+        torch.testing.assert_close(found, losses.detach())
+        torch.testing.assert_close(gradient, whole.grad.chunk(2, dim=1)[rank], rtol=1e-5, atol=1e-6)
+
+
+def test_a_bias_of_columns_is_added_where_they_are() -> None:
+    """Whatever the engine asks for; nothing is left to be added later, which nobody would do."""
+    config: Any = SimpleNamespace(
+        sequence_parallel=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        params_dtype=torch.float32,
+        gradient_accumulation_fusion=False,
+        expert_model_parallel_size=1,
+        disable_parameter_transpose_cache=False,
+        symmetric_ar_type=None,
+        init_model_with_meta_device=False,
+        cpu_offloading=False,
+        calculate_per_token_loss=False,
+        async_tensor_model_parallel_allreduce=False,
+        defer_embedding_wgrad_compute=False,
+        is_mtp_layer=False,
+        tensor_model_parallel_size=1,
+    )
+    made = ColumnLinear(
+        3, 2, config=config, init_method=torch.nn.init.zeros_, bias=True, skip_bias_add=True, tp_group=_group(0, 1)
+    )
+    assert made.skip_bias_add is False
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_attention_is_divided_over_context_parallel_ranks(size: int) -> None:
+    config: Any = SimpleNamespace(context_parallel_size=size, attention_dropout=0.0, sequence_parallel=True)
+    groups: Any = SimpleNamespace(cp="cp", tp="tp", dp="dp")
+    core = SDPAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    assert core.cp_group == (None if size == 1 else "cp")
+
+
+def test_a_run_and_every_global_batch_begin_with_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TopKRouter, "__init__", lambda router, *_: torch.nn.Module.__init__(router))
+    groups: Any = SimpleNamespace(dp="dp")
+    router: Any = Router(Any, groups)  # pyright: ignore[reportArgumentType]
+    assert (router._tokens_before_E, router._microbatches_before, router.dp_group) == (0, 0, "dp")
+    router._tokens_before_E, router._microbatches_before = torch.ones(4), 7
+    router.reset_global_aux_loss_tracker()
+    assert (router._tokens_before_E, router._microbatches_before) == (0, 0)
+
+
+def test_groups_of_ranks_come_in_the_engines_order() -> None:
+    """Also where one dimension in the middle is masked, or all but it."""
+    for sizes in ((2, 3, 4), (3, 1, 2, 2), (5,)):
+        for mask in itertools.product((True, False), repeat=len(sizes)):
+            if any(mask):
+                world = torch.Size(sizes).numel()
+                known = parallel_state.generate_masked_orthogonal_rank_groups(world, list(sizes), list(mask))
+                assert rank_groups(world, sizes, mask) == known, (sizes, mask)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_experts": 2, "disable_bias_linear": True}])
+def test_weights_whose_gradients_sequence_parallel_ranks_add(sizes: dict[str, Any]) -> None:
+    """What each of them applies to its own part of a sequence, and holds whole."""
+    found = {
+        one.name.removeprefix("decoder.layers.0.")
+        for one in parameters(small_config({"num_layers": 1, **sizes}))
+        if one.sequence_parallel
+    }
+    norms = {
+        f"{name}.{what}"
+        for name in ("input_layernorm", "pre_mlp_layernorm", "decoder.final_layernorm")
+        for what in ("weight", "bias")
+    }
+    others = {"mlp.router.weight"} if sizes else {"self_attention.linear_proj.bias", "mlp.linear_fc2.bias"}
+    assert found == norms | others
