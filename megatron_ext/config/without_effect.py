@@ -56,8 +56,9 @@ def _drop_parts_of_experts(left: dict[str, Any]) -> list[str]:
 
 def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     tensor_size = values.get("tensor_model_parallel_size", 1)
-    if "sequence_parallel" in values and tensor_size == 1:
-        yield "sequence_parallel", "with --tensor-model-parallel-size 1 every rank has the whole sequence"
+    for name in ("sequence_parallel", "sequence_parallel_keep_gathered"):
+        if name in values and tensor_size == 1:
+            yield name, "with --tensor-model-parallel-size 1 every rank has the whole sequence"
     if values.get("save") is None:
         for name in ("save_interval", "save_retain_interval"):
             if name in values:

@@ -7,7 +7,7 @@ own.
 
 import copy
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +128,19 @@ def load_or_build(
     description_path = folder / f"{stem}-description.txt"
     try:
         if description_path.read_text(encoding="utf-8") == description:
-            return [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
+            return _mapped(paths)
     except (FileNotFoundError, NotADirectoryError, ValueError, EOFError):
         pass  # not there, or not whole: a machine that went down may leave a file without its content
     folder.mkdir(parents=True, exist_ok=True)
     for path, array in zip(paths, build(), strict=True):
         _write(path, lambda file, array=array: np.save(file, array, allow_pickle=False))
     _write(description_path, lambda file: file.write(description.encode()))
-    return [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
+    return _mapped(paths)
+
+
+def _mapped(paths: Sequence[Path]) -> list[np.ndarray]:
+    """Return the arrays of some files, as plain arrays: each index into a np.memmap is a call of Python."""
+    return [np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) for path in paths]
 
 
 def _write(path: Path, write: Callable[[Any], Any]) -> None:

@@ -152,7 +152,7 @@ class _RMSNorm(torch.autograd.Function):
         products = (grad * normalized).flatten(0, -2)
         # What would change the norm of x itself has no effect: it is taken out.
         radial = torch.mv(products, weight).div_(weight.numel()).view(inverse.shape)
-        for_x = torch.addcmul(grad * weight, normalized, radial, value=-1).mul_(inverse)
+        for_x = (grad * weight).addcmul_(normalized, radial, value=-1).mul_(inverse)
         return for_x, products.sum(0), None
 
 

@@ -24,7 +24,7 @@ from megatron_ext.device.freed_outputs import copy_where_nothing_can_be_built
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.weight_gradients import stand_in
 from megatron_ext.model.inference import WholeSequences
-from megatron_ext.model.linear import multiply_in_fp8
+from megatron_ext.model.linear import keep_gathered, multiply_in_fp8
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 from megatron_ext.model.loss import TokenLogits
 from megatron_ext.model.rope import RotaryTable, ScaledRotaryEmbedding
@@ -247,6 +247,7 @@ def _build_chunk(
         rotary = RotaryTable if model.transformer_impl == "local" else ScaledRotaryEmbedding
         gpt.rotary_pos_emb = rotary(_rotated(config), transformer_config, pg_collection)
     multiply_in_fp8(gpt, config, pg_collection)
+    keep_gathered(gpt, config)
     gpt.restarts_positions = config.data.reset_position_ids
     gpt.true_vocab_size = config.data.vocab_size or model.padded_vocab_size
     if gpt.post_process:

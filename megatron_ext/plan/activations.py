@@ -12,6 +12,8 @@ parallelism divides is marked /t:
     mlp           w T 3 F                   SwiGLU in one kernel: gate and up, and their product (5 F where a CPU
                                             does it in steps, 2 F with GELU)
     dropout       2 T H /t                  masks: a byte an element on a GPU, w on a CPU
+    gathered      2 w T H (t-1)/t           with --sequence-parallel-keep-gathered, the inputs of both blocks but for
+                                            this rank's part, which is among the norms' outputs
 
 An expert's input, what is inside it (4 F with SwiGLU) and that times the router's weight count for every (token,
 expert) pair; an even load is assumed. Measured against this: tests/unit/test_recompute_bytes.py, to the byte, and
@@ -174,7 +176,15 @@ class Activations:
         if training.recompute_granularity == "selective":
             dropped = {kind: self._dropped(kind) for kind, _ in layers.kinds}
             return layers.total(lambda layer: self.layer(layer).total - dropped[layer]), max(dropped.values())
-        return self.total(layers), 0.0
+        return self.total(layers) + self._gathered(layers), 0.0
+
+    def _gathered(self, layers: Stack) -> float:
+        """Return the bytes of the other ranks' parts of the inputs of attention and MLP, where these are kept. That
+        goes without recomputation alone."""
+        if not self.config.layout.sequence_parallel_keep_gathered:
+            return 0.0
+        blocks = layers.total(lambda layer: 2 if layer.every_token else 1)
+        return blocks * (self.divided - 1) * self.stream
 
     def _dropped(self, layer: Layer) -> float:
         """Return the bytes of the parts of a layer that selective recomputation drops."""

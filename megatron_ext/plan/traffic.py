@@ -167,7 +167,8 @@ class _Stage:
         if self.config.layout.sequence_parallel:
             # With --linear-cross-entropy the backward pass reads no hidden states, and gathers none again.
             of_loss = last * (1 if self.config.training.linear_cross_entropy else 2)
-            gathers, scatters = 3 * blocks + again + first + of_loss, 2 * blocks + again + first + last
+            of_block = 2 if self.config.layout.sequence_parallel_keep_gathered else 3
+            gathers, scatters = of_block * blocks + again + first + of_loss, 2 * blocks + again + first + last
             yield Term("tp", "all-gather", gathers * one, f"{gathers} m (t-1)/t A", gathers * m)
             yield Term("tp", "reduce-scatter", scatters * one, f"{scatters} m (t-1)/t A", scatters * m)
             norms = self.shapes.norms_of_stage(self.stage)

@@ -47,6 +47,23 @@ def sequence_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[st
         )
 
 
+def kept_gathers_are_those_of_plain_layers(config: Config, facts: Facts) -> Iterator[str]:
+    """Require for --sequence-parallel-keep-gathered what gathers, and products that can be given the whole input."""
+    layout, training = config.layout, config.training
+    if not layout.sequence_parallel_keep_gathered:
+        return
+    if not layout.sequence_parallel:
+        yield "--sequence-parallel-keep-gathered needs --sequence-parallel; add --sequence-parallel"
+    others = {
+        f"--recompute-granularity {training.recompute_granularity}": training.recompute_granularity is not None,
+        "--gradient-accumulation-fusion": training.gradient_accumulation_fusion,
+        f"--fp8-format {training.fp8_format}": training.fp8_format is not None,
+        "--torch-compile": training.torch_compile,
+    }
+    for flag in (flag for flag, given in others.items() if given):
+        yield f"--sequence-parallel-keep-gathered does not work with {flag}; leave one of them out"
+
+
 def parameter_gathering_needs_the_distributed_optimizer(config: Config, facts: Facts) -> Iterator[str]:
     """Require for --overlap-param-gather what it overlaps."""
     layout = config.layout
@@ -105,6 +122,7 @@ RULES = (
     ranks_are_those_of_the_launch,
     world_is_a_multiple_of_the_model,
     sequence_divides_by_tensor_size,
+    kept_gathers_are_those_of_plain_layers,
     parameter_gathering_needs_the_distributed_optimizer,
     distributed_optimizer_shards_the_state,
     device_is_there,

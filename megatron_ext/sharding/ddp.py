@@ -62,6 +62,7 @@ class DataParallel(Sharding):
         if settings.overlap_param_gather:
             core.param_sync_func = for_chunks([chunk.start_param_sync for chunk in wrapped])
             for chunk in wrapped:
+                _unhook_modules_without_weights(chunk)
                 model: Any = chunk.module
                 model.before_output = partial(_finish_gather, chunk)
         return wrapped
@@ -90,6 +91,7 @@ class DataParallel(Sharding):
         finally:
             for chunk in chunks:
                 chunk.enable_forward_pre_hook()
+                _unhook_modules_without_weights(chunk)
 
     @contextmanager
     def gathered_before_update(self, chunks: Sequence[Any]) -> Iterator[None]:
@@ -103,6 +105,7 @@ class DataParallel(Sharding):
         finally:
             for chunk in chunks if overlaps else ():
                 chunk.enable_forward_pre_hook()
+                _unhook_modules_without_weights(chunk)
 
     def reduced_gradients(self, chunk: Any) -> Reduced:
         """Fetch the other ranks' parts: with the distributed optimizer each rank's buffer is reduced only in its own
@@ -154,6 +157,16 @@ def _watched(bucket_group: Any, start: Callable[..., None], watcher: Watcher) ->
         start(*args, **kwargs)
 
     return start_grad_sync
+
+
+def _unhook_modules_without_weights(chunk: Any) -> None:
+    """Take off the hooks that would wait for no weight: megatron-core hooks every module, and half of them have none.
+
+    The handles stay, for megatron-core removes them all.
+    """
+    for module, handle in chunk.remove_forward_pre_hook_handles.items():
+        if next(module.parameters(recurse=False), None) is None:
+            handle.remove()
 
 
 def _finish_gather(chunk: DistributedDataParallel, module: torch.nn.Module) -> None:

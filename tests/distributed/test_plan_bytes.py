@@ -27,6 +27,7 @@ RUNS = {
     _TP: 0.005,
     f"{_TP} --sequence-parallel": 0.005,
     f"{_TP} --sequence-parallel {_FULL}": 0.005,
+    f"{_TP} --sequence-parallel --sequence-parallel-keep-gathered": 0.005,
     f"{_CP} --cp-comm-type p2p": 0.005,
     f"{_CP} --cp-comm-type p2p {_FULL}": 0.005,
     f"{_CP} --cp-comm-type all_gather": 0.005,

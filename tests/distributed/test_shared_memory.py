@@ -47,15 +47,19 @@ def _calls(x: torch.Tensor, rank: int, ranks: int) -> dict[str, Callable[[], tor
         dist.reduce_scatter_tensor(result, torch.cat([x] * ranks), operation)
         return result
 
-    def coalesced() -> torch.Tensor:
-        result, part = x.clone(), torch.empty_like(x)
+    def coalesced_sum() -> torch.Tensor:
+        result = x.clone()
         with dist._coalescing_manager(async_ops=True) as works:  # pyright: ignore
             dist.all_reduce(result)
         works.wait()
+        return result
+
+    def coalesced_part() -> torch.Tensor:
+        part = torch.empty_like(x)
         with dist._coalescing_manager(async_ops=True) as works:  # pyright: ignore
             dist.reduce_scatter_tensor(part, torch.cat([x] * ranks))
         works.wait()
-        return torch.cat([result, part])
+        return part
 
     def gathered() -> torch.Tensor:
         result = x.new_empty(ranks * x.numel())
@@ -93,7 +97,8 @@ def _calls(x: torch.Tensor, rank: int, ranks: int) -> dict[str, Callable[[], tor
         calls[f"all-reduce {name}"] = lambda operation=operation: reduced(operation)
         calls[f"reduce-scatter {name}"] = lambda operation=operation: scattered(operation)
     return calls | {
-        "coalesced sums": coalesced,
+        "coalesced all-reduce": coalesced_sum,
+        "coalesced reduce-scatter": coalesced_part,
         "all-gather": gathered,
         "all-gather of a list": gathered_in_columns,
         "all-to-all": exchanged,
@@ -180,7 +185,8 @@ def test_a_group_of_one_rank_needs_no_gloo() -> None:
     reductions = {
         f"{kind} {name}" for kind in ("all-reduce", "reduce-scatter") for name in ("sum", "max", "min", "mean")
     }
-    assert done_here == {*reductions, "coalesced sums", "all-gather", "broadcast"}
+    coalesced = {"coalesced all-reduce", "coalesced reduce-scatter"}
+    assert done_here == {*reductions, *coalesced, "all-gather", "broadcast"}
 
 
 def _have_many_under_way() -> list[str]:

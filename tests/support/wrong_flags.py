@@ -43,6 +43,14 @@ EXAMPLES = {
     "A sequence that tensor-parallel ranks cannot share": Example(
         "--world-size 4 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 66", "--seq-length 64"
     ),
+    "Gathered inputs kept where nothing is gathered": Example(
+        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel-keep-gathered", "--sequence-parallel"
+    ),
+    "Gathered inputs kept by a layer that is recomputed": Example(
+        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --sequence-parallel-keep-gathered "
+        "--recompute-granularity selective",
+        "--sequence-parallel-keep-gathered=false",
+    ),
     "Parameter gathering without the distributed optimizer": Example(
         "--world-size 4 --overlap-param-gather", "--use-distributed-optimizer --overlap-grad-reduce"
     ),

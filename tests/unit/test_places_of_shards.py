@@ -105,6 +105,7 @@ def test_pieces_are_joined_in_the_order_of_their_numbers() -> None:
 class _Chunk:
     def __init__(self, name: str, calls: list[str]):
         self.name, self.calls = name, calls
+        self.remove_forward_pre_hook_handles: dict[torch.nn.Module, Any] = {}
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         self.calls.append(f"{self.name} off{', gathered' if param_sync else ''}")

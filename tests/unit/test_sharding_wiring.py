@@ -26,6 +26,7 @@ class _Wrapped:
     def __init__(self, *, config: Any, ddp_config: Any, module: Any, pg_collection: Any, disable_bucketing: bool):
         self.module, self.one_bucket = module, disable_bucketing
         self.given = config, ddp_config, pg_collection
+        self.remove_forward_pre_hook_handles: dict[Any, Any] = {}
 
     def no_sync(self) -> None: ...
     def start_grad_sync(self) -> None: ...
@@ -64,6 +65,26 @@ def test_the_schedule_knows_when_to_reduce_and_to_gather(
     for one in wrapped:
         hook = one.module.before_output
         assert hook is None if not gathers else (hook.func, hook.args) == (_finish_gather, (one,))
+
+
+def test_modules_without_weights_wait_for_none() -> None:
+    """All of the hooks can still be removed by their handles, as megatron-core does."""
+    ran: list[str] = []
+    weighted, plain = torch.nn.Linear(2, 2), torch.nn.ReLU()
+    model = torch.nn.Sequential(weighted, plain)
+    handles = {
+        module: module.register_forward_pre_hook(lambda module, _inputs: ran.append(type(module).__name__))
+        for module in model.modules()
+    }
+    model(torch.zeros(1, 2))
+    assert ran == ["Sequential", "Linear", "ReLU"]
+    ddp._unhook_modules_without_weights(SimpleNamespace(remove_forward_pre_hook_handles=handles))
+    model(torch.zeros(1, 2))
+    assert ran[3:] == ["Linear"]
+    for handle in handles.values():
+        handle.remove()
+    model(torch.zeros(1, 2))
+    assert len(ran) == 4
 
 
 def test_a_weight_that_is_read_alone_is_gathered_first() -> None:

@@ -24,6 +24,11 @@ class LayoutConfig:
     sequence_parallel: bool = free(
         False, "Shard norms and dropout along the sequence between the tensor-parallel ranks."
     )
+    sequence_parallel_keep_gathered: bool = free(
+        False,
+        "With --sequence-parallel, keep the gathered inputs of attention and MLP for the backward pass, which else "
+        "gathers them again: fewer gathers, more memory.",
+    )
     pipeline_model_parallel_size: int = free(1, "Ranks that share the layers, one stage after another.", at_least=1)
     context_parallel_size: int = free(1, "Ranks that share each sample's positions.", at_least=1)
     cp_comm_type: tuple[str, ...] = free(

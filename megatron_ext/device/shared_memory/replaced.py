@@ -12,7 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
+from torch.distributed import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
 from megatron_ext.device.shared_memory import collectives
 from megatron_ext.device.shared_memory.any_source import MessageFromAnyone
@@ -25,6 +30,7 @@ from megatron_ext.device.shared_memory.segment import LARGEST
 from megatron_ext.device.shared_memory.work import SharedWork
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ALL_REDUCES = (AllreduceOptions, AllreduceCoalescedOptions)  # the second was one of the first in older torch
 
 
 class _Ends:
@@ -127,7 +133,7 @@ def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def allreduce(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 2 and isinstance(args[1], AllreduceOptions) and len(args[0]) == 1:
+        if len(args) == 2 and isinstance(args[1], _ALL_REDUCES) and len(args[0]) == 1:
             [tensor] = args[0]
             if _is_alone(group, tensor) and _operation(args[1], tensor) is not None:
                 return _Alone("allreduce", tensor, tensor)

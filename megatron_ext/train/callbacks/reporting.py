@@ -81,7 +81,7 @@ class Reporting(Callback):
         norm = parameters_norm(trainer.run) if config.logging.log_params_norm else None
         clock = self._communication
         shares = shares_of_all_ranks(clock, trainer.run) if clock is not None else None
-        if trainer.run.is_last_rank:
+        if trainer.run.is_last_rank and (to_log or self.step_sinks):
             slowest = None if self._stragglers is None else self._stragglers.summary()
             metrics = self._metrics(trainer, result, norm)
             metrics = dataclasses.replace(metrics, time_shares=shares, slowest_rank=slowest)
