@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import full_cuda_graph
 from megatron.core.full_cuda_graph import StaticBufferLoader
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -64,6 +65,7 @@ def _forward_step(batches: Iterator[Batch], model: str) -> torch.Tensor:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordedGraph]]:
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(full_cuda_graph, "gc", SimpleNamespace(collect=lambda: None))  # of all that the tests hold
     tracker: Any = get_cuda_rng_tracker()
     monkeypatch.setattr(tracker, "states_", {"model-parallel-rng": torch.get_rng_state()})
     with recorded_graphs() as made:
