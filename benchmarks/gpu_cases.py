@@ -153,7 +153,7 @@ def _operators(device: str) -> list[Case]:
 
 
 def _matches(device: str) -> list[Case]:
-    slow = ("--torch-compile", RECOMPUTE)  # layers are compiled for both devices, a few lines of megatron-core's C++ once
+    slow = ("--torch-compile", RECOMPUTE)  # the second compiles some C++ of megatron-core
     limits = {name: 2 * LIMIT if any(flag in flags for flag in slow) else LIMIT for name, flags in MATCHES.items()}
     return [
         _trial(name, "matches", device, "match", SMALL + flags, limit=limits[name])
