@@ -18,6 +18,7 @@ from megatron_ext.config.fp8 import layers_in_fp8
 from megatron_ext.config.schema import Config
 from megatron_ext.device.kernels import linear
 from megatron_ext.model import fp8
+from megatron_ext.model.scaled_products import compile_for_all_sizes
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -125,6 +126,8 @@ def keep_gathered(chunk: torch.nn.Module, config: Config) -> None:
 def multiply_in_fp8(chunk: torch.nn.Module, config: Config, groups: ProcessGroupCollection) -> None:
     """Have the linear layers of a model chunk's transformer layers multiply in FP8, where the flags ask for it."""
     chosen = layers_in_fp8(config)
+    if chosen:
+        compile_for_all_sizes()
     for layer in (module for module in chunk.modules() if chosen and isinstance(module, TransformerLayer)):
         if layer.layer_number - 1 not in chosen:
             continue

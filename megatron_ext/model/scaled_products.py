@@ -13,8 +13,10 @@ On a GPU the product is torch's `scaled_mm`. Elsewhere the same numbers are mult
 Shapes: R rows and C columns of a matrix; M and N rows of the two factors of a product, K columns of both.
 """
 
+import functools
+import importlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +118,8 @@ def quantize(
         cut: over which ranks rows and columns are divided.
         largest: the blocks' largest values, where they are known.
     """
+    # What is compiled for a tensor is compiled anew for a parameter, and for what has a gradient.
+    x_RC = x_RC.detach()
     if largest is None:
         largest = _largest(x_RC, block.rows or x_RC.size(0), block.columns or x_RC.size(1))
         for extent, groups in zip(block, cut, strict=True):
@@ -130,14 +134,27 @@ def _in_blocks(x_RC: torch.Tensor, per_block: torch.Tensor) -> torch.Tensor:
     return x_RC.view(down, x_RC.size(0) // down, across, x_RC.size(1) // across)
 
 
-# Compiled wherever megatron-core's own small functions are: a GPU then reads the matrix once in each.
-@jit_fuser
+# Compiled wherever megatron-core's own small functions are: a GPU then reads the matrix once in each. One piece of code
+# takes many sizes, which shortens the first step.
+_fused = functools.partial(torch.compile, dynamic=True) if jit_fuser is torch.compile else jit_fuser
+_KINDS_OF_MATRICES = 64
+
+
+def compile_for_all_sizes() -> None:
+    """Let torch compile what rounds as often as a model has kinds of matrices. By itself torch gives a function up when
+    it has compiled it eight times, and runs it operator by operator: several passes over memory in place of one."""
+    if jit_fuser is torch.compile:
+        limits: Any = importlib.import_module("torch._dynamo.config")
+        limits.recompile_limit = max(limits.recompile_limit, _KINDS_OF_MATRICES)
+
+
+@_fused
 def _largest(x_RC: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     blocks = x_RC.view(x_RC.size(0) // rows, rows, x_RC.size(1) // columns, columns)
     return blocks.abs().amax(dim=(1, 3)).float()
 
 
-@jit_fuser
+@_fused
 def _rounded(
     x_RC: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, powers_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

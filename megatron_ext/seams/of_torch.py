@@ -9,6 +9,10 @@ _FSDP_BUFFERS = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad
 
 TORCH = (
     Seam("torch._dynamo", "imported before functions of torch are replaced: it looks at them while it is imported"),
+    Seam(
+        "torch._dynamo.config.recompile_limit",
+        "raised: after so many kinds of arguments a compiled function is run operator by operator",
+    ),
     Seam("torch.compile", "replaced while megatron-core is imported, where its fused functions cannot be compiled"),
     Seam("torch.cuda._lazy_call", "replaced on a CPU: calls back at once"),
     Seam(

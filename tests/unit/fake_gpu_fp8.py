@@ -3,18 +3,22 @@
 What torch's kernels demand beyond that stands in ATen/native/cuda/ScaledBlas.cpp and its fake `_scaled_mm`.
 """
 
+import importlib.util
+import logging
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo import config as dynamo_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 
 from megatron_ext.device import cuda
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.model import fp8
+from megatron_ext.model import fp8, scaled_products
 from megatron_ext.model.scaled_products import E4M3, E5M2, RECIPES, Block, product, quantize
 from megatron_ext.train.pretrain import require_fp8
 from tests.support.fake_tensors import backward, on_gpu
@@ -86,6 +90,70 @@ def test_the_kernels_get_what_they_take(
     fast = [bool(args[11]) if len(args) > 11 else False for args, _ in products]
     assert fast == [recipe != "blockwise", False, False]
     assert not [func for func, _, _ in calls.calls if "_local_scalar_dense" in str(func)], "nobody waits for the device"
+
+
+LAYERS = {"qkv": (384, 128), "proj": (128, 128), "fc1": (768, 128), "fc2": (128, 384)}
+"""Outputs and inputs. Single blocks and equal sides are compiled for anew."""
+
+
+def train_on_the_cpu(recipe: str) -> None:
+    """A forward and a backward pass of layers of several sizes."""
+    how = fp8.Fp8(RECIPES[recipe], E5M2)
+    for outputs, inputs in LAYERS.values():
+        x = torch.randn(128, 2, inputs, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.nn.Parameter(torch.randn(outputs, inputs, dtype=torch.bfloat16))
+        fp8.linear(x, weight, how).sum().backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_compiled_is_given_plain_tensors(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter, and a tensor that has a gradient, would each be compiled for anew."""
+    given: list[torch.Tensor] = []
+
+    def recorded(name: str) -> Any:
+        genuine = getattr(scaled_products, name)
+        plain = getattr(genuine, "_torchdynamo_orig_callable", genuine)
+        return lambda x, *rest: given.append(x) or plain(x, *rest)
+
+    for name in ("_largest", "_rounded"):
+        monkeypatch.setattr(scaled_products, name, recorded(name))
+    train_on_the_cpu(recipe)
+    assert {(type(x), x.requires_grad) for x in given} == {(torch.Tensor, False)}
+    assert len(given) >= 8 * len(LAYERS), "of three matrices the largest values, and five times what is rounded"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rounding_is_compiled_for_all_sizes_of_a_model(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch says so when it has compiled a function so often that it gives it up."""
+    made: Counter[str] = Counter()
+    genuine = torch.compile
+
+    def counted(function: Any, **options: Any) -> Any:
+        def make(graph: Any, _inputs: Any) -> Any:
+            made[function.__name__] += 1
+            return graph.forward
+
+        return genuine(function, backend=make, **options)
+
+    monkeypatch.setattr(torch, "compile", counted)
+    monkeypatch.setattr("megatron.core.jit.jit_fuser", counted)
+    spec: Any = importlib.util.spec_from_file_location("scaled_products_again", scaled_products.__file__)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    for name in ("_largest", "_rounded"):
+        monkeypatch.setattr(scaled_products, name, getattr(again, name))
+    torch.compiler.reset()
+    with dynamo_config.patch(recompile_limit=8), caplog.at_level(logging.WARNING):
+        again.compile_for_all_sizes()
+        train_on_the_cpu(recipe)
+        first = made.copy()
+        train_on_the_cpu(recipe)
+    assert first.keys() == {"_largest", "_rounded"}
+    assert made == first, "the second step compiles nothing"
+    assert "recompile_limit" not in caplog.text
 
 
 @pytest.mark.parametrize(
