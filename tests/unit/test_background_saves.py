@@ -214,3 +214,10 @@ def test_a_write_that_fails_is_told_when_it_is_finished(monkeypatch: pytest.Monk
         begun.finish()
     assert not partial.exists()
     assert "publish" not in " ".join(made.taken())
+
+
+def test_sizes_of_a_large_model_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks with 5 GB each are more than 32 bits hold."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.mul_(3))
+    here: Any = SimpleNamespace(torch_device=torch.device("cpu"))
+    assert save._sum_over_ranks(5 * 10**9, here) == 15 * 10**9

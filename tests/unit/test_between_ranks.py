@@ -337,3 +337,22 @@ def test_a_ring_is_attention_over_all_positions(dtype: torch.dtype, monkeypatch:
     for got, known in zip(results, (expected.detach(), *wanted), strict=True):
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), known, rtol=tolerance, atol=tolerance)
+
+
+def test_messages_of_the_ring_stay_in_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers are ranks of the group; what is received is there when somebody has waited."""
+    given: list[Any] = []
+    works = [SimpleNamespace(wait=lambda name=name: given.append(name)) for name in ("sent", "received")]
+    monkeypatch.setattr(context_parallel, "P2POp", lambda *one, **named: (*one, named))
+    monkeypatch.setattr(context_parallel, "batch_isend_irecv", lambda operations: given.extend(operations) or works)
+    group, tensor = _group(1, 4), torch.ones(3)
+    exchange = context_parallel._Exchange(tensor, group, 6)
+    (send, sent, to), (receive, received, source) = given
+    assert (send, receive, sent is tensor) == (context_parallel.isend, context_parallel.irecv, True)
+    assert (to, source) == (
+        {"group": group, "group_peer": 2, "tag": 6},
+        {"group": group, "group_peer": 0, "tag": 6},
+    )
+    assert received is not tensor
+    assert exchange.wait() is received
+    assert given[2:] == ["sent", "received"]

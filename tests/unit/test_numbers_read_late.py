@@ -197,17 +197,27 @@ def test_a_bad_step_changes_what_it_does_where_nothing_is_checked(monkeypatch: p
     assert step.result()[0].updated
 
 
-def _reads_late(monkeypatch: pytest.MonkeyPatch, *, offload: bool = False, experts: bool = False, **flags: Any) -> bool:
+def _reads_late(
+    monkeypatch: pytest.MonkeyPatch, *, offload: bool = False, experts: bool = False, zeros: bool = False, **flags: Any
+) -> bool:
     made = Made(monkeypatch, **flags)
     made.run.sharding.host_memory_flags = ("--optimizer-cpu-offload",) if offload else ()
     model = dataclasses.replace(made.run.config.model, num_experts=2 if experts else None)
-    made.run.config = dataclasses.replace(made.run.config, model=model)
+    logging = dataclasses.replace(made.run.config.logging, log_num_zeros_in_grad=zeros)
+    made.run.config = dataclasses.replace(made.run.config, model=model, logging=logging)
     return can_read_late(made.run)
 
 
 @pytest.mark.parametrize(
     "needed",
-    [{"check_before_update": True}, {"fp16": True}, {"loss_scale": 8.0}, {"offload": True}, {"experts": True}],
+    [
+        {"check_before_update": True},
+        {"fp16": True},
+        {"loss_scale": 8.0},
+        {"offload": True},
+        {"experts": True},
+        {"zeros": True},
+    ],
     ids=str,
 )
 def test_what_needs_the_numbers_before_the_update(needed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,3 +263,25 @@ def test_ranks_of_one_machine_meet_in_its_memory(ranks: int, meets: bool, monkey
     assert segment == ("segment", 100, file)
     assert (members.rank, members.processes, members.names) == (0, processes, tuple(names))
     assert watched == [*processes]
+
+
+def test_the_last_one_to_write_rings_the_bell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for all is woken once all are there; who waits for one rank, by that rank."""
+    rung: list[int] = []
+    monkeypatch.setattr(module.futex, "wake", rung.append)
+    monkeypatch.setattr(module.futex, "full_fence", lambda: None)
+    made, work = _channel(), _Work(9)
+    work.source = -1
+    words = made.segment.words
+    words[2] = 8
+    assert made._post(work, 0)
+    assert (words[0], rung) == (0, [])
+    words[2] = 9
+    assert made._post(work, 0)
+    assert (words[0], rung) == (9, [0])
+    work.source = 1
+    assert made._post(work, 0)
+    assert rung == [0], "rank 1 is the one"
+    work.source = 0
+    assert made._post(work, 0)
+    assert rung == [0, 8]

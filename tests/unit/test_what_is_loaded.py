@@ -304,3 +304,33 @@ def test_who_only_evaluates_needs_no_optimizer() -> None:
 
     assert resolved("--skip-train").checkpoint.no_load_optim
     assert not resolved("").checkpoint.no_load_optim
+
+
+def test_what_a_rank_writes_is_what_it_counts() -> None:
+    """In bytes; of tensors that several ranks hold, those that are its own to write."""
+    own, others = (replace(_saved(3, 2, 0, 3), replica_id=(0, 0, replica)) for replica in (0, 1))
+    state: Any = {"model": {"a": own, "b": others}, "optimizer": {"c": own, "d": replace(own, data=None)}, "step": 3}
+    assert contents.size(state) == 2 * 3 * 2 * 2
+
+
+def test_those_that_hold_the_same_write_about_as_much() -> None:
+    """The largest first, each to who has least; experts among the ranks that hold the same experts."""
+    expert: Any = torch.zeros(9)
+    expert.allreduce = False
+    tensors = {"small": torch.zeros(2), "large": torch.zeros(6), "middle": torch.zeros(4), "expert": expert}
+    weights: Any = {name: SimpleNamespace(data=data, replica_id=(0, 1)) for name, data in tensors.items()}
+    models = Contents({}, weights, {}, {})
+
+    class Group(tuple[int, ...]):
+        """Ranks that hold the same."""
+
+        def size(self) -> int:
+            return len(self)
+
+    run: Any = SimpleNamespace(groups=SimpleNamespace(dp_cp=Group((0, 1, 2)), expt_dp=Group((0, 1))))
+    contents._spread(models, run)
+    # Ranks 0, 1 and 2 write large, middle and small, where this is rank 1; of the experts rank 0 does.
+    assert {name: weight.replica_id for name, weight in weights.items()} == {
+        "large": (0, 1), "middle": (0, 0), "small": (0, 2), "expert": (0, 1)
+    }  # fmt: skip
+    assert models.replicas == dict.fromkeys(tensors, 1)
