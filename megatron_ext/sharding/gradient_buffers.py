@@ -43,18 +43,17 @@ class WritingDataParallel(DistributedDataParallel):
         weight: Any = param
 
         def hook(*unused: Any) -> None:
-            added_by_product = weight.grad_added_to_main_grad and not getattr(weight, "zero_out_wgrad", False)
-            if weight.grad is None or added_by_product or not takes_first(weight.main_grad):
+            added, adds_all_the_same = weight.grad_added_to_main_grad, getattr(weight, "zero_out_wgrad", False)
+            is_added = weight.grad is not None and (adds_all_the_same or not added)
+            if not is_added or not takes_first(weight.main_grad):
                 return add(*unused)
             write_(weight.main_grad, weight.grad.data)
             # The engine's hook takes the gradient away and counts the weight as ready; it must not add what is there.
-            marks = {"grad_added_to_main_grad": True, "zero_out_wgrad": False}
-            before = {name: getattr(weight, name, False) for name in marks}
-            vars(weight).update(marks)
+            weight.grad_added_to_main_grad, weight.zero_out_wgrad = True, False
             try:
                 add(*unused)
             finally:
-                vars(weight).update(before)
+                weight.grad_added_to_main_grad, weight.zero_out_wgrad = added, adds_all_the_same
 
         return hook
 
