@@ -35,7 +35,8 @@ class WritingDataParallel(DistributedDataParallel):
         """They look at the gradients of every bucket before its reduction."""
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
             group.start_grad_sync = completed(group, group.start_grad_sync, self.watchers)
-        for buffer in (*self.buffers, *self.expert_parallel_buffers) if writes else ():
+        engine: Any = self  # whose `buffers` are not those of a module
+        for buffer in (*engine.buffers, *engine.expert_parallel_buffers) if writes else ():
             buffer.reset = partial(_expect_first, buffer.params)
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
@@ -43,11 +44,11 @@ class WritingDataParallel(DistributedDataParallel):
         weight: Any = param
 
         def hook(*unused: Any) -> None:
+            gradient: torch.Tensor | None = weight.grad
             added, adds_all_the_same = weight.grad_added_to_main_grad, getattr(weight, "zero_out_wgrad", False)
-            is_added = weight.grad is not None and (adds_all_the_same or not added)
-            if not is_added or not takes_first(weight.main_grad):
+            if gradient is None or (added and not adds_all_the_same) or not takes_first(weight.main_grad):
                 return add(*unused)
-            write_(weight.main_grad, weight.grad.data)
+            write_(weight.main_grad, gradient.data)
             # The engine's hook takes the gradient away and counts the weight as ready; it must not add what is there.
             weight.grad_added_to_main_grad, weight.zero_out_wgrad = True, False
             try:
