@@ -4,6 +4,9 @@ megatron-core asks apex's `fused_weight_gradient_mlp_cuda` for that (`gradient_a
 linear layer's backward pass is added to the fp32 main gradient by the kernel that computes it, so that it is never
 written in 16 bits, read again and added. torch has the operation as well. `stand_in` puts it in apex's place.
 
+What a main gradient holds when a step begins is of the step before. It is not zeroed: `expect_first` marks it, and who
+has the step's first gradient writes it there (`takes_first`), in place of adding it to zeros.
+
 Shapes: N tokens, V rows of the weight (outputs), H columns (inputs).
 """
 
@@ -15,8 +18,34 @@ import torch
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
+def expect_first(main_grad: torch.Tensor) -> None:
+    """Have the next gradient written over what `main_grad` holds."""
+    main_grad.expects_first = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def takes_first(main_grad: torch.Tensor) -> bool:
+    """Return whether `main_grad` expects its first gradient, which it does no longer: who asks writes all of it."""
+    expected = getattr(main_grad, "expects_first", False)
+    if expected:
+        main_grad.expects_first = False  # pyright: ignore[reportAttributeAccessIssue]
+    return expected
+
+
+def write_(main_grad: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Write the first gradient of a step, with the bits of its sum with zeros (-0.0 becomes 0.0, unlike in a copy)."""
+    torch.add(gradient, 0.0, out=main_grad)
+
+
+def add_(main_grad: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient to those of this step, or write it where it is the first."""
+    if takes_first(main_grad):
+        write_(main_grad, gradient)
+    else:
+        main_grad.add_(gradient)
+
+
 def add_product_(sum_VH: torch.Tensor, grad_NV: torch.Tensor, x_NH: torch.Tensor) -> None:
-    """Add grad^T x to `sum_VH`, in place.
+    """Add grad^T x to `sum_VH`, in place, or write it where it is the first.
 
     In one dtype it is one product that adds. With 16-bit factors and a sum in fp32 so it is on a GPU, which rounds
     nothing to 16 bits; torch has no such kernel for a CPU, where the product is rounded to 16 bits and then added, as
@@ -24,11 +53,17 @@ def add_product_(sum_VH: torch.Tensor, grad_NV: torch.Tensor, x_NH: torch.Tensor
     """
     grad_VN = grad_NV.t()
     if sum_VH.dtype == grad_NV.dtype:
-        sum_VH.addmm_(grad_VN, x_NH)
+        sum_VH.addmm_(grad_VN, x_NH, beta=_share_of_sum(sum_VH))
     elif sum_VH.dtype == torch.float32 and sum_VH.device.type == "cuda":
-        torch.addmm(sum_VH, grad_VN, x_NH, out_dtype=torch.float32, out=sum_VH)
+        beta = _share_of_sum(sum_VH)
+        torch.addmm(sum_VH, grad_VN, x_NH, out_dtype=torch.float32, beta=beta, out=sum_VH)
     else:
-        sum_VH.add_(grad_VN @ x_NH)
+        add_(sum_VH, grad_VN @ x_NH)
+
+
+def _share_of_sum(main_grad: torch.Tensor) -> int:
+    # With 0 a product does not read what was there, which may be NaN.
+    return 0 if takes_first(main_grad) else 1
 
 
 class ProductsOfTorch:
@@ -54,6 +89,12 @@ def stand_in() -> None:
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = ProductsOfTorch
         layers._grad_accum_fusion_available = True
+
+
+def products_write() -> bool:
+    """Return whether the products that megatron-core's layers call write a first gradient; apex's always add."""
+    layers: Any = importlib.import_module(_LAYERS)
+    return layers.fused_weight_gradient_mlp_cuda is ProductsOfTorch
 
 
 def replaces_gradient(weight: torch.Tensor) -> torch.Tensor | None:

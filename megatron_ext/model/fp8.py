@@ -22,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import Config
-from megatron_ext.device.weight_gradients import replaces_gradient
+from megatron_ext.device.weight_gradients import add_, replaces_gradient
 from megatron_ext.model.scaled_products import E4M3, E5M2, RECIPES, Block, Quantized, Recipe, product, quantize
 
 
@@ -193,5 +193,5 @@ def _weight_gradient(
     """Return dW, or add it to the main gradient in fp32 and return what takes its place."""
     if main_grad is None:
         return product(grad_NT, x_KT, weight.dtype)
-    main_grad.add_(product(grad_NT, x_KT, torch.float32))
+    add_(main_grad, product(grad_NT, x_KT, torch.float32))
     return replaces_gradient(weight)

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.loss_chunks import LOSS_CHUNKS
 from megatron_ext.device.kernels import linear
-from megatron_ext.device.weight_gradients import add_product_, replaces_gradient
+from megatron_ext.device.weight_gradients import add_product_, replaces_gradient, takes_first
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if for_hidden is not None:
             for_hidden.mul_(grad)
         if for_weight is not None and ctx.into_main_grad:
-            ctx.weight.main_grad.addcmul_(for_weight, grad)
+            main_grad = ctx.weight.main_grad
+            sum_before = grad.new_zeros(()) if takes_first(main_grad) else main_grad
+            torch.addcmul(sum_before, for_weight, grad, out=main_grad)
             for_weight = replaces_gradient(ctx.weight)
         elif for_weight is not None:
             for_weight = for_weight.mul_(grad).to(ctx.weight.dtype)

@@ -74,13 +74,15 @@ MODEL = (
     ),
     Seam(
         "parameter.grad_added_to_main_grad",
-        "set to True: the hook of data parallelism then leaves a gradient out that is in the main gradient already",
+        "set to True, for good or while the hook runs: the hook of data parallelism then leaves a gradient out that is "
+        "in the main gradient already",
         (),
         (f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",),
     ),
     Seam(
         "parameter.zero_out_wgrad",
-        "read: the hook adds what autograd has although the main gradient has its part, which must then be zero",
+        "read: the hook adds what autograd has although the main gradient has its part, which must then be zero; set "
+        "to False while the hook runs after a first gradient, which was written",
         (),
         (f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",),
     ),

@@ -43,8 +43,21 @@ DATA_PARALLEL = (
         "the groups of buckets of experts whose reductions are watched",
     ),
     Seam(
+        f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",
+        "overridden: the first gradient of a step is written, then the engine's hook does all but the addition",
+        ("param",),
+        (f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel.__init__",),
+    ),
+    Seam(
+        f"{_DDP_BUFFERS}._ParamAndGradBuffer.reset",
+        "replaced on the instance: what the step before left there is not zeroed, but written over",
+        (),
+        (f"{_CORE}.distributed.distributed_data_parallel.DistributedDataParallel.zero_grad_buffer",),
+    ),
+    Seam(f"{_DDP_BUFFERS}._ParamAndGradBuffer.params", "the weights whose gradients a buffer has"),
+    Seam(
         f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.start_grad_sync",
-        "replaced on the instance, to take norms of gradients before they are reduced",
+        "replaced on the instance: before a reduction, zeroes where no gradient came, and norms for the watch",
         ("force_all_reduce",),
         (f"{_DDP_BUFFERS}._ParamAndGradBucketGroup.register_grad_ready",),
     ),

@@ -1,9 +1,9 @@
 """megatron-core's DDP: weights whole on every data-parallel rank, and with the distributed optimizer (ZeRO-1) its state
 in shards, each a flat range of all weights one after another."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import ProcessGroup
 
 from megatron_ext.device.protocol import Device
+from megatron_ext.device.weight_gradients import products_write
 from megatron_ext.sharding.engine import (
     build_optimizer,
     ddp_config,
@@ -25,6 +26,7 @@ from megatron_ext.sharding.engine import (
     updating,
 )
 from megatron_ext.sharding.flat_shards import FlatPart
+from megatron_ext.sharding.gradient_buffers import WritingDataParallel
 from megatron_ext.sharding.parts import OptimizerPart
 from megatron_ext.sharding.protocol import Reduced, Sharding, Watcher
 
@@ -38,15 +40,17 @@ class DataParallel(Sharding):
         core: TransformerConfig,
         groups: ProcessGroupCollection,
         device: Device,
-    ) -> list[DistributedDataParallel]:
+    ) -> list[WritingDataParallel]:
         """Wrap every model chunk in megatron-core's DDP, and wire its hooks into the pipeline schedule.
 
         The schedule must know when it may skip the reduction (all microbatches but the last) and, with overlap,
         when to start one; without these hooks accumulation silently drifts.
         """
         settings = ddp_config(self.config)
+        writes = not self.config.training.gradient_accumulation_fusion or products_write()
         wrapped = [
-            DistributedDataParallel(
+            WritingDataParallel(
+                writes=writes,
                 config=core,
                 ddp_config=settings,
                 module=chunk,
@@ -125,8 +129,7 @@ class DataParallel(Sharding):
 
     def watch(self, chunk: Any, watcher: Watcher) -> None:
         watcher.register(chunk)
-        for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            bucket_group.start_grad_sync = _watched(bucket_group, bucket_group.start_grad_sync, watcher)
+        chunk.watchers.append(watcher)
 
     def holders_of_one_copy(
         self, optimizer: ChainedOptimizer, groups: ProcessGroupCollection
@@ -145,18 +148,6 @@ class DataParallel(Sharding):
 
 def _buffers(chunk: Any) -> list[Any]:
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
-
-
-def _watched(bucket_group: Any, start: Callable[..., None], watcher: Watcher) -> Callable[..., None]:
-    @wraps(start)
-    def start_grad_sync(*args: Any, **kwargs: Any) -> None:
-        already_started = bucket_group.grad_reduce_handle is not None
-        if not already_started:
-            for bucket in bucket_group.buckets:
-                watcher.before_reduction(bucket.params_list)
-        start(*args, **kwargs)
-
-    return start_grad_sync
 
 
 def _unhook_modules_without_weights(chunk: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.selection import marked
+from tests.support.selection import chosen, marked
 
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
@@ -113,3 +113,77 @@ def test_another_batch_and_number_of_ranks_on_resume_repeats_and_skips_nothing(t
     assert len({tuple(sample) for sample in whole}) == 32
     assert sorted(sample for rank in before for sample in rank) == sorted(whole[:12])
     assert after == whole[12:32]
+
+
+TWO_STAGES = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"  # tied embeddings at both ends
+EXPERTS = "--num-experts 64 --expert-model-parallel-size 2 --disable-bias-linear"
+WRITTEN: dict[str, str] = {
+    "PP2 VPP2, distributed optimizer": f"{TWO_STAGES} --use-distributed-optimizer {OVERLAP}",
+    "PP2, fused": "--pipeline-model-parallel-size 2 --bf16 --gradient-accumulation-fusion --linear-cross-entropy",
+    "CP2, EP2": f"--context-parallel-size 2 {EXPERTS} --use-distributed-optimizer",
+    "TP2, sequence parallel": "--tensor-model-parallel-size 2 --sequence-parallel --bf16 --overlap-grad-reduce",
+}
+
+
+def _written_and_added(all_flags: list[list[str]]) -> list[tuple[list[str], list[str], int]]:
+    """One rank, of each layout: the weights whose gradients a step over NaN has with other bits than one that adds to
+    megatron-core's zeros, the buffers with something in their padding, and how many experts have no gradient."""
+    from tests.support.in_turn import in_turn
+
+    return in_turn(_differences, all_flags)
+
+
+def _differences(flags: list[str]) -> tuple[list[str], list[str], int]:
+    import torch
+
+    from megatron_ext.model.names import global_named_parameters
+    from megatron_ext.train.step import compute_gradients, held_out_loss
+
+    run: Any = _build(flags)
+    compute_gradients(run, 8)  # the first step of a bucket is reduced at its end
+    named: list[tuple[str, Any]] = list(global_named_parameters(run.chunks))
+    buffers = [buffer for chunk in run.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    for _, weight in named:
+        weight.main_grad.fill_(float("nan"))
+    held_out_loss(run, run.loaders.train.global_batch(0, 2))
+    compute_gradients(run, 8)
+    written = [buffer.grad_data.clone() for buffer in buffers]
+    for buffer in buffers:
+        vars(buffer).pop("reset")  # megatron-core's own is left
+        buffer.grad_data.zero_()
+    compute_gradients(run, 8)
+    bits = torch.int16 if buffers[0].grad_data.dtype == torch.bfloat16 else torch.int32
+    wrong = [
+        name
+        for buffer, before in zip(buffers, written, strict=True)
+        for name, weight in named
+        if weight in buffer.param_index_map
+        for start, end, _ in [buffer.param_index_map[weight]]
+        if not torch.equal(before[start:end].view(bits), buffer.grad_data[start:end].view(bits))
+    ]
+    for buffer, before in zip(buffers, written, strict=True):
+        for start, end, _ in buffer.param_index_map.values():
+            before[start:end] = 0.0
+    padding = [str(before.numel()) for before in written if before.any()]
+    matrices = [weight.main_grad for _, weight in named if weight.dim() == 3]
+    without = sum(not of_expert.any() for main_grad in matrices for of_expert in main_grad)
+    run.loaders.close()
+    return wrong, padding, without
+
+
+@pytest.fixture(scope="module")
+def differences(request: pytest.FixtureRequest) -> dict[str, list[tuple[list[str], list[str], int]]]:
+    """What each rank found, by layout; the same ranks take one after the other."""
+    layouts = chosen(request, "written")
+    common = "--global-batch-size 8 --train-samples 64 --hidden-dropout 0 --attention-dropout 0"
+    flags = [[*FLAGS, *common.split(), *WRITTEN[layout].split()] for layout in layouts]
+    by_rank = run_ranks(4, _written_and_added, flags)
+    return dict(zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("written", marked(WRITTEN, slow=WRITTEN.keys() - {"PP2 VPP2, distributed optimizer"}))
+def test_a_first_gradient_is_written_with_the_bits_of_a_sum_with_zeros(written: str, differences: Any) -> None:
+    """A bad step and an evaluation before it change nothing, and experts without a token have zeros."""
+    found = differences[written]
+    assert [(wrong, padding) for wrong, padding, _ in found] == [([], [])] * 4
+    assert (sum(without for *_, without in found) > 0) == ("EP2" in written)

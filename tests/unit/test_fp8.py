@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from megatron_ext.config.fp8 import layers_in_fp8
 from megatron_ext.config.resolve import Facts
+from megatron_ext.device.weight_gradients import expect_first
 from megatron_ext.model import fp8
 from megatron_ext.model.linear import ColumnLinear, RowLinear
 from megatron_ext.model.scaled_products import (
@@ -210,6 +211,12 @@ def test_weight_gradients_are_added_in_fp32() -> None:
     # bf16 has 8 bits of mantissa, with the hidden one.
     assert ((fused.main_grad - 1 - plain.grad).abs() <= 2**-8 * plain.grad.abs() + 1e-4).all()
     assert not torch.equal((fused.main_grad - 1).bfloat16().float(), fused.main_grad - 1)
+    sums = [torch.full((OUTPUTS, INPUTS), float("nan")), torch.zeros(OUTPUTS, INPUTS)]
+    expect_first(sums[0])
+    for fused.main_grad in sums:
+        for _ in range(2):
+            fp8.linear(x, fused, replace(how, adds_to_main_gradient=True)).backward(grad)
+    assert torch.equal(*sums), "the first one is written"
 
 
 def counted(model: dict[str, Any], training: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[set[int], int]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ext.device.weight_gradients import expect_first
 from megatron_ext.model import linear_cross_entropy as module
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 
@@ -91,6 +92,17 @@ def test_the_main_gradient_gets_it_directly(main: torch.dtype) -> None:
     assert weight.grad_added_to_main_grad is True
     assert not weight.grad.any()
     assert error(weight.main_grad, 3.0 * exact(*given)[2] + 1.0) < BOUNDS[torch.bfloat16][1]
+
+    def twice(main_grad: torch.Tensor) -> torch.Tensor:
+        weight.main_grad = main_grad
+        for _ in range(2):
+            (3.0 * linear_cross_entropy(*given, Vocabulary(TRUE_ROWS), into_main_grad=True)).backward()
+        return main_grad
+
+    over = torch.full((ROWS, HIDDEN), float("nan")).to(main)
+    expect_first(over)
+    bits = torch.int32 if main == torch.float32 else torch.int16
+    assert torch.equal(twice(over).view(bits), twice(torch.zeros(ROWS, HIDDEN).to(main)).view(bits)), "written, added"
 
 
 class Largest(TorchDispatchMode):

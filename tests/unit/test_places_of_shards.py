@@ -12,10 +12,12 @@ from megatron_ext.checkpoint.native import agreement, resume
 from megatron_ext.checkpoint.native.folder import Found
 from megatron_ext.checkpoint.native.resume import Search
 from megatron_ext.checkpoint.native.saved_rows import joined
+from megatron_ext.device.weight_gradients import expect_first
 from megatron_ext.parallel.rows import RowShard
 from megatron_ext.sharding import fsdp2
-from megatron_ext.sharding.ddp import DataParallel, _watched
+from megatron_ext.sharding.ddp import DataParallel
 from megatron_ext.sharding.flat_shards import FlatPart, _spans
+from megatron_ext.sharding.gradient_buffers import completed
 from megatron_ext.sharding.host_memory import HostOptimizer
 from megatron_ext.sharding.megatron_fsdp import MegatronFSDP
 from tests.support.small_models import small_config
@@ -130,15 +132,31 @@ def test_gathers_are_off_while_weights_are_read(overlap: bool) -> None:
 
 
 def test_gradients_are_looked_at_once_before_their_reduction() -> None:
+    """By all watchers, when those that no microbatch has given are zero."""
     seen: list[Any] = []
-    buckets = [SimpleNamespace(params_list=["a"]), SimpleNamespace(params_list=["b", "c"])]
+    a, b, c = (SimpleNamespace(main_grad=torch.full((1,), float(number))) for number in range(1, 4))
+    expect_first(b.main_grad)
+    buckets = [SimpleNamespace(params_list=[a]), SimpleNamespace(params_list=[b, c])]
     group: Any = SimpleNamespace(grad_reduce_handle=None, buckets=buckets)
-    watcher: Any = SimpleNamespace(before_reduction=seen.append)
-    start = _watched(group, lambda *given, **named: seen.append(("start", given, named)), watcher)
+
+    def look(given: list[Any]) -> None:
+        seen.append([float(one.main_grad) for one in given])
+
+    watchers: Any = [SimpleNamespace(before_reduction=look)] * 2
+    start = completed(group, lambda *given, **named: seen.append(("start", given, named)), watchers)
     start(1, force_all_reduce=True)
     group.grad_reduce_handle = "under way"
+    expect_first(b.main_grad.fill_(2.0))
     start()
-    assert seen == [["a"], ["b", "c"], ("start", (1,), {"force_all_reduce": True}), ("start", (), {})]
+    assert seen == [
+        [1.0],
+        [1.0],
+        [0.0, 3.0],
+        [0.0, 3.0],
+        ("start", (1,), {"force_all_reduce": True}),
+        ("start", (), {}),
+    ]
+    assert float(b.main_grad) == 2.0, "nothing is written into a reduction that is under way"
 
 
 @pytest.mark.parametrize(("training", "masters"), [({"bf16": True}, torch.float32), ({}, None)])

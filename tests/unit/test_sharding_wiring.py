@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import layers
 
+from megatron_ext.device.weight_gradients import ProductsOfTorch, takes_first
 from megatron_ext.sharding import ddp, engine, fsdp2, megatron_fsdp, row_shards
 from megatron_ext.sharding.ddp import DataParallel, _finish_gather
 from megatron_ext.sharding.fsdp2 import FSDP2, TorchFSDP
+from megatron_ext.sharding.gradient_buffers import WritingDataParallel
 from megatron_ext.sharding.gradients import gradients_of_update, outside_norm
 from megatron_ext.sharding.host_memory import HostOptimizer, InHostMemory
 from megatron_ext.sharding.megatron_fsdp import MegatronFSDPChunk
@@ -23,8 +27,10 @@ CPU: Any = SimpleNamespace(torch_device=torch.device("cpu"), kind="cpu")
 class _Wrapped:
     """In the place of megatron-core's DDP."""
 
-    def __init__(self, *, config: Any, ddp_config: Any, module: Any, pg_collection: Any, disable_bucketing: bool):
-        self.module, self.one_bucket = module, disable_bucketing
+    def __init__(
+        self, *, writes: bool, config: Any, ddp_config: Any, module: Any, pg_collection: Any, disable_bucketing: bool
+    ):
+        self.module, self.one_bucket, self.writes = module, disable_bucketing, writes
         self.given = config, ddp_config, pg_collection
         self.remove_forward_pre_hook_handles: dict[Any, Any] = {}
 
@@ -39,7 +45,7 @@ def test_the_schedule_knows_when_to_reduce_and_to_gather(
     overlap: bool, gathers: bool, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A function for one chunk, a list for several; later chunks of a stage reduce in one bucket."""
-    monkeypatch.setattr(ddp, "DistributedDataParallel", _Wrapped)
+    monkeypatch.setattr(ddp, "WritingDataParallel", _Wrapped)
     monkeypatch.setattr(ddp, "initialized", lambda chunks, *_: list(chunks))
     layout = {
         "world_size": 2,
@@ -145,24 +151,48 @@ def test_reduced_gradients_are_those_of_all_shards(distributed: bool, monkeypatc
     assert asked == ([("dense", [4.0, 5.0, 6.0, 7.0]), ("experts", [51.0])] if distributed else [])
 
 
-def test_gradients_of_experts_are_watched_too() -> None:
-    started: list[str] = []
+@pytest.mark.parametrize("writes", [True, False])
+def test_experts_have_buffers_too(writes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are watched, and nobody zeroes them, unless a package's kernel adds to whatever is there."""
+    done: list[Any] = []
 
-    def group(name: str) -> Any:
-        return SimpleNamespace(
+    def parts(name: str) -> tuple[Any, Any]:
+        parameters = [SimpleNamespace(main_grad=torch.ones(1), name=name)]
+        group = SimpleNamespace(
             grad_reduce_handle=None,
-            buckets=[SimpleNamespace(params_list=[name])],
-            start_grad_sync=lambda: started.append(name),
+            buckets=[SimpleNamespace(params_list=parameters)],
+            start_grad_sync=lambda: done.append(f"reduce {name}"),
         )
+        return SimpleNamespace(params=parameters, reset=lambda: done.append(f"zero {name}")), group
 
-    chunk: Any = SimpleNamespace(bucket_groups=[group("dense")], expert_parallel_bucket_groups=[group("expert")])
-    watched: list[Any] = []
-    watcher: Any = SimpleNamespace(register=watched.append, before_reduction=watched.append)
+    def of_engine(self: Any) -> None:
+        torch.nn.Module.__init__(self)
+        buffers, bucket_groups = zip(parts("dense"), parts("experts"), strict=True)
+        self.buffers, self.expert_parallel_buffers = [buffers[0]], [buffers[1]]
+        self.bucket_groups, self.expert_parallel_bucket_groups = [bucket_groups[0]], [bucket_groups[1]]
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", of_engine)
+    chunk: Any = WritingDataParallel(writes=writes)
+    watcher: Any = SimpleNamespace(register=done.append, before_reduction=lambda given: done.append(given[0].name))
     DataParallel(small_config()).watch(chunk, watcher)
-    for one in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-        one.start_grad_sync()
-    assert watched == [chunk, ["dense"], ["expert"]]
-    assert started == ["dense", "expert"]
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        buffer.reset()
+    expected = [takes_first(buffer.params[0].main_grad) for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        group.start_grad_sync()
+    assert expected == [writes, writes]
+    zeroed = [] if writes else ["zero dense", "zero experts"]
+    assert done == [chunk, *zeroed, "dense", "reduce dense", "experts", "reduce experts"]
+
+
+@pytest.mark.parametrize(("fused", "ours", "writes"), [(False, False, True), (True, True, True), (True, False, False)])
+def test_apexs_kernels_find_zeros(fused: bool, ours: bool, writes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddp, "WritingDataParallel", _Wrapped)
+    monkeypatch.setattr(ddp, "initialized", lambda chunks, *_: list(chunks))
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", ProductsOfTorch if ours else "apex", raising=False)
+    config, nothing = small_config(training={"gradient_accumulation_fusion": fused}), SimpleNamespace()
+    [wrapped] = DataParallel(config).shard([nothing], nothing, nothing, CPU)  # pyright: ignore
+    assert wrapped.writes is writes  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_gradients_that_are_not_in_the_norm_are_looked_at_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

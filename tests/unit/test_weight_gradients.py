@@ -7,7 +7,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megatron_ext.device import weight_gradients
-from megatron_ext.device.weight_gradients import ProductsOfTorch, add_product_
+from megatron_ext.device.weight_gradients import ProductsOfTorch, add_product_, expect_first
 from megatron_ext.model.names import global_named_parameters
 from tests.support.in_turn import end_layout
 from tests.support.small_models import LLAMA, build_small_model, small_config
@@ -34,6 +34,20 @@ def test_the_product_is_added_in_place(dtypes: tuple[torch.dtype, torch.dtype]) 
     add_product_(main, grad, x)
     assert main.data_ptr() == place
     assert error(main, expected) < BOUNDS[dtypes]
+
+
+@pytest.mark.parametrize("dtypes", BOUNDS, ids=str)
+def test_the_first_product_is_written(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """With the bits of its sum with zeros, whatever was there; the second one is added."""
+    of_sum, of_factors = dtypes
+    generator = torch.Generator().manual_seed(0)
+    grad, x = (torch.randn(70, size, generator=generator).to(of_factors) for size in (40, 24))
+    main, zeros = torch.full((40, 24), float("nan")).to(of_sum), torch.zeros(40, 24).to(of_sum)
+    expect_first(main)
+    for _ in range(2):
+        add_product_(main, grad, x)
+        add_product_(zeros, grad, x)
+        assert torch.equal(main, zeros)
 
 
 def test_apexs_kernels_stay_where_megatron_core_has_found_them(monkeypatch: pytest.MonkeyPatch) -> None:
