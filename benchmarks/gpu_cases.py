@@ -156,8 +156,7 @@ def _matches(device: str) -> list[Case]:
     slow = ("--torch-compile", RECOMPUTE)  # the second compiles some C++ of megatron-core
     limits = {name: 2 * LIMIT if any(flag in flags for flag in slow) else LIMIT for name, flags in MATCHES.items()}
     return [
-        _trial(name, "matches", device, "match", SMALL + flags, limit=limits[name])
-        for name, flags in MATCHES.items()
+        _trial(name, "matches", device, "match", SMALL + flags, limit=limits[name]) for name, flags in MATCHES.items()
     ]
 
 
