@@ -221,3 +221,41 @@ def test_sizes_of_a_large_model_are_added(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.mul_(3))
     here: Any = SimpleNamespace(torch_device=torch.device("cpu"))
     assert save._sum_over_ranks(5 * 10**9, here) == 15 * 10**9
+
+
+def test_a_manifest_has_every_file_before_the_checkpoint_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The shards as their writers saw them, and all others as they are."""
+    made: Any = object.__new__(Save)
+    made.folder, made.iteration, made._partial = tmp_path, 7, tmp_path
+    for name in ("__0_0.distcp", "metadata.json", "common.pt", "config.yaml"):
+        (tmp_path / name).write_text(name)
+    heard: list[Any] = []
+    monkeypatch.setattr(
+        save.manifest, "write", lambda folder, files: heard.append({name: files[name] for name in files})
+    )
+    monkeypatch.setattr(save, "publish", lambda folder, iteration: heard.append((folder, iteration)))
+    shards: Any = {"__0_0.distcp": "of the writer"}
+    made._publish(shards)
+    files, named = heard
+    assert sorted(files) == ["__0_0.distcp", "common.pt", "config.yaml", "metadata.json"]
+    assert files["__0_0.distcp"] == "of the writer"
+    assert named == (tmp_path, 7)
+
+
+def test_a_tokenizer_is_kept_from_the_newest_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: Any = object.__new__(Save)
+    made.folder, made._partial = tmp_path, tmp_path
+    made.run = SimpleNamespace(config=small_config(), data_record=None)
+    found: list[str] = []
+    monkeypatch.setattr(save, "to_yaml", lambda config: "a: 1\n")
+    monkeypatch.setattr(save, "saved_iterations", lambda folder: [10, 20, 30])
+    monkeypatch.setattr(
+        save, "keep_tokenizer", lambda data, folder, earlier: found.extend(path.name for path in earlier)
+    )
+    monkeypatch.setattr(save, "write_versions", lambda folder: None)
+    made._write_companions()
+    assert found == ["iter_0000030", "iter_0000020", "iter_0000010"]
+    assert (tmp_path / save.CONFIG).read_text() == "a: 1\n"
+    assert not (tmp_path / save.DATA).exists()

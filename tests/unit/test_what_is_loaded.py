@@ -334,3 +334,22 @@ def test_those_that_hold_the_same_write_about_as_much() -> None:
         "large": (0, 1), "middle": (0, 0), "small": (0, 2), "expert": (0, 1)
     }  # fmt: skip
     assert models.replicas == dict.fromkeys(tensors, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "of_the_run", "again"), [(False, True, False), (False, False, True), (True, True, True)]
+)
+def test_modules_are_asked_again_where_their_tensors_are_others(
+    rows: bool, of_the_run: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was made for an earlier save's state dict holds the numbers of then."""
+    shard: Any = {"w": RowShard(torch.zeros(1), 0, (1,), None)} if rows else {}
+    kept, new = Contents({}, {}, {}, shard), Contents({}, {}, {}, {})
+    monkeypatch.setattr(contents, "models_of", lambda run: new)
+    monkeypatch.setattr(contents, "_of_the_run", lambda models, run: of_the_run)
+    run = _run(no_save_optim=True, no_save_rng=True)
+    run.state = TrainState(iteration=5)
+    taken = contents.take(run, lambda name, tensor: tensor, kept)
+    assert (taken.models is new) == again
+    assert taken.others["iteration"] == 5
+    assert contents.take(run, lambda name, tensor: tensor).models is new
