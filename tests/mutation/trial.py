@@ -39,6 +39,8 @@ class Recorded:
     by_line: dict[tuple[str, int], list[str]] = field(default_factory=lambda: defaultdict(list))
     at_import: set[tuple[str, int]] = field(default_factory=set)
     """Lines that run when the package is imported: no mutant of these can be tried in a process that has done so."""
+    failed: set[str] = field(default_factory=set)
+    """Tests that failed without a mutant, and say nothing of one."""
 
     def tests_of(self, path: str, line: int, budget: float) -> list[str]:
         """Return the tests to try on a mutant of a line, in their order.
@@ -84,7 +86,9 @@ def read_recorded(path: Path) -> Recorded:
         row = json.loads(line)
         if row.get("item") == _AT_IMPORT:
             found.at_import |= {(file, number) for file, lines in row["lines"].items() for number in lines}
-        elif "item" in row and not row["fails"] and row["item"] not in found.seconds:
+        elif row.get("fails"):
+            found.failed.add(row["item"])
+        elif "item" in row and row["item"] not in found.seconds:
             found.seconds[row["item"]] = row["processor"]
             found.waits[row["item"]] = max(0.0, row["seconds"] - row["processor"])
             for file, lines in row["lines"].items():
@@ -181,7 +185,7 @@ def try_mutants(
         jobs.append({**job, "limits": _limits(recorded, tests, room_for, idle)})
     if jobs:
         asked = {"mode": "try", "jobs": jobs, "files": sorted(files), "seconds": seconds, "light": light}
-        asked["known"] = list(recorded.seconds)
+        asked["known"] = [*recorded.seconds, *sorted(recorded.failed)]  # others were written since then
         _in_host(asked, output)
 
 

@@ -192,6 +192,28 @@ def test_lines_are_recorded_of_this_process_and_of_its_forks(tmp_path: Path) -> 
         sys.monitoring.free_tool_id(sys.monitoring.COVERAGE_ID)
 
 
+def test_a_test_that_fails_without_a_mutant_catches_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known, so that nobody takes it for one that was written since, and it is not chosen."""
+    common = {"seconds": 1.0, "processor": 1.0, "lines": {"tests/mutation/page.py": [25]}}
+    rows = [
+        {"item": "import", "seconds": 0.0, "lines": {}},
+        {"item": "tests/a.py::test_good", "fails": False, **common},
+        {"item": "tests/a.py::test_bad", "fails": True, **common},
+        {"file": "tests/a.py"},
+    ]
+    (tmp_path / "lines").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked: list[Any] = []
+    monkeypatch.setattr(trial, "_in_host", lambda jobs, output: asked.append(jobs))
+    monkeypatch.setattr(Recorded, "_naming", lambda recorded, path: set())
+    mutant = Mutant("tests/mutation/page.py", "by hand", 25, 11, "mutant.path", "mutant.line")
+    found = trial.read_recorded(tmp_path / "lines")
+    monkeypatch.setattr(Mutant, "apply", lambda mutant, text: text)
+    trial.try_mutants([mutant], found, tmp_path / "output", budget=5.0, seconds=5.0)
+    [jobs] = asked
+    assert [job["items"] for job in jobs["jobs"]] == [["tests/a.py::test_good"]]
+    assert jobs["known"] == ["tests/a.py::test_good", "tests/a.py::test_bad"]
+
+
 def test_who_only_waits_has_hung_before_who_computes() -> None:
     assert _hung(lambda: time.sleep(60.0)) == (False, "idle for 0.6 s")
     assert _hung(lambda: collections.deque(itertools.repeat(0), maxlen=0)) == (False, "over 0.9 s")
