@@ -47,6 +47,7 @@ RULES: tuple[Rule, ...] = (
 RULES_OF_RECOMPUTATION: tuple[Rule, ...] = (
     training.recomputation_is_complete,
     training.recomputed_parts_are_known,
+    layout.kept_gathers_are_those_of_plain_layers,
     graphs.captured_steps_recompute_nothing,
 )
 """All rules that ask what is recomputed: where nothing else changes, a search asks no others."""

@@ -42,6 +42,12 @@ MODEL = (
         ("input_", "weight", "runtime_gather_output"),
     ),
     Seam(
+        f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear._forward_impl",
+        "overridden: one that keeps what it has gathered of a sequence, where --sequence-parallel-keep-gathered asks",
+        ("input", "weight", "bias", "sequence_parallel"),
+        (f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear.forward",),
+    ),
+    Seam(
         f"{_CORE}.tensor_parallel.layers.RowParallelLinear.forward",
         "overridden: one plain product on a single tensor-parallel rank",
         ("input_",),

@@ -16,7 +16,7 @@ Two rules name a rank:
 
 A rank's own time is that in which others did not have its core, put right for the speed of that core. Where the
 device's fixed loop took more than 1.1 times as long as on the peers' cores, the own time is divided by that ratio to
-the power of 0.75. Cores of a virtual machine change their speed for a second or longer, with what the host runs beside
+the power of 0.75. Cores of a virtual machine change their speed for a second or longer, with what the host runs next to
 them: the loop then takes 1.6 times as long, and a step of a small model 1.3 times (docs/LOG.md). Nobody is named for
 such a second; a core that is slow for longer is named by the second rule.
 """

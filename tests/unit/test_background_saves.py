@@ -50,6 +50,8 @@ class Made:
             copies=lambda: _Copies(self.heard),
             bind_thread=lambda: self.heard.append("bind"),
             torch_device=torch.device("cpu"),
+            reads_wait=False,
+            read_later=lambda numbers: numbers.tolist,
         )
         self.run: Any = SimpleNamespace(
             state=SimpleNamespace(iteration=7),

@@ -38,6 +38,7 @@ OUR_OWN = {
     "--device",
     "--eval-at-start",
     "--elastic",
+    "--sequence-parallel-keep-gathered",
     "--exit-signal-deadline",
     "--eval-tasks",
     "--sample-interval",

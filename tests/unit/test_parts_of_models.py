@@ -38,6 +38,9 @@ class _Recorded:
     def to(self, **_where: object) -> "_Recorded":
         return self
 
+    def modules(self) -> list["_Recorded"]:
+        return [self]
+
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -55,7 +58,9 @@ def test_the_first_chunk_embeds_and_the_last_has_the_output_layer(
     layout = {"pipeline_model_parallel_size": 2, "world_size": 2, **interleaved}
     config = small_config({"num_layers": 2 * chunks}, layout=layout)
     groups: Any = SimpleNamespace(pp=_group(rank, 2), tp=_group(0, 1))
-    core: Any = SimpleNamespace(gradient_accumulation_fusion=False, use_cpu_initialization=True, params_dtype=None)
+    core: Any = SimpleNamespace(
+        gradient_accumulation_fusion=False, use_cpu_initialization=True, params_dtype=None, recompute_modules=None
+    )
     gpt.build_model(config, core, groups)
     found = [(one.given["pre_process"], one.given["post_process"], one.given["vp_stage"]) for one in _Recorded.made]
     last = chunks - 1

@@ -211,6 +211,7 @@ def test_rules_that_a_search_asks_once_read_nothing_that_it_chooses() -> None:
             if len({getattr(values, name) for values in held}) > 1:
                 chosen.add(name)  # what follows from what is chosen as well
     assert {"padded_vocab_size", "pipeline_model_parallel_size", "expert_model_parallel_size"} <= chosen
+    assert "sequence_parallel_keep_gathered" not in chosen
     for line in ["", *(wrong for wrong, _ in EXAMPLES.values())]:
         try:
             config = resolve(parse(shlex.split(f"{BASE} {line}")).values, Facts(cuda_available=True))
@@ -231,7 +232,7 @@ def test_whether_a_kind_of_recomputation_is_legal_does_not_depend_on_the_layout(
     layout, read = _unread(config.layout)
     watched = replace(config, layout=layout)
     assert [found for rule in RULES_OF_RECOMPUTATION for found in rule(watched, Facts(cuda_available=True))] == []
-    assert read == set()
+    assert read <= {"sequence_parallel_keep_gathered"}, "which no search chooses"
 
 
 EXPERTS = (
