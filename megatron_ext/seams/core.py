@@ -44,7 +44,7 @@ MODEL = (
     Seam(
         f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear._forward_impl",
         "overridden: one that keeps what it has gathered of a sequence, where --sequence-parallel-keep-gathered asks",
-        ("input", "weight", "bias", "sequence_parallel"),
+        ("input", "weight"),
         (f"{_CORE}.tensor_parallel.layers.ColumnParallelLinear.forward",),
     ),
     Seam(

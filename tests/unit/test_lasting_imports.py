@@ -35,6 +35,7 @@ def test_imports_are_not_collected_and_given_back_at_the_end() -> None:
 def test_what_fails_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name == "megatron.core"]:
         monkeypatch.delitem(sys.modules, name)
+    gc.enable()  # the planner, which other tests of this process call, has switched it off
     before = gc.get_freeze_count()
     with pytest.raises(ImportError), kept_from_the_collector():
         raise ImportError
