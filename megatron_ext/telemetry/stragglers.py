@@ -9,7 +9,8 @@ Two rules name a rank:
 
 - **It computes slowly.** Its own time was 8% longer in 11 of the last 16 steps, and 18% and 1 ms longer by the median
   of these steps. A rank that has become 1.3 times as slow is found after 11 to 16 steps. Steps that are slow here or
-  there, as by Python's garbage collector, flag nobody. It is slow until fewer than 8 of 16 steps are.
+  there, as by Python's garbage collector, flag nobody. It is slow until fewer than 8 of 16 steps are, whatever the
+  speed of its core.
 - **Its core is not all its own.** By the clock it computed 15% longer in each of the last 8 groups of 25 steps, and 25%
   longer in all, and for less than 90% of that it is its own time that was longer. It is so until the last two groups
   together are less than 15% longer. On a GPU, which a rank has to itself, nobody is named for this.
@@ -106,7 +107,7 @@ class SlowRanks:
             return [], []
         whole = run if clock is None else np.array(clock)
         mine = run if loops is None else run / self._longer_for_loops(np.array(loops))
-        self._own.add(mine, self._others(run))
+        self._own.add(mine, run, self._others(run))
         became, ended = self._compare_steps()
         if self._clock.add(mine, run, whole):
             shared, free = self._compare_groups()
@@ -117,9 +118,8 @@ class SlowRanks:
     def _compare_steps(self) -> tuple[list[Slowness], list[Slowness]]:
         if not self._own.are_enough:
             return [], []
-        slow_steps = self._own.slow_steps
-        ended = sorted(_ranks(slow_steps < _FEW) & self._slow)
-        often = sorted(_ranks(slow_steps >= _MOST) - self._slow)
+        ended = sorted(_ranks(self._own.slow_steps_on_any_core < _FEW) & self._slow)
+        often = sorted(_ranks(self._own.slow_steps >= _MOST) - self._slow)
         became = [found for found in map(self._slowness, often) if _is_slow(found)]
         self._slow = (self._slow | {found.rank for found in became}) - set(ended)
         return became, [self._slowness(rank) for rank in ended]
@@ -169,19 +169,20 @@ class SlowRanks:
 
 
 class _Steps:
-    """The last steps, in rings: own times, the medians of the peers', and their ratios.
+    """The last steps, in rings: own times, the medians of the peers', their ratios, and these on cores as they were.
 
     Args:
         ranks: number of ranks.
     """
 
     def __init__(self, ranks: int):
-        self._own, self._others, self._ratios = (np.zeros((_WINDOW, ranks)) for _ in range(3))
+        self._own, self._others, self._ratios, self._on_any_core = (np.zeros((_WINDOW, ranks)) for _ in range(4))
         self._steps = 0
 
-    def add(self, own: np.ndarray, others: np.ndarray) -> None:
+    def add(self, own: np.ndarray, run: np.ndarray, others: np.ndarray) -> None:
         place = self._steps % _WINDOW
         self._own[place], self._others[place], self._ratios[place] = own, others, _ratios(own, others)
+        self._on_any_core[place] = _ratios(run, others)
         self._steps += 1
 
     @property
@@ -192,6 +193,11 @@ class _Steps:
     def slow_steps(self) -> np.ndarray:
         """In how many of the last steps each rank was slow."""
         return np.count_nonzero(self._ratios >= _STEP_RATIO, axis=0)
+
+    @property
+    def slow_steps_on_any_core(self) -> np.ndarray:
+        """In how many of the last steps each rank was slow, be it by the speed of its core."""
+        return np.count_nonzero(self._on_any_core >= _STEP_RATIO, axis=0)
 
     @property
     def slowest(self) -> int:

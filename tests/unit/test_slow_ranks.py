@@ -145,6 +145,17 @@ def test_only_a_loop_that_is_a_tenth_longer_counts_and_a_step_is_less_longer_tha
     assert (slow.slowest.seconds, slow.slowest.peers_seconds) == pytest.approx((0.2 / 1.6**0.75, 0.1))
 
 
+def test_a_slow_rank_is_not_well_again_because_its_core_is_slow_as_well() -> None:
+    slow = SlowRanks([0, 0])
+    equal, slower = [1e-5, 1e-5], [1e-5, 1.6e-5]
+    said = [slow.add([0.1, 0.13], None, equal) for _ in range(16)]
+    said += [slow.add([0.1, 0.13 * 1.05], None, slower) for _ in range(50)]
+    said += [slow.add([0.1, 0.13], None, equal) for _ in range(16)]
+    found = [(step, [one.rank for one in became], ended) for step, (became, ended) in enumerate(said, 1)]
+    assert [each for each in found if each[1] or each[2]] == [(16, [1], [])]
+    assert [bool(slow.add([0.1, 0.1], None, equal)[1]) for _ in range(9)] == [False] * 8 + [True]
+
+
 def test_a_core_that_is_always_slow_is_named_after_two_hundred_steps() -> None:
     slow = SlowRanks([0, 0, 0])
     found = [slow.add([0.1, 0.1, 0.13], None, [1e-5, 1e-5, 1.6e-5])[0] for _ in range(400)]
