@@ -10,16 +10,13 @@ code is known to the process that the user's script starts, and to nobody else.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megatron_ext.config.layers import Layer, layers
+from megatron_ext.config.parameter import Parameter
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from megatron_ext.config.parameters import Parameter
-
-OwnParameters = Callable[[Config, Layer], Iterable["Parameter"]]
+OwnParameters = Callable[[Config, Layer], Iterable[Parameter]]
 """From the configuration and the description of a layer, the parameters that the layer has besides ours. Their names
 begin in the layer: `mix` stands for `decoder.layers.17.mix`."""
 
@@ -42,7 +39,7 @@ def current() -> OwnParameters | None:
     return _current
 
 
-def of_layer(config: Config, layer: Layer) -> Iterator["Parameter"]:
+def of_layer(config: Config, layer: Layer) -> Iterator[Parameter]:
     """Yield the own parameters of one layer, by the names of the catalogue.
 
     Raises:
@@ -60,7 +57,7 @@ def names(config: Config) -> list[str]:
     return sorted({parameter.name for layer in layers(config) for parameter in _current(config, layer)})
 
 
-def _check(parameter: "Parameter", ranks: int) -> None:
+def _check(parameter: Parameter, ranks: int) -> None:
     what = f"layer_parameters: {parameter.name} of shape {list(parameter.shape)}"
     dim, shape = parameter.tp_dim, parameter.shape
     if parameter.init in ("normal", "uniform") and len(shape) != 2:

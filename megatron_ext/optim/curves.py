@@ -11,9 +11,13 @@ Each value equals that of megatron-core's OptimizerParamScheduler to the last bi
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_ext.config.schema import Config
+
+Schedule = Callable[[int, float], float]
+"""From the samples of all updates so far and the rate that the flags give, the learning rate of the next step."""
 
 
 @dataclass(frozen=True)

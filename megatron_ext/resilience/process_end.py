@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 import psutil
 
@@ -27,9 +27,6 @@ from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBefore
 from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.progress import Progress
 from megatron_ext.terminal import printable
-
-if TYPE_CHECKING:
-    from megatron_ext.resilience.watch import Watch
 
 # Time for the cause to appear. Longer for what every rank finds for itself, where rank 0 may just be slower to start.
 _SECONDS_FOR_A_PEERS_CAUSE = 1.0
@@ -57,6 +54,28 @@ _LOST_PEER_TEXTS = (
 )
 
 
+class PeersWatch(Protocol):
+    """What a report asks of the watch over all ranks (`resilience/watch.py`)."""
+
+    ending: threading.Event
+    """Set once the watch's own thread says why this process ends, and ends it."""
+
+    terminated_at: float | None
+    """When SIGTERM came, by the monotonic clock."""
+
+    def cause_of_loss(self) -> str | None:
+        """Return how the first rank ended that did; None where nobody says it in time."""
+        ...
+
+    def speaks_for_all(self) -> bool:
+        """Return whether this rank is to say why all end."""
+        ...
+
+    def close(self) -> None:
+        """End the watch."""
+        ...
+
+
 @dataclass
 class RunStatus:
     """Holds what the report says about this rank; the program fills it in as it learns it."""
@@ -65,7 +84,7 @@ class RunStatus:
     save: str | None = None  # --save, once known
     iteration: int | None = None  # the step being worked on, from 1
     progress: Progress = field(default_factory=Progress)
-    watch: "Watch | None" = None  # once the ranks have met
+    watch: PeersWatch | None = None  # once the ranks have met
 
 
 def run_guarded(main: Callable[[], int], status: RunStatus) -> int:

@@ -16,6 +16,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Source
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.optim.curves import Schedule
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,9 +35,6 @@ Loss = Callable[["TokenLogits"], "torch.Tensor"]
 
 LayerSpec = Callable[["ModuleSpec", "Layer"], "ModuleSpec"]
 """From the spec of a layer and its description, the spec to build."""
-
-Schedule = Callable[[int, float], float]
-"""From the samples of all updates so far and the rate that the flags give, the learning rate of the next step."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from megatron_ext.config.schema import CheckpointConfig, TrainingConfig
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
 from megatron_ext.lasting_imports import kept_from_the_collector
+from megatron_ext.optim.curves import Schedule
 from megatron_ext.resilience import elastic, exit_record, launch
 from megatron_ext.resilience.deadline import StopDeadline
 from megatron_ext.resilience.process_end import RunStatus
@@ -23,7 +24,7 @@ from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
 from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.terminal import say
 from megatron_ext.train.configure import Configured, configure, configure_for
-from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets, Schedule
+from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets
 
 if TYPE_CHECKING:
     from megatron_ext.device.protocol import Device

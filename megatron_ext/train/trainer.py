@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from megatron_ext.config.batch import global_batch_size
 from megatron_ext.errors import StoppedBySignal
-from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve, learning_rate, weight_decay
+from megatron_ext.optim.curves import LearningRateCurve, Schedule, WeightDecayCurve, learning_rate, weight_decay
 from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import Evaluated
-from megatron_ext.train.extensions import Schedule
 from megatron_ext.train.late_steps import LateSteps, can_read_late
 from megatron_ext.train.run import Run
 from megatron_ext.train.shared_numbers import StopVotes

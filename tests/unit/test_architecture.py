@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,27 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
+
+
+def files_imported_by(path: Path) -> Iterator[Path]:
+    """The package's files that a file imports, also late and for type checkers."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.ImportFrom(module=str(module)):
+                names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+            case _:
+                continue
+        for name in names:
+            file = (ROOT / name.replace(".", "/")).with_suffix(".py")
+            if name.startswith("megatron_ext.") and file.exists():
+                yield file
+
+
+def test_no_files_import_each_other() -> None:
+    """A circle is named by graphlib, file by file."""
+    TopologicalSorter({path: {*files_imported_by(path)} - {path} for path in sources()}).prepare()
 
 
 def test_every_room_has_a_floor() -> None:

@@ -62,7 +62,7 @@ class Channel:
             before, self._last_in_slot[kind][slot] = self._last_in_slot[kind][slot], work.number
             work.start, work.row_size = self._starts[kind][slot], SLOTS[kind][0]
             work.calls = self._calls[kind][slot]
-            self._record.begin(work)
+            work.entry = self._record.begin(work.name, work.number, work.given)
             self._pending.append(work)
             self._poster.post(functools.partial(self._post, work, before))
         return work

@@ -45,7 +45,7 @@ class Outgoing:
         with self._lock:
             self._issued += 1
             work = SentMessage(self, self._issued, tensor)
-            self._record.begin(work, is_message=True)
+            work.entry = self._record.begin(work.name, work.number, work.given, is_message=True)
             self._poster.post(work.write)
         return work
 
@@ -120,7 +120,7 @@ class Incoming:
             self._issued += 1
             work = ReceivedMessage(self, self._issued, tensor)
             self._unread.append(work)
-            self._record.begin(work, is_message=True)
+            work.entry = self._record.begin(work.name, work.number, work.given, is_message=True)
         return work
 
     def receive_if_sent(self, tensor: torch.Tensor) -> "ReceivedMessage | None":

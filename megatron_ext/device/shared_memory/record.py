@@ -8,10 +8,10 @@ import pickle
 import time
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from megatron_ext.device.shared_memory.work import SharedWork
+import torch
 
 _KEPT = int(os.environ.get("TORCH_FR_BUFFER_SIZE") or 2000)
 
@@ -21,10 +21,10 @@ class Entry:
 
     __slots__ = ("has_ended", "is_message", "name", "number", "record", "shapes", "time")
 
-    def __init__(self, record: "Record", work: "SharedWork", is_message: bool):
+    def __init__(self, record: "Record", name: str, number: int, given: Sequence[torch.Tensor], is_message: bool):
         self.record, self.is_message, self.time = record, is_message, time.time_ns()
-        self.name, self.number, self.has_ended = work.name, work.number, False
-        self.shapes = [(tensor.dtype, tensor.shape) for tensor in work.given]
+        self.name, self.number, self.has_ended = name, number, False
+        self.shapes = [(tensor.dtype, tensor.shape) for tensor in given]
 
 
 _entries: deque[Entry] = deque(maxlen=max(1, _KEPT))
@@ -48,10 +48,18 @@ class Record:
         group = self._group()
         return f"{self._name} through shared memory", "undefined" if group is None else group.group_desc
 
-    def begin(self, work: "SharedWork", is_message: bool = False) -> None:
-        """Note an operation that has a number."""
-        work.entry = Entry(self, work, is_message)
-        _entries.append(work.entry)
+    def begin(self, name: str, number: int, given: Sequence[torch.Tensor], *, is_message: bool = False) -> Entry:
+        """Note an operation, whose end is to be noted in the entry that this returns.
+
+        Args:
+            name: torch's, as its flight recorder has it.
+            number: of the operation among those of this group.
+            given: what this rank gives, or the room for what it receives.
+            is_message: whether it goes from one rank to one other.
+        """
+        entry = Entry(self, name, number, given, is_message)
+        _entries.append(entry)
+        return entry
 
 
 def with_shared_memory(dump: bytes) -> bytes:
