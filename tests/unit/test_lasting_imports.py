@@ -3,16 +3,19 @@
 import gc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_ext.lasting_imports import kept_from_the_collector
 
+ROOT = Path(__file__).parents[2]
 _PROGRAM = """
 import atexit, gc, sys
 atexit.register(lambda: print(gc.get_freeze_count()))  # called last
 from megatron_ext.lasting_imports import kept_from_the_collector
 seen = []
+gc.collect()  # so that the next is not near
 gc.callbacks.append(lambda phase, info: seen.append(phase))
 with kept_from_the_collector():
     kept = [[] for _ in range(100_000)]
@@ -28,7 +31,8 @@ gc.freeze()
 
 
 def test_imports_are_not_collected_and_given_back_at_the_end() -> None:
-    said = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-c", _PROGRAM]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.split("\n") == ["False 0", "True True", "True", "0", "0", ""]
 
 
