@@ -301,6 +301,16 @@ def test_absurd_sizes_are_answered_at_once():
         assert time.process_time() - start < 2, name
 
 
+def test_layers_of_another_package_keep_nothing_that_is_gathered() -> None:
+    line = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --sequence-parallel-keep-gathered"
+    facts = Facts(cuda_available=True, packages=frozenset({"transformer_engine"}))
+    values = parse(shlex.split(f"{BASE} {line} --transformer-impl transformer_engine")).values
+    assert problems(resolve(values, facts), facts) == [
+        "--sequence-parallel-keep-gathered does not work with --transformer-impl transformer_engine; leave one of them "
+        "out"
+    ]
+
+
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     facts = gather_facts(parse(shlex.split(BASE)))
