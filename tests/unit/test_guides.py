@@ -1,11 +1,9 @@
-"""What the guides send their reader to is there: pages, headings, files and rooms."""
+"""What the guides send their reader to is there: pages, headings and files."""
 
 import re
 from pathlib import Path
 
 import pytest
-
-from tests.unit.test_architecture import FLOORS
 
 ROOT = Path(__file__).resolve().parents[2]
 # The log stays as it was written on its day.
@@ -36,13 +34,3 @@ def test_files_that_are_named_exist(guide: Path) -> None:
     named = set(re.findall(r"`(\w+/[\w./-]+\.(?:py|sh|yaml|json|jsonl|txt))`", guide.read_text())) - OF_OTHERS
     ours = {name for name in named if any((folder / name.split("/")[0]).is_dir() for folder in FOLDERS)}
     assert [name for name in ours if not any((folder / name).exists() for folder in FOLDERS)] == []
-
-
-def test_the_tree_of_the_readme_has_every_room_in_order() -> None:
-    tree = (ROOT / "README.md").read_text().partition("\nmegatron_ext/ ")[2].partition("\ntools/ ")[0]
-    assert re.findall(r"^  (\w+)/ ", tree, re.MULTILINE) == FLOORS
-
-
-def test_the_tour_names_every_room() -> None:
-    tour = (ROOT / "docs/tour.md").read_text()
-    assert [room for room in FLOORS if f"`{room}/" not in tour] == []
