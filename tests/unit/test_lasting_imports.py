@@ -36,6 +36,31 @@ def test_imports_are_not_collected_and_given_back_at_the_end() -> None:
     assert said.split("\n") == ["False 0", "True True", "True", "0", "0", ""]
 
 
+_SERVER = """
+import atexit, os
+from megatron_ext.lasting_imports import end_at_once
+end_at_once()
+
+class Kept:
+    def __del__(self):
+        os.write(1, b"taken down")
+
+kept = Kept()
+atexit.register(lambda: print("handlers run"))
+child = os.fork()
+if child == 0:
+    raise SystemExit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+raise SystemExit(1)
+"""
+
+
+def test_a_server_of_imports_takes_nothing_down_and_its_forks_end_as_they_do() -> None:
+    ended = subprocess.run([sys.executable, "-c", _SERVER], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.split() == ["handlers", "run", "taken", "down3", "handlers", "run"]
+
+
 def test_what_fails_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name == "megatron.core"]:
         monkeypatch.delitem(sys.modules, name)
