@@ -8,12 +8,13 @@ median of its peers'.
 Two rules name a rank:
 
 - **It computes slowly.** Its own time was 8% longer in 11 of the last 16 steps, and 18% and 1 ms longer by the median
-  of these steps. A rank that has become 1.3 times as slow is found after 11 to 16 steps. Steps that are slow here or
+  of these steps. A rank that has become 1.3 times as slow is found after 11 to 16 steps; where ranks had a third of
+  a core each, one was after 26 (docs/LOG.md). Steps that are slow here or
   there, as by Python's garbage collector, flag nobody. It is slow until fewer than 8 of 16 steps are, whatever the
   speed of its core.
 - **Its core is not all its own.** By the clock it computed 15% longer in each of the last 8 groups of 25 steps, and 25%
-  longer in all, and for less than 90% of that it is its own time that was longer. It is so until the last two groups
-  together are less than 15% longer. On a GPU, which a rank has to itself, nobody is named for this.
+  longer in all, and less than 90% of its time by the clock was its own. It is so until the last two groups together are
+  less than 15% longer. On a GPU, which a rank has to itself, nobody is named for this.
 
 A rank's own time is that in which others did not have its core, put right for the speed of that core. Where the
 device's fixed loop took more than 1.1 times as long as on the peers' cores, the own time is divided by that ratio to
@@ -55,8 +56,8 @@ class Slowness:
     peers: tuple[int, ...]
 
     of_a_core: float | None = None
-    """Where its core is not all its own: for which part of its time it had it. The times are then by the clock, and
-    means."""
+    """Where its core is not all its own: the part of its time in which it had it. The times are then by the clock, and
+    means; else they are its own, put right for the speed of its core."""
 
     of_the_speed: float | None = None
     """And how fast that core was in this part, over its peers'."""

@@ -3,7 +3,9 @@
 import gc
 
 from megatron_ext import device
+from megatron_ext.lasting_imports import end_at_once
 
+end_at_once()
 device.install("cpu")
 
 import megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader  # noqa: E402

@@ -1,6 +1,9 @@
 """One run of the whole program: its banner, its lines, the ranges of its trace, its tags, its last record."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +66,20 @@ def test_the_end_is_recorded(ended: tuple[Path, list[Ended]]) -> None:
     record = json.loads((ended[0] / "exit.json").read_text())
     assert (record["code"], record["rank"], record["iteration"]) == (0, 0, 3)
     assert record["message"] == "rank 0: done at iteration 3"
+
+
+PROGRAM = """
+from megatron_ext.verify.ranks import run_ranks
+if __name__ == "__main__":
+    print(run_ranks(2, abs, -1))
+"""
+
+
+@pytest.mark.slow
+def test_who_asks_ranks_hears_nothing_of_their_servers_end(tmp_path: Path) -> None:
+    """tools/parity.py ended with a page of what Triton's library had kept."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("[1, 1]\n", "")

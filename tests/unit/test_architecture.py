@@ -97,7 +97,19 @@ def test_no_files_import_each_other() -> None:
 
 def test_every_room_has_a_floor() -> None:
     rooms = {room_of(path) for path in sources()} - {None}
-    assert rooms <= set(FLOORS), "give a new room its floor in this test and in the README's tree"
+    assert rooms <= set(FLOORS), (
+        "give a new room its floor in this test and in the README's tree, and a place in docs/tour.md"
+    )
+
+
+def test_the_tree_of_the_readme_has_every_room_in_order() -> None:
+    tree = (ROOT / "README.md").read_text().partition("\nmegatron_ext/ ")[2].partition("\ntools/ ")[0]
+    assert re.findall(r"^  (\w+)/ ", tree, re.MULTILINE) == FLOORS
+
+
+def test_the_tour_names_every_room() -> None:
+    tour = (ROOT / "docs/tour.md").read_text()
+    assert [room for room in FLOORS if f"`{room}/" not in tour] == []
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -6,10 +6,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_ext.device import cpu
 from megatron_ext.device.cpu import CpuDevice, CpuMark
 from megatron_ext.telemetry.communication import CommunicationClock, ComputeTime
 from megatron_ext.train.callbacks.stragglers import _Exchange
@@ -78,13 +80,12 @@ def test_the_longer_loop_of_both_ends_counts() -> None:
     assert [found.loop for found in clock.take_compute()] == [1e-5, 3e-5, 3e-5, 2e-5]
 
 
-def test_the_fixed_loop_takes_processor_time_and_little_of_it() -> None:
-    """A core that another process uses has no part in it: it is not the core's speed."""
-    alone = min(CpuDevice().seconds_of_a_fixed_loop() for _ in range(100))
-    assert 1e-6 < alone < 1e-3
-    with core_that_another_uses():
-        shared = min(CpuDevice().seconds_of_a_fixed_loop() for _ in range(100))
-    assert shared < 4.0 * alone
+def test_the_fixed_loop_takes_processor_time_and_little_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that another process uses has no part in it: it is not the core's speed. The quickest round counts."""
+    assert 1e-6 < min(CpuDevice().seconds_of_a_fixed_loop() for _ in range(100)) < 1e-3
+    of_this_thread = iter((1.0, 1.5, 2.0, 2.25, 3.0, 4.0))
+    monkeypatch.setattr(cpu, "time", SimpleNamespace(thread_time=lambda: next(of_this_thread)))
+    assert CpuDevice().seconds_of_a_fixed_loop() == 0.25
 
 
 @contextmanager

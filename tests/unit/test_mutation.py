@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.mutation import trial
-from tests.mutation.host import Lines, replace_function, until_ready
+from tests.mutation import host, trial
+from tests.mutation.host import Lines, replace_function
 from tests.mutation.operators import Mutant, mutants_of, sample
 from tests.mutation.page import (
     BEFORE,
@@ -214,24 +214,46 @@ def test_a_test_that_fails_without_a_mutant_catches_none(tmp_path: Path, monkeyp
     assert jobs["known"] == ["tests/a.py::test_good", "tests/a.py::test_bad"]
 
 
-def test_who_only_waits_has_hung_before_who_computes() -> None:
-    assert _hung(lambda: time.sleep(60.0)) == (False, "idle for 0.6 s")
-    assert _hung(lambda: collections.deque(itertools.repeat(0), maxlen=0)) == (False, "over 0.9 s")
+def test_who_only_waits_has_hung_before_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's: a busy machine lets nobody compute at times."""
+    assert _hung(monkeypatch, used=0.0) == (False, "idle for 0.6 s")
+    assert _hung(monkeypatch, used=0.01) == (False, "over 0.9 s")
 
 
-def _hung(action: Callable[[], object]) -> tuple[bool, str]:
-    reader, writer = os.pipe()
+def _hung(monkeypatch: pytest.MonkeyPatch, used: float) -> tuple[bool, str]:
+    """Return what is said of a process that uses so many seconds of the processor from look to look."""
+    looks = itertools.count()
+    waited: list[float] = []
+
+    def select(*given: Any) -> tuple[list[int], list[int], list[int]]:
+        waited.append(given[-1])
+        return [], [], []
+
+    monkeypatch.setattr(host, "select", SimpleNamespace(select=select))
+    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: sum(waited)))
+    monkeypatch.setattr(host, "_of_descendants", lambda: {7: used * next(looks)})
+    return host.until_ready(3, 0.9, 0.6)
+
+
+def test_what_a_child_computes_is_seen() -> None:
     child = os.fork()
     if child == 0:
-        action()
-        os._exit(0)
+        collections.deque(itertools.repeat(0), maxlen=0)
     try:
-        return until_ready(reader, 0.9, 0.6)
+        deadline = time.monotonic() + 60.0
+        while host._of_descendants()[child] < 0.05:
+            assert time.monotonic() < deadline
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(reader)
-        os.close(writer)
+
+
+def test_who_has_said_something_has_not_hung() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"x")
+    assert host.until_ready(reader, 600.0, 600.0) == (True, "")
+    os.close(reader)
+    os.close(writer)
 
 
 def test_the_page_is_what_was_found() -> None:

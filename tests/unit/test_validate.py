@@ -290,7 +290,7 @@ def test_no_rule_raises_whatever_the_numbers():
 def test_absurd_sizes_are_answered_at_once():
     huge = 10**12
     for name in ("num_layers", "num_attention_heads", "global_batch_size", "world_size"):
-        start = time.monotonic()
+        start = time.process_time()
         # Rules get such values from code alone: of flags and files they are refused as they are read.
         for line in (
             "--world-size 3 --tensor-model-parallel-size 2",
@@ -298,7 +298,17 @@ def test_absurd_sizes_are_answered_at_once():
         ):
             values = parse(shlex.split(f"{BASE} {line}")).values | {name: huge}
             problems(resolve(values, Facts()), Facts())
-        assert time.monotonic() - start < 2, name
+        assert time.process_time() - start < 2, name
+
+
+def test_layers_of_another_package_keep_nothing_that_is_gathered() -> None:
+    line = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --sequence-parallel-keep-gathered"
+    facts = Facts(cuda_available=True, packages=frozenset({"transformer_engine"}))
+    values = parse(shlex.split(f"{BASE} {line} --transformer-impl transformer_engine")).values
+    assert problems(resolve(values, facts), facts) == [
+        "--sequence-parallel-keep-gathered does not work with --transformer-impl transformer_engine; leave one of them "
+        "out"
+    ]
 
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+from megatron_ext.resilience import progress as progress_module
 from megatron_ext.resilience import watch as watch_module
 from megatron_ext.resilience.board import Board
 from megatron_ext.resilience.peer_processes import ProcessName
@@ -124,17 +125,21 @@ def test_a_slow_store_after_sigterm_is_not_a_dead_one(
     start: Callable[[Watch], None],
 ) -> None:
     """On a machine with too much to do, where rank 0 saves and the others wait."""
-    start(watch_of(status, store, name_of(rank_0)))
-    time.sleep(1.2)  # it has learnt the processes
+    watch = watch_of(status, store, name_of(rank_0))
+    start(watch)
+    deadline = time.monotonic() + 60.0
+    while 0 not in watch._names:  # which it learns from the store
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     store.seconds = 4.0
     os.kill(os.getpid(), signal.SIGTERM)
     assert not ended.within(3.5), ended.text
     assert rank_0.poll() is None
     rank_0.send_signal(signal.SIGSTOP)
     store.seconds = 60.0
-    assert ended.within(7.0)
+    assert ended.within(60.0)
     assert "rank 0, which holds the ranks' store, does not answer" in ended.text
-    assert rank_0.wait(1.0) == -signal.SIGKILL
+    assert rank_0.wait(60.0) == -signal.SIGKILL
 
 
 def test_a_rank_of_another_machine_may_say_nothing_for_longer(
@@ -154,34 +159,42 @@ def test_a_rank_of_another_machine_may_say_nothing_for_longer(
     ):
         monkeypatch.setattr(watch_module, name, seconds)
     elsewhere = dataclasses.replace(name_of(rank_0), machine="another one")
+    began = time.monotonic()
     start(watch_of(status, store, elsewhere))
     os.kill(os.getpid(), signal.SIGTERM)
-    assert not ended.within(2.0), ended.text
-    assert ended.within(10.0)
+    assert ended.within(60.0)
+    assert time.monotonic() - began >= 2.5, ended.text
     assert "rank 0 did not come: it does not answer" in ended.text
     assert rank_0.poll() is None, "that process id is another one's on this machine"
 
 
 def test_what_the_device_is_in_is_a_hang_only_while_the_host_does_not_go_on(
-    ended: Ended, start: Callable[[Watch], None]
+    ended: Ended, start: Callable[[Watch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, whose collectives return before they are done."""
+    now = 1000.0
+    monkeypatch.setattr(progress_module, "monotonic", lambda: now)
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
     status = RunStatus(rank=0, iteration=1)
     progress = status.progress
+    watch = Watch(status, 600.0, None, lambda group: ("", "", ()), device_runs_ahead=True)
     progress.begin_batch(FORWARD_BACKWARD)
-    progress.issued = Wait("allreduce", None, 1, time.monotonic() - 60.0)
-    start(Watch(status, 0.6, None, lambda group: ("", "", ()), device_runs_ahead=True))
-    assert not ended.within(1.2), "kernels are compiled in the first step"
-    progress.begin_microbatch()
+    watch._look()
+    progress.issued = Wait("allreduce", None, 1, now - 6000.0)
+    assert not watch._is_overdue(), "kernels are compiled in the first step"
     status.iteration = 2
-    for _ in range(12):
+    for _ in range(3):
         progress.begin_microbatch()
-        assert not ended.within(0.1), ended.text
-    assert progress.issued is not None
+        now += 599.0
+        assert not watch._is_overdue()
+    now += 1.0
+    assert watch._is_overdue()
     progress.begin_batch(EVALUATION)
-    assert not ended.within(1.2), ended.text
-    progress.issued = Wait("allreduce", None, 2, time.monotonic())
-    assert ended.within(5.0)
+    assert not watch._is_overdue()
+    progress.issued = Wait("allreduce", None, 2, now)
+    now += 600.0
+    start(watch)
+    assert ended.within(60.0)
 
 
 def test_a_batch_forgets_the_collectives_before_it_and_its_microbatches_tell_of_the_host(

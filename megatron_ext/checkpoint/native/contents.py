@@ -70,8 +70,7 @@ class RunSnapshot:
 
 
 def take(run: Saveable, copy: Copy, models: Contents | None = None) -> RunSnapshot:
-    """Copy everything of `run` that a resumed run needs, but for what the flags leave out.
-    Not collective.
+    """Copy everything of `run` that a resumed run needs, but for what the flags leave out. Not collective.
 
     Args:
         copy: makes a tensor that the training does not change, from a name of it and the tensor; those that other

@@ -1,0 +1,36 @@
+"""What the guides send their reader to is there: pages, headings and files."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# The log stays as it was written on its day.
+GUIDES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")} - {ROOT / "docs/LOG.md"})
+FOLDERS = (ROOT, ROOT / "megatron_ext", ROOT / "tests")
+OF_OTHERS = {"config/train_gpt2.py"}  # nanoGPT's
+
+
+def headings(page: Path) -> set[str]:
+    """The names by which a page's headings are linked to."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_links_lead_somewhere(guide: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", guide.read_text()):
+        if link.startswith("https://"):
+            continue
+        name, _, heading = link.partition("#")
+        page = guide.parent / name if name else guide
+        assert page.exists(), link
+        assert not heading or heading in headings(page), link
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_files_that_are_named_exist(guide: Path) -> None:
+    named = set(re.findall(r"`(\w+/[\w./-]+\.(?:py|sh|yaml|json|jsonl|txt))`", guide.read_text())) - OF_OTHERS
+    ours = {name for name in named if any((folder / name.split("/")[0]).is_dir() for folder in FOLDERS)}
+    assert [name for name in ours if not any((folder / name).exists() for folder in FOLDERS)] == []
