@@ -1,13 +1,59 @@
-"""Reads the variables by which a launcher tells a process which rank it is."""
+"""Reads the variables by which a launcher tells a process which rank it is.
+
+torchrun's are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Without them, those of mpirun and srun are taken: a
+process of theirs that took itself for the only one would train alone, next to others that do the same.
+"""
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, MutableMapping
 
 from megatron_ext.errors import ConfigurationError
 
 _LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
 _LEAST |= {"TORCHELASTIC_RESTART_COUNT": 0}
 _MOST = 1 << 20
+
+
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+"""Rank, size, local rank and local size of Open MPI, of Intel MPI and MPICH, and of a job step of Slurm."""
+
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_PORT = "29500"  # torchrun's own
+
+
+def take_ranks_of_mpi(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set torchrun's variables from those of mpirun or srun, where RANK is not set and they started several processes.
+
+    MASTER_ADDR has to say where rank 0 is, unless all are on one machine; `check_launch` names it where it is missing.
+    A job script of Slurm that starts no step is one process: only srun sets SLURM_STEP_NUM_TASKS.
+    """
+    if "RANK" in environment:
+        return
+    for names in _MPI:
+        rank, size, local, here = (environment.get(name, "") for name in names)
+        here = _of_node(here, environment.get("SLURM_NODEID", "0"))
+        if not rank or (_integer(size) or 1) == 1:
+            continue
+        if here == size:
+            environment.setdefault("MASTER_ADDR", "127.0.0.1")
+        environment.setdefault("MASTER_PORT", _PORT)
+        given = zip(_OURS, (rank, size, local, here), strict=True)
+        environment.update({name: value for name, value in given if value})
+        return
+
+
+def _of_node(text: str, node: str) -> str:
+    """Return the number of a node's processes: `8(x2),4` are 8 on each of the first two nodes, and 4 on the third."""
+    counts = [
+        count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(min(int(times or 1), _MOST))
+    ]
+    number = _integer(node)
+    return counts[number] if number is not None and 0 <= number < len(counts) else ""
 
 
 def check_launch(environment: Mapping[str, str] = os.environ) -> None:
@@ -35,6 +81,12 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
             problems.append(
                 f"${rank} is {found[rank]}, but ${size} is {found[size]}: ranks count from 0; set both as torchrun does"
             )
+    by_mpi = next((names[0] for names in _MPI if environment.get(names[0])), None)
+    if by_mpi and found.get("RANK", -1) >= 0 and found.get("WORLD_SIZE", 1) > 1 and "MASTER_ADDR" not in environment:
+        problems.append(
+            f"${by_mpi} says that this is rank {found['RANK']} of {found['WORLD_SIZE']}, but $MASTER_ADDR is not set; "
+            "export MASTER_ADDR=<name of rank 0's machine>, which mpirun passes on with -x MASTER_ADDR"
+        )
     if problems:
         raise ConfigurationError(problems)
 

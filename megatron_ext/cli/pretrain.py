@@ -137,6 +137,7 @@ def start(argv: Sequence[str], **own: Any) -> NoReturn:
         own: arguments of `train.pretrain.pretrain` that bring in a user's code: `start(flags, loss=my_loss)`.
     """
     survive_closed_pipes()
+    environment.take_ranks_of_mpi()
     if not _ANSWERED.isdisjoint(argv):
         read(argv)
     from megatron_ext.resilience.launcher_watch import watch_launcher

@@ -250,7 +250,7 @@ def _taken(reading: _Reading, flag: str, option: Option, text: str) -> str:
 
 
 def _judge_megatron(reading: _Reading, known: megatron_options.MegatronOption, values: list[str]) -> None:
-    if not values and known.most_values == 1:
+    if not values and known.needs_value:
         reading.problems.append(f"{known.flag} needs a value{'' if known.accepted else f'; but {known.reason}'}")
     elif (why_not := known.refused_value(values)) is not None:
         reading.problems.append(f"{' '.join([known.flag, *values])} is not supported: {why_not}")

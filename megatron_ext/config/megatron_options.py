@@ -4,14 +4,14 @@ Launch scripts written for Megatron-LM name many of its roughly 850 options. Non
 each is in one of four classes: supported (a field of the schema), an old spelling (`old_spellings.py`, or an alias in
 the schema), of no bearing here (`megatron_accepted.py`: one warning line says what happens instead), or refused
 (`refused/`: it would change what is trained or kept). The last two are listed with the number of values that they take.
-What earlier releases had besides (`earlier_options.py`) is taken with a warning too.
+What earlier releases and forks had besides (`earlier_options.py`) is taken with a warning too, or refused by value.
 """
 
 import functools
 import re
 from dataclasses import dataclass
 
-from megatron_ext.config.earlier_options import EARLIER
+from megatron_ext.config.earlier_options import EARLIER, REFUSED_OF_FORKS
 from megatron_ext.config.megatron_accepted import ACCEPTED
 from megatron_ext.config.refused import REFUSED
 
@@ -28,6 +28,7 @@ class MegatronOption:
     most_values: int
     neutral: str | None
     """Values that ask for nothing, separated by `;`."""
+    needs_value: bool = False
 
     def refused_value(self, values: list[str]) -> str | None:
         """Return why these values of an accepted flag are refused; None where they are not."""
@@ -43,9 +44,10 @@ class MegatronOption:
 
 
 def _experts_in_every_layer(text: str) -> bool:
-    """Return whether a value of --moe-layer-freq says so: `1`, or a list of ones, such as `([1]*48)`."""
+    """Return whether a value of --moe-layer-freq says so: `1` (MindSpeed's `-1` too), or a list of ones, such as
+    `([1]*48)`."""
     term = r"\[\s*1\s*(,\s*1\s*)*,?\s*\]\s*(\*\s*\d+\s*)?"
-    return re.fullmatch(rf"1|\(?\s*{term}(\+\s*{term})*\)?", text.strip()) is not None
+    return re.fullmatch(rf"-?1|\(?\s*{term}(\+\s*{term})*\)?", text.strip()) is not None
 
 
 _NEUTRAL_FORMS = {"--moe-layer-freq": _experts_in_every_layer}
@@ -81,8 +83,8 @@ def megatron_options() -> dict[str, MegatronOption]:
 
 @functools.cache
 def earlier_options() -> dict[str, MegatronOption]:
-    """Return flag -> option, for those that Megatron no longer has."""
-    return _read_tables((EARLIER, True))
+    """Return flag -> option, for those that Megatron no longer has, or that a fork has."""
+    return _read_tables((EARLIER, True), (REFUSED_OF_FORKS, False))
 
 
 def _read_tables(*tables: tuple[tuple[tuple[str, str], ...], bool]) -> dict[str, MegatronOption]:
@@ -105,4 +107,4 @@ def _read_entry(entry: str, reason: str, accepted: bool) -> MegatronOption:
             neutral = word.removeprefix("=")
         else:
             most_values = _MANY if word == "N..." else 1
-    return MegatronOption(flag, reason, accepted, most_values, neutral)
+    return MegatronOption(flag, reason, accepted, most_values, neutral, needs_value="N" in rest)

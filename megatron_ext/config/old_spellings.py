@@ -24,6 +24,15 @@ EARLIER_FLAGS: dict[str, tuple[str, str | None]] = {
     "--override-lr-scheduler": ("override_opt_param_scheduler", None),
     "--use-checkpoint-lr-scheduler": ("use_checkpoint_opt_param_scheduler", None),
     "--tokenizer-name-or-path": ("tokenizer_model", None),
+    "--context-parallel-algo": ("cp_comm_type", None),
+    "--router-gating-in-fp32": ("moe_router_dtype", "fp32"),
+    "--moe-router-fp32": ("moe_router_dtype", "fp32"),
+    "--use-llama2-rotary-position-embeddings": ("position_embedding_type", "rope"),
+    "--rotary-position-embeddings-theta": ("rotary_base", None),
+    "--moe-intermediate-size": ("moe_ffn_hidden_size", None),
+    "--wandb-name": ("wandb_exp_name", None),
+    "--wandb-project-name": ("wandb_project", None),
+    "--wandb-entity-name": ("wandb_entity", None),
 }
 """The same for flags that Megatron no longer has, or that a fork has in the place of Megatron's."""
 
@@ -56,6 +65,12 @@ VALUES_OF_FORKS: dict[tuple[str, str], tuple[str, str | None]] = {
     ("position_embedding_type", "rotary"): ("rope", None),
     ("position_embedding_type", "absolute"): ("learned_absolute", None),
     ("tokenizer_type", "PretrainedFromHF"): ("HuggingFaceTokenizer", None),
+    ("optimizer", "fusedadamw"): ("adam", None),
+    ("moe_token_dispatcher_type", "alltoall_seq"): ("alltoall", None),
+    ("cp_comm_type", "megatron_cp_algo"): ("p2p", None),
+    ("cp_comm_type", "ulysses_cp_algo"): ("a2a", None),
+    ("cp_comm_type", "kvallgather_cp_algo"): ("all_gather", None),
+    ("cp_comm_type", "hybrid_cp_algo"): ("p2p", "keys go around one ring of all context-parallel ranks, as with p2p"),
 }
 """The same for values that Megatron itself does not know."""
 

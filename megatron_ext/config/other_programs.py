@@ -13,6 +13,12 @@ _STAGES = "use --account-for-embedding-in-pipeline-split and --account-for-loss-
 _SAMPLES = "which is the tokens divided by --seq-length"
 _PAI = "it is Pai-Megatron-Patch's"
 _EPFL = "it is epfLLM's Megatron-LLM's"
+_MINDSPEED = "it is MindSpeed's"
+_BIGCODES = "it is BigCode's Megatron-LM's"
+_MEGABLOCKS = "it is MegaBlocks'"
+_MPI = "it names a rank by hand: start with torchrun, or with mpirun and $MASTER_ADDR, and leave it out"
+_YARN = f"{_MINDSPEED}: other rotary variants are not in this version; use --rotary-base or --use-rope-scaling"
+_LEARNED_ROUTING = "experts are chosen by what the router has learned; leave it out"
 
 FLAGS: dict[str, str] = {
     "--deepspeed": f"it is DeepSpeed's: start with torchrun and leave it out; {_DEEPSPEED}",
@@ -23,7 +29,30 @@ FLAGS: dict[str, str] = {
     ),
     "--zero-stage": f"it is Megatron-DeepSpeed's: {_SHARDING}; {_DEEPSPEED}",
     "--zero-reduce-scatter": f"it is Megatron-DeepSpeed's: {_SHARDING}",
-    "--zero-contiguous-gradients": f"it is Megatron-DeepSpeed's: {_SHARDING}",
+    **dict.fromkeys(
+        (
+            "--zero-contiguous-gradients",
+            "--zero-contigious-gradients",
+            "--zero-allgather-bucket-size",
+            "--zero-reduce-bucket-size",
+        ),
+        f"it is Megatron-DeepSpeed's: {_SHARDING}",
+    ),
+    "--moe-expert-parallel-size": (
+        "it is Megatron-DeepSpeed's: use --expert-model-parallel-size; its --num-experts 1 is a model without experts, "
+        "for which leave both out"
+    ),
+    "--moe-loss-coeff": "it is Megatron-DeepSpeed's: use --moe-aux-loss-coeff",
+    "--create-moe-param-group": "it is Megatron-DeepSpeed's: leave it out",
+    "--mlp-type": "it is Megatron-DeepSpeed's: leave standard out; residual experts are not in this version",
+    "--gradient-accumulation-steps": (
+        "it is DeepSpeed's: use --global-batch-size, which is --micro-batch-size times these steps times the "
+        "data-parallel size"
+    ),
+    "--moe-num-experts": f"{_MEGABLOCKS}: use --num-experts",
+    "--moe-top-k": f"{_MEGABLOCKS}: use --moe-router-topk with --moe-router-pre-softmax",
+    "--moe-loss-weight": f"{_MEGABLOCKS}: use --moe-aux-loss-coeff",
+    "--moe-expert-model-parallelism": f"{_MEGABLOCKS}: use --expert-model-parallel-size",
     "--cpu-optimizer": "it is Megatron-DeepSpeed's: use --optimizer-cpu-offload",
     "--cpu-torch-adam": "it is Megatron-DeepSpeed's: use --optimizer-cpu-offload",
     "--no-pipeline-parallel": (
@@ -41,13 +70,12 @@ FLAGS: dict[str, str] = {
     "--valid-weighted-split-paths": f"{_BLOOMS}: use --valid-data-path",
     "--test-weighted-split-paths": f"{_BLOOMS}: use --test-data-path",
     "--pad-vocab-size-to": f"{_BLOOMS}: use --padded-vocab-size",
-    "--kill-switch-path": f"{_BLOOMS}: leave it out; a file named stop in --save saves and ends the run",
+    "--reset-progress": f"{_BLOOMS}: use --finetune",
+    "--eval-only": f"{_BLOOMS}: use --skip-train, or tasks/main.py",
     "--embed-layernorm": f"{_BLOOMS}: a norm after the embedding is not in this version; leave it out",
     "--pp-partition-method": f"{_BLOOMS}: {_STAGES}",
     "--patch-tokenizer-type": f"{_PAI}: use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
-    "--extra-vocab-size": f"{_PAI}: leave it out; --make-vocab-size-divisible-by pads the vocabulary",
-    "--dataset": f"{_PAI}: leave it out; --data-path reads .bin and .idx files",
-    "--max-padding-length": f"{_PAI}: leave it out; samples of pretraining are packed to --seq-length",
+    "--intermediate-size": f"{_PAI}: use --ffn-hidden-size",
     "--use-rms-norm": f"{_EPFL}: use --normalization RMSNorm",
     "--glu-activation": f"{_EPFL}: use --swiglu",
     "--no-tie-embed-logits": f"{_EPFL}: use --untie-embeddings-and-output-weights",
@@ -57,6 +85,30 @@ FLAGS: dict[str, str] = {
     "--rope-theta": "it is the name in a Hugging Face config.json: use --rotary-base",
     "--norm-topk-prob": (
         "it is MindSpeed's: leave it out; without --moe-router-pre-softmax the weights of a token's experts add up to 1"
+    ),
+    "--n-shared-experts": (
+        f"{_MINDSPEED}: use --moe-shared-expert-intermediate-size, which is this number times --moe-ffn-hidden-size"
+    ),
+    "--seq-aux": f"{_MINDSPEED}: use --moe-router-load-balancing-type seq_aux_loss",
+    "--fix-router": f"{_MINDSPEED}, for measuring speed: {_LEARNED_ROUTING}",
+    "--noop-layers": (
+        f"{_MINDSPEED}: use --num-layers without these, and --pipeline-model-parallel-layout, or "
+        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+    ),
+    "--num-layer-list": f"{_MINDSPEED}: use --pipeline-model-parallel-layout",
+    "--enable-hf2mg-convert": f"{_MINDSPEED}: use --load-hf DIR to begin from a Hugging Face model",
+    "--model-type-hf": f"{_MINDSPEED}: leave it out; --load-hf DIR reads what the model is from its config.json",
+    **dict.fromkeys(
+        ("--rope-scaling-type", "--rope-scaling-mscale", "--rope-scaling-mscale-all-dim", "--beta-fast", "--beta-slow"),
+        _YARN,
+    ),
+    "--use-z-loss": "it is LLM-jp's: a loss on the size of the logits is not in this version; leave it out",
+    **dict.fromkeys(("--rank", "--dist-url"), _MPI),
+    "--attention-head-type": (
+        f"{_BIGCODES}: for multiquery use --group-query-attention with --num-query-groups 1; leave multihead out"
+    ),
+    "--tokenizer-file": (
+        f"{_BIGCODES}: use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model, the folder of tokenizer.json"
     ),
     "--ds-sequence-parallel-size": (
         "it is Megatron-DeepSpeed's: use --context-parallel-size with --cp-comm-type a2a, which exchanges heads"

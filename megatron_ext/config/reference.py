@@ -21,7 +21,8 @@ def pinned_command_line() -> str:
 def flags_page() -> str:
     """Return docs/flags.md: every flag by group, and what becomes of Megatron's other options."""
     accepted = [known for known in megatron_options().values() if known.accepted]
-    earlier = list(earlier_options().values())
+    earlier = [known for known in earlier_options().values() if known.accepted]
+    of_forks = [known for known in earlier_options().values() if not known.accepted]
     refused = [known for known in megatron_options().values() if not known.accepted]
     lines = [
         "# Flags",
@@ -71,6 +72,7 @@ def flags_page() -> str:
         ("Of no bearing here", accepted),
         ("Of earlier releases and forks, and of no bearing here", earlier),
         ("Refused", refused),
+        ("Of forks, and refused", of_forks),
     ):
         lines += ["", f"### {title}", ""]
         reasons: dict[str, list[str]] = {}

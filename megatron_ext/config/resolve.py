@@ -150,9 +150,11 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
 
 
 def _resolve_implementation(values: dict[str, Any]) -> None:
-    """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides, and
-    products in FP8, which are torch's. What is computed is the same, in FP8 up to how each rounds."""
-    if any(values.get(name) for name in ("num_experts", "use_megatron_fsdp", "use_torch_fsdp2", "fp8_format")):
+    """Have the layers computed by ours where Transformer Engine's cannot be: experts, weights that FSDP divides,
+    documents that are kept apart, and products in FP8, which are torch's. What is computed is the same, in FP8 up to
+    how each rounds."""
+    ours = ("num_experts", "use_megatron_fsdp", "use_torch_fsdp2", "fp8_format")
+    if any(values.get(name) for name in (*ours, "reset_attention_mask", "reset_position_ids")):
         values["transformer_impl"] = "local"
 
 

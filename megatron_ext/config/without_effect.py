@@ -69,10 +69,17 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield name, "without --recompute-granularity nothing is recomputed"
     yield from _of_other_tokenizers(values)
     yield from _of_experts(values)
+    for name in ("save_interval", "exit_interval", "exit_duration_in_mins"):
+        if values.get(name) == 0 and not (name == "save_interval" and values.get("save") is None):
+            yield name, "0 is no interval, and nothing happens by it"
     if values.get("use_megatron_fsdp"):
         for name in _OF_DDP:
             if name in values:
                 yield name, _OF_FSDP
+    if values.get("use_torch_fsdp2"):
+        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+            if name in values:
+                yield name, "--use-torch-fsdp2 overlaps its traffic layer by layer"
     yield from _of_gradients(values)
     yield from _of_fp8(values)
     yield from _of_attention(values)

@@ -97,18 +97,6 @@ def documents_need_all_keys(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
-def documents_need_our_attention(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse Transformer Engine's attention where documents are kept apart."""
-    flags = [("--reset-attention-mask", config.data.reset_attention_mask)]
-    flags.append(("--reset-position-ids", config.data.reset_position_ids))
-    given = [flag for flag, on in flags if on]
-    if given and config.model.transformer_impl != "local":
-        yield (
-            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} of this program's own attention, but "
-            f"--transformer-impl is {config.model.transformer_impl}; use --transformer-impl local"
-        )
-
-
 RULES = (
     exchange_of_keys_is_known,
     every_layer_has_its_exchange,
@@ -116,5 +104,4 @@ RULES = (
     heads_divide_over_context_ranks,
     blocks_have_no_attention_dropout,
     documents_need_all_keys,
-    documents_need_our_attention,
 )

@@ -36,13 +36,8 @@ def fsdp2_is_the_only_sharding(config: Config, facts: Facts) -> Iterator[str]:
             "--use-torch-fsdp2 shards the optimizer's state already, and --use-distributed-optimizer would shard it "
             "again; keep one of them"
         )
-    for flag, given, reason in (
-        ("--overlap-grad-reduce", layout.overlap_grad_reduce, "reduces each layer during the backward pass already"),
-        ("--overlap-param-gather", layout.overlap_param_gather, "gathers the next layer during a forward pass already"),
-        ("--ddp-bucket-size", layout.ddp_bucket_size is not None, "gathers and reduces layer by layer, not in buckets"),
-    ):
-        if given:
-            yield f"--use-torch-fsdp2 {reason}; leave {flag} out"
+    if layout.ddp_bucket_size is not None:
+        yield "--use-torch-fsdp2 gathers and reduces layer by layer, not in buckets; leave --ddp-bucket-size out"
 
 
 def fsdp2_runs_whole_models_in_bf16_or_fp32(config: Config, facts: Facts) -> Iterator[str]:

@@ -153,8 +153,8 @@ def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
     asked, taken = typed.values.get("transformer_impl", "local"), config.model.transformer_impl
     if asked != taken:
         warnings.append(
-            f"--transformer-impl {asked} changes nothing here: experts, FSDP's layers and those in FP8 are computed as "
-            f"with --transformer-impl {taken}"
+            f"--transformer-impl {asked} changes nothing here: experts, FSDP's layers, documents that are kept apart "
+            f"and products in FP8 are computed as with --transformer-impl {taken}"
         )
     return warnings
 

@@ -18,6 +18,10 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.rules.validate import problems
 
 FILE = Path(__file__).resolve().parents[1] / "golden/megatron_launches.json"
+OTHERS = FILE.with_name("other_launches.json")
+"""Flags and values of scripts that other groups have published, by repository and path; files and names of their own
+are `/path`, what a script leaves to whoever starts it is a value in range."""
+
 _PACKAGES = frozenset(("transformer_engine", "wandb"))
 _VOCABULARY = 50257
 
@@ -33,26 +37,38 @@ class Recorded:
     @classmethod
     def read(cls) -> "Recorded":
         facts = json.loads(FILE.read_text())
-        flags = [tuple(flag) for flag in facts["flags"]]
-
-        def launches(name: str) -> dict[str, list[str]]:
-            return {name: [word for number in line for word in flags[number]] for name, line in facts[name].items()}
-
-        return cls(facts["source"], launches("configurations"), launches("examples"))
+        return cls(facts["source"], _launches(facts, "configurations"), _launches(facts, "examples"))
 
     def write(self) -> None:
         """Write every flag with its values once; a launch is the numbers of its flags."""
-        grouped = {
-            kind: {name: _by_flag(line) for name, line in launches.items()}
-            for kind, launches in (("configurations", self.configurations), ("examples", self.examples))
-        }
-        every = Counter(flag for launches in grouped.values() for line in launches.values() for flag in line)
-        number = {flag: place for place, (flag, _) in enumerate(every.most_common())}
-        parts = [f'"source": {json.dumps(self.source)}', _rows("flags", "[]", map(json.dumps, number))]
-        for kind, launches in grouped.items():
-            rows = (f"{json.dumps(name)}: {[number[flag] for flag in line]}" for name, line in launches.items())
-            parts.append(_rows(kind, "{}", (row.replace(", ", ",") for row in rows)))
-        FILE.write_text("{" + ",\n".join(parts) + "}\n")
+        kinds = {"configurations": self.configurations, "examples": self.examples}
+        FILE.write_text(_text([f'"source": {json.dumps(self.source)}'], kinds))
+
+
+def other_launches() -> dict[str, list[str]]:
+    """Return the words of the scripts of other groups, by name."""
+    return _launches(json.loads(OTHERS.read_text()), "launches")
+
+
+def write_other_launches(launches: Mapping[str, list[str]]) -> None:
+    """Write what `other_launches` returns."""
+    OTHERS.write_text(_text([], {"launches": launches}))
+
+
+def _launches(facts: dict[str, Any], kind: str) -> dict[str, list[str]]:
+    flags = [tuple(flag) for flag in facts["flags"]]
+    return {name: [word for number in line for word in flags[number]] for name, line in facts[kind].items()}
+
+
+def _text(parts: list[str], kinds: Mapping[str, Mapping[str, list[str]]]) -> str:
+    grouped = {kind: {name: _by_flag(line) for name, line in launches.items()} for kind, launches in kinds.items()}
+    every = Counter(flag for launches in grouped.values() for line in launches.values() for flag in line)
+    number = {flag: place for place, (flag, _) in enumerate(every.most_common())}
+    parts = [*parts, _rows("flags", "[]", map(json.dumps, number))]
+    for kind, launches in grouped.items():
+        rows = (f"{json.dumps(name)}: {[number[flag] for flag in line]}" for name, line in launches.items())
+        parts.append(_rows(kind, "{}", (row.replace(", ", ",") for row in rows)))
+    return "{" + ",\n".join(parts) + "}\n"
 
 
 def _rows(name: str, brackets: str, rows: Iterable[str]) -> str:
@@ -146,6 +162,7 @@ def launches_page() -> str:
     recorded = Recorded.read()
     configurations = {name: replay(line) for name, line in recorded.configurations.items()}
     examples = {name: replay(line) for name, line in recorded.examples.items()}
+    others = {name: replay(line) for name, line in other_launches().items()}
     taken = {name: outcome for name, outcome in configurations.items() if not outcome.problems}
     warned = sum(bool(outcome.warnings) for outcome in taken.values())
     features = Counter(
@@ -174,6 +191,13 @@ def launches_page() -> str:
         "",
         *_table("script", "outcome", [(name, _listed(one) or "taken") for name, one in examples.items()]),
         "",
+        "## Scripts of other groups",
+        "",
+        "Flags of launch scripts that other groups have published (tests/golden/other_launches.json), recorded by",
+        "running each in a restricted shell with stand-ins for torchrun, deepspeed, srun and mpirun.",
+        "",
+        *_table("script", "outcome", [(name, _for_others(one)) for name, one in others.items()]),
+        "",
         "## What the taken ones are told",
         "",
         *_table("warning", "configurations", [(text, number) for text, number in warnings.most_common()]),
@@ -188,6 +212,12 @@ def _outcomes(every: Mapping[str, Outcome], taken: Mapping[str, Outcome], warned
         ("refused", len(every) - len(taken)),
         ("all", len(every)),
     ]
+
+
+def _for_others(outcome: Outcome) -> str:
+    if not outcome.problems:
+        return "taken"
+    return ", ".join(feature if feature.startswith("`") else f"`{feature}`" for feature in outcome.features)
 
 
 def _listed(outcome: Outcome) -> str:

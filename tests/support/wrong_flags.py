@@ -161,9 +161,6 @@ EXAMPLES = {
         "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --cp-comm-type p2p all_gather",
         "--cp-comm-type p2p",
     ),
-    "Packed documents in another attention": Example(
-        "--reset-position-ids --transformer-impl transformer_engine", "--transformer-impl local"
-    ),
     "Packed documents in the ring": Example(
         "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --reset-attention-mask",
         "--cp-comm-type all_gather",
@@ -211,9 +208,7 @@ EXAMPLES = {
         "--fp8-recipe rowwise",
     ),
     "Too few tokens for a block of FP8": Example("--fp8-format e4m3 --fp8-recipe blockwise", "--micro-batch-size 2"),
-    "FSDP2 with buckets": Example(
-        "--world-size 2 --use-torch-fsdp2 --overlap-grad-reduce", "--overlap-grad-reduce=false"
-    ),
+    "FSDP2 with buckets": Example("--world-size 2 --use-torch-fsdp2 --ddp-bucket-size 1000", "--use-torch-fsdp2=false"),
     "A share of the optimizer's state that stays where it is": Example(
         "--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload"
     ),

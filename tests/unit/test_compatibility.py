@@ -66,8 +66,8 @@ def test_a_file_s_mistakes_hide_no_rule(tmp_path: Path):
 @pytest.mark.parametrize(
     ("flag", "guess"),
     [
-        ("--use-mpi", None),
-        ("--train-mode", None),
+        ("--use-npu", None),
+        ("--run-mode", None),
         ("--spli", "--split"),
         ("--tensor-parallel-model-size", "--tensor-model-parallel-size"),
         ("--hiden_size", "--hidden-size"),
@@ -82,12 +82,12 @@ def test_a_guess_is_made_only_where_it_is_likely(flag: str, guess: str | None):
 
 def test_unknown_flags_are_left_out_where_asked_with_a_warning_each(tmp_path: Path):
     (tmp_path / "run.yaml").write_text("fork_switch: true\n")
-    line = f"--use-mpi --train-mode finetune --num-layers 4 --config {tmp_path}/run.yaml"
+    line = f"--use-npu --run-mode finetune --num-layers 4 --config {tmp_path}/run.yaml"
     typed = parse(shlex.split(f"{line} --allow-unknown-flags"))
     assert typed.values == {"num_layers": 4}
     assert [warning.split(" is unknown")[0] for warning in typed.warnings] == [
-        "--use-mpi",
-        "--train-mode",
+        "--use-npu",
+        "--run-mode",
         f"{tmp_path}/run.yaml: fork_switch",
     ]
     assert len(read(shlex.split(line)).problems) == 3
@@ -271,6 +271,45 @@ def test_what_has_no_bearing_is_taken_with_one_warning(line: str, words: str):
     (warning,) = configured(line).typed.warnings
     assert " changes nothing here: " in warning
     assert words in warning
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("--use-fused-rmsnorm", {}),
+        ("--use-fused-rmsnorm 1", {}),  # on Gaudi it takes a number
+        ("--context-parallel-algo ulysses_cp_algo", {"cp_comm_type": ("a2a",)}),
+        ("--moe-router-num-groups 1 --moe-router-group-topk 1 --first-k-dense-replace 0 --moe-layer-freq -1", {}),
+        ("--optimizer fusedadamw --wandb-name x", {"optimizer": "adam", "wandb_exp_name": "x"}),
+        ("--exit-interval 0 --exit-duration-in-mins 0 --save x --save-interval 0", {"save": "x"}),
+        ("--use-torch-fsdp2 --overlap-grad-reduce --overlap-param-gather", {"use_torch_fsdp2": True}),
+    ],
+)
+def test_what_forks_write_is_taken(line: str, values: dict[str, Any]):
+    assert parse(line.split()).values == values
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--hccl-op-mode", "--hccl-op-mode needs a value"),
+        ("--first-k-dense-replace 1", "--first-k-dense-replace 1 is not supported: of a mixture of experts"),
+        ("--moe-router-num-groups 8", "--moe-router-num-groups 8 is not supported"),
+        ("--dataset LLama-SFT", "--dataset LLama-SFT is not supported: --data-path reads .bin and .idx files"),
+        ("--fix-router", "--fix-router is unknown: it is MindSpeed's, for measuring speed"),
+        ("--exit-interval -1", "--exit-interval -1 is below 1"),
+    ],
+)
+def test_what_forks_train_otherwise_is_refused(line: str, words: str):
+    [problem] = problems_of(line) if "interval" in line else read(line.split()).problems
+    assert problem.startswith(words)
+
+
+def test_documents_are_kept_apart_by_our_layers_whatever_is_asked_for():
+    """Scripts of Megatron-LM say `--transformer-impl transformer_engine` nearly always."""
+    found = configured("--transformer-impl transformer_engine --reset-attention-mask --attention-dropout 0")
+    assert found.config.model.transformer_impl == "local"
+    assert ["documents that are kept apart" in warning for warning in found.typed.warnings] == [True]
 
 
 def test_what_was_dropped_is_not_in_the_configuration():

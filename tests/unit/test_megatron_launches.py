@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.megatron_options import megatron_options
-from tests.support.megatron_launches import Outcome, Recorded, launches_page, replay, words, world_size
+from megatron_ext.config.megatron_options import earlier_options, megatron_options
+from tests.support.megatron_launches import Outcome, Recorded, launches_page, other_launches, replay, words, world_size
 
 ROOT = Path(__file__).resolve().parents[2]
 _RUN = (
@@ -142,3 +142,14 @@ def test_example_scripts_of_megatron_lm_start_as_they_stand():
     told = {warning.split()[0] for warning in llama.warnings if "fp8" in warning}
     assert told == {"--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather"}
     assert "train_llama3_8b_h100_fp8.sh (DTYPE=bf16)" in found
+
+
+def test_scripts_of_other_groups_are_taken_or_refused_by_name():
+    """What a script is refused for is not what this program takes elsewhere with a warning."""
+    found = {name: replay(line) for name, line in other_launches().items()}
+    assert len(found) == 65
+    assert sum(not outcome.problems for outcome in found.values()) >= 31
+    no_bearing = {flag for flag, known in {**megatron_options(), **earlier_options()}.items() if known.accepted}
+    for name, outcome in found.items():
+        assert not no_bearing & set(outcome.features), name
+        assert not [problem for problem in outcome.problems if "unexpected argument" in problem], name
