@@ -4,7 +4,8 @@ Resuming removes what lies past the checkpoint from the event files. TensorBoard
 it hides every tag's points from one number on, but some of ours are shown against iterations and some against samples.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +29,49 @@ class TensorBoardWriter:
         # torch.utils.tensorboard takes half a second to import: only for those who ask for it.
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        try:
+        self._folder = folder
+        with self._failures():
             if loaded_iteration:
                 drop_after(Path(folder), loaded_iteration, loaded_samples)
             self._writer = SummaryWriter(str(folder), purge_step=None if loaded_iteration else 1)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write to --tensorboard-dir {folder}: {error.strerror}. "
-                "Free space or fix the permission there, or give another folder."
-            ) from error
 
     def write(self, metrics: Metrics) -> None:
-        """Write the values of a step or an evaluation."""
-        if isinstance(metrics, SampleMetrics):
-            for number, sample in enumerate(metrics.samples):
-                self._writer.add_text(f"sample {number}", _as_markdown(sample), metrics.iteration)
-        else:
-            self._add(scalars(metrics), metrics.iteration)
-            self._add(scalars_against_samples(metrics), metrics.consumed_samples)
-        self._writer.flush()
+        """Write the values of a step or an evaluation.
+
+        Raises:
+            StorageError: the folder cannot be written (disk full, a vanished mount).
+        """
+        with self._failures():
+            if isinstance(metrics, SampleMetrics):
+                for number, sample in enumerate(metrics.samples):
+                    self._writer.add_text(f"sample {number}", _as_markdown(sample), metrics.iteration)
+            else:
+                self._add(scalars(metrics), metrics.iteration)
+                self._add(scalars_against_samples(metrics), metrics.consumed_samples)
+            self._writer.flush()
 
     def write_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Show the run's arguments as text, one tag each, as Megatron does."""
-        for name, value in arguments.items():
-            self._writer.add_text(name, str(value))
-        self._writer.flush()
+        """Show the run's arguments as text, one tag each, as Megatron does; raises as `write`."""
+        with self._failures():
+            for name, value in arguments.items():
+                self._writer.add_text(name, str(value))
+            self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
+        """Close the event file; raises as `write`."""
+        with self._failures():
+            self._writer.close()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turn an error of the file system, which TensorBoard's own thread may have met, into a StorageError."""
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to --tensorboard-dir {self._folder}: {error.strerror}. "
+                "Free space or fix the permission there, or give another folder."
+            ) from error
 
     def _add(self, values: Mapping[str, float], step: int) -> None:
         """Add all values in one event: add_scalar's event per value costs a millisecond per training step."""
@@ -77,7 +92,7 @@ def _as_markdown(sample: Sample) -> str:
 def drop_after(folder: Path, iteration: int, samples: int) -> None:
     """Remove points past `iteration`, or past `samples` for the tags against samples, from every event file.
 
-    A record torn by a kill, and what follows it, goes too: TensorBoard does not read past one.
+    A record torn by a kill, or that is no event, and what follows it, goes too: TensorBoard does not read past one.
     """
     for path in sorted(folder.glob("events.out.tfevents.*")):
         _rewrite(path, iteration, samples)
@@ -94,10 +109,14 @@ def _rewrite(path: Path, iteration: int, samples: int) -> None:
 
 def _kept(path: Path, iteration: int, samples: int) -> Iterable[bytes]:
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  # protobuf makes it
 
     for record in RawEventFileLoader(str(path)).Load():
-        event = Event.FromString(record)
+        try:
+            event = Event.FromString(record)
+        except DecodeError:
+            return
         tags = [value.tag for value in event.summary.value]
         limit = samples if tags and tags[0].endswith(" vs samples") else iteration
         if event.step <= limit:

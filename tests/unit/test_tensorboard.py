@@ -1,10 +1,13 @@
 """TensorBoard's event files, read back by TensorBoard."""
 
+import resource
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
+from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.metrics import SourceLoss, StepMetrics, ValidationMetrics
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from tests.support.samples import step
@@ -96,3 +99,27 @@ def test_arguments_are_shown_as_text(tmp_path: Path):
     events = read(tmp_path)
     text = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0] for tag in events.Tags()["tensors"]}
     assert text == {"num_layers/text_summary": b"4", "data_path/text_summary": b"('a', 'b')"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_a_refused_write_is_a_storage_error(tmp_path: Path) -> None:
+    """The kernel refuses the write (a limit on file sizes), as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = TensorBoardWriter(tmp_path, 0, 0)
+    [file] = tmp_path.iterdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"--tensorboard-dir .*: File too large"):
+            for iteration in range(100):
+                writer.write(at(iteration, 1.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_record_that_is_no_event_is_like_a_torn_one(tmp_path: Path) -> None:
+    write(tmp_path, [at(1, 4.5)])
+    [file] = tmp_path.iterdir()
+    with file.open("ab") as opened:
+        RecordWriter(opened).write(b"\xff\xff\xff\xff no event")
+    write(tmp_path, [at(2, 4.25)], loaded=1)
+    assert points(read(tmp_path), "lm loss") == [(1, 4.5), (2, 4.25)]
