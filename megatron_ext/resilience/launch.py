@@ -49,7 +49,9 @@ def stopped_before() -> bool:
     if found is None:
         return False
     if found.get("code") == StoppedBySignal.exit_code:
-        raise StoppedBefore(f"{found.get('message')} (restart {environment.attempt()} of this launch: nothing was started)")
+        raise StoppedBefore(
+            f"{found.get('message')} (restart {environment.attempt()} of this launch: nothing was started)"
+        )
     return True
 
 

@@ -27,6 +27,7 @@ from megatron_ext.untrusted.text import load_json
 LOCK = ".lock"
 _LARGEST = 1000  # characters
 
+_open: list[IO[str]] = []  # all of them: to close one of a file gives up every lock of this process on that file
 _held: dict[str, IO[str]] = {}
 _contents: dict[str, str] = {}
 _TAKEN = (errno.EACCES, errno.EAGAIN)
@@ -53,6 +54,7 @@ def hold_until_exit(folder: str | Path) -> None:
         if error.errno in _TAKEN:
             raise ConfigurationError(_refusal(folder, file)) from None
         warn(f"{folder} cannot be locked ({error.strerror}): start no second job there")
+    _open.append(file)
     _held[os.path.realpath(folder)] = file
     try:
         begun = _begun(path, file)
@@ -80,7 +82,6 @@ def hold_again(folder: str | Path) -> None:
     if path.exists() and os.path.samestat(os.fstat(held.fileno()), path.lstat()):
         return
     warn(f"--save {folder} or its {LOCK} was removed while this job is at work there: earlier files may be gone")
-    held.close()
     hold_until_exit(folder)
 
 
