@@ -21,8 +21,8 @@ class SignalWatcher:
                 step()
 
     SIGTERM, SIGHUP and the first Ctrl-C only set a flag; a second Ctrl-C interrupts at once, without a save. A SIGHUP
-    that is ignored, as under `nohup`, stays ignored. Must be entered on the main thread. What handled these signals before does so again on leaving (SIGTERM: on leaving without an
-    error; `resilience.report` takes over otherwise).
+    that is ignored, as under `nohup`, stays ignored. Must be entered on the main thread. What handled these signals
+    before does so again on leaving (SIGTERM: on leaving without an error; `resilience.report` takes over otherwise).
 
     Args:
         stop_file: `touch` it to stop the run; removed when seen, so that the next start is not stopped by it.

@@ -175,8 +175,8 @@ class Watch:
                 self._board.publish(self._beat_now() | {"phase": THE_END})
 
     def _until_the_next_look(self) -> float:
-        """Return seconds: fewer where this rank's wait becomes too long before, and until the ranks of this machine know
-        each other's processes, without which nobody sees how one ends."""
+        """Return seconds: fewer where this rank's wait becomes too long before, and until the ranks of this machine
+        know each other's processes, without which nobody sees how one ends."""
         wait = self._waits_in()
         if not self._names and self._board is not None:
             return min(_BETWEEN_LOOKS, _UNTIL_INTRODUCED * 2**self._beat)

@@ -187,8 +187,8 @@ def _forgetful_restarts(config: Config) -> list[str]:
         else (f"with --load {load} again", f"copy that checkpoint into {save} and use --load {save}")
     )
     return [
-        f"torchrun may start the ranks {left} times more, and each restart begins {begins}, not with what --save {save} "
-        f"holds by then; {remedy}"
+        f"torchrun may start the ranks {left} times more, and each restart begins {begins}, not with what "
+        f"--save {save} holds by then; {remedy}"
     ]
 
 

@@ -127,8 +127,7 @@ def test_a_refused_write_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, before[1]))
     try:
         with pytest.raises(StorageError, match=r"--tensorboard-dir .*: File too large"):
-            for iteration in range(100):
-                writer.write(at(iteration, 1.0))
+            writer.write_arguments({str(number): "x" * 100 for number in range(100)})
         for thread in set(threading.enumerate()) - set(running):
             thread.join()
     finally:

@@ -11,9 +11,9 @@ import torch
 
 from megatron_ext import environment
 from megatron_ext.checkpoint.local import rank_file, rank_state
+from megatron_ext.checkpoint.local.agreement import contents_of
 from megatron_ext.checkpoint.local.folder import file_of, folder_of, layout_of, remove_all, remove_later, remove_old
 from megatron_ext.checkpoint.local.peers import exchange
-from megatron_ext.checkpoint.local.agreement import contents_of
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native.folder import CONFIG, DATA, iteration_folder, saved_iterations
 from megatron_ext.checkpoint.native.saveable import Saveable
