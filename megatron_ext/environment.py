@@ -111,6 +111,16 @@ def local_world_size() -> int:
     return max(_integer(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1, local_rank() + 1)
 
 
+def attempt() -> int:
+    """Return how many times torchrun has started the ranks of this launch again; 0 without it."""
+    return max(_integer(os.environ.get("TORCHELASTIC_RESTART_COUNT", "")) or 0, 0)
+
+
+def attempts_left() -> int:
+    """Return how many times torchrun will start the ranks of this launch again; 0 without it."""
+    return max((_integer(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")) or 0) - attempt(), 0)
+
+
 def _integer(text: str) -> int | None:
     try:
         return int(text) if len(text) <= 20 else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_ext import environment
 from megatron_ext.config.arguments import read
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.lasting_output import survive_closed_pipes
+from megatron_ext.lasting_output import survive_lost_output
 from megatron_ext.terminal import warn
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def start(argv: Sequence[str], **own: Any) -> NoReturn:
     Args:
         own: arguments of `train.pretrain.pretrain` that bring in a user's code: `start(flags, loss=my_loss)`.
     """
-    survive_closed_pipes()
+    survive_lost_output()
     environment.take_ranks_of_mpi()
     if not _ANSWERED.isdisjoint(argv):
         read(argv)

@@ -10,18 +10,20 @@ on several machines: a torchrun that restarts because another one did raises no 
 3. When all have joined, rank 0 publishes their names.
 
 A rank that finds its own name among those published knows that rank 0 lives, belongs to its attempt, and has seen all
-others. The token then is the prefix of all keys.
+others. The token then is the prefix of all keys. A name begins with the number of ranks that its process was told, so
+that all see where a launch has told them different ones.
+
+Under other launchers the ranks agree, too, although their store is new: who does not come is named.
 """
 
 import json
-import os
 import time
 import uuid
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_ext.errors import PeerLostError
+from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.parallel.sockets import open_store
 
 _TOKEN = "token"
@@ -33,10 +35,9 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
 
     Raises:
         PeerLostError: some ranks did not come within `timeout`.
+        ConfigurationError: the launcher's variables do not say where the ranks meet, or not the same to all.
     """
     store, rank, world_size = open_store(timeout)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store, rank, world_size  # rank 0 has just made it
     return PrefixStore(f"attempt/{agree(store, rank, world_size, timeout)}", store), rank, world_size
 
 
@@ -45,10 +46,13 @@ def agree(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
 
     Raises:
         PeerLostError: some ranks did not come within `timeout`.
+        ConfigurationError: they were told different numbers of ranks.
     """
     meeting = PrefixStore("meeting", store)
     deadline = time.monotonic() + timeout.total_seconds()
-    return _offer(meeting, world_size, deadline) if rank == 0 else _join(meeting, rank, deadline)
+    if rank == 0:
+        return _offer(meeting, world_size, deadline)
+    return _join(meeting, rank, world_size, deadline)
 
 
 def _offer(store: Store, world_size: int, deadline: float) -> str:
@@ -61,12 +65,14 @@ def _offer(store: Store, world_size: int, deadline: float) -> str:
             absent = [str(rank) for rank, key in enumerate(keys, 1) if not store.check([key])]
             raise PeerLostError(f"{_ranks(absent)} did not come to the start of the run. {_ADVICE}")
         pause = _wait(pause)
-    store.set(_members_key(token), json.dumps([name.decode() for name in store.multi_get(keys)] if keys else []))
+    names = [name.decode() for name in store.multi_get(keys)] if keys else []
+    store.set(_members_key(token), json.dumps([_name(world_size), *names]))
+    _check_sizes([_name(world_size), *names])
     return token
 
 
-def _join(store: Store, rank: int, deadline: float) -> str:
-    name = uuid.uuid4().hex
+def _join(store: Store, rank: int, world_size: int, deadline: float) -> str:
+    name = _name(world_size)
     joined = None
     pause = _FIRST_PAUSE
     while time.monotonic() <= deadline:
@@ -75,7 +81,9 @@ def _join(store: Store, rank: int, deadline: float) -> str:
             if token != joined:
                 store.set(_name_key(token, rank), name)
                 joined = token
-            if store.check([_members_key(token)]) and name in json.loads(store.get(_members_key(token))):
+            members = json.loads(store.get(_members_key(token))) if store.check([_members_key(token)]) else []
+            if name in members:
+                _check_sizes(members)
                 return token
         pause = _wait(pause)
     missed = "rank 0 did not come to the start of the run" if joined is None else "not all ranks came to the start"
@@ -90,6 +98,21 @@ _ADVICE = (
 
 def _ranks(numbers: list[str]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
+
+
+def _name(world_size: int) -> str:
+    return f"{world_size} {uuid.uuid4().hex}"
+
+
+def _check_sizes(members: list[str]) -> None:
+    """Refuse a launch in which one rank was told another number of ranks than rank 0."""
+    sizes = [member.split()[0] for member in members]
+    for rank, size in enumerate(sizes):
+        if size != sizes[0]:
+            raise ConfigurationError(
+                f"$WORLD_SIZE is {sizes[0]} for rank 0, but {size} for rank {rank}: tell all ranks the same, or start "
+                "them with torchrun, which does"
+            )
 
 
 def _name_key(token: str, rank: int) -> str:

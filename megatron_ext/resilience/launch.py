@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import environment
 from megatron_ext.errors import StoppedBefore, StoppedBySignal
 from megatron_ext.untrusted.text import load_json, read_file
 
@@ -48,7 +49,9 @@ def stopped_before() -> bool:
     if found is None:
         return False
     if found.get("code") == StoppedBySignal.exit_code:
-        raise StoppedBefore(f"{found.get('message')} (restart {_attempt()} of this launch: nothing was started)")
+        raise StoppedBefore(
+            f"{found.get('message')} (restart {environment.attempt()} of this launch: nothing was started)"
+        )
     return True
 
 
@@ -58,7 +61,7 @@ def _write(name: str, content: dict[str, Any]) -> None:
         return
     with contextlib.suppress(OSError):
         temporary = folder / f"{name}.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps({**content, "attempt": _attempt()}), encoding="utf-8")
+        temporary.write_text(json.dumps({**content, "attempt": environment.attempt()}), encoding="utf-8")
         temporary.replace(folder / name)
 
 
@@ -73,13 +76,9 @@ def _read(name: str) -> dict[str, Any] | None:
         return None
     try:
         content = load_json(read_file(folder / name, _LARGEST))
-        return content if int(content["attempt"]) < _attempt() else None
+        return content if int(content["attempt"]) < environment.attempt() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _attempt() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0")
 
 
 def _folder() -> Path | None:

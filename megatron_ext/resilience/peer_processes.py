@@ -15,6 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+_LAUNCH = "TORCHELASTIC_RUN_ID"
+
 # linux/pidfd.h: PIDFD_GET_INFO = _IOWR(0xFF, 11, struct pidfd_info), of 64 bytes in its first version; the request
 # and the answer begin with a mask, the exit status is the last field.
 _PIDFD_GET_INFO = 0xC040FF0B
@@ -117,6 +121,32 @@ class PeerProcesses:
         for descriptor in self._peers:
             os.close(descriptor)
         self._peers.clear()
+
+
+def end_stopped_ranks(launcher: int | None = None) -> str:
+    """Kill the ranks of this machine that are stopped, for which their launcher would wait long; return who they were.
+
+    For ranks that have not met yet, and know of each other only that they have one launcher.
+
+    Args:
+        launcher: its process; default the parent of this one.
+    Returns:
+        A sentence, which begins with a space; nothing where no rank is stopped, or torchrun is not the launcher.
+    """
+    launch = os.environ.get(_LAUNCH)
+    ended: dict[int, int] = {}
+    with contextlib.suppress(psutil.Error):
+        siblings = psutil.Process(launcher or os.getppid()).children() if launch is not None else []
+        for sibling in siblings:
+            with contextlib.suppress(psutil.Error, ValueError):
+                given = sibling.environ()
+                is_stopped = sibling.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+                if is_stopped and given.get(_LAUNCH) == launch and "RANK" in given:
+                    sibling.kill()
+                    ended[int(given["RANK"])] = sibling.pid
+    return "".join(
+        f" Rank {rank} was stopped, by SIGSTOP or a debugger (process {pid})." for rank, pid in sorted(ended.items())
+    )
 
 
 def ranks_of_this_machine(rank: int, world_size: int) -> list[int]:

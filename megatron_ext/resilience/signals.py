@@ -1,4 +1,5 @@
-"""Stops the run on request: SIGTERM (what schedulers send before they take a machine away), Ctrl-C, or a stop file."""
+"""Stops the run on request: SIGTERM (what schedulers send before they take a machine away), Ctrl-C, SIGHUP (a terminal
+that was closed), or a stop file."""
 
 import contextlib
 import os
@@ -19,9 +20,9 @@ class SignalWatcher:
             while not watcher.requested:
                 step()
 
-    SIGTERM and the first Ctrl-C only set a flag; a second Ctrl-C interrupts at once, without a save. Must be entered
-    on the main thread. What handled these signals before does so again on leaving (SIGTERM: on leaving without an
-    error; `resilience.report` takes over otherwise).
+    SIGTERM, SIGHUP and the first Ctrl-C only set a flag; a second Ctrl-C interrupts at once, without a save. A SIGHUP
+    that is ignored, as under `nohup`, stays ignored. Must be entered on the main thread. What handled these signals
+    before does so again on leaving (SIGTERM: on leaving without an error; `resilience.report` takes over otherwise).
 
     Args:
         stop_file: `touch` it to stop the run; removed when seen, so that the next start is not stopped by it.
@@ -60,11 +61,12 @@ class SignalWatcher:
 
     @property
     def reason(self) -> str | None:
-        """Who asked: `SIGTERM`, `SIGINT` or `the file <path>`; None where nobody has."""
+        """Who asked: `SIGTERM`, `SIGINT`, `SIGHUP` or `the file <path>`; None where nobody has."""
         return self._reason
 
     def __enter__(self) -> "SignalWatcher":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        for number in (signal.SIGTERM, signal.SIGINT) if ignored else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._before[number] = signal.signal(number, self._handle)
         return self
 

@@ -40,6 +40,7 @@ from megatron_ext.resilience.watch_words import THE_END, last_words, place, sile
 
 # Seconds.
 _BETWEEN_LOOKS, _SHORTEST_PAUSE = 0.5, 0.02
+_UNTIL_INTRODUCED = 0.05  # at first, then twice as long from look to look: a thousand ranks ask one store
 _FOR_STACKS = 1.0  # the answers come meanwhile
 _FOR_ANSWERS = 3.1  # from the call on, of ranks that are not known to be stopped or gone
 _BETWEEN_ANSWERS = 0.2
@@ -174,8 +175,11 @@ class Watch:
                 self._board.publish(self._beat_now() | {"phase": THE_END})
 
     def _until_the_next_look(self) -> float:
-        """Return seconds: fewer where this rank's wait becomes too long before."""
+        """Return seconds: fewer where this rank's wait becomes too long before, and until the ranks of this machine
+        know each other's processes, without which nobody sees how one ends."""
         wait = self._waits_in()
+        if not self._names and self._board is not None:
+            return min(_BETWEEN_LOOKS, _UNTIL_INTRODUCED * 2**self._beat)
         left = _BETWEEN_LOOKS if wait is None else wait.began + self._timeout - time.monotonic()
         return min(_BETWEEN_LOOKS, max(left, _SHORTEST_PAUSE))
 

@@ -9,6 +9,7 @@ Floats are written by `repr`, so they read back to the same double. NaN and infi
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from typing import Any
 from megatron_ext.durable import replacing
 from megatron_ext.errors import DataError, StorageError
 from megatron_ext.telemetry.metrics import Metrics, as_row
+from megatron_ext.terminal import warn
 from megatron_ext.untrusted.text import load_json
 
 
@@ -48,16 +50,24 @@ class MetricsFile:
         self.write_row(as_row(metrics))
 
     def write_row(self, row: Mapping[str, Any]) -> None:
-        """Write one row, which has an iteration.
+        """Write one row, which has an iteration. Where somebody has removed the file, it is begun anew.
 
         Raises:
             StorageError: the file cannot be written (disk full, a vanished mount).
         """
         try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                self._begin_anew()
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
         except OSError as error:
             raise _storage_error("write", self.path, self._flag, error) from error
+
+    def _begin_anew(self) -> None:
+        warn(f"{self.path} was removed while this job writes to it: it is begun anew, without the rows so far")
+        self._file.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         """Close the file."""

@@ -4,7 +4,10 @@ Resuming removes what lies past the checkpoint from the event files. TensorBoard
 it hides every tag's points from one number on, but some of ours are shown against iterations and some against samples.
 """
 
-from collections.abc import Iterable, Mapping
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,10 @@ from megatron_ext.durable import replacing
 from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.metrics import Metrics, Sample, SampleMetrics
 from megatron_ext.telemetry.scalars import scalars, scalars_against_samples
+
+_HEAD = struct.Struct("<Q4x")
+_CHECKSUM = 4  # bytes
+_BLOCK = 1 << 20
 
 
 class TensorBoardWriter:
@@ -28,35 +35,49 @@ class TensorBoardWriter:
         # torch.utils.tensorboard takes half a second to import: only for those who ask for it.
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        try:
+        self._folder = folder
+        with self._failures():
             if loaded_iteration:
                 drop_after(Path(folder), loaded_iteration, loaded_samples)
             self._writer = SummaryWriter(str(folder), purge_step=None if loaded_iteration else 1)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write to --tensorboard-dir {folder}: {error.strerror}. "
-                "Free space or fix the permission there, or give another folder."
-            ) from error
 
     def write(self, metrics: Metrics) -> None:
-        """Write the values of a step or an evaluation."""
-        if isinstance(metrics, SampleMetrics):
-            for number, sample in enumerate(metrics.samples):
-                self._writer.add_text(f"sample {number}", _as_markdown(sample), metrics.iteration)
-        else:
-            self._add(scalars(metrics), metrics.iteration)
-            self._add(scalars_against_samples(metrics), metrics.consumed_samples)
-        self._writer.flush()
+        """Write the values of a step or an evaluation.
+
+        Raises:
+            StorageError: the folder cannot be written (disk full, a vanished mount).
+        """
+        with self._failures():
+            if isinstance(metrics, SampleMetrics):
+                for number, sample in enumerate(metrics.samples):
+                    self._writer.add_text(f"sample {number}", _as_markdown(sample), metrics.iteration)
+            else:
+                self._add(scalars(metrics), metrics.iteration)
+                self._add(scalars_against_samples(metrics), metrics.consumed_samples)
+            self._writer.flush()
 
     def write_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Show the run's arguments as text, one tag each, as Megatron does."""
-        for name, value in arguments.items():
-            self._writer.add_text(name, str(value))
-        self._writer.flush()
+        """Show the run's arguments as text, one tag each, as Megatron does; raises as `write`."""
+        with self._failures():
+            for name, value in arguments.items():
+                self._writer.add_text(name, str(value))
+            self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
+        """Close the event file; raises as `write`."""
+        with self._failures():
+            self._writer.close()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turn an error of the file system, which TensorBoard's own thread may have met, into a StorageError."""
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to --tensorboard-dir {self._folder}: {error.strerror}. "
+                "Free space or fix the permission there, or give another folder."
+            ) from error
 
     def _add(self, values: Mapping[str, float], step: int) -> None:
         """Add all values in one event: add_scalar's event per value costs a millisecond per training step."""
@@ -77,28 +98,54 @@ def _as_markdown(sample: Sample) -> str:
 def drop_after(folder: Path, iteration: int, samples: int) -> None:
     """Remove points past `iteration`, or past `samples` for the tags against samples, from every event file.
 
-    A record torn by a kill, and what follows it, goes too: TensorBoard does not read past one.
+    A record torn by a kill, or that is no event, and what follows it, goes too: TensorBoard does not read past one.
+    A file that has nothing to remove stays as it is. Checksums are neither compared nor made: in Python that takes a
+    minute for the points of 300,000 steps, at every restart of a long run.
     """
     for path in sorted(folder.glob("events.out.tfevents.*")):
-        _rewrite(path, iteration, samples)
+        kept = _kept(path, iteration, samples)
+        if sum(end - begin for begin, end in kept) == path.stat().st_size:
+            continue
+        with path.open("rb") as old, replacing(path) as new:
+            for begin, end in kept:
+                old.seek(begin)
+                while begin < end:
+                    part = old.read(min(_BLOCK, end - begin))
+                    new.write(part)
+                    begin += len(part)
 
 
-def _rewrite(path: Path, iteration: int, samples: int) -> None:
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    with replacing(path) as file:
-        writer = RecordWriter(file)
-        for record in _kept(path, iteration, samples):
-            writer.write(record)
-
-
-def _kept(path: Path, iteration: int, samples: int) -> Iterable[bytes]:
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+def _kept(path: Path, iteration: int, samples: int) -> list[tuple[int, int]]:
+    """Return the ranges of bytes that stay."""
+    from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  # protobuf makes it
 
-    for record in RawEventFileLoader(str(path)).Load():
-        event = Event.FromString(record)
-        tags = [value.tag for value in event.summary.value]
-        limit = samples if tags and tags[0].endswith(" vs samples") else iteration
-        if event.step <= limit:
-            yield record
+    ranges: list[tuple[int, int]] = []
+    for begin, end, content in _records(path):
+        try:
+            event = Event.FromString(content)
+        except DecodeError:
+            break
+        values = event.summary.value
+        limit = samples if values and values[0].tag.endswith(" vs samples") else iteration
+        if event.step > limit:
+            continue
+        if ranges and ranges[-1][1] == begin:
+            ranges[-1] = ranges[-1][0], end
+        else:
+            ranges.append((begin, end))
+    return ranges
+
+
+def _records(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield begin, end and content of each whole record: its length and that's checksum, content, checksum."""
+    begin, size = 0, path.stat().st_size
+    with path.open("rb") as file:
+        while begin + _HEAD.size <= size:
+            (length,) = _HEAD.unpack(file.read(_HEAD.size))
+            end = begin + _HEAD.size + length + _CHECKSUM
+            if end > size:
+                return
+            yield begin, end, file.read(length)
+            file.seek(_CHECKSUM, os.SEEK_CUR)
+            begin = end

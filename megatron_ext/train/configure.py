@@ -111,7 +111,12 @@ def _configured(
     found = problems(config, facts) or _other_curves(config, facts)
     if found:
         raise ConfigurationError(found)
-    warnings = (*typed.warnings, *_without_effect(typed, config, facts), *_other_seed(config, facts))
+    warnings = (
+        *typed.warnings,
+        *_without_effect(typed, config, facts),
+        *_other_seed(config, facts),
+        *_forgetful_restarts(config),
+    )
     typed = replace(typed, warnings=warnings)
     return Configured(config, typed, given, search, resume)
 
@@ -168,6 +173,22 @@ def _other_seed(config: Config, facts: Facts) -> list[str]:
     return [
         f"--seed {seed}, but the checkpoint in --load {flags.load} was saved with {was}: samples still to come "
         f"are in another order, and the run is not the one that was begun; use --seed {was} to go on with that one"
+    ]
+
+
+def _forgetful_restarts(config: Config) -> list[str]:
+    """Return a warning where torchrun's restarts do not go on from what the run saves."""
+    save, load, left = config.checkpoint.save, config.checkpoint.load, environment.attempts_left()
+    if not left or save is None or (load is not None and os.path.realpath(load) == os.path.realpath(save)):
+        return []
+    begins, remedy = (
+        ("afresh", f"add --load {save}, which may be empty at first")
+        if load is None
+        else (f"with --load {load} again", f"copy that checkpoint into {save} and use --load {save}")
+    )
+    return [
+        f"torchrun may start the ranks {left} times more, and each restart begins {begins}, not with what "
+        f"--save {save} holds by then; {remedy}"
     ]
 
 

@@ -14,15 +14,16 @@ from megatron_ext.config.optimizers import OptimizerTraits
 from megatron_ext.config.own_parameters import OwnParameters
 from megatron_ext.config.schema import CheckpointConfig, TrainingConfig
 from megatron_ext.device import external_kernels, hardware_queues
-from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
+from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySignal, TrainingError
 from megatron_ext.lasting_imports import kept_from_the_collector
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.resilience import elastic, exit_record, launch
 from megatron_ext.resilience.deadline import StopDeadline
+from megatron_ext.resilience.peer_processes import end_stopped_ranks
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
 from megatron_ext.telemetry.banner import Begun, banner
-from megatron_ext.terminal import say
+from megatron_ext.terminal import say, warn
 from megatron_ext.train.configure import Configured, configure, configure_for
 from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets
 
@@ -106,7 +107,10 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
     if configured.search is None:  # before the ranks meet, where it can be known
         _require_checkpoint(config.checkpoint, configured.resume)
     # The group of all ranks follows from typed flags alone, which no checkpoint changes.
-    store = groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
+    try:
+        store = groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
+    except PeerLostError as error:
+        raise PeerLostError(f"{error}{end_stopped_ranks()}") from error
     elastic.keep_spares()
     status.watch = begin_watch(status, config.layout, here, store)
     if configured.search is not None:
@@ -114,7 +118,11 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         from megatron_ext.checkpoint.native.agreement import agree
 
         found = newest_snapshot(config, configured.search) or agree(configured.search, config.checkpoint)
+        before = configured.typed.warnings
         configured = configure_for(configured, found)
+        for warning in configured.typed.warnings if status.rank == 0 else ():
+            if warning not in before:
+                warn(warning)
         config = extensions.applied(configured.config)
     resume = configured.resume
     _require_checkpoint(config.checkpoint, resume)

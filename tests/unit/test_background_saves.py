@@ -261,3 +261,9 @@ def test_a_tokenizer_is_kept_from_the_newest_checkpoint(monkeypatch: pytest.Monk
     assert found == ["iter_0000030", "iter_0000020", "iter_0000010"]
     assert (tmp_path / save.CONFIG).read_text() == "a: 1\n"
     assert not (tmp_path / save.DATA).exists()
+
+
+def test_what_the_system_says_of_a_failure_is_said_as_far_as_it_goes() -> None:
+    assert save._text(OSError(28, "No space left on device")) == "No space left on device"
+    assert save._text(OSError(28, "No space left on device", "/a")) == "No space left on device: /a"
+    assert save._text(OSError("unknown")) == "unknown"

@@ -345,3 +345,20 @@ def test_switches_of_what_only_gpus_do_say_so_on_a_cpu(flag: str) -> None:
     assert [warning.partition(" here: ")[0] for warning in said] == [f"{flag} changes nothing"]
     assert "--device cpu" in said[0]
     assert not [warning for warning in configure([*words, "--device", "auto", flag]).typed.warnings if flag in warning]
+
+
+def test_restarts_that_forget_what_was_saved_are_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun starts the ranks again with the same --load."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    base, save = tmp_path / "base", tmp_path / "save"
+
+    def said(flags: str) -> str:
+        return " ".join(one for one in configured(flags).typed.warnings if "torchrun may start the ranks" in one)
+
+    assert said(f"--save {save} --load {save}/") == said("--load base") == ""
+    assert said(f"--save {save}").endswith(
+        f"begins afresh, not with what --save {save} holds by then; add --load {save}, which may be empty at first"
+    )
+    assert f"3 times more, and each restart begins with --load {base} again" in said(f"--save {save} --load {base}")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert said(f"--save {save}") == ""

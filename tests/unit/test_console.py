@@ -1,13 +1,17 @@
 """What a person sees: short lines and a banner; a reader that leaves; --help with a word."""
 
+import errno
+import io
 import os
 import pty
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_ext import lasting_output
 from megatron_ext.config.help_text import about
 from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.telemetry.console import Console
@@ -117,6 +121,47 @@ def test_a_training_goes_on_without_its_reader(tmp_path: Path) -> None:
     line, errors, code = head(training, warm_python(tmp_path)["PYTHON_EXEC"])
     assert (line[:12], errors, code) == ("megatron-ext", "", 0)
     assert '"iteration": 4' in (tmp_path / "metrics").read_text().splitlines()[-1]
+
+
+def test_a_training_goes_on_where_its_log_has_no_room(tmp_path: Path) -> None:
+    metrics, python = tmp_path / "metrics", warm_python(tmp_path)["PYTHON_EXEC"]
+    words = ["pretrain_gpt.py", *TRAINING.split(), "4", "--metrics-file", str(metrics)]
+    with open("/dev/full", "w") as full:
+        assert program(*words, python=python, stdout=full, stderr=full).wait() == 0
+    assert '"iteration": 4' in metrics.read_text().splitlines()[-1]
+
+
+def test_a_training_goes_on_without_its_terminal(tmp_path: Path) -> None:
+    """As one that `nohup` or `setsid` has started."""
+    metrics, python = tmp_path / "metrics", warm_python(tmp_path)["PYTHON_EXEC"]
+    ours, its = pty.openpty()
+    words = ["pretrain_gpt.py", *TRAINING.split(), "4", "--metrics-file", str(metrics)]
+    training = program(*words, python=python, stdout=its, stderr=its)
+    os.close(its)
+    os.read(ours, 1)
+    os.close(ours)
+    assert training.wait() == 0
+    assert '"iteration": 4' in metrics.read_text().splitlines()[-1]
+
+
+def test_what_finds_no_room_is_said_when_there_is_some(tmp_path: Path) -> None:
+    class Disk(io.StringIO):
+        error: int | None = errno.ENOSPC
+
+        def write(self, text: str) -> int:
+            if self.error is not None:
+                raise OSError(self.error, os.strerror(self.error))
+            return super().write(text)
+
+    disk: Any = Disk()
+    stream = lasting_output._Lasting(disk)
+    stream.write("lost ")
+    disk.error = None
+    stream.write("said")
+    assert disk.getvalue() == "said"
+    disk.error = errno.EBADF
+    with pytest.raises(OSError, match="descriptor"):
+        stream.write("of another kind")
 
 
 @pytest.mark.parametrize(

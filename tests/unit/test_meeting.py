@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_ext.errors import PeerLostError
+from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.parallel.meeting import agree
 
 LONG = timedelta(seconds=60)
@@ -59,3 +59,12 @@ def test_who_waits_for_rank_0_in_vain_says_so():
 def test_one_rank_that_does_not_come_is_one():
     with pytest.raises(PeerLostError, match=r"^rank 1 did not come to the start of the run"):
         agree(HashStore(), 0, 2, timedelta(seconds=0.05))
+
+
+def test_ranks_that_were_told_different_numbers_of_ranks_all_say_so():
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        told = [pool.submit(agree, store, rank, size, LONG) for rank, size in ((0, 2), (1, 4))]
+        for answer in told:
+            with pytest.raises(ConfigurationError, match=r"WORLD_SIZE is 2 for rank 0, but 4 for rank 1"):
+                answer.result()

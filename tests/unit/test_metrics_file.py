@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import shutil
 import struct
 from pathlib import Path
 
@@ -111,6 +112,17 @@ def test_a_refused_write_is_a_storage_error(tmp_path: Path):
             file.write(step())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_that_is_removed_meanwhile_is_begun_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "save" / "metrics.jsonl"
+    with MetricsFile(path, 0) as file:
+        file.write(step(iteration=1))
+        shutil.rmtree(path.parent)
+        file.write(step(iteration=2))
+        file.write(step(iteration=3))
+    assert iterations(path) == [2, 3]
+    assert capsys.readouterr().err.count(f"{path} was removed while this job writes to it") == 1
 
 
 def test_rows_are_strict_json_but_for_nan(tmp_path: Path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, exit_text
+from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, end_stopped_ranks, exit_text
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: pidfd and /proc")
 TELLS_OF_COLLECTED = tuple(int(part) for part in platform.release().split(".")[:2]) >= (6, 15)
@@ -108,3 +108,29 @@ def test_a_name_survives_json() -> None:
     assert own.is_here
     assert own.state() == "R"
     assert ProcessName.from_json(own.as_json()) == own
+
+
+def test_stopped_ranks_of_the_same_launch_are_ended_where_nobody_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun would wait half a minute for each."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run 7")
+    told = [("1", "run 7"), ("2", "run 7"), ("3", "another run")]
+    processes = [
+        subprocess.Popen(["sleep", "60"], env={**os.environ, "RANK": rank, "TORCHELASTIC_RUN_ID": launch})
+        for rank, launch in told
+    ]
+    try:
+        for process in (processes[0], processes[2]):
+            process.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + 10
+            while name_of(process).state() != "T":
+                assert time.monotonic() < deadline
+        said = f" Rank 1 was stopped, by SIGSTOP or a debugger (process {processes[0].pid})."
+        assert end_stopped_ranks(os.getpid()) == said
+        assert processes[0].wait(10) == -signal.SIGKILL
+        assert [process.poll() for process in processes[1:]] == [None, None]
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+        assert end_stopped_ranks(os.getpid()) == ""
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

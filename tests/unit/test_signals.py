@@ -32,7 +32,7 @@ def start_loop(seconds_after: float) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_lets_the_loop_finish(name: str):
     process = start_loop(0)
     process.send_signal(getattr(signal, name))
@@ -57,11 +57,22 @@ def test_a_second_ctrl_c_interrupts_and_a_second_sigterm_does_not():
     assert errors.endswith("KeyboardInterrupt\n")
 
 
+def test_an_ignored_sighup_stays_ignored() -> None:
+    """As under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalWatcher() as watcher:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not watcher.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_handlers_are_restored():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     with SignalWatcher() as watcher:
         assert signal.getsignal(signal.SIGTERM) not in before
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == before
     assert not watcher.requested
     assert watcher.reason is None
     assert watcher.for_good, "a stop is one for all restarts, unless somebody says otherwise"

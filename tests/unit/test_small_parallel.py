@@ -11,6 +11,7 @@ import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.device.shared_memory import replaced
+from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.parallel import groups, meeting, own_groups, sockets
 from megatron_ext.parallel.operations import WrappedMethods, group_title
 from megatron_ext.parallel.rows import RowShard, local_part, mark, row_shard
@@ -166,12 +167,9 @@ def test_the_engine_has_its_functions_back(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_launchers_store_is_shared_by_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has keys of its own there; rank 0's own store has no earlier attempt."""
+    """Each has keys of its own there."""
     store = HashStore()
     monkeypatch.setattr(meeting, "open_store", lambda timeout: (store, 0, 1))
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    assert meeting.meet(timedelta(seconds=5)) == (store, 0, 1)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     found, rank, size = meeting.meet(timedelta(seconds=5))
     found.set("key", "value")
     assert (rank, size, store.check(["key"]), found.check(["key"])) == (0, 1, False, True)
@@ -196,7 +194,8 @@ def test_ranks_of_one_machine_meet_on_its_loopback_interface(monkeypatch: pytest
     made: list[tuple[Any, dict[str, Any]]] = []
     monkeypatch.setattr(sockets, "TCPStore", lambda *given, **named: made.append((given, named)))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}.items():
+    here = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": str(port)}
+    for name, value in here.items():
         monkeypatch.setenv(name, value)
     limit = timedelta(seconds=9)
     for rank in (0, 1):
@@ -209,6 +208,36 @@ def test_ranks_of_one_machine_meet_on_its_loopback_interface(monkeypatch: pytest
         assert listening.getsockname() == ("127.0.0.1", port)
     assert named == {"is_master": True, "timeout": limit, "wait_for_workers": False, "multi_tenant": True}
     assert also == {"is_master": False, "timeout": limit}
+
+
+def _launched(monkeypatch: pytest.MonkeyPatch, rank: int, port: int) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    here = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**here, "RANK": str(rank)}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_port_that_another_program_uses_is_a_wrong_setting_and_its_silence_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        _launched(monkeypatch, 0, port)
+        with pytest.raises(ConfigurationError, match=rf"MASTER_PORT is {port}, which another program uses"):
+            sockets.open_store(timedelta(seconds=5))
+        _launched(monkeypatch, 1, port)
+        monkeypatch.setattr(sockets, "_TO_REPORT", 0.0)
+        with pytest.raises(PeerLostError, match=rf"no store at 127\.0\.0\.1:{port}, .*who listens there says nothing"):
+            sockets.open_store(timedelta(seconds=0.2))
+
+
+def test_variables_that_a_launcher_has_left_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _launched(monkeypatch, 1, 1)
+    for name in ("MASTER_ADDR", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigurationError) as raised:
+        sockets.open_store(timedelta(seconds=5))
+    assert [problem.split()[0] for problem in raised.value.problems] == ["$WORLD_SIZE", "$MASTER_ADDR"]
 
 
 def test_a_mean_is_of_numbers_that_have_one() -> None:

@@ -1,10 +1,14 @@
 """TensorBoard's event files, read back by TensorBoard."""
 
+import resource
+import threading
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
+from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.metrics import SourceLoss, StepMetrics, ValidationMetrics
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
 from tests.support.samples import step
@@ -89,6 +93,21 @@ def test_a_torn_record_does_not_hide_what_is_written_after_resuming(tmp_path: Pa
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
 
 
+def test_files_without_later_points_are_left_alone(tmp_path: Path) -> None:
+    """So that the restarts of a long run do not take longer and longer."""
+    write(tmp_path, [at(1, 4.5), at(2, 4.25)])
+    [file] = tmp_path.iterdir()
+    file.chmod(0o400)
+    before = file.stat()
+    content = file.read_bytes()
+    write(tmp_path, [at(3, 4.0)], loaded=2)
+    assert file.stat().st_ino == before.st_ino
+    write(tmp_path, [at(2, 3.0)], loaded=1)
+    assert content.startswith(file.read_bytes())
+    assert file.stat().st_size < before.st_size
+    assert points(read(tmp_path), "lm loss") == [(1, 4.5), (2, 3.0)]
+
+
 def test_arguments_are_shown_as_text(tmp_path: Path):
     writer = TensorBoardWriter(tmp_path, 0, 0)
     writer.write_arguments({"num_layers": 4, "data_path": ("a", "b")})
@@ -96,3 +115,29 @@ def test_arguments_are_shown_as_text(tmp_path: Path):
     events = read(tmp_path)
     text = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0] for tag in events.Tags()["tensors"]}
     assert text == {"num_layers/text_summary": b"4", "data_path/text_summary": b"('a', 'b')"}
+
+
+def test_a_refused_write_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses the write (a limit on file sizes), as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard writes in a thread, which fails
+    running = threading.enumerate()
+    writer = TensorBoardWriter(tmp_path, 0, 0)
+    [file] = tmp_path.iterdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"--tensorboard-dir .*: File too large"):
+            writer.write_arguments({str(number): "x" * 100 for number in range(100)})
+        for thread in set(threading.enumerate()) - set(running):
+            thread.join()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_record_that_is_no_event_is_like_a_torn_one(tmp_path: Path) -> None:
+    write(tmp_path, [at(1, 4.5)])
+    [file] = tmp_path.iterdir()
+    with file.open("ab") as opened:
+        RecordWriter(opened).write(b"\xff\xff\xff\xff no event")
+    write(tmp_path, [at(2, 4.25)], loaded=1)
+    assert points(read(tmp_path), "lm loss") == [(1, 4.5), (2, 4.25)]

@@ -224,3 +224,25 @@ def test_a_batch_forgets_the_collectives_before_it_and_its_microbatches_tell_of_
     assert evaluate._sum(run, data, part) == (2.0, 2)
     assert seen == [None, None]
     assert run.progress.issued.began > 1.0
+
+
+def test_ranks_of_a_machine_learn_of_each_other_before_their_first_steps(
+    status: RunStatus, store: SlowStore, rank_0: subprocess.Popen[bytes], start: Callable[[Watch], None]
+) -> None:
+    """Who ends before nobody has seen how, and steps of a small model begin at once."""
+    watch = watch_of(status, store, name_of(rank_0))
+    start(watch)
+    deadline = time.monotonic() + 0.4
+    while not watch._names:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert watch._until_the_next_look() == 0.5
+
+
+def test_who_waits_for_the_names_of_others_asks_less_and_less(status: RunStatus, store: SlowStore) -> None:
+    watch = watch_of(status, store, ProcessName.own())
+    pauses = []
+    for _ in range(6):
+        pauses.append(watch._until_the_next_look())
+        watch._beat_now()
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.5, 0.5]

@@ -14,8 +14,10 @@ import torch
 from megatron_ext.checkpoint.local import rank_file
 from megatron_ext.checkpoint.local.folder import file_of, folder_of, iterations, layout_of, ranks_at
 from megatron_ext.checkpoint.local.peers import send_file
+from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native.agreement import told_by_the_first_rank
 from megatron_ext.checkpoint.native.folder import CONFIG, DATA, Found, iteration_folder
+from megatron_ext.checkpoint.native.lock import name_of_contents
 from megatron_ext.checkpoint.native.resume import Resume, Search, read_resume
 from megatron_ext.config.schema import CheckpointConfig, Config
 from megatron_ext.terminal import warn
@@ -31,7 +33,7 @@ def newest_snapshot(config: Config, search: Search) -> Resume | None:
     if folder is None or not _goes_on(config.checkpoint):
         return None
     first = told_by_the_first_rank(lambda: search.candidates[0].iteration if search.candidates else 0)
-    seen = _seen(folder, config, checkpoint=first)
+    seen = _seen(folder, config, checkpoint=first, contents=contents_of(config))
     world_size = torch.distributed.get_world_size()
     told: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(told, seen)
@@ -53,14 +55,21 @@ def _goes_on(flags: CheckpointConfig) -> bool:
     )
 
 
-def _seen(folder: Path, config: Config, *, checkpoint: int) -> dict[int, dict[int, str]]:
+def contents_of(config: Config) -> str | None:
+    """Return the name of what --save holds, by which its snapshots are known. Collective."""
+    told = told_by_the_first_rank(lambda: (name_of_contents(config.checkpoint.save or ""),))
+    return told[0]
+
+
+def _seen(folder: Path, config: Config, *, checkpoint: int, contents: str | None) -> dict[int, dict[int, str]]:
     """Return what lies on this rank's machine, newer than the checkpoint: by iteration and rank, why it cannot be
     used, or nothing."""
-    layout = layout_of(config)
+    layout, save = layout_of(config), config.checkpoint.save or ""
     return {
         iteration: {
-            rank: _why_not(rank_file.read_header(path), layout, checkpoint)
+            rank: _why_not(header, layout, checkpoint) or _of_another_course(header or {}, save, contents)
             for rank, path in ranks_at(folder, iteration).items()
+            for header in [rank_file.read_header(path)]
         }
         for iteration in iterations(folder)
         if iteration > checkpoint
@@ -76,6 +85,8 @@ def _why_not(header: Mapping[str, Any] | None, layout: Mapping[str, Any], checkp
         if different:
             listed = ", ".join(f"--{name.replace('_', '-')} {then.get(name)}, now {layout[name]}" for name in different)
             return f"it is of another layout ({listed})"
+        if type(header["checkpoint"]) is not int:
+            raise TypeError
         if header["checkpoint"] > checkpoint:
             return (
                 f"it follows on the checkpoint of iteration {header['checkpoint']}, which --load does not begin with "
@@ -83,6 +94,17 @@ def _why_not(header: Mapping[str, Any] | None, layout: Mapping[str, Any], checkp
             )
     except (AttributeError, KeyError, TypeError):
         return "it has a file that is not whole"
+    return ""
+
+
+def _of_another_course(header: Mapping[str, Any], save: str, contents: str | None) -> str:
+    """Return why a whole snapshot is of a run that --save does not hold any more; nothing where it is of this one."""
+    if None not in (contents, header.get("contents")) and header["contents"] != contents:
+        return f"it is of a run that was in --save {save} before it was emptied"
+    checkpoint = iteration_folder(save, header["checkpoint"])
+    there = manifest.name_of(checkpoint)  # not that of a checkpoint that has expired
+    if None not in (there, header.get("manifest")) and header["manifest"] != there:
+        return f"it follows on another checkpoint than {checkpoint}, which was saved in its place"
     return ""
 
 

@@ -11,9 +11,11 @@ import torch
 
 from megatron_ext import environment
 from megatron_ext.checkpoint.local import rank_file, rank_state
+from megatron_ext.checkpoint.local.agreement import contents_of
 from megatron_ext.checkpoint.local.folder import file_of, folder_of, layout_of, remove_all, remove_later, remove_old
 from megatron_ext.checkpoint.local.peers import exchange
-from megatron_ext.checkpoint.native.folder import CONFIG, DATA, saved_iterations
+from megatron_ext.checkpoint.native import manifest
+from megatron_ext.checkpoint.native.folder import CONFIG, DATA, iteration_folder, saved_iterations
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.snapshot import HostMemory
 from megatron_ext.config.files import to_yaml
@@ -21,7 +23,7 @@ from megatron_ext.errors import DataError
 
 
 class SnapshotWriter:
-    """Takes the snapshots of a run, one at a time.
+    """Takes the snapshots of a run, one at a time. To make one is collective.
 
     A snapshot that cannot be written is none, and the training goes on: `problem` says why, and none is taken any more
     on this rank.
@@ -38,6 +40,8 @@ class SnapshotWriter:
         self._thread: threading.Thread | None = None
         self._jump = self._peer_distance()
         self._group: Any = None
+        self._contents = contents_of(run.config)
+        self._follows: tuple[int, str | None] = 0, None  # the checkpoint before, and its manifest's name
 
     def take(self) -> float:
         """Take a snapshot of the run as it is; return for how many seconds the training stopped. The first call is
@@ -107,12 +111,17 @@ class SnapshotWriter:
 
     def _facts(self, iteration: int, numbers: dict[str, Any]) -> dict[str, Any]:
         run = self.run
-        saved = saved_iterations(run.config.checkpoint.save or "")
+        save = run.config.checkpoint.save or ""
         record = run.data_record
+        checkpoint = max((step for step in saved_iterations(save) if step <= iteration), default=0)
+        if checkpoint != self._follows[0]:
+            self._follows = checkpoint, manifest.name_of(iteration_folder(save, checkpoint))
         return {
             "iteration": iteration,
             "layout": layout_of(run.config),
-            "checkpoint": max((step for step in saved if step <= iteration), default=0),
+            "contents": self._contents,
+            "checkpoint": checkpoint,
+            "manifest": self._follows[1],
             "numbers": numbers,
             CONFIG: to_yaml(run.config),
             DATA: None if record is None else json.dumps(record),

@@ -1,27 +1,35 @@
 """Lets one job at a time write into a save folder. This needs no torch.
 
 The lock is the kernel's, on `SAVE/.lock`, and goes with the process that holds it, however that ends: a killed job
-leaves nothing to clean up. The file's content only says who it is. The lock is of POSIX's kind (`lockf`), which
-works over NFS and which the helper processes that a job forks do not inherit.
+leaves nothing to clean up. The file's content says who it is, and has a random name of what is in the folder, by which
+snapshots in a machine's memory (`checkpoint.local`) know that they belong to it: a folder of the same path may have
+been removed and begun anew. The lock is of POSIX's kind (`lockf`), which works over NFS and which the helper processes
+that a job forks do not inherit.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import socket
 import stat
+import uuid
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
+from megatron_ext import environment
 from megatron_ext.errors import ConfigurationError, StorageError
 from megatron_ext.terminal import warn
 from megatron_ext.untrusted.text import load_json
 
 LOCK = ".lock"
+_LARGEST = 1000  # characters
 
-_held: list[IO[str]] = []
+_open: list[IO[str]] = []  # all of them: to close one of a file gives up every lock of this process on that file
+_held: dict[str, IO[str]] = {}
+_contents: dict[str, str] = {}
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 
 
@@ -46,15 +54,53 @@ def hold_until_exit(folder: str | Path) -> None:
         if error.errno in _TAKEN:
             raise ConfigurationError(_refusal(folder, file)) from None
         warn(f"{folder} cannot be locked ({error.strerror}): start no second job there")
-    _held.append(file)
+    _open.append(file)
+    _held[os.path.realpath(folder)] = file
     try:
+        begun = _begun(path, file)
         file.truncate(0)
-        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": _now()}) + "\n")
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": _now(), "contents": begun}
+        file.write(json.dumps(holder) + "\n")
         file.flush()
+        _contents[os.path.realpath(folder)] = begun
     except OSError as error:
         raise StorageError(
             f"--save {folder}: {path} cannot be written: {error.strerror}. Make room there, or give another folder."
         ) from error
+
+
+def hold_again(folder: str | Path) -> None:
+    """Lock a folder again that somebody has removed, or whose lock somebody has, since this process locked it.
+
+    Raises:
+        ConfigurationError, StorageError: as `hold_until_exit`.
+    """
+    held = _held.get(os.path.realpath(folder))
+    if held is None:
+        return
+    path = Path(folder) / LOCK
+    if path.exists() and os.path.samestat(os.fstat(held.fileno()), path.lstat()):
+        return
+    warn(f"--save {folder} or its {LOCK} was removed while this job is at work there: earlier files may be gone")
+    hold_until_exit(folder)
+
+
+def name_of_contents(folder: str | Path) -> str | None:
+    """Return the name of what the folder holds, which it keeps until it is emptied; None where this process has not
+    locked it."""
+    return _contents.get(os.path.realpath(folder))
+
+
+def _begun(path: Path, file: IO[str]) -> str:
+    """Return the name that an earlier job left; a new one where there is none, or nothing else in the folder.
+
+    A restart of the same launch goes on even if no file but the lock has been written so far.
+    """
+    if environment.attempt() > 0 or any(not name.startswith(".") for name in os.listdir(path.parent)):
+        file.seek(0)
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return str(load_json(file.read(_LARGEST).encode())["contents"])
+    return uuid.uuid4().hex
 
 
 def _opened(path: Path) -> IO[str]:
@@ -88,7 +134,7 @@ def is_held(folder: str | Path) -> bool:
 def _refusal(folder: str | Path, file: IO[str]) -> str:
     file.seek(0)
     try:
-        holder = load_json(file.read(1000).encode())
+        holder = load_json(file.read(_LARGEST).encode())
         who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (ValueError, KeyError, TypeError):
         who = "one that is just starting"

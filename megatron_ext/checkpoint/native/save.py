@@ -34,12 +34,13 @@ from megatron_ext.checkpoint.native.folder import (
     publish,
     saved_iterations,
 )
+from megatron_ext.checkpoint.native.lock import hold_again
 from megatron_ext.checkpoint.native.retention import remove_expired
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, as_it_is
 from megatron_ext.config.files import to_yaml
 from megatron_ext.device.protocol import Device
-from megatron_ext.errors import StorageError
+from megatron_ext.errors import StorageError, TrainingError
 from megatron_ext.sharding.parts import IN_PLACE, Exchange
 
 
@@ -155,6 +156,10 @@ class Save:
 
     def _begin(self) -> None:
         """Make the folder, if it is known that the disk has room."""
+        try:
+            hold_again(self.folder)
+        except TrainingError as error:
+            raise OSError(errno.EBUSY, str(error).rstrip("."), str(self.folder)) from error
         make_partial(self.folder, self.iteration)
         if self._kept.size is not None:
             _check_space(self.folder, self._kept.size)
@@ -192,7 +197,7 @@ class Save:
             if self.run.rank == 0:
                 self._write_companions()
         except OSError as error:
-            self._files = f"{error.strerror}: {error.filename}"
+            self._files = _text(error)
         except Exception as error:
             self._files = f"{type(error).__name__}: {error}"
 
@@ -223,7 +228,7 @@ class Save:
             raise _storage_error(self.folder, reason or "writing failed; rank 0 says why") from error
         except OSError as error:  # of the engine's last file, which rank 0 writes alone
             shutil.rmtree(self._partial, ignore_errors=True)
-            raise _storage_error(self.folder, f"{error.strerror}: {error.filename}") from error
+            raise _storage_error(self.folder, _text(error)) from error
         except StorageError:
             shutil.rmtree(self._partial, ignore_errors=True)
             raise
@@ -310,6 +315,11 @@ def _metadata_on_first_rank(sharded_state_dict: ShardedStateDict, process_group:
     return own, _gathered_by_first_rank(own)
 
 
+def _text(error: OSError) -> str:
+    """Return what went wrong and where, as far as the error says."""
+    return ": ".join(str(part) for part in (error.strerror or str(error), error.filename) if part)
+
+
 def _on_first_rank(run: Saveable, folder: str | Path, action: Callable[[], object]) -> None:
     """Call `action` on rank 0 while all wait; where it fails, every rank raises."""
     problem: list[str | None] = [None]
@@ -317,7 +327,7 @@ def _on_first_rank(run: Saveable, folder: str | Path, action: Callable[[], objec
         try:
             action()
         except OSError as error:
-            problem = [f"{error.strerror}: {error.filename}"]
+            problem = [_text(error)]
     torch.distributed.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         raise _storage_error(folder, problem[0])
