@@ -80,11 +80,14 @@ def graphs(device: str, flags: str) -> dict[str, Any]:
     """Return what `switch` does, the losses of all steps compared: the first ones run without a graph in either case.
     Further, how many times as fast it is with the flags, and from which step on losses are not the same to the bit."""
     plain, switched = flags.split("|")
-    off, on = (train(device, f"{plain} {added} {TIMED}") for added in ("", switched))
+    off = train(device, f"{plain} {TIMED}")
+    on, said = logged(device, f"{plain} {switched} {TIMED}")
     differences = [abs(a["lm_loss"] - b["lm_loss"]) for a, b in zip(off, on, strict=True)]
     figures: dict[str, Any] = {"off": medians(off), "on": medians(on), "all steps": max(differences)}
     figures["times as fast"] = figures["off"]["elapsed_ms"] / figures["on"]["elapsed_ms"]
     figures["first other loss"] = next((step for step, apart in enumerate(differences, 1) if apart > 0.0), None)
+    if device == "cuda" and not re.search("^graphs ", said, re.MULTILINE):
+        return {**figures, "wrong": "the program made no graph"}
     agree = all(apart <= LARGEST_FIRST_LOSS_DIFFERENCE[16] for apart in differences)
     return figures if agree else {**figures, "wrong": "the losses are others"}
 

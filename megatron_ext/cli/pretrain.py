@@ -70,7 +70,10 @@ def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, An
     if own:
         from megatron_ext.train.extensions import Extensions  # imports numpy
 
-        config = Extensions(**own).applied(config)
+        extensions = Extensions(**own)
+        for warning in extensions.warnings(typed.values) if environment.rank() == 0 else ():
+            warn(warning)
+        config = extensions.applied(config)
     with in_every_layer(own.get("layer_parameters")):
         memory, fits = verdict(config, device_memory_gb=typed.device_memory_gb, device_name=typed.device_name)
         print(describe(config), *([scaled] if scaled else []), "\n".join(memory), sep="\n\n")

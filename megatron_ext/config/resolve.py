@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config.batch import read_schedule
+from megatron_ext.config.cuda_graphs import makes_graphs, obstacles
 from megatron_ext.config.lr_scale import scale
 from megatron_ext.config.pipeline import read_pipeline_layout
 from megatron_ext.config.schema import Config
@@ -33,6 +34,7 @@ class Facts:
         cuda_available: whether this machine shows an NVIDIA GPU.
         packages: the packages that are installed of those that only some flags need.
         missing_compiler: the C++ compiler that torch.compile would call and that is not there, or None.
+        uncapturing_torch: the installed torch's version if it cannot capture the passes of a step, or None.
         vocab_size: entries of the tokenizer that the flags name, or None if they name none.
         tokenizer_error: why that tokenizer could not be read, or None.
         huggingface: values of the model that --load-hf names, by field name; empty without it.
@@ -52,6 +54,7 @@ class Facts:
     cuda_available: bool = False
     packages: frozenset[str] = frozenset()
     missing_compiler: str | None = None
+    uncapturing_torch: str | None = None
     vocab_size: int | None = None
     tokenizer_error: str | None = None
     missing_paths: tuple[str, ...] = ()
@@ -83,7 +86,17 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
         values["split"] = values["split"].strip(" '\"")  # quotes that a script has twice, as Megatron takes them
     if values.get("save"):
         _fill(values, "metrics_file", default_metrics_file(values["save"]))
-    return _build(values)
+    return _resolve_graphs(values, _build(values), facts)
+
+
+def runs_on_cpu(config: Config, facts: Facts) -> bool:
+    """Return whether the ranks are CPU processes, as --device says or this machine's lack of a GPU."""
+    return config.layout.device == "cpu" or (config.layout.device == "auto" and not facts.cuda_available)
+
+
+def graph_obstacles(config: Config, facts: Facts) -> list[str]:
+    """Return everything that keeps the steps of a configuration from being captured, as `cuda_graphs.obstacles`."""
+    return obstacles(config, on_cpu=runs_on_cpu(config, facts), uncapturing_torch=facts.uncapturing_torch)
 
 
 def positive(*values: Any) -> bool:
@@ -214,6 +227,16 @@ def _resolve_schedule(values: dict[str, Any]) -> None:
         _fill(values, "global_batch_size", read_schedule(text, length or 0)[-1][1])
     except ValueError:
         return  # a rule names it
+
+
+def _resolve_graphs(values: dict[str, Any], config: Config, facts: Facts) -> Config:
+    """Have steps run without graphs where something is in the way of these; else at least one step does, in which
+    kernels are compiled and chosen, and connections made."""
+    if not makes_graphs(config):
+        return config
+    if graph_obstacles(config, facts):
+        return _build({**values, "cuda_graph_impl": "none"})
+    return _build({**values, "cuda_graph_warmup_steps": max(1, config.training.cuda_graph_warmup_steps)})
 
 
 def _fill(values: dict[str, Any], name: str, derived: Any) -> None:

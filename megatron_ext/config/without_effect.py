@@ -8,6 +8,7 @@ A flag is dropped only where what is trained and what is kept are the same with 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_ext.config.cuda_graphs import FULL_ITERATION
 from megatron_ext.config.options import flag_of, options_by_name
 
 _READ_BY = {
@@ -88,7 +89,7 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _of_graphs(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     kind = values.get("cuda_graph_impl", "none")
-    if kind == "full_iteration":
+    if kind == FULL_ITERATION:
         return
     if kind != "none":
         yield "cuda_graph_impl", "only full_iteration makes CUDA graphs, and steps compute the same without"

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
-from megatron_ext.rules.sharding import flags_that_divide_weights
 
 
 def loss_of_linear_layer_has_its_weight(config: Config, facts: Facts) -> Iterator[str]:
@@ -27,7 +26,7 @@ def products_add_to_main_gradients(config: Config, facts: Facts) -> Iterator[str
     """Refuse --gradient-accumulation-fusion where there is no main gradient to add to, or nobody adds."""
     if not config.training.gradient_accumulation_fusion:
         return
-    for flag in flags_that_divide_weights(config.layout):
+    for flag in config.layout.flags_that_divide_weights:
         yield (
             f"--gradient-accumulation-fusion adds to the main gradients of whole weights, and under {flag} there "
             "are none; leave --gradient-accumulation-fusion out"

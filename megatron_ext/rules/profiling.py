@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 
 from megatron_ext.config.options import flag_of
-from megatron_ext.config.resolve import Facts
+from megatron_ext.config.resolve import Facts, runs_on_cpu
 from megatron_ext.config.schema import Config
-from megatron_ext.rules.ranks import runs_on_cpu
-from megatron_ext.rules.sharding import flags_that_divide_weights
 
 _OF_TORCH = ("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack", "pytorch_profiler_collect_chakra")
 _OF_NSIGHT = {"record_shapes": "use --pytorch-profiler-collect-shapes", "nvtx_ranges": "leave it out"}
@@ -83,7 +81,7 @@ def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
     flags = [flag for flag, on in asked if on]
     if not flags:
         return
-    given = flags_that_divide_weights(layout)
+    given = layout.flags_that_divide_weights
     instances = layout.num_distributed_optimizer_instances
     if instances > 1:
         given.append(f"--num-distributed-optimizer-instances {instances}")

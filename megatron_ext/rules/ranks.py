@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_ext.config.optimizers import run_by, traits_of
-from megatron_ext.config.resolve import Facts, positive
+from megatron_ext.config.resolve import Facts, positive, runs_on_cpu
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.suggest import listed, nearest_multiples, pipeline_sizes, tensor_sizes, use
 
@@ -86,11 +86,6 @@ def distributed_optimizer_shards_the_state(config: Config, facts: Facts) -> Iter
             f"--use-distributed-optimizer shards {whose} state, not that of --optimizer {traits.name}; "
             f"use --optimizer {listed(other.name for other in able)}"
         )
-
-
-def runs_on_cpu(config: Config, facts: Facts) -> bool:
-    """Return whether the ranks are CPU processes, as --device says or this machine's lack of a GPU."""
-    return config.layout.device == "cpu" or (config.layout.device == "auto" and not facts.cuda_available)
 
 
 def device_is_there(config: Config, facts: Facts) -> Iterator[str]:

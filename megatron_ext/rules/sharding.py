@@ -5,14 +5,8 @@ from collections.abc import Iterator
 
 from megatron_ext.config.optimizers import run_by, traits_of
 from megatron_ext.config.resolve import Facts, positive
-from megatron_ext.config.schema import Config, LayoutConfig
+from megatron_ext.config.schema import Config
 from megatron_ext.rules.suggest import divisors, listed
-
-
-def flags_that_divide_weights(layout: LayoutConfig) -> list[str]:
-    """Return the flags that were given, of those under which no rank keeps whole weights between steps."""
-    schemes = {"--use-torch-fsdp2": layout.use_torch_fsdp2, "--use-megatron-fsdp": layout.use_megatron_fsdp}
-    return [flag for flag, given in schemes.items() if given]
 
 
 def fsdp2_is_the_only_sharding(config: Config, facts: Facts) -> Iterator[str]:
@@ -69,7 +63,7 @@ def sharded_weights_have_no_replicas(config: Config, facts: Facts) -> Iterator[s
     interval = config.training.check_weight_hash_across_dp_replicas_interval
     if not interval:
         return
-    for flag in flags_that_divide_weights(config.layout):
+    for flag in config.layout.flags_that_divide_weights:
         yield (
             f"--check-weight-hash-across-dp-replicas-interval {interval} compares whole replicas, and {flag} "
             "divides every weight; use --check-weight-hash-across-dp-replicas-interval 0"

@@ -13,7 +13,6 @@ from megatron_ext.config.schema import Config
 from megatron_ext.rules import (
     context,
     fp8,
-    graphs,
     inference,
     model,
     moe,
@@ -39,7 +38,6 @@ RULES: tuple[Rule, ...] = (
     *training.RULES,
     *operations.RULES,
     *fp8.RULES,
-    *graphs.RULES,
     *profiling.RULES,
     *inference.RULES,
 )
@@ -48,7 +46,6 @@ RULES_OF_RECOMPUTATION: tuple[Rule, ...] = (
     training.recomputation_is_complete,
     training.recomputed_parts_are_known,
     layout.kept_gathers_are_those_of_plain_layers,
-    graphs.captured_steps_recompute_nothing,
 )
 """All rules that ask what is recomputed: where nothing else changes, a search asks no others."""
 
@@ -81,8 +78,6 @@ _OF_LAYOUTS = {
     training.offloading_offloads_something,
     operations.loss_of_linear_layer_has_its_weight,
     operations.products_add_to_main_gradients,
-    graphs.captured_steps_keep_the_model_whole,
-    graphs.captured_steps_are_alike,
     profiling.communication_can_be_timed,
 }
 RULES_OF_LAYOUTS: tuple[Rule, ...] = tuple(rule for rule in RULES if rule in _OF_LAYOUTS)

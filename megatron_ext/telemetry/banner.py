@@ -6,6 +6,7 @@ from importlib import metadata
 from megatron_ext import __version__
 from megatron_ext.config.batch import samples_at_iteration
 from megatron_ext.config.blend import read_blend
+from megatron_ext.config.cuda_graphs import makes_graphs
 from megatron_ext.config.layers import stack
 from megatron_ext.config.parameters import count
 from megatron_ext.config.ranks import axis_sizes
@@ -44,6 +45,7 @@ def banner(config: Config, begun: Begun) -> str:
         "own": ", ".join(begun.own),
         "kernels": begun.kernels or "",
         "attend": begun.attention or "",
+        "graphs": _graphs(config),
     }
     return "\n".join(f"{name:<8}{text}" if name else text for name, text in lines.items() if text)
 
@@ -73,6 +75,13 @@ def _model(config: Config) -> str:
     layers = stack(config)
     precision = "bf16" if config.training.bf16 else "fp16" if config.training.fp16 else "fp32"
     return f"{count(config):,} parameters, {len(layers)} layers of width {config.model.hidden_size:,}, {precision}"
+
+
+def _graphs(config: Config) -> str:
+    if not makes_graphs(config):
+        return ""
+    eager = config.training.cuda_graph_warmup_steps
+    return f"after {eager} step{'s' * (eager != 1)}, each step replays the passes that one CUDA graph holds"
 
 
 def _data(config: Config) -> str:

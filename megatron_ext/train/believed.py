@@ -16,6 +16,7 @@ _USUAL_VOCABULARIES = {"SentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 
 _OF_GPUS = {
     "--device cuda": ("device", "cuda"),
     "--distributed-backend nccl": ("distributed_backend", "nccl"),
+    "--cuda-graph-impl full_iteration": ("cuda_graph_impl", "full_iteration"),
     "--transformer-impl transformer_engine": ("transformer_impl", "transformer_engine"),
     "--profile": ("profile", True),
     "--record-memory-history": ("record_memory_history", True),

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.batch import evaluation_batch
 from megatron_ext.config.blend import is_url
+from megatron_ext.config.cuda_graphs import makes_graphs
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import StageView
 from megatron_ext.data.loader import BatchLoader
@@ -32,7 +33,7 @@ from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.attention_kernel import allowed_kernels
-from megatron_ext.train.captured_passes import CapturedPasses, check_captures
+from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.gradient_watch import GradientWatch
@@ -100,17 +101,12 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
 def captured_passes(
     config: Config, device: Device, chunks: Sequence[torch.nn.Module], watch: GradientWatch
 ) -> CapturedPasses | None:
-    """Return what captures the passes of a step where the flags ask for it, on a GPU; None elsewhere.
-
-    Raises:
-        ConfigurationError: this torch cannot capture them.
-    """
-    training = config.training
-    if training.cuda_graph_impl != "full_iteration" or device.kind != "cuda":
+    """Return what captures the passes of a step where the configuration has graphs of them; None elsewhere."""
+    if not makes_graphs(config):
         return None
-    check_captures()
+    assert device.kind == "cuda", "resolved: CPU processes have no CUDA graphs"
     schedule = get_forward_backward_func(config.layout.pipeline_model_parallel_size, None)
-    return CapturedPasses(schedule, training.cuda_graph_warmup_steps, chunks, watch, device.synchronize)
+    return CapturedPasses(schedule, config.training.cuda_graph_warmup_steps, chunks, watch, device.synchronize)
 
 
 def compile_layers(chunks: Sequence[torch.nn.Module]) -> None:

@@ -11,7 +11,8 @@ captured. So
 - a step with another number of microbatches drops the graph and begins anew with steps that run without;
 - what hooks see of the gradients is what they saw at the capture, with the numbers of this replay;
 - evaluations and steps of --record-schedule run without the graph;
-- dropout, experts, loss scales and whatever else differs from step to step is refused (`rules.graphs`).
+- with dropout, experts, loss scales and whatever else differs from step to step there is no graph
+  (`config/cuda_graphs.py` says when, and why).
 
 The update, the norm, clipping and what is read by the host stay outside.
 """
@@ -54,7 +55,7 @@ class CapturedPasses:
         watch: GradientWatch,
         synchronize: Callable[[], None],
     ):
-        assert eager_steps > 0, "validated: a first step without a graph"
+        assert eager_steps > 0, "resolved: a first step without a graph"
         self._graph = FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=eager_steps)
         self._chunks, self._watch, self._synchronize = chunks, watch, synchronize
         self._microbatches: int | None = None
@@ -132,18 +133,6 @@ class CapturedPasses:
                 handle.remove()
 
 
-def check_captures() -> None:
-    """Raise ConfigurationError where this torch cannot capture what --cuda-graph-impl asks for.
-
-    Nodes of autograd remember the stream that they were made on, which a capture must not wait for.
-    """
-    if not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
-        raise ConfigurationError(
-            f"--cuda-graph-impl full_iteration: torch {torch.__version__} cannot capture a backward pass whose weights "
-            "have hooks; use torch 2.15, or leave --cuda-graph-impl out"
-        )
-
-
 def _taking_fields(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
     def forward_step(batches: Iterable[Mapping[str, Any]], model: torch.nn.Module) -> Any:
         return forward_step_func((Batch(**fields) for fields in batches), model)
@@ -153,7 +142,7 @@ def _taking_fields(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fields(batch: Batch) -> dict[str, torch.Tensor | None]:
     """Return a microbatch in the form that megatron-core copies tensors from."""
-    assert batch.documents is None, "validated: no two microbatches have the same documents"
+    assert batch.documents is None, "resolved: no graph where each microbatch has documents of its own"
     return dict(vars(batch))
 
 

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,15 @@ from megatron_ext.checkpoint.native.folder import load_problem
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.arguments import Typed, read
 from megatron_ext.config.blend import missing_paths
+from megatron_ext.config.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
 from megatron_ext.config.eval_tasks import look_at_eval_tasks
 from megatron_ext.config.options import flag_of, options_by_name
-from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.config.resolve import Facts, graph_obstacles, resolve
 from megatron_ext.config.saved import adopt
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.data import DataConfig
 from megatron_ext.data.skipped import skipped_samples
+from megatron_ext.device.graph_support import uncapturing_torch
 from megatron_ext.device.hardware_queues import shows_gpu
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
@@ -124,10 +126,8 @@ def _configured(
 _OF_GPUS = {
     "check_before_update": "numbers are read before the update in any case",
     "no_triton_kernels": "no Triton kernel runs",
-    "cuda_graph_impl": "there are no CUDA graphs",
-    "cuda_graph_warmup_steps": "there are no CUDA graphs",
 }
-"""Flags of what only GPUs do -> why they change nothing elsewhere."""
+"""Switches of what only GPUs do -> why they change nothing elsewhere."""
 
 
 def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
@@ -153,8 +153,9 @@ def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
         warnings += [
             f"{flag_of(name)} changes nothing here: with --device cpu {reason}"
             for name, reason in _OF_GPUS.items()
-            if typed.values.get(name, options_by_name()[name].default) != options_by_name()[name].default
+            if typed.values.get(name)
         ]
+    warnings += _without_graphs(typed, config, facts)
     asked, taken = typed.values.get("transformer_impl", "local"), config.model.transformer_impl
     if asked != taken:
         warnings.append(
@@ -162,6 +163,22 @@ def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
             f"and products in FP8 are computed as with --transformer-impl {taken}"
         )
     return warnings
+
+
+def _without_graphs(typed: Typed, config: Config, facts: Facts) -> Iterator[str]:
+    """Yield what a run that was to have CUDA graphs says where it has none, or others than the flags say."""
+    if typed.values.get("cuda_graph_impl") != FULL_ITERATION:
+        return  # config/without_effect.py knows the others
+    steps = typed.values.get("cuda_graph_warmup_steps")
+    if not makes_graphs(config):
+        yield graphs_warning(graph_obstacles(config, facts))
+        if steps not in (None, options_by_name()["cuda_graph_warmup_steps"].default):
+            yield f"--cuda-graph-warmup-steps {steps} changes nothing here: steps run without CUDA graphs"
+    elif steps == 0:
+        yield (
+            "--cuda-graph-warmup-steps 0 is taken for 1: kernels are compiled and chosen, and connections made, in a "
+            "step without a graph"
+        )
 
 
 def _other_seed(config: Config, facts: Facts) -> list[str]:
@@ -262,6 +279,7 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         cuda_available=shows_gpu(),
         packages=frozenset(name for name in _OPTIONAL_PACKAGES if importlib.util.find_spec(name)),
         missing_compiler=_missing_compiler(),
+        uncapturing_torch=uncapturing_torch() if typed.values.get("cuda_graph_impl") == FULL_ITERATION else None,
         vocab_size=vocab_size,
         tokenizer_error=tokenizer_error,
         missing_paths=missing_paths(typed.values),

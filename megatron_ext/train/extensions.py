@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs, without_graphs
 from megatron_ext.config.optimizers import OPTIMIZERS, OptimizerTraits
 from megatron_ext.config.own_parameters import OwnParameters, in_every_layer
 from megatron_ext.config.schema import Config
@@ -64,13 +65,12 @@ class Extensions:
         return [one if isinstance(one, Callback) else one() for one in self.callbacks]
 
     def applied(self, config: Config) -> Config:
-        """Return the configuration with the own optimizer, which is registered.
+        """Return the configuration with the own optimizer, which is registered, and without CUDA graphs of own parts.
 
         Raises:
             ConfigurationError: the optimizer has the name of another one, or cannot run in the flags' sharding scheme;
-                or the flags compute the cross-entropy without the logits that the own loss is given, or replay the
-                passes of an own loss or own layers; or there are parameters of own layers, and no own layers, or a
-                Hugging Face model to begin with.
+                or the flags compute the cross-entropy without the logits that the own loss is given; or there are
+                parameters of own layers, and no own layers, or a Hugging Face model to begin with.
         """
         if self.layer_parameters is not None and self.layer_spec is None:
             raise ConfigurationError("layer_parameters= without layer_spec=: no layer has them; give layer_spec=, too")
@@ -84,12 +84,8 @@ class Extensions:
                 "--linear-cross-entropy keeps no logits, which this run's own loss is given; leave "
                 "--linear-cross-entropy out"
             )
-        if config.training.cuda_graph_impl == "full_iteration" and (self.loss or self.layer_spec):
-            part = "loss" if self.loss is not None else "layers"
-            raise ConfigurationError(
-                "--cuda-graph-impl full_iteration replays kernels without Python, and nobody knows what this run's own "
-                f"{part} does in Python; leave --cuda-graph-impl out"
-            )
+        if makes_graphs(config) and self._uncaptured():
+            config = without_graphs(config)
         traits = self.optimizer
         if traits is None:
             return config
@@ -103,6 +99,20 @@ class Extensions:
                 )
         OPTIMIZERS[traits.name] = traits
         return replace(config, optimizer=replace(config.optimizer, optimizer=traits.name))
+
+    def warnings(self, typed: Mapping[str, Any]) -> list[str]:
+        """Return what of the values that the user typed, by field name, changes nothing next to the own parts."""
+        uncaptured = self._uncaptured() if typed.get("cuda_graph_impl") == FULL_ITERATION else []
+        return [graphs_warning(uncaptured)] if uncaptured else []
+
+    def _uncaptured(self) -> list[str]:
+        """Return the own parts that are called within a step's passes, each with why no graph of these is made."""
+        parts = {"loss": self.loss, "layer_spec": self.layer_spec}
+        return [
+            f"{name}= (nobody knows what it does in Python, which a replay leaves out: train without it)"
+            for name, part in parts.items()
+            if part is not None
+        ]
 
     def own_datasets(self, config: Config, tokenizer: Tokenizer, numbers: Splits[int]) -> Splits[Samples | None] | None:
         """Return the own datasets, one source each; None where there are none."""

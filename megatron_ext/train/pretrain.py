@@ -10,9 +10,10 @@ from megatron_ext import device, environment
 from megatron_ext.checkpoint.native.folder import saved_iterations
 from megatron_ext.checkpoint.native.lock import hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
+from megatron_ext.config.cuda_graphs import graphs_warning, makes_graphs, without_graphs
 from megatron_ext.config.optimizers import OptimizerTraits
 from megatron_ext.config.own_parameters import OwnParameters
-from megatron_ext.config.schema import CheckpointConfig, TrainingConfig
+from megatron_ext.config.schema import CheckpointConfig, Config, TrainingConfig
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySignal, TrainingError
 from megatron_ext.lasting_imports import kept_from_the_collector
@@ -62,7 +63,11 @@ def pretrain(
     Raises:
         TrainingError: something ended the run before its planned end.
     """
-    configured = config if isinstance(config, Configured) else configure(config)
+    if isinstance(config, Configured):
+        configured = config
+    else:
+        configured = configure(config)
+        _tell(configured.typed.warnings)
     extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate)
     with extensions.in_the_catalogue():
         _watched(configured, status, extensions)
@@ -81,8 +86,15 @@ def _watched(configured: Configured, status: RunStatus | None, extensions: Exten
             status.watch.close()
 
 
+def _tell(warnings: Sequence[str]) -> None:
+    """Print warnings, on one rank."""
+    for warning in warnings if environment.rank() == 0 else ():
+        warn(warning)
+
+
 def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions) -> None:
     config = extensions.applied(configured.config)
+    _tell(extensions.warnings(configured.typed.values))
     if config.checkpoint.save is not None and status.rank == 0:
         _claim(config.checkpoint.save, status)
     warning = hardware_queues.prepare(config.layout)
@@ -129,7 +141,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
     if extensions.layer_spec is None:  # the formulas are those of our layers
         check_it_fits(config, here)
     with telling_of_memory(config, here):
-        attention = attention_kernel.choose(config, here, resume)
+        attention = attention_kernel.choose(graphs_of(here, config), here, resume)
         configured = replace(configured, config=attention.config)
         _build_and_train(configured, here, status, extensions, attention.text)
 
@@ -145,6 +157,16 @@ def require_fp8(training: TrainingConfig, here: "Device") -> None:
         f"--fp8-format {training.fp8_format} --fp8-recipe {recipe}: {missing}; {other}leave --fp8-format out to train "
         "in bf16"
     )
+
+
+def graphs_of(here: "Device", config: Config) -> Config:
+    """Return the configuration without CUDA graphs, and say so, where torch finds no GPU although the machine shows
+    one."""
+    if here.kind == "cuda" or not makes_graphs(config):
+        return config
+    why = "--device auto (torch finds no GPU on this machine: install a torch with CUDA, and use --device cuda)"
+    _tell([graphs_warning([why])])
+    return without_graphs(config)
 
 
 def _build_and_train(

@@ -15,7 +15,7 @@ FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --position-embedding-type rope "
     "--mock-data --vocab-size 64 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --train-iters 3 "
     "--log-interval 1 --eval-iters 0 --pipeline-model-parallel-size 2 --log-format short "
-    "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4"
+    "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --cuda-graph-impl full_iteration"
 )
 
 
@@ -37,6 +37,17 @@ def test_the_banner_is_rank_0s_and_the_lines_are_the_last_ranks(ended: tuple[Pat
     assert [line[0] for line in lines] == ["step 1/3", "step 2/3", "step 3/3"]
     assert [line[-1].endswith("left") for line in lines] == [True, True, False]
     assert lines[-1][-1] == "done"
+
+
+def test_a_flag_that_is_about_speed_alone_is_taken_and_rank_0_says_what_becomes_of_it(
+    ended: tuple[Path, list[Ended]],
+) -> None:
+    folder, (first, last) = ended
+    said = "warning: --cuda-graph-impl full_iteration changes nothing here: steps run without CUDA graphs"
+    assert (first.errors.count(said), last.errors.count(said)) == (1, 0)
+    assert "--pipeline-model-parallel-size 2 (" in first.errors
+    kept = (folder / "iter_0000003/config.yaml").read_text()
+    assert "cuda_graph_impl: none\n" in kept
 
 
 @pytest.mark.parametrize("rank", [0, 1])

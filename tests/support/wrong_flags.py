@@ -16,8 +16,6 @@ BASE = (
 """A launch that works; each example adds to it."""
 
 _EXPERTS = "--disable-bias-linear"
-_GRAPHS = "--cuda-graph-impl full_iteration --hidden-dropout 0 --attention-dropout 0"
-_NO_GRAPHS = "--cuda-graph-impl none"
 
 EXAMPLES = {
     "Kernels of a package that is not installed": Example("--external-kernels apex", "--external-kernels none"),
@@ -360,28 +358,6 @@ EXAMPLES = {
         "--sample-interval 5 --sample-prompts README.md", "--tokenizer-type ByteTokenizer"
     ),
     "Two precisions": Example("--fp16 --bf16", "--fp16=false"),
-    "Graphs of the passes of a divided model": Example(
-        f"{_GRAPHS} --world-size 2 --tensor-model-parallel-size 2", "--tensor-model-parallel-size 1"
-    ),
-    "Graphs of passes in which the host reads": Example(f"{_GRAPHS} {_EXPERTS} --num-experts 8", _NO_GRAPHS),
-    "Graphs of weights that are gathered": Example(f"{_GRAPHS} --world-size 2 --use-torch-fsdp2", _NO_GRAPHS),
-    "Graphs without the hooks that begin collectives": Example(
-        f"{_GRAPHS} --world-size 2 --overlap-grad-reduce", "--overlap-grad-reduce=false"
-    ),
-    "Graphs of sums in another stream": Example(
-        f"{_GRAPHS} --world-size 4 --use-distributed-optimizer --num-distributed-optimizer-instances 2", _NO_GRAPHS
-    ),
-    "Graphs with dropout": Example(
-        "--cuda-graph-impl full_iteration --hidden-dropout 0.1", "--hidden-dropout 0 --attention-dropout 0"
-    ),
-    "Graphs with a loss scale": Example(f"{_GRAPHS} --fp16", "--fp16=false --bf16"),
-    "Graphs of documents": Example(f"{_GRAPHS} --reset-attention-mask", _NO_GRAPHS),
-    "Graphs with what they were never tried with": Example(
-        f"{_GRAPHS} --use-distributed-optimizer --optimizer-cpu-offload", _NO_GRAPHS
-    ),
-    "Graphs from the first step on": Example(f"{_GRAPHS} --cuda-graph-warmup-steps 0", "--cuda-graph-warmup-steps 1"),
-    "Graphs of what is computed anew": Example(f"{_GRAPHS} --recompute-activations", "--recompute-activations=false"),
-    "Graphs whose parts are timed": Example(f"{_GRAPHS} --timing-log-level 2 --log-straggler", _NO_GRAPHS),
 }
 """The wrong command lines that the issue of the foundation lists, but for the misspelt flag."""
 

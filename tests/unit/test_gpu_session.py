@@ -189,6 +189,7 @@ def test_what_is_trained_can_be_configured(monkeypatch: pytest.MonkeyPatch) -> N
 def test_graphs_are_judged_by_the_losses_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("tokens_per_second", "tflops_per_gpu", "mfu", "peak_memory_bytes")
     late: list[float] = []
+    banner = ["megatron-ext", "graphs  after 3 steps"]
 
     def train(device: str, flags: str) -> list[dict[str, Any]]:
         on = GRAPHS in flags
@@ -196,12 +197,17 @@ def test_graphs_are_judged_by_the_losses_of_all_steps(monkeypatch: pytest.Monkey
         return [{"lm_loss": loss, "elapsed_ms": 8.0 if on else 10.0, **dict.fromkeys(names)} for loss in losses]
 
     monkeypatch.setattr(gpu_trial, "train", train)
+    monkeypatch.setattr(gpu_trial, "logged", lambda device, flags: (train(device, flags), "\n".join(banner)))
     for last, wrong in ((6.0, False), (6.001, False), (6.1, True), (float("nan"), True)):
         late[:] = [last]
         found = gpu_trial.graphs("cuda", f"{SMALL}|{GRAPHS}")
         assert ("wrong" in found) == wrong
         assert found["times as fast"] == 1.25
         assert found["first other loss"] == (60 if last in (6.001, 6.1) else None)
+    late[:] = [6.0]
+    banner.pop()
+    assert gpu_trial.graphs("cuda", f"{SMALL}|{GRAPHS}")["wrong"] == "the program made no graph"
+    assert "wrong" not in gpu_trial.graphs("cpu", f"{SMALL}|{GRAPHS}")
 
 
 def test_what_a_gpu_trains_can_be_configured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,10 +215,13 @@ def test_what_a_gpu_trains_can_be_configured(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("megatron_ext.train.configure.shows_gpu", lambda: True)
     trials = [case.command[3:] for case in cases("cuda") if case.command[1].endswith("gpu_trial.py")]
     asked = [flags for kind, flags in trials if kind in ("loss", "match")]
-    asked += [f"{flags.replace('|', ' ')} {gpu_trial.TIMED}" for kind, flags in trials if kind in ("speed", "switch")]
+    timed = ("speed", "switch", "graphs")
+    asked += [f"{flags.replace('|', ' ')} {gpu_trial.TIMED}" for kind, flags in trials if kind in timed]
     assert len([flags for flags in asked if "--fp8-format" in flags]) == 6
+    assert len([flags for flags in asked if GRAPHS in flags]) == len(GRAPHED) + 2
     for flags in asked:
-        configure(["--device", "cuda", *flags.split()])
+        config = configure(["--device", "cuda", *flags.split()]).config
+        assert config.training.cuda_graph_impl == ("full_iteration" if GRAPHS in flags else "none")
 
 
 def test_what_is_off_is_run_once_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

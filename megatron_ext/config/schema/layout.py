@@ -146,9 +146,15 @@ class LayoutConfig:
         return self.microbatch_group_size_per_virtual_pipeline_stage or self.pipeline_model_parallel_size
 
     @property
+    def flags_that_divide_weights(self) -> list[str]:
+        """The flags that were given, of those under which no rank keeps whole weights between steps (FSDP)."""
+        schemes = {"--use-torch-fsdp2": self.use_torch_fsdp2, "--use-megatron-fsdp": self.use_megatron_fsdp}
+        return [flag for flag, given in schemes.items() if given]
+
+    @property
     def needs_several_hardware_queues(self) -> bool:
         """Whether layers are gathered and reduced one by one (FSDP), which overlaps on several hardware queues."""
-        return self.use_torch_fsdp2 or self.use_megatron_fsdp
+        return bool(self.flags_that_divide_weights)
 
     @property
     def model_parallel_size(self) -> int:

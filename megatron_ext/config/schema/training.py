@@ -190,12 +190,15 @@ class TrainingConfig:
     cuda_graph_impl: str = free(
         "none",
         "full_iteration: on GPUs, capture the forward and backward passes of a step, all microbatches together, into "
-        "one CUDA graph and replay it, for models so small that the GPU waits for the host. Graphs of layers (local, "
-        "transformer_engine) are not made: steps run without, which compute the same.",
+        "one CUDA graph and replay it, for models so small that the GPU waits for the host. With flags that stand in "
+        "the way (tensor, pipeline or context parallelism, dropout, fp16 and others) steps run without and compute "
+        "the same: a warning names each of them. Graphs of layers (local, transformer_engine) are never made.",
         choices=("none", "full_iteration", "local", "transformer_engine"),
     )
     cuda_graph_warmup_steps: int = free(
-        3, "Steps that run without a graph before --cuda-graph-impl full_iteration captures one.", at_least=0
+        3,
+        "Steps that run without a graph before --cuda-graph-impl full_iteration captures one; 0 is taken for 1.",
+        at_least=0,
     )
     torch_compile: bool = free(False, "Compile each layer with torch.compile.")
     disable_jit_fuser: bool = free(

@@ -1,0 +1,22 @@
+"""Finds out, without importing torch, whether the installed one can capture the passes of a step into a CUDA graph."""
+
+import importlib.util
+from pathlib import Path
+
+_NEEDED = "def set_override_stale_capture_stream("
+"""What says that a capture waits for no stream on which a node of autograd was made before it: weights' hooks are such
+nodes."""
+
+
+def uncapturing_torch() -> str | None:
+    """Return the version of the installed torch if it cannot, None if it can, or there is none."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    # The function's own file: its release is in no document.
+    file = Path(found.origin).parent / "autograd" / "graph.py"
+    if _NEEDED in file.read_text(encoding="utf-8"):
+        return None
+    from importlib import metadata  # which imports much
+
+    return metadata.version("torch")
