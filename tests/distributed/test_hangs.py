@@ -22,7 +22,7 @@ from megatron_ext.doctor.flight_recorder import explain, read_dumps
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import Launched, end_all, rank_processes, start
-from tests.support.watched_ranks import WatchedRank, fork_program
+from tests.support.watched_ranks import PAUSE, WatchedRank, fork_program
 
 TIMEOUT, BETWEEN_HEARTBEATS = 6.0, 0.5  # seconds
 FLAGS = shlex.split(
@@ -41,6 +41,7 @@ class Case:
     faulty: int
     minutes: float = TIMEOUT / 60.0
     terminate: bool = False
+    steps: int = 100
 
 
 CASES = {
@@ -52,6 +53,7 @@ CASES = {
     "skipped collective": Case(3, "skip_reduction", 2),
     "exit": Case(3, "leave", 1),
     "crash": Case(2, "crash", 1),
+    "paused": Case(2, "pause_all", 1, steps=8),
 }
 
 
@@ -83,7 +85,7 @@ class Ended:
 def _run(name: str, folder: Path) -> Ended:
     case, save = CASES[name], folder / "save"
     folder.mkdir()
-    argv = [*FLAGS, "--train-iters", "100", "--save", str(save)]
+    argv = [*FLAGS, "--train-iters", str(case.steps), "--save", str(save)]
     argv += ["--distributed-timeout-minutes", str(case.minutes)]
     [ranks] = run_ranks(1, fork_program, case.ranks, argv, folder, case.fault, case.faulty, case.terminate)
     record = json.loads((save / "exit.json").read_text()) if (save / "exit.json").exists() else {}
@@ -183,6 +185,13 @@ def test_the_flight_recorders_say_the_same(ended: dict[str, Ended]) -> None:
     stopped = read_dumps(ended["stopped"].save / "hang-4")
     assert set(stopped) == {0}
     assert explain(stopped)[0].startswith("the ranks below wait for one that left no dump, or ")
+
+
+def test_a_pause_of_the_whole_job_is_no_hang(ended: dict[str, Ended]) -> None:
+    """Longer than the timeout, and the 5 s that the collectives have besides."""
+    case = ended["paused"]
+    assert (case.codes, case.words, case.record["code"]) == ([0, 0], [], 0)
+    assert min(rank.ended for rank in case.ranks) - case.fault_at > PAUSE > TIMEOUT + 5.0
 
 
 @pytest.mark.slow  # the cases above stop ranks; test_restarts.py has the launcher

@@ -4,7 +4,6 @@ import json
 import shlex
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,37 +11,19 @@ import pytest
 
 from megatron_ext.checkpoint.native.lock import LOCK
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.launched import ROOT, end_all
 from tests.support.program import run_program
+from tests.support.save_lock import held
 
 FLAGS = shlex.split("""
     --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --mock-data
     --vocab-size 61 --make-vocab-size-divisible-by 1 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 0
 """)
-# Holds the lock, and so would a helper that it has forked, if that inherited it.
-HOLDER = """
-import os, sys
-from megatron_ext.checkpoint.native.lock import hold_until_exit
-hold_until_exit(sys.argv[1])
-if os.fork():
-    print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "save")],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdout
-    assert process.stdout.readline() == b"held\n"
-    yield process
-    end_all(process)
+    with held(tmp_path / "save") as process:
+        yield process
 
 
 def test_the_second_job_is_refused_and_the_first_can_be_killed(holder: subprocess.Popen[bytes], tmp_path: Path) -> None:

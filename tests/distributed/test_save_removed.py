@@ -2,8 +2,6 @@
 
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,8 @@ from megatron_ext.checkpoint.native import lock
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.verify.ranks import run_ranks
-from tests.distributed.test_save_lock import HOLDER
-from tests.support.launched import ROOT, end_all
 from tests.support.program import Ended, run_program
+from tests.support.save_lock import held
 
 FLAGS = shlex.split("""
     --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --mock-data
@@ -60,20 +57,8 @@ def test_a_removed_folder_that_another_job_has_begun_anew_is_left_to_it(tmp_path
     lock.hold_until_exit(save)
     lock.hold_again(save)
     shutil.rmtree(save)
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(save)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigurationError, match=f"in use by another job: process {other.pid} on"):
-            lock.hold_again(save)
-    finally:
-        end_all(other)
+    with held(save) as other, pytest.raises(ConfigurationError, match=f"by another job: process {other.pid} on"):
+        lock.hold_again(save)
 
 
 def test_a_folder_keeps_its_name_until_it_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

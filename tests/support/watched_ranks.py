@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 SECONDS = 60.0
+PAUSE = 12.5
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,22 @@ def _main(rank: int, argv: Sequence[str], logs: Path, fault: str | None) -> None
 def stop(mark: Path) -> None:
     """The process is stopped."""
     _in_step_4(mark, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def pause_all(mark: Path) -> None:
+    """All ranks are stopped for longer than any time limit of theirs, and go on, as when a scheduler suspends a job."""
+
+    def pause() -> None:
+        ranks = psutil.Process(os.getppid()).children()
+        if os.fork() == 0:
+            for signals in (signal.SIGSTOP, signal.SIGCONT):
+                for rank in ranks:
+                    rank.send_signal(signals)
+                time.sleep(PAUSE)
+            os._exit(0)
+        time.sleep(0.2)
+
+    _in_step_4(mark, pause)
 
 
 def leave(mark: Path) -> None:

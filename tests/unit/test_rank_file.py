@@ -1,12 +1,17 @@
 """The file of one rank's snapshot: every bit comes back, and every damage is seen."""
 
+import json
+import os
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.checkpoint.local import rank_file
-from megatron_ext.checkpoint.local.agreement import _why_not
+from megatron_ext.checkpoint.local.agreement import _of_another_course, _why_not
+from megatron_ext.checkpoint.native import manifest
 from megatron_ext.errors import DataError
 
 
@@ -64,6 +69,53 @@ def test_other_tensors_are_refused_before_any_is_copied(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="of another run: 1 of its tensors differ, a the first"):
         rank_file.restore(path, into)
     assert not into["half"].any()
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        (7, "none of ours"),
+        ({"a": 1}, "none of ours"),
+        ([7], "none of ours"),
+        ([["a", "float32", [2]]], "none of ours"),
+        ([["a", "float32", [2], -64]], "none of ours"),
+        ([["a", "float32", [2], 0.5]], "none of ours"),
+        ([["a", "float32", [2], 1 << 70]], "shorter than its header says"),
+        ([["a", "float32", [2], 60]], "shorter than its header says"),
+        ([["a", "float32", [3], 0]], "of another run"),
+    ],
+)
+def test_a_header_is_not_believed(listed: object, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "rank_00000"
+    header = json.dumps({"tensors": listed}).encode()
+    content = b"MXSNAP01" + struct.pack("<Q", len(header)) + header + bytes(64)
+    path.write_bytes(content + struct.pack("<I", zlib.crc32(content)))
+    assert rank_file.is_intact(path)
+    with pytest.raises(DataError, match=said):
+        rank_file.restore(path, {"a": torch.zeros(2)})
+
+
+def test_a_pipe_in_the_place_of_a_snapshot_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "rank_00000"
+    os.mkfifo(path)
+    assert rank_file.read_header(path) is None
+    assert not rank_file.is_intact(path)
+
+
+def test_a_snapshot_is_of_a_folder_and_a_checkpoint(tmp_path: Path) -> None:
+    """Where nobody knows of which, as with those of earlier versions, it is believed."""
+    save = str(tmp_path)
+    checkpoint = tmp_path / "iter_0000010"
+    checkpoint.mkdir()
+    manifest.write(checkpoint, {})
+    header = {"checkpoint": 10, "contents": "a", "manifest": manifest.name_of(checkpoint)}
+    assert _of_another_course(header, save, "a") == ""
+    assert _of_another_course({"checkpoint": 10}, save, "a") == _of_another_course(header, save, None) == ""
+    assert "before it was emptied" in _of_another_course(header, save, "b")
+    manifest.write(checkpoint, {"x": {"bytes": 1, "crc32": "00000000"}})
+    assert f"another checkpoint than {checkpoint}" in _of_another_course(header, save, "a")
+    (checkpoint / manifest.MANIFEST).unlink()
+    assert _of_another_course(header, save, "a") == "", "it has expired"
 
 
 def test_a_snapshot_of_another_layout_or_course_is_not_used() -> None:

@@ -11,14 +11,16 @@ the folder is meant to lie in memory, and what a machine that goes down loses, a
 has.
 """
 
+import errno
 import json
 import mmap
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -30,6 +32,7 @@ _ALIGNMENT = 64
 _LARGEST_HEADER = 1 << 28
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 _CHUNK = 1 << 24
+_REMEDY = "remove the folder to go on from the checkpoint in --load"
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -66,7 +69,7 @@ def write(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tens
 def read_header(path: Path) -> dict[str, Any] | None:
     """Return the header; None where the file is none of ours or not whole. Its checksum is not looked at."""
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             begin = file.read(16)
             length = _LENGTH.unpack(begin[8:])[0] if begin[:8] == _MAGIC else 0
             header = load_json(file.read(length)) if 0 < length <= _LARGEST_HEADER else None
@@ -79,7 +82,7 @@ def is_intact(path: Path) -> bool:
     """Return whether the file is as it was written, by its checksum."""
     try:
         crc, left = 0, path.stat().st_size - _CRC.size
-        with path.open("rb", buffering=0) as file:
+        with _opened(path) as file:
             while left > 0 and (chunk := file.read(min(left, _CHUNK))):
                 crc, left = zlib.crc32(chunk, crc), left - len(chunk)
             return left == 0 and file.read() == _CRC.pack(crc)
@@ -93,8 +96,7 @@ def restore(path: Path, into: Mapping[str, torch.Tensor]) -> None:
     Raises:
         DataError: the file holds other tensors.
     """
-    header = read_header(path)
-    listed = {entry[0]: (entry[1], entry[2], entry[3]) for entry in (header or {}).get("tensors", ())}
+    listed = _listed(path)
     wanted = {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in into.items()}
     different = sorted(
         name for name in listed.keys() | wanted.keys() if listed.get(name, (None, None))[:2] != wanted.get(name)
@@ -102,13 +104,38 @@ def restore(path: Path, into: Mapping[str, torch.Tensor]) -> None:
     if different:
         raise DataError(
             f"the snapshot {path} is of another run: {len(different)} of its tensors differ, {different[0]} the first; "
-            "remove the folder to go on from the checkpoint in --load"
+            f"{_REMEDY}"
         )
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with _opened(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         begin = 16 + _LENGTH.unpack(content[8:16])[0]
+        ends = {name: begin + listed[name][2] + tensor.numel() * tensor.element_size() for name, tensor in into.items()}
+        if max(ends.values(), default=0) > len(content) - _CRC.size:
+            raise DataError(f"the snapshot {path} is shorter than its header says; {_REMEDY}")
         for name, tensor in into.items():
             if tensor.numel():
                 _copy(content, begin + listed[name][2], tensor)
+
+
+def _listed(path: Path) -> dict[str, tuple[str, list[int], int]]:
+    """Return each tensor's type, shape and first byte, as the header says."""
+    entries = (read_header(path) or {}).get("tensors")
+    found = {}
+    for entry in entries if isinstance(entries, list) else [entries]:
+        match entry:
+            case [str(name), str(dtype), list(shape), int(begin)] if begin >= 0:
+                found[name] = dtype, shape, begin
+            case _:
+                raise DataError(f"the snapshot {path} has a header that none of ours has; {_REMEDY}")
+    return found
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open a regular file; a pipe, for which nobody may ever write, is refused."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def _copy(content: mmap.mmap, begin: int, tensor: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from megatron_ext.device.shared_memory.meeting import Members
 from megatron_ext.device.shared_memory.segment import Segment
 
 _UNREMARKABLE = 0.04  # seconds
+_A_PAUSE = 3.0  # seconds that a sleep of 0.05 takes only where the whole job was suspended
 
 
 def sleep_until(
@@ -34,10 +35,13 @@ def sleep_until(
         RuntimeError: an absent rank's process has ended, or the timeout has passed.
     """
     words, address = segment.words, segment.address + 8 * word
-    began = time.monotonic()
+    began = slept = time.monotonic()
     while (value := words[word]) < number:
         futex.sleep(address, value)
-        waited = time.monotonic() - began
+        before, slept = slept, time.monotonic()
+        if slept - before > _A_PAUSE:
+            began += slept - before
+        waited = slept - began
         if waited > _UNREMARKABLE and words[word] < number:
             late = absent()
             if not late:
