@@ -59,6 +59,7 @@ def kept_gathers_are_those_of_plain_layers(config: Config, facts: Facts) -> Iter
         "--gradient-accumulation-fusion": training.gradient_accumulation_fusion,
         f"--fp8-format {training.fp8_format}": training.fp8_format is not None,
         "--torch-compile": training.torch_compile,
+        "--transformer-impl transformer_engine": config.model.transformer_impl == "transformer_engine",
     }
     for flag in (flag for flag, given in others.items() if given):
         yield f"--sequence-parallel-keep-gathered does not work with {flag}; leave one of them out"
