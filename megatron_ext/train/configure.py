@@ -114,7 +114,7 @@ def _configured(
     found = problems(config, facts) or _other_curves(config, facts)
     if found:
         raise ConfigurationError(found)
-    warnings = (*typed.warnings, *_without_effect(typed, config, facts), *_other_seed(config, facts))
+    warnings = (*typed.warnings, *warnings_of_flags(typed, config, facts), *_other_seed(config, facts))
     typed = replace(typed, warnings=warnings)
     return Configured(config, typed, given, search, resume)
 
@@ -126,7 +126,7 @@ _OF_GPUS = {
 """Switches of what only GPUs do -> why they change nothing elsewhere."""
 
 
-def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
+def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
     """Return a warning for each flag that changes nothing, or something else, together with the others."""
     warnings = []
     layout = config.layout
