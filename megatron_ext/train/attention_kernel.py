@@ -45,7 +45,10 @@ def choose(config: Config, device: Device, resume: Resume | None) -> Choice:
 
 
 def allowed_kernels(config: Config) -> tuple[Kernel, ...]:
-    """Return the kernels that --attention-backend and --flash-attention-version leave; all where they say nothing."""
+    """Return torch's kernels that --attention-backend and --flash-attention-version leave; all where they say nothing,
+    or something to Transformer Engine."""
+    if config.model.transformer_impl == "transformer_engine":
+        return KERNELS
     backend, version = config.training.attention_backend, config.training.flash_attention_version
     if backend == "unfused":
         return (Kernel("unfused"),)

@@ -386,6 +386,7 @@ def test_transformer_engine_chooses_among_its_own_kernels(monkeypatch: pytest.Mo
     monkeypatch.setattr(attention_kernel, "seconds", lambda *_: pytest.fail("torch's are not asked"))
     config = small_config({"transformer_impl": "transformer_engine"}, training={"attention_backend": "flash"})
     assert choose(config, GPU, None) == attention_kernel.Choice(config)
+    assert allowed_kernels(config) == KERNELS, "none of torch's is switched on, whose package may be missing"
     handed = [
         transformer_config(small_config({"transformer_impl": "transformer_engine"}, training=flags), "cuda")
         for flags in ({}, {"attention_backend": "local"}, {"attention_backend": "flash", "flash_attention_version": 3})
