@@ -185,7 +185,7 @@ def build_loaders(
                 restarts_positions=data.reset_position_ids,
                 separates_documents=data.reset_attention_mask,
                 # Heads that are exchanged see whole samples.
-                documents_are_whole=not any(config.layout.attends_in_parts),
+                documents_are_whole=config.layout.cp_comm_type[0] == "a2a",
             ),
             num_workers=data.num_workers,
             pin_memory=device.kind == "cuda",
