@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.config import attention_kernels
 from megatron_ext.config.batch import read_schedule
 from megatron_ext.config.cuda_graphs import makes_graphs, obstacles
 from megatron_ext.config.lr_scale import scale
 from megatron_ext.config.pipeline import read_pipeline_layout
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.model import ModelConfig
+from megatron_ext.config.schema.training import TrainingConfig
 
 # A check takes less than a step, which reads every weight too, and more than once: less than 0.1% of the time.
 STEPS_BETWEEN_REPLICA_CHECKS = 1000
@@ -86,7 +88,9 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
         values["split"] = values["split"].strip(" '\"")  # quotes that a script has twice, as Megatron takes them
     if values.get("save"):
         _fill(values, "metrics_file", default_metrics_file(values["save"]))
-    return _resolve_graphs(values, _build(values), facts)
+    config = _build(values)
+    speed = {**_without_kernels(values, config), **_resolved_graphs(config, facts)}
+    return _build({**values, **speed}) if speed else config
 
 
 def runs_on_cpu(config: Config, facts: Facts) -> bool:
@@ -136,7 +140,7 @@ def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
 
 
 def _resolve_virtual_stages(values: dict[str, Any]) -> None:
-    """Return the chunks per stage from the layers of a chunk, or the other way round; a layout string says how many
+    """Fill in the chunks per stage from the layers of a chunk, or the other way round; a layout string says how many
     there are."""
     stages = values.get("pipeline_model_parallel_size", 1)
     split = values.get("pipeline_model_parallel_layout")
@@ -229,14 +233,22 @@ def _resolve_schedule(values: dict[str, Any]) -> None:
         return  # a rule names it
 
 
-def _resolve_graphs(values: dict[str, Any], config: Config, facts: Facts) -> Config:
-    """Have steps run without graphs where something is in the way of these; else at least one step does, in which
-    kernels are compiled and chosen, and connections made."""
+def _without_kernels(values: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Return the defaults of the flags that choose a kernel of attention, where they choose nothing."""
+    asked = attention_kernels.asked_for(values)
+    if not asked or attention_kernels.chooses_nothing(config, config.training.attention_backend) is None:
+        return {}
+    return {name: getattr(TrainingConfig, name) for name in asked}
+
+
+def _resolved_graphs(config: Config, facts: Facts) -> dict[str, Any]:
+    """Return that steps run without graphs, where something is in the way of these; else at least one step does, in
+    which kernels are compiled and chosen, and connections made."""
     if not makes_graphs(config):
-        return config
+        return {}
     if graph_obstacles(config, facts):
-        return _build({**values, "cuda_graph_impl": "none"})
-    return _build({**values, "cuda_graph_warmup_steps": max(1, config.training.cuda_graph_warmup_steps)})
+        return {"cuda_graph_impl": "none"}
+    return {"cuda_graph_warmup_steps": max(1, config.training.cuda_graph_warmup_steps)}
 
 
 def _fill(values: dict[str, Any], name: str, derived: Any) -> None:

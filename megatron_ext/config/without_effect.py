@@ -83,7 +83,6 @@ def _dropped(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield name, "--use-torch-fsdp2 overlaps its traffic layer by layer"
     yield from _of_gradients(values)
     yield from _of_fp8(values)
-    yield from _of_attention(values)
     yield from _of_graphs(values)
 
 
@@ -96,24 +95,6 @@ def _of_graphs(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     steps = options_by_name()["cuda_graph_warmup_steps"].default
     if values.get("cuda_graph_warmup_steps", steps) != steps:
         yield "cuda_graph_warmup_steps", "without --cuda-graph-impl full_iteration there is no CUDA graph"
-
-
-def _of_attention(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    asked = [
-        name
-        for name in ("attention_backend", "flash_attention_version")
-        if values.get(name) not in (None, "auto", "local")
-    ]
-    if values.get("device") == "cpu" and values.get("attention_backend") != "unfused":
-        reason = "with --device cpu torch has one fused kernel of attention"
-    elif values.get("reset_attention_mask"):
-        reason = "with --reset-attention-mask attention is computed by torch's kernel for documents"
-    elif values.get("context_parallel_size", 1) > 1 and list(values.get("cp_comm_type", ("p2p",)))[:1] != ["a2a"]:
-        reason = "with --context-parallel-size FlashAttention attends to parts of a sequence"
-    else:
-        return
-    for name in asked:
-        yield name, reason
 
 
 def _of_fp8(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_ext.config.layers import Activation, layers
 from megatron_ext.config.pipeline import core_layout, is_uneven, layer_counts
@@ -96,10 +97,20 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         cuda_graph_modules=[],
         **_mixture(config),
         transformer_impl=model.transformer_impl,  # pyright: ignore[reportArgumentType]
+        **_kernels_of_transformer_engine(config),
     )
     # With a layout it makes this 1 where nothing is interleaved, but takes None alone for that elsewhere.
     translated.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
     return translated
+
+
+def _kernels_of_transformer_engine(config: Config) -> dict[str, Any]:
+    """Return which kernels of attention Transformer Engine may choose; those of torch are set elsewhere."""
+    training, backend = config.training, config.training.attention_backend
+    if config.model.transformer_impl != "transformer_engine":
+        return {}
+    chosen = AttnBackend[backend] if backend != "local" else AttnBackend.auto
+    return {"attention_backend": chosen, "flash_attention_version": training.flash_attention_version}
 
 
 def _mixture(config: Config) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Builds the model: megatron-core's GPTModel, one for each virtual pipeline stage of this rank."""
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_ext.config.layers import Attention, stack
@@ -33,6 +35,10 @@ from megatron_ext.model.spec import OwnSpec, block_spec
 # It warns on every rank and for every chunk that another model class will one day replace this one.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
+_KINDS_OF_KERNELS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_VARIABLES_OF_KERNELS = (*_KINDS_OF_KERNELS, *(f"NVTE_FLASH_ATTN_V{version}" for version in (2, 3, 4)))
+"""Variables by which Transformer Engine chooses what computes attention."""
+
 
 class GPT(GPTModel):
     """megatron-core's GPTModel with a loss that knows the vocabulary's true size."""
@@ -46,6 +52,16 @@ class GPT(GPTModel):
     """Whether the output layer's weight is there outside of its own forward pass, or is only gathered for that."""
     before_output: Callable[[torch.nn.Module], None] | None = None
     """What must be done before the output layer's weight is read without its forward pass, as its hooks would do."""
+
+    def _set_attention_backend(self) -> None:
+        """Set the variables by which Transformer Engine chooses its kernel where the flags name one. Else they stay as
+        the user has set them, which megatron-core would not allow: nothing else reads them."""
+        named = self.config.attention_backend != AttnBackend.auto or self.config.flash_attention_version is not None
+        if not named:
+            return
+        for variable in _VARIABLES_OF_KERNELS:
+            os.environ.pop(variable, None)  # the flags decide
+        super()._set_attention_backend()
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

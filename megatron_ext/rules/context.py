@@ -71,7 +71,7 @@ def blocks_have_no_attention_dropout(config: Config, facts: Facts) -> Iterator[s
             f"--reset-attention-mask computes attention document by document, whose kernels have no dropout, but "
             f"--attention-dropout is {dropout:g}; use --attention-dropout 0"
         )
-    elif layout.context_parallel_size > 1 and not set(layout.cp_comm_type) <= {"a2a"}:
+    elif any(layout.attends_in_parts):
         kinds = " ".join(layout.cp_comm_type)
         yield (
             f"--cp-comm-type {kinds} puts attention together from blocks, whose kernels have no dropout, "

@@ -15,6 +15,12 @@ MODEL = (
         ("input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params", "loss_mask", "output_processor"),
     ),
     Seam(
+        f"{_CORE}.models.common.language_module.language_module.LanguageModule._set_attention_backend",
+        "overridden: the variables that choose Transformer Engine's kernel stay the user's, but where a flag names one",
+        (),
+        (f"{_CORE}.models.common.language_module.language_module.LanguageModule.__init__",),
+    ),
+    Seam(
         f"{_CORE}.models.gpt.gpt_model.GPTModel._preprocess",
         "overridden: rotary angles by position_ids where these restart, and for inference; returns (decoder input, "
         "rotary table, ...), six values of which four may be None",

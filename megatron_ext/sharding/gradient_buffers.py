@@ -17,6 +17,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_ext.device.weight_gradients import expect_first, takes_first, write_
+from megatron_ext.errors import TrainingError
 from megatron_ext.sharding.protocol import Watcher
 
 
@@ -74,12 +75,23 @@ def completed(group: Any, start: Callable[..., None], watchers: Sequence[Watcher
         for bucket in () if already_started else group.buckets:
             for parameter in bucket.params_list:
                 if takes_first(parameter.main_grad):
+                    _require_no_gradient(parameter)
                     parameter.main_grad.zero_()
             for watcher in watchers:
                 watcher.before_reduction(bucket.params_list)
         start(*args, **kwargs)
 
     return start_grad_sync
+
+
+def _require_no_gradient(parameter: Any) -> None:
+    """Raise where somebody has added a gradient to what the step before left, which zeroes would take away."""
+    if getattr(parameter, "grad_added_to_main_grad", False):
+        raise TrainingError(
+            f"a layer has added the gradient of a weight {tuple(parameter.shape)} to its main_grad itself, which holds "
+            "the step before until its first gradient is written; have the layer return the gradient to autograd, or "
+            "add it with megatron_ext.device.weight_gradients.add_"
+        )
 
 
 def _expect_first(parameters: Sequence[Any]) -> None:

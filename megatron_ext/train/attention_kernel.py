@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_ext.checkpoint.native.resume import Resume
+from megatron_ext.config.attention_kernels import kernels_by_name
 from megatron_ext.config.layers import layers
 from megatron_ext.config.schema import Config
 from megatron_ext.device.attention_choice import KERNELS, Heads, Kernel, is_installed, seconds
@@ -44,7 +45,10 @@ def choose(config: Config, device: Device, resume: Resume | None) -> Choice:
 
 
 def allowed_kernels(config: Config) -> tuple[Kernel, ...]:
-    """Return the kernels that --attention-backend and --flash-attention-version leave; all where they say nothing."""
+    """Return torch's kernels that --attention-backend and --flash-attention-version leave; all where they say nothing,
+    or something to Transformer Engine."""
+    if config.model.transformer_impl == "transformer_engine":
+        return KERNELS
     backend, version = config.training.attention_backend, config.training.flash_attention_version
     if backend == "unfused":
         return (Kernel("unfused"),)
@@ -54,11 +58,10 @@ def allowed_kernels(config: Config) -> tuple[Kernel, ...]:
 
 
 def _heads(config: Config) -> Heads | None:
-    """Return what attention is given; None where other kernels compute it, which are called by name: over parts of a
-    sequence, and over documents."""
+    """Return what attention is given; None where there is nothing to choose: kernels that are called by name, and
+    Transformer Engine's."""
     model, layout, training = config.model, config.layout, config.training
-    in_parts = layout.context_parallel_size > 1 and layout.cp_comm_type[0] != "a2a"
-    if in_parts or config.data.reset_attention_mask:
+    if model.transformer_impl == "transformer_engine" or kernels_by_name(config) is not None:
         return None
     shares = layout.tensor_model_parallel_size * layout.context_parallel_size
     of_layer = layers(config)[0].attention

@@ -14,6 +14,7 @@ from megatron_ext import environment
 from megatron_ext.checkpoint.native.companions import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import load_problem
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
+from megatron_ext.config import attention_kernels
 from megatron_ext.config.arguments import Typed, read
 from megatron_ext.config.blend import missing_paths
 from megatron_ext.config.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
@@ -115,7 +116,7 @@ def _configured(
         raise ConfigurationError(found)
     warnings = (
         *typed.warnings,
-        *_without_effect(typed, config, facts),
+        *warnings_of_flags(typed, config, facts),
         *_other_seed(config, facts),
         *_forgetful_restarts(config),
     )
@@ -130,7 +131,7 @@ _OF_GPUS = {
 """Switches of what only GPUs do -> why they change nothing elsewhere."""
 
 
-def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
+def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
     """Return a warning for each flag that changes nothing, or something else, together with the others."""
     warnings = []
     layout = config.layout
@@ -154,6 +155,12 @@ def _without_effect(typed: Typed, config: Config, facts: Facts) -> list[str]:
             f"{flag_of(name)} changes nothing here: with --device cpu {reason}"
             for name, reason in _OF_GPUS.items()
             if typed.values.get(name)
+        ]
+    backend = typed.values.get("attention_backend", config.training.attention_backend)
+    reason = attention_kernels.chooses_nothing(config, backend)
+    if reason is not None:
+        warnings += [
+            f"{flag_of(name)} changes nothing here: {reason}" for name in attention_kernels.asked_for(typed.values)
         ]
     warnings += _without_graphs(typed, config, facts)
     asked, taken = typed.values.get("transformer_impl", "local"), config.model.transformer_impl

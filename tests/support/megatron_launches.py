@@ -16,6 +16,7 @@ from megatron_ext.config.megatron_options import find
 from megatron_ext.config.other_programs import advice
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.rules.validate import problems
+from megatron_ext.train.configure import warnings_of_flags
 
 FILE = Path(__file__).resolve().parents[1] / "golden/megatron_launches.json"
 OTHERS = FILE.with_name("other_launches.json")
@@ -137,8 +138,9 @@ def replay(words: list[str]) -> Outcome:
     ranks = {"world_size": world_size(typed.values)}
     vocabulary = typed.values.get("vocab_size") or _VOCABULARY
     facts = Facts(cuda_available=True, packages=_PACKAGES, vocab_size=vocabulary, unread=typed.unread)
-    found = problems(resolve({**typed.values, **ranks}, facts), facts)
-    return Outcome(typed.warnings, (*typed.problems, *found))
+    config = resolve({**typed.values, **ranks}, facts)
+    found = problems(config, facts)
+    return Outcome((*typed.warnings, *warnings_of_flags(typed, config, facts)), (*typed.problems, *found))
 
 
 def world_size(values: Mapping[str, object]) -> int:

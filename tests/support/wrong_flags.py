@@ -49,6 +49,11 @@ EXAMPLES = {
         "--recompute-granularity selective",
         "--sequence-parallel-keep-gathered=false",
     ),
+    "Gathered inputs kept by Transformer Engine's layers": Example(
+        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --sequence-parallel-keep-gathered "
+        "--transformer-impl transformer_engine",
+        "--transformer-impl local",
+    ),
     "Parameter gathering without the distributed optimizer": Example(
         "--world-size 4 --overlap-param-gather", "--use-distributed-optimizer --overlap-grad-reduce"
     ),

@@ -1,6 +1,8 @@
 """Which of torch's kernels of attention a process uses. A CPU has two: FlashAttention's and the written-out one."""
 
 import contextlib
+import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
 from torch.nn import attention
 
 from megatron_ext import device
 from megatron_ext.config.schema import Config
-from megatron_ext.config.without_effect import without_effect
 from megatron_ext.device import attention_choice
 from megatron_ext.device.attention_choice import KERNELS, Heads, Kernel, is_installed, seconds, use
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.model.config import transformer_config
+from megatron_ext.model.gpt import GPT
 from megatron_ext.train import attention_kernel
 from megatron_ext.train.attention_kernel import allowed_kernels, choose
+from megatron_ext.train.configure import configure
 from tests.support.operator_calls import Calls, aten
 from tests.support.small_models import small_config
 
@@ -325,24 +330,95 @@ def test_a_package_must_be_known_to_torch_and_there(monkeypatch: pytest.MonkeyPa
     assert not attention_choice._is_found("flash_attn.cute"), "its parent cannot be imported"
 
 
+CONTEXT = "--world-size 2 --context-parallel-size 2"
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
+    "--train-iters 9 --mock-data --vocab-size 100 --dry-run"
+)
+
+
+def named_kernel(line: str) -> tuple[str, int | None, list[str]]:
+    """The flags of a kernel that are left of those of FlashAttention 3, and what is said of them."""
+    words = shlex.split(f"{MODEL} --attention-backend flash --flash-attention-version 3 {line}")
+    found = configure(words, believing=True)
+    named = ("--attention-backend ", "--flash-attention-version ")
+    said = [warning for warning in found.typed.warnings if warning.startswith(named)]
+    return *settled(found.config), said
+
+
 @pytest.mark.parametrize(
-    ("flags", "reason"),
+    ("line", "reason"),
     [
-        ({"device": "cpu"}, "with --device cpu torch has one fused kernel of attention"),
-        ({"reset_attention_mask": True}, "kernel for documents"),
-        ({"context_parallel_size": 2}, "attends to parts"),
-        ({"context_parallel_size": 2, "cp_comm_type": ("a2a",)}, None),
-        ({}, None),
+        ("--device cpu", "with --device cpu torch has one fused kernel of attention"),
+        ("--device cpu --reset-attention-mask --attention-dropout 0 --attention-backend unfused", "for documents"),
+        ("--device cuda --reset-attention-mask --attention-dropout 0", "kernel for documents"),
+        (f"--device cuda {CONTEXT} --attention-dropout 0", "attends to parts"),
+        (f"--device cuda {CONTEXT} --attention-dropout 0 --cp-comm-type p2p all_gather", "attends to parts"),
+        (f"--device cuda {CONTEXT} --attention-dropout 0 --cp-comm-type p2p a2a", None),
+        (f"--device cuda {CONTEXT} --cp-comm-type a2a", None),
+        (f"--device cuda {CONTEXT}", None),  # with dropout heads are exchanged, where nobody says otherwise
+        ("--device cuda --transformer-impl transformer_engine", None),
+        ("--device cuda", None),
     ],
 )
-def test_flags_without_effect_are_said(flags: dict[str, Any], reason: str | None) -> None:
-    given = {**flags, "attention_backend": "flash", "flash_attention_version": 3}
-    left, warnings = without_effect(given)
-    assert left == (given if reason is None else flags)
-    assert len(warnings) == (0 if reason is None else 2)
-    assert all(reason in warning for warning in warnings if reason is not None)
+def test_flags_that_choose_nothing_are_said(line: str, reason: str | None) -> None:
+    backend, version, said = named_kernel(line)
+    assert (backend, version) == (("flash", 3) if reason is None else ("auto", None))
+    assert len(said) == (0 if reason is None else 2)
+    assert all(reason in warning for warning in said if reason is not None)
 
 
 def test_auto_says_nothing_on_a_cpu() -> None:
-    assert without_effect({"device": "cpu", "attention_backend": "auto"})[1] == []
-    assert without_effect({"device": "cpu", "attention_backend": "unfused"})[1] == []
+    for backend in ("auto", "local", "unfused"):
+        found = configure(shlex.split(f"{MODEL} --device cpu --attention-backend {backend}"))
+        assert (settled(found.config), found.typed.warnings) == ((backend, None), ())
+
+
+def test_a_layer_with_whole_sequences_has_its_kernel_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers may exchange keys in several ways; the first one's says nothing of the others."""
+    layout = {"context_parallel_size": 2, "world_size": 2}
+    for kinds, measured in ((("p2p", "a2a"), True), (("a2a", "p2p"), True), (("p2p", "all_gather"), False)):
+        config = small_config(layout={**layout, "cp_comm_type": kinds})
+        assert (attention_kernel._heads(config) is not None) == measured
+
+
+def test_transformer_engine_chooses_among_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "seconds", lambda *_: pytest.fail("torch's are not asked"))
+    config = small_config({"transformer_impl": "transformer_engine"}, training={"attention_backend": "flash"})
+    assert choose(config, GPU, None) == attention_kernel.Choice(config)
+    assert allowed_kernels(config) == KERNELS, "none of torch's is switched on, whose package may be missing"
+    handed = [
+        transformer_config(small_config({"transformer_impl": "transformer_engine"}, training=flags), "cuda")
+        for flags in ({}, {"attention_backend": "local"}, {"attention_backend": "flash", "flash_attention_version": 3})
+    ]
+    backends = [(core.attention_backend, core.flash_attention_version) for core in handed]
+    assert backends == [(AttnBackend.auto, None), (AttnBackend.auto, None), (AttnBackend.flash, 3)]
+    assert transformer_config(small_config(training={"attention_backend": "flash"}), "cuda").attention_backend == (
+        AttnBackend.auto
+    ), "torch's kernels are chosen elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "expected"),
+    [
+        (AttnBackend.auto, None, {"NVTE_FUSED_ATTN": "0", "NVTE_FUSED_ATTN_BACKEND": "1"}),
+        (
+            AttnBackend.fused,
+            None,
+            {"FLASH_ATTN": "0", "FUSED_ATTN": "1", "UNFUSED_ATTN": "0", "FUSED_ATTN_BACKEND": "1"},
+        ),
+        (AttnBackend.auto, 3, {"FLASH_ATTN_V2": "0", "FLASH_ATTN_V4": "0"}),
+    ],
+)
+def test_variables_of_transformer_engine_are_the_users_unless_a_flag_names_a_kernel(
+    backend: AttnBackend, version: int | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core refuses a variable that Megatron's scripts often set, whoever computes attention."""
+    found = {"NVTE_FUSED_ATTN": "0", "NVTE_FUSED_ATTN_BACKEND": "1"}
+    monkeypatch.setattr(os, "environ", found)
+    gpt: Any = GPT.__new__(GPT)
+    gpt.config = SimpleNamespace(attention_backend=backend, flash_attention_version=version)
+    gpt._set_attention_backend()
+    expected = {name if name.startswith("NVTE_") else f"NVTE_{name}": value for name, value in expected.items()}
+    assert expected.items() <= found.items()
+    assert version is not None or expected == found

@@ -14,6 +14,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext import device
+from megatron_ext.device.weight_gradients import add_
+from megatron_ext.errors import TrainingError
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel import groups
@@ -182,6 +184,37 @@ def test_a_backward_pass_that_fails_leaves_nothing() -> None:
     assert model.sometimes.weight.main_grad.any(), "it came to the last layer"  # pyright: ignore
     _step(chunk, ("some", "some"))
     _assert_equal(_found(model), _expected(model, ("some", "some")))
+
+
+class _AddsItself(torch.autograd.Function):
+    """What layers of other packages do with a main gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, adds: Any) -> torch.Tensor:
+        ctx.weight, ctx.adds = weight, adds
+        return weight.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.adds(ctx.weight.main_grad, grad)
+        ctx.weight.grad_added_to_main_grad = True
+        return torch.empty_like(grad), None
+
+
+def test_a_gradient_that_a_layer_adds_by_itself_is_not_lost_unsaid() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    chunk = _wrapped(torch.nn.ParameterList([weight]))
+    for adds in (add_, torch.Tensor.add_):
+        _spoil(chunk)
+        chunk.zero_grad_buffer()
+        _AddsItself.apply(weight, adds).sum().backward()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        with (
+            pytest.raises(TrainingError, match=r"a weight \(3,\) to its main_grad itself")
+            if adds != add_
+            else nullcontext()
+        ):
+            chunk.finish_grad_sync()
+            assert weight.main_grad.tolist() == [1.0, 1.0, 1.0]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_zero_is_that_of_a_sum_with_zeros() -> None:

@@ -102,17 +102,20 @@ def test_what_a_rank_can_read_it_reads_before_it_waits() -> None:
 @pytest.mark.parametrize(("size", "kind"), [(0, 0), (SLOTS[0][0], 0), (SLOTS[0][0] + 1, 1), (SLOTS[1][0], 1)])
 def test_a_row_goes_into_the_smallest_slot_that_holds_it(size: int, kind: int) -> None:
     posted: list[Any] = []
+    noted: list[Any] = []
     made = _channel(
         _number=40,
         _issued=[1, SLOTS[1][1]],
         _last_in_slot=[[0] * SLOTS[0][1], [30] * SLOTS[1][1]],
         _starts=[[10 + slot for slot in range(SLOTS[0][1])], [90 + slot for slot in range(SLOTS[1][1])]],
         _calls=[[0] * SLOTS[0][1], [5] * SLOTS[1][1]],
-        _record=SimpleNamespace(begin=lambda work: None),
+        _record=SimpleNamespace(begin=lambda *what: noted.append(what) or "its entry"),
         _poster=SimpleNamespace(post=posted.append),
     )
-    work: Any = SimpleNamespace()
+    work: Any = SimpleNamespace(name="all_reduce", given=[torch.zeros(3)])
     assert made.issue(work, size) is work
+    assert noted == [("all_reduce", 41, work.given)]
+    assert work.entry == "its entry"
     place = 1 if kind == 0 else 0  # of as many as there are, the next
     assert (work.number, work.start, work.row_size) == (41, (10, 90)[kind] + place, SLOTS[kind][0])
     [post] = posted

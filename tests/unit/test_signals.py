@@ -12,8 +12,9 @@ import pytest
 from megatron_ext.resilience.signals import SignalWatcher
 
 LOOP = """
-import sys, time
+import signal, sys, time
 from megatron_ext.resilience.signals import SignalWatcher
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
 with SignalWatcher() as watcher:
     print("ready", flush=True)
     while not watcher.requested:

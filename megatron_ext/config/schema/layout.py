@@ -146,6 +146,11 @@ class LayoutConfig:
         return self.microbatch_group_size_per_virtual_pipeline_stage or self.pipeline_model_parallel_size
 
     @property
+    def attends_in_parts(self) -> tuple[bool, ...]:
+        """Whether attention is put together from parts of a sequence: one value for all layers, or one for each."""
+        return tuple(self.context_parallel_size > 1 and kind != "a2a" for kind in self.cp_comm_type)
+
+    @property
     def flags_that_divide_weights(self) -> list[str]:
         """The flags that were given, of those under which no rank keeps whole weights between steps (FSDP)."""
         schemes = {"--use-torch-fsdp2": self.use_torch_fsdp2, "--use-megatron-fsdp": self.use_megatron_fsdp}

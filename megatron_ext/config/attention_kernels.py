@@ -1,0 +1,35 @@
+"""Says where `--attention-backend` and `--flash-attention-version` choose what computes attention.
+
+They choose among torch's kernels over whole sequences. Documents, and parts of sequences, have kernels that are called
+by name; Transformer Engine chooses among its own, to which both flags are handed.
+"""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+
+FLAGS = ("attention_backend", "flash_attention_version")
+"""Fields of the flags."""
+
+
+def kernels_by_name(config: Config) -> str | None:
+    """Return why our attention calls its kernels by name in every layer; None where some layer's has a choice."""
+    if config.data.reset_attention_mask:
+        return "with --reset-attention-mask attention is computed by torch's kernel for documents"
+    if all(config.layout.attends_in_parts):
+        return "with --context-parallel-size FlashAttention attends to parts of a sequence"
+    return None
+
+
+def chooses_nothing(config: Config, backend: str) -> str | None:
+    """Return why --attention-backend `backend`, with its version, changes nothing; None where it chooses."""
+    if config.model.transformer_impl == "transformer_engine":
+        return None
+    if config.layout.device == "cpu" and backend != "unfused":
+        return "with --device cpu torch has one fused kernel of attention"
+    return kernels_by_name(config)
+
+
+def asked_for(values: dict[str, Any]) -> list[str]:
+    """Return which of the flags ask for a kernel; `values` are theirs by field name, others may be among them."""
+    return [name for name in FLAGS if values.get(name) not in (None, "auto", "local")]
