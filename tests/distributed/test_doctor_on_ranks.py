@@ -65,7 +65,7 @@ def test_ranks_that_answer() -> None:
 def test_a_rank_that_never_comes_is_named() -> None:
     began = time.monotonic()
     said = run_ranks(3, exercise, 2.0, 1)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120, "torch itself would wait for half an hour"
     [message] = [line for rank in (0, 2) for line in said[rank] if line != "silent"]
     assert message.startswith("start: rank 1 did not come, within 2 s")
 

@@ -314,7 +314,7 @@ def test_a_lost_rank_is_seen_at_once_but_what_it_gave_is_read() -> None:
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match=r"closed by peer: rank 1 \(process \d+\) ended before all_reduce") as lost:
         pair.all_reduce(torch.ones(4))
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 30.0, "half of what the group would wait"
     assert is_lost_peer(lost.value)
     pair.incoming.receive(got).complete()
     assert total.tolist() == [2.0] * 4
