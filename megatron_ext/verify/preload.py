@@ -1,11 +1,13 @@
 """The forkserver imports this once, so that every rank starts with torch, megatron-core and the program loaded."""
 
 import gc
+import sys
 
 from megatron_ext import device
 from megatron_ext.lasting_imports import end_at_once
 
-end_at_once()
+if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # and not whoever else imports all modules
+    end_at_once()
 device.install("cpu")
 
 import megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader  # noqa: E402

@@ -94,3 +94,5 @@ def test_who_asks_ranks_hears_nothing_of_their_servers_end(tmp_path: Path) -> No
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("[1, 1]\n", "")
+    imports = [sys.executable, "-c", "import megatron_ext.verify.preload; raise SystemExit(3)"]
+    assert subprocess.run(imports, env=environment, stderr=subprocess.DEVNULL, check=False).returncode == 3
