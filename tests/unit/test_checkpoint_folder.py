@@ -253,8 +253,9 @@ def test_only_our_names_are_checkpoints(tmp_path: Path) -> None:
     path = _checkpoint(tmp_path)
     for name in ("iter_00000002", "iter_000000\u0663", "iter_4", "iter_0000005.old"):
         shutil.copytree(path, tmp_path / name)
-    shutil.copytree(path, tmp_path / "iter_12345678")
-    assert saved_iterations(tmp_path) == [1, 12345678]
+    for name in ("iter_12345678", "iter_0000010", "iter_0000009"):
+        shutil.copytree(path, tmp_path / name)
+    assert saved_iterations(tmp_path) == [1, 9, 10, 12345678], "by number"
 
 
 def test_a_kept_tokenizer_is_in_the_checkpoint(tmp_path: Path) -> None:

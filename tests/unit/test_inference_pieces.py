@@ -7,15 +7,29 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from megatron_ext.cli import generate
 from megatron_ext.cli.generate import encoder
 from megatron_ext.config.eval_tasks import EvalTask, read_eval_tasks
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.inference.files import read_documents, read_items, read_prompts
 from megatron_ext.inference.generation import text_after
+from megatron_ext.inference.sampling import Sampling
 from megatron_ext.inference.streaming import Stream
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.library import LibraryTokenizer
+from megatron_ext.train import trained_model
 from tests.support.instructions import write_tokenizer
+
+
+def test_flags_reach_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained_model, "configure_trained", lambda flags: ("configured", *flags))
+    monkeypatch.setattr(trained_model, "load_trained", lambda configured: configured)
+    words = "--num-tokens-to-generate 3 --temperature 0.5 --top-k 4 --top-p 0.6 --min-p 0.1 --repetition-penalty 1.5 "
+    line = f"{words} --stop a b --ignore-eod --seed 7 --load ckpt"
+    options, flags = generate._parser().parse_known_args(line.split())
+    model, sampling = generate._load(options, flags)
+    assert model == ("configured", "--load", "ckpt")
+    assert sampling == Sampling(0.5, 4, 0.6, 0.1, 1.5, 7, 3, ("a", "b"), True)
 
 
 def test_a_list_of_tasks(tmp_path: Path) -> None:
@@ -26,12 +40,14 @@ def test_a_list_of_tasks(tmp_path: Path) -> None:
       valid_data: {tmp_path}/a.jsonl
       strict_lambada: true
     wiki: {{task: PERPLEXITY, valid_data: ["{tmp_path}/a.jsonl"], overlapping_eval: 32}}
+    token: {{task: LAMBADA, valid_data: "{tmp_path}/a.jsonl", strict_lambada: false}}
     """
     (tmp_path / "tasks.yaml").write_text(text)
     files = (f"{tmp_path}/a.jsonl",)
     assert read_eval_tasks(str(tmp_path / "tasks.yaml")) == [
         EvalTask("last", "LAMBADA", files, strict_lambada=True),
         EvalTask("wiki", "PERPLEXITY", files, overlapping_eval=32),
+        EvalTask("token", "LAMBADA", files, strict_lambada=False),
     ]
 
 

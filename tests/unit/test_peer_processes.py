@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from megatron_ext.resilience import launcher_watch
 from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, exit_text
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: pidfd and /proc")
@@ -108,3 +110,17 @@ def test_a_name_survives_json() -> None:
     assert own.is_here
     assert own.state() == "R"
     assert ProcessName.from_json(own.as_json()) == own
+
+
+def test_a_killed_launcher_that_nobody_has_collected_is_gone() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    launcher = psutil.Process(process.pid)
+    assert launcher_watch._lives(launcher)
+    process.kill()
+    deadline = time.monotonic() + 10.0
+    while launcher.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert launcher.is_running(), "its name is still there"
+    assert not launcher_watch._lives(launcher)
+    process.wait()
+    assert not launcher_watch._lives(launcher)
