@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli import plan as plan_cli
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.cli import plan as plan_cli
 from megatron_ext.plan import economics, limits, scaling
 from megatron_ext.plan.costs import Prices, cost, count_of_tokens
 from megatron_ext.plan.goodput import LLAMA_3_HOURS, Failures, daly, goodput, useful_share, young

@@ -11,10 +11,13 @@ from megatron_ext.cli import generate
 from megatron_ext.cli.generate import encoder
 from megatron_ext.config.eval_tasks import EvalTask, read_eval_tasks
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.inference import leader
 from megatron_ext.inference.files import read_documents, read_items, read_prompts
-from megatron_ext.inference.generation import text_after
+from megatron_ext.inference.generation import _stop_in, text_after
 from megatron_ext.inference.sampling import Sampling
+from megatron_ext.inference.scoring import Score
 from megatron_ext.inference.streaming import Stream
+from megatron_ext.inference.tasks import _choice_results
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.library import LibraryTokenizer
 from megatron_ext.train import trained_model
@@ -141,3 +144,38 @@ def test_a_prompt_is_a_users_message_in_a_chat_template(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             encoder(model, template)
+
+
+def test_a_stop_string_is_looked_for_as_far_back_as_its_bytes_go() -> None:
+    """A token may be a byte, and a character three of them."""
+    stop = "。" * 10
+    model: Any = SimpleNamespace(tokenizer=ByteTokenizer())
+    row: Any = SimpleNamespace(prompt=[97], tokens=list(f"ab{stop}".encode()))
+    assert _stop_in(model, row, (stop, "x"))
+    row.tokens.pop()
+    assert not _stop_in(model, row, (stop, "x"))
+
+
+def test_those_who_follow_draw_for_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth line of a session is the fourth prompt on every rank: any of them may hold the last stage."""
+    said = iter((("wait",), ("generate", [[5]], "sampling", 2, 3), ("score", ["sequence"], 4), ("close",)))
+    heard: list[Any] = []
+
+    def generate(model: Any, prompts: Any, sampling: Any, **how: Any) -> None:
+        heard.append((prompts, sampling, how))
+
+    def score(model: Any, *given: Any) -> None:
+        heard.append(given)
+
+    monkeypatch.setattr(leader, "_tell", lambda what: next(said))
+    monkeypatch.setattr(leader, "generate", generate)
+    monkeypatch.setattr(leader, "score", score)
+    leader.follow(SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    assert heard == [([[5]], "sampling", {"rows": 2, "first": 3}), (["sequence"], 4)]
+
+
+def test_choices_are_compared_by_the_character() -> None:
+    """The first has three characters in five bytes: by its bytes it would be the likeliest."""
+    scores = [Score(-3.3, greedy=False), Score(-4.0, greedy=False)]
+    found = _choice_results([(["éaé", "abcd"], 0)], scores)
+    assert (found["correct"], found["correct_normalized"]) == (1, 0)

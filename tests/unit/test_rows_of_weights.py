@@ -139,3 +139,26 @@ def test_masters_of_a_loaded_model_are_the_rounded_weights(
     run.sharding, run.optimizer = SimpleNamespace(reload_masters=lambda optimizer: None), None
     load.load_huggingface(run, "folder")
     assert local.tolist() == [[value] * 3, [2 * value] * 3]
+
+
+@pytest.mark.parametrize(("expert", "place"), [(None, (1, 2)), (0, (0, 1))])
+def test_experts_are_read_by_who_shares_their_matrices(
+    expert: int | None, place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two tensor-parallel ranks each has whole experts."""
+    seen: list[tuple[int, int]] = []
+    mapping = SimpleNamespace(parameter=SimpleNamespace(name="weight", expert=expert))
+    folder = SimpleNamespace(check=lambda config: None, family=None)
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    monkeypatch.setattr(load, "HFFolder", lambda path: folder)
+    monkeypatch.setattr(load, "state_dict_mapping", lambda config, family: [mapping])
+    monkeypatch.setattr(load, "global_named_parameters", lambda chunks: [("weight", weight)])
+    monkeypatch.setattr(load, "by_expert", lambda name, tensor: [(name, tensor)])
+    monkeypatch.setattr(load, "read_shard", lambda folder, mapping, tensor, rank, size: seen.append((rank, size)))
+    tensor = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    whole = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    groups = SimpleNamespace(tp=tensor, expt_tp=whole)
+    run: Any = SimpleNamespace(config=small_config(), chunks=[], groups=groups, optimizer=None)
+    run.sharding = SimpleNamespace(reload_masters=lambda optimizer: None)
+    load.load_huggingface(run, "folder")
+    assert seen == [place]

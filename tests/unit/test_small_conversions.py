@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from megatron_ext.checkpoint import copying
-from megatron_ext.checkpoint.huggingface import exporter, importer
+from megatron_ext.checkpoint.huggingface import exporter, importer, saved_model
 from megatron_ext.checkpoint.huggingface.arrays import ARRAYS, converted
 from megatron_ext.checkpoint.huggingface.exporter import export_huggingface
 from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.checkpoint.huggingface.importer import import_huggingface
 from megatron_ext.checkpoint.huggingface.safetensors import create
 from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
+from megatron_ext.cli import convert_checkpoint
 from megatron_ext.config.families import state_dict_mapping
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.resolve import Facts, resolve
@@ -163,3 +164,21 @@ def test_what_ends_a_text_is_added_and_what_begins_one_is_kept(tmp_path: Path) -
     assert generation == {"bos_token_id": 7, "top_k": 3, "eos_token_id": 256}
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (7, 256)
+
+
+@pytest.mark.parametrize(("words", "code"), [([], "F32"), (["--dtype", "bf16"], "BF16"), (["--dtype", "fp16"], "F16")])
+def test_the_tool_writes_the_precision_that_is_asked_for(
+    words: list[str], code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+    exported = SimpleNamespace(
+        path=tmp_path, family=SimpleNamespace(architecture="Llama"), size=1, files=1, tokenizer=["tokenizer.json"]
+    )
+    monkeypatch.setattr(saved_model, "SavedModel", lambda path: SimpleNamespace(dtype=lambda: "F32"))
+    monkeypatch.setattr(
+        exporter, "export_huggingface", lambda source, save, **how: asked.append((save, how)) or exported
+    )
+    line = ["to-hf", "--load", "ckpt", "--save", "model", "--no-verify", "--max-shard-size", "2MB", "--no-tokenizer"]
+    assert convert_checkpoint.main([*line, *words, "--skip-tokenizer-check"]) == 0
+    how = {"dtype": code, "max_shard_size": 2 * 10**6, "with_tokenizer": False, "check_tokenizer": None}
+    assert asked == [("model", how)]

@@ -13,9 +13,9 @@ from megatron_ext.cli import tasks as cli_tasks
 from megatron_ext.cli.generate import encoder
 from megatron_ext.config.eval_tasks import EvalTask
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.inference import leader
 from megatron_ext.inference.sampling import Sampler, Sampling
 from megatron_ext.inference.scoring import Scorable, _batches
-from megatron_ext.inference import leader
 from megatron_ext.inference.tasks import _last_word, continuation, plain_text, prepare_task, windows
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
