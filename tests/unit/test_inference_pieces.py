@@ -5,8 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models
 
+from megatron_ext.checkpoint.native import resume
 from megatron_ext.cli import generate
 from megatron_ext.cli.generate import encoder
 from megatron_ext.config.eval_tasks import EvalTask, read_eval_tasks
@@ -21,7 +23,9 @@ from megatron_ext.inference.tasks import _choice_results
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.library import LibraryTokenizer
 from megatron_ext.train import trained_model
+from megatron_ext.train.configure import Configured
 from tests.support.instructions import write_tokenizer
+from tests.support.small_models import small_config
 
 
 def test_flags_reach_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,3 +183,44 @@ def test_choices_are_compared_by_the_character() -> None:
     scores = [Score(-3.3, greedy=False), Score(-4.0, greedy=False)]
     found = _choice_results([(["éaé", "abcd"], 0)], scores)
     assert (found["correct"], found["correct_normalized"]) == (1, 0)
+
+
+def test_a_precision_that_is_given_takes_the_place_of_the_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {"fp16": True, "bf16": False, "seq_length": 64, "max_position_embeddings": 64}
+    search = SimpleNamespace(resume=SimpleNamespace(saved=saved))
+    monkeypatch.setattr(resume, "look", lambda values: search)
+    lengths = ["--seq-length", "64", "--max-position-embeddings", "64"]
+    assert trained_model._saved_flags({"load": "ckpt"}) == [*lengths, "--fp16"]
+    assert trained_model._saved_flags({"load": "ckpt", "bf16": True}) == lengths
+    assert trained_model._saved_flags({"load": "ckpt", "fp16": False, "seq_length": 8}) == lengths[2:]
+
+
+def test_a_trained_model_has_neither_dropout_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from megatron_ext.checkpoint.native import load
+    from megatron_ext.inference import model
+    from megatron_ext.model import config as engine_config
+    from megatron_ext.model import gpt
+    from megatron_ext.parallel import groups
+    from megatron_ext.train import build
+
+    chunk = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+    collection = SimpleNamespace(pp="stages")
+    for home, name, value in (
+        (trained_model.device, "install", SimpleNamespace(kind="cpu")),
+        (groups, "start", None),
+        (groups, "initialize", collection),
+        (build, "set_kernels", None),
+        (engine_config, "transformer_config", "settings"),
+        (gpt, "build_model", [chunk]),
+        (load, "load_found", None),
+        (p2p_communication, "P2PCommunicator", "messages"),
+    ):
+        monkeypatch.setattr(home, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(model, "Model", lambda *given, iteration: (given[4], iteration))
+    typed: Any = None
+    configured = Configured(small_config(), typed, typed, None, resume=SimpleNamespace(iteration=3))  # pyright: ignore
+    assert trained_model.load_trained(configured) == ([chunk], 3)
+    assert not any(module.training for module in chunk.modules())
+    assert not any(weight.requires_grad for weight in chunk.parameters())

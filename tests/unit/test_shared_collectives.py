@@ -17,7 +17,7 @@ from megatron_ext.device.shared_memory import channel as module
 from megatron_ext.device.shared_memory import collectives, mailbox, meeting, replaced
 from megatron_ext.device.shared_memory.channel import Channel
 from megatron_ext.device.shared_memory.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, _fill
-from megatron_ext.device.shared_memory.mailbox import Outgoing
+from megatron_ext.device.shared_memory.mailbox import Incoming, Outgoing
 from megatron_ext.device.shared_memory.poster import Poster
 from megatron_ext.device.shared_memory.ring_order import MEAN
 from megatron_ext.device.shared_memory.segment import MAIL_SLOTS, MOST_RANKS, SLOTS
@@ -307,3 +307,13 @@ def test_nothing_overtakes_what_waits_for_a_slot() -> None:
     while len(written) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert written == [1, 2]
+
+
+def test_only_what_has_been_sent_is_received_from_any_source() -> None:
+    """Two messages have come, and both were asked for; the third comes later."""
+    box: Any = object.__new__(Incoming)
+    box._lock, box._issued, box.sent, box.segment = threading.RLock(), 2, 0, SimpleNamespace(words=[2])
+    box.receive = lambda tensor: "the third"
+    assert box.receive_if_sent(torch.zeros(1)) is None
+    box.segment.words[0] = 3
+    assert box.receive_if_sent(torch.zeros(1)) == "the third"
