@@ -23,7 +23,8 @@ def main(argv: list[str]) -> int:
     from megatron_ext.train.replay import TOLERANCE, replay
 
     replayed = replay(options.folder, options.step, metrics=options.metrics, device=options.device)
-    tolerance = options.tolerance or TOLERANCE[replayed.config.training.params_dtype]
+    usual = TOLERANCE[replayed.config.training.params_dtype]
+    tolerance = usual if options.tolerance is None else options.tolerance
     say(f"one process, from iteration {replayed.begun}{''.join(f'; {note}' for note in replayed.notes)}")
     say(f"{'step':>6}  {'samples':>19}  {'loss':>14} {'recorded':>14}  {'gradient norm':>14} {'recorded':>14}")
     for step in replayed.steps:

@@ -13,6 +13,7 @@ PAGE = ROOT / "docs" / "mutations.md"
 BEFORE = Path(__file__).with_name("results_before.jsonl")
 RESULTS = Path(__file__).with_name("results.jsonl")
 OF_A_READER = Path(__file__).with_name("results_by_hand.jsonl")
+OF_A_SECOND_READER = Path(__file__).with_name("results_second_reader.jsonl")
 JUDGED = Path(__file__).with_name("judged.json")
 VERDICTS = ("equivalent", "accepted", "test added", "open")
 BEGIN, END = "<!-- tools/mutate.py: begin -->", "<!-- tools/mutate.py: end -->"
@@ -37,6 +38,7 @@ def read_judged(path: Path) -> dict[str, tuple[str, str]]:
 def whole_page() -> str:
     """Return the part of docs/mutations.md between its marks."""
     parts = [page(BEFORE, RESULTS, JUDGED), "## Mistakes of a reader", of_a_reader(OF_A_READER, JUDGED)]
+    parts += ["## Mistakes of a second reader", of_a_second_reader(OF_A_SECOND_READER, JUDGED)]
     return "\n\n".join(part.strip() for part in parts)
 
 
@@ -44,12 +46,7 @@ def page(before: Path, after: Path, judged: Path) -> str:
     """Return what became of the mutants, by room and by operator, and what was judged of them."""
     verdicts = read_judged(judged)
     first, last = read_results(before), read_results(after)
-    rooms = sorted({room_of(mutant.path) for mutant in last})
-    lines = ["| room | mutants | caught before | caught now | equivalent | survived | score before | score now |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for room in [*rooms, "all"]:
-        of_room = {m: row for m, row in last.items() if room in (room_of(m.path), "all")}
-        lines.append(_row(room, {m: first.get(m, row) for m, row in of_room.items()}, of_room, verdicts))
+    lines = _before_and_now(first, last, verdicts)
     kinds = Counter(mutant.operator for mutant in last)
     missed = Counter(mutant.operator for mutant, row in last.items() if row["outcome"] != "caught")
     lines += ["", "| operator | mutants | not caught now |", "|---|---|---|"]
@@ -78,10 +75,30 @@ def of_a_reader(results: Path, judged: Path) -> str:
     return "\n".join([*lines, "", *_judgements(found, found, verdicts)])
 
 
+def of_a_second_reader(results: Path, judged: Path) -> str:
+    """Return what became of the mistakes of somebody who had not seen the tests, before and after those that were
+    written for what survived, which a row's `new_test` tells."""
+    verdicts, last = read_judged(judged), read_results(results)
+    first = {m: {**row, "outcome": "survived"} if row.get("new_test") else row for m, row in last.items()}
+    return "\n".join([*_before_and_now(first, last, verdicts), "", *_judgements(first, last, verdicts)])
+
+
 def room_of(path: str) -> str:
     """Return the room of a file of the package."""
     parts = Path(path).parts
     return parts[1 if len(parts) > 2 else len(parts) - 1]
+
+
+def _before_and_now(
+    first: Mapping[Mutant, Row], last: Mapping[Mutant, Row], verdicts: Mapping[str, tuple[str, str]]
+) -> list[str]:
+    """Return a table by room."""
+    lines = ["| room | mutants | caught before | caught now | equivalent | survived | score before | score now |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for room in [*sorted({room_of(mutant.path) for mutant in last}), "all"]:
+        of_room = {m: row for m, row in last.items() if room in (room_of(m.path), "all")}
+        lines.append(_row(room, {m: first.get(m, row) for m, row in of_room.items()}, of_room, verdicts))
+    return lines
 
 
 def _row(room: str, before: Mapping[Mutant, Row], now: Mapping[Mutant, Row], verdicts: Mapping[str, Any]) -> str:

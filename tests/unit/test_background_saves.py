@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.native import save
+from megatron_ext.checkpoint.native import optimizer_state, save
 from megatron_ext.checkpoint.native.save import Kept, Save
 from megatron_ext.checkpoint.native.snapshot import as_it_is
+from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.errors import StorageError
 from megatron_ext.sharding.parts import IN_PLACE
 from tests.support.small_models import small_config
@@ -267,3 +268,38 @@ def test_what_the_system_says_of_a_failure_is_said_as_far_as_it_goes() -> None:
     assert save._text(OSError(28, "No space left on device")) == "No space left on device"
     assert save._text(OSError(28, "No space left on device", "/a")) == "No space left on device: /a"
     assert save._text(OSError("unknown")) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("no such tensor"), "ValueError: no such tensor"),
+        (OSError(28, "No space left on device", "a"), "No space left on device: a"),
+    ],
+)
+def test_what_fails_in_the_thread_is_told_by_the_end_of_the_save(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the files that were written until then: the checkpoint would pass for whole."""
+
+    def fail(request: Any) -> None:
+        raise error
+
+    made: Any = object.__new__(Save)
+    made._copies, made._request = SimpleNamespace(wait=lambda: None), "request"
+    monkeypatch.setattr(save.checksums, "watch", fail)
+    made._write(None)
+    assert made._files == told
+
+
+def test_copies_of_several_optimizers_have_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights of one shape, too: the optimizer of the experts comes after that of all others."""
+    parts: Any = [SimpleNamespace(divides_state=True), SimpleNamespace(divides_state=True)]
+    weights = {id(part): torch.nn.Parameter(torch.zeros(3)) for part in parts}
+    monkeypatch.setattr(optimizer_state, "initialize_state", lambda part, config: None)
+    monkeypatch.setattr(
+        optimizer_state, "own_state", lambda part, config: [(weights[id(part)], {"exp_avg": torch.ones(3)})]
+    )
+    names: list[Any] = []
+    optimizer_state.take(parts, OptimizerConfig(), lambda name, tensor: names.append(name) or tensor, written=())
+    assert len(names) == len(set(names)) == 2

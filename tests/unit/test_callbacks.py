@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from megatron_ext.errors import NumericError, StorageError
 from megatron_ext.train.callbacks import checkpointing, evaluation, replicas, reporting, standard, stopping
@@ -18,7 +19,9 @@ from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting
 from megatron_ext.train.callbacks.snapshots import Snapshots
 from megatron_ext.train.callbacks.stopping import Stopping
+from megatron_ext.train.callbacks.stragglers import Stragglers
 from megatron_ext.train.callbacks.tasks import Samples, Tasks
+from megatron_ext.train.state import TrainState
 from megatron_ext.train.trainer import Callback
 from tests.support.small_models import small_config
 
@@ -65,6 +68,31 @@ def test_when_it_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _evaluated(monkeypatch, 4, 6, finished=False, at_start=True) == [("valid", 6)]
     assert _evaluated(monkeypatch, 0, 6, finished=False, first=6) == [("valid", 6)]
     assert _evaluated(monkeypatch, 0, 6, finished=False, first=7) == []
+
+
+@pytest.mark.parametrize(
+    ("known", "skip_train", "seen"),
+    [
+        ({"validation_loss": 1.0, "test_loss": 1.0}, False, []),
+        ({"validation_loss": 1.0}, False, ["test"]),
+        ({"validation_loss": 1.0, "test_loss": 1.0}, True, ["valid", "test"]),
+    ],
+)
+def test_a_finished_run_evaluates_what_its_file_lacks(
+    known: dict[str, float], skip_train: bool, seen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --skip-train, which asks for nothing but an evaluation, everything."""
+    done: list[str] = []
+    losses = SimpleNamespace(all=1.0, parts=())
+    monkeypatch.setattr(evaluation, "evaluate_sources", lambda run, data: done.append("valid") or losses)
+    monkeypatch.setattr(evaluation, "evaluate", lambda run, data: done.append("test") or 1.0)
+    monkeypatch.setattr(evaluation, "read_rows", lambda path: [{"iteration": 6, **known}, {"iteration": 3}])
+    valid: Any = SimpleNamespace(parts=())
+    callback, trainer = Evaluation(valid, valid, 3, "metrics.jsonl", at_start=False), _trainer(6, finished=True)
+    trainer.run.config.training.skip_train = skip_train
+    callback.on_start(trainer)
+    callback.on_end(trainer)
+    assert done == seen
 
 
 class _Save:
@@ -208,7 +236,8 @@ def test_the_deadline_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
 def _standard(monkeypatch: pytest.MonkeyPatch, **groups: dict[str, Any]) -> dict[str, tuple[tuple[Any, ...], Any]]:
     """The arguments of the callbacks that flags ask for, by class, in the order of the list."""
     made: dict[str, tuple[tuple[Any, ...], Any]] = {}
-    for name in ("Status", "Profiling", "Reporting", "ReplicaCheck", "SpikeCheck", "GarbageCollection", "Evaluation"):
+    names = ("Status", "Profiling", "Reporting", "ReplicaCheck", "SpikeCheck", "GarbageCollection", "Evaluation")
+    for name in (*names, "Timing"):
         monkeypatch.setattr(standard, name, lambda *given, name=name, **named: made.update({name: (given, named)}))
     monkeypatch.setattr(standard, "Stopping", lambda *given, **named: made.update(Stopping=(given, named)))
     monkeypatch.setattr(checkpointing, "Checkpointing", lambda *given, **named: made.update(Saves=(given, named)))
@@ -219,7 +248,7 @@ def _standard(monkeypatch: pytest.MonkeyPatch, **groups: dict[str, Any]) -> dict
     run: Any = SimpleNamespace(
         config=config, device=NOTHING, groups=SimpleNamespace(pp=NOTHING), rank=0, is_last_rank=False, recorder=None
     )
-    run.loaders = SimpleNamespace(valid="valid", test="test")
+    run.loaders, run.timers = SimpleNamespace(valid="valid", test="test"), "timers"
     standard.standard_callbacks(run, "signals", "status")  # pyright: ignore[reportArgumentType]
     return made
 
@@ -253,6 +282,58 @@ def test_flags_reach_the_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _standard(monkeypatch, training=quiet, checkpoint={**saves, "async_save": True})
     assert made["GarbageCollection"][0] == (0, 0)
     assert made["Saves"][1] == {"background": True}
+    logging = {"timing_log_level": 1, "log_interval": 20, "tensorboard_log_interval": 3}
+    assert _standard(monkeypatch, logging=logging)["Timing"][0] == ("timers", 20), "with each log line"
+
+
+def test_a_rank_reads_its_share_of_the_data_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(standard, "blocks_of_run", lambda config: (["blocks"], "not known"))
+    monkeypatch.setattr(standard, "share", lambda blocks: ("a share of", *blocks))
+    monkeypatch.setattr(standard, "DataCheck", checked.append)
+    _standard(monkeypatch, data={"verify_data": "background", "mock_data": False})
+    assert checked == [("a share of", "blocks")]
+    _standard(monkeypatch, data={"verify_data": "background", "mock_data": True})
+    _standard(monkeypatch, data={"verify_data": "off", "mock_data": False})
+    assert len(checked) == 1
+
+
+def test_files_of_a_run_go_on_behind_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by the number that its points are counted by."""
+    made: dict[str, Any] = {}
+    for name in ("MetricsFile", "TensorBoardWriter"):
+        writer = SimpleNamespace(write_arguments=lambda arguments: None)
+        monkeypatch.setattr(standard, name, lambda *given, name=name, one=writer: made.update({name: given}) or one)
+    config = small_config()
+    logging = dataclasses.replace(config.logging, metrics_file="rows.jsonl", tensorboard_dir="events")
+    state = TrainState(iteration=7, consumed_samples=56, scheduled_samples=48)
+    run: Any = SimpleNamespace(config=dataclasses.replace(config, logging=logging), state=state, is_last_rank=True)
+    standard._step_sinks(run)
+    standard._log_sinks(run)
+    assert made == {"TensorBoardWriter": ("events", 7, 56), "MetricsFile": ("rows.jsonl", 7)}
+    run.is_last_rank = False
+    assert standard._step_sinks(run) == standard._log_sinks(run) == []
+
+
+def test_ranks_that_were_slow_are_told_of_until_the_interval_ends() -> None:
+    """The last rank was slow in the first of two steps, and is well again in the second."""
+    slow = iter(({1}, set(), set()))
+    ranks: Any = SimpleNamespace(slow=set(), slowest=SimpleNamespace(rank=0, ratio=1.0))
+
+    def add(*seconds: Any) -> tuple[list[Any], list[Any]]:
+        ranks.slow = next(slow)
+        return [], []
+
+    ranks.add = add
+    run: Any = SimpleNamespace(world_size=2, is_last_rank=False, device=NOTHING)
+    callback = Stragglers(NOTHING, run)
+    callback._ranks = ranks
+    exchange: Any = SimpleNamespace(times=lambda device: torch.zeros(2 * 2 * 3))
+    callback._under_way.append(exchange)
+    callback._read(2)
+    assert callback.summary() == {"rank": 0, "ratio": 1.0, "slow": [1]}
+    callback.forget()
+    assert callback.summary() == {"rank": 0, "ratio": 1.0, "slow": []}
 
 
 def _of_interval(kind: type[Callback], **fields: Any) -> Callback:
@@ -276,6 +357,25 @@ LOOK_AT_WEIGHTS: dict[str, tuple[Callback, list[int]]] = {
     "a profile with ranges": (Profiling(NOTHING, lambda name: nullcontext()), list(range(1, 9))),
     "a clock": (Communication(NOTHING), list(range(1, 9))),
 }
+
+
+@pytest.mark.parametrize(("start", "steps", "evaluated"), [(7, 0, []), (5, 2, [6, 7]), (4, 2, [6])])
+def test_a_finished_run_has_the_results_of_its_tasks(
+    start: int, steps: int, evaluated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback, trainer, seen = _of_interval(Tasks, interval=3), _trainer(start), []
+
+    def evaluate(trainer: Any) -> None:
+        callback._evaluated_at = trainer.run.state.iteration  # pyright: ignore[reportAttributeAccessIssue]
+        seen.append(trainer.run.state.iteration)
+
+    monkeypatch.setattr(callback, "_evaluate", evaluate)
+    callback.on_start(trainer)
+    for trainer.run.state.iteration in range(start + 1, start + steps + 1):
+        callback.on_step_end(trainer, NOTHING)
+    trainer.finished = True
+    callback.on_end(trainer)
+    assert seen == evaluated
 
 
 @pytest.mark.parametrize("name", LOOK_AT_WEIGHTS)

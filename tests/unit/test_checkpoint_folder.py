@@ -27,6 +27,7 @@ from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from
 from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.checkpoint.native.torch_archive import archive, plain, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
+from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import DataError
 from megatron_ext.train.configure import configure
 from megatron_ext.untrusted.folder import check_folder, file_inside, is_plain, read_inside
@@ -253,8 +254,27 @@ def test_only_our_names_are_checkpoints(tmp_path: Path) -> None:
     path = _checkpoint(tmp_path)
     for name in ("iter_00000002", "iter_000000\u0663", "iter_4", "iter_0000005.old"):
         shutil.copytree(path, tmp_path / name)
-    shutil.copytree(path, tmp_path / "iter_12345678")
-    assert saved_iterations(tmp_path) == [1, 12345678]
+    for name in ("iter_12345678", "iter_0000010", "iter_0000009"):
+        shutil.copytree(path, tmp_path / name)
+    assert saved_iterations(tmp_path) == [1, 9, 10, 12345678], "by number"
+
+
+@pytest.mark.parametrize("gone", [(), ("merges.txt",), ("vocab.json", "merges.txt")])
+def test_a_tokenizer_is_kept_whole_or_as_it_was(gone: tuple[str, ...], tmp_path: Path) -> None:
+    """Where one of its files is gone, all come from the first earlier checkpoint that has them."""
+    names = ("vocab.json", "merges.txt")
+    (tmp_path / "earlier" / "tokenizer").mkdir(parents=True)
+    for name in names:
+        (tmp_path / name).write_text("now")
+        (tmp_path / "earlier" / "tokenizer" / name).write_text("then")
+    for name in gone:
+        (tmp_path / name).unlink()
+    vocab, merges = (str(tmp_path / name) for name in names)
+    data = DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
+    (tmp_path / "iter").mkdir()
+    beside.keep_tokenizer(data, tmp_path / "iter", [tmp_path / "none", tmp_path / "earlier"])
+    kept = [(tmp_path / "iter" / "tokenizer" / name).read_text() for name in names]
+    assert kept == ["then" if gone else "now"] * 2
 
 
 def test_a_kept_tokenizer_is_in_the_checkpoint(tmp_path: Path) -> None:

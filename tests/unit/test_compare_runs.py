@@ -43,3 +43,9 @@ def test_a_missing_file_is_a_configuration_error(tmp_path: Path) -> None:
     )
     assert ended.returncode == 64
     assert "does not exist" in ended.stderr
+
+
+def test_a_field_of_one_run_alone_counts(tmp_path: Path) -> None:
+    for more in ({"grad_norm": 1.0}, {"lm_loss": None}):
+        code, said = compare(tmp_path, [ROWS[0], ROWS[1] | more])
+        assert (code, said.split(":")[0]) == (1, "row 2 (iteration 2)")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.arguments import parse, read
 from megatron_ext.config.files import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
@@ -46,6 +46,25 @@ def test_another_save_folder_gets_its_own_metrics_file(tmp_path: Path):
     file.write_text(to_yaml(config))
     again = resolve(parse(["--config", str(file), "--save", "runs/b"]).values, Facts())
     assert again.logging.metrics_file == "runs/b/metrics.jsonl"
+
+
+def test_the_command_line_wins_over_old_spellings_in_the_file(tmp_path: Path):
+    """Of one place an old spelling wins over the field's own flag, as in Megatron."""
+    file = tmp_path / "run.yaml"
+    file.write_text("use-rotary-position-embeddings: true\ncheckpoint-activations: true\n")
+    typed = parse(["--config", str(file), "--position-embedding-type", "learned_absolute"])
+    assert typed.values["position_embedding_type"] == "learned_absolute"
+    assert typed.values["recompute_granularity"] == "full"
+    flags = ["--use-rotary-position-embeddings", "--position-embedding-type", "learned_absolute"]
+    assert parse(flags).values["position_embedding_type"] == "rope"
+
+
+def test_what_cannot_be_read_in_the_file_is_not_missing_as_well(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("num_layers: many\n")
+    typed = read(["--config", str(file), "--hidden-size", "wide"])
+    assert typed.unread == {"num_layers", "hidden_size"}
+    assert len(typed.problems) == 2
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path):

@@ -10,7 +10,9 @@ from megatron_ext.config.schema import Config, DataConfig, ModelConfig, Training
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.record import differences
 from megatron_ext.data.samples import describe_sample
+from megatron_ext.data.splits import SPLITS
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.tokenizer.byte import ByteTokenizer
@@ -193,3 +195,27 @@ def test_mock_data(tmp_path: Path):
     assert (len(datasets.train), len(datasets.valid), datasets.test) == (12, 5, None)
     assert rows(datasets.train, 5) != rows(datasets.valid)
     assert max(max(row) for row in rows(datasets.train)) < 33
+
+
+def test_which_data_is_not_that_of_a_checkpoint():
+    """A file may have another name, and validation data may be other data."""
+
+    def record(**files: tuple[str, str, str]) -> dict[str, Any]:
+        entries = {
+            split: [{"prefix": name, "weight": None, ".idx": idx, ".bin": content}]
+            for split, (name, idx, content) in files.items()
+        }
+        order = {"data_order": "shuffled", "seed": 1, "seq_length": 8, "split": None, "order_depends_on": []}
+        return {**order, "num_samples": 100, "files": {split: entries.get(split, []) for split in SPLITS}}
+
+    saved = record(train=("a", "1", "2"), valid=("v", "3", "4"))
+    for train, valid, found in (
+        (("a", "1", "2"), ("v", "3", "4"), []),
+        (("moved", "1", "2"), ("v", "3", "4"), []),
+        (("a", "1", "2"), ("w", "5", "6"), []),
+        (("other", "1", "7"), ("v", "3", "4"), ["the training data has other where it had a"]),
+        (("other", "7", "2"), ("v", "3", "4"), ["the training data has other where it had a"]),
+        (("a", "1", "7"), ("v", "3", "4"), ["a.bin has other content"]),
+        (("a", "1", "2"), ("v", "7", "4"), ["v.idx has other content"]),
+    ):
+        assert differences(saved, record(train=train, valid=valid)) == found

@@ -7,14 +7,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_ext.cli import plan as plan_cli
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan import limits, scaling
+from megatron_ext.plan import economics, limits, scaling
 from megatron_ext.plan.costs import Prices, cost, count_of_tokens
 from megatron_ext.plan.goodput import LLAMA_3_HOURS, Failures, daly, goodput, useful_share, young
 from megatron_ext.plan.hardware import Machine, hardware
@@ -155,6 +157,16 @@ def run(folder: Path, words: str) -> tuple[list[str], dict[str, Any]]:
     done = subprocess.run([*arguments, "--", *FLAGS.split()], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines(), json.loads((folder / "plan.json").read_text())
+
+
+def test_flags_reach_the_question() -> None:
+    words = "--world-size 8 --memory-share 0.5 --processor-cores 7 --restart-minutes 2 --mtbf-hours 9 --stall 4"
+    options = plan_cli._parser().parse_args(words.split())
+    found = plan_cli._question(options, parse(FLAGS.split()), 8)
+    assert found.usable_bytes == pytest.approx(0.5 / 0.92 * asked().usable_bytes)
+    assert found.machine.constants.cores == 7
+    best: Any = SimpleNamespace(memory=SimpleNamespace(weights=0.0, optimizer=0.0))
+    assert economics._wanted(found, best, options).failures == Failures(9.0, 4.0, 120.0)
 
 
 def test_the_tool_says_all_of_it(tmp_path: Path) -> None:

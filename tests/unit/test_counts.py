@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.data.samples import Source
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.train.callbacks import reporting
 from megatron_ext.train.callbacks.reporting import Reporting
@@ -35,7 +36,7 @@ class _Sink:
 def _trainer(state: TrainState) -> Any:
     memory = SimpleNamespace(max_allocated=3, allocated=2, reserved=4)
     device = SimpleNamespace(memory=lambda: memory, model_name="NVIDIA A100-SXM4-80GB")
-    samples = SimpleNamespace(sources=[], counts=lambda consumed: [])
+    samples = SimpleNamespace(sources=[Source("a", 5)], counts=lambda consumed: [consumed])
     run = SimpleNamespace(
         state=state,
         config=dataclasses.replace(small_config(training={"train_iters": 100}), optimizer=CURVE),
@@ -82,6 +83,7 @@ def test_intervals_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.lm_loss for row in log.written] == [1.0, 2.5, 5.0]
     assert [row.consumed_samples for row in log.written] == [4, 20, 84]
     assert [row.consumed_tokens for row in log.written] == [40, 200, 840]
+    assert [row.consumed_by_source["a"]["samples"] for row in log.written] == [4, 20, 84]
     assert [row.weight_decay for row in log.written] == pytest.approx([0.002, 0.010, 0.042])
     assert [row.global_batch_size for row in log.written] == [4, 8, 32]
 

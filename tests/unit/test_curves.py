@@ -150,4 +150,7 @@ def test_the_decoupled_rate_goes_the_same_way_between_ends_of_its_own():
     without_end = LearningRateCurve.decoupled(config_with(decoupled_lr=2e-3))
     assert without_end is not None
     assert (without_end.peak, without_end.lowest) == (2e-3, 1e-5)
+    to_nothing = LearningRateCurve.decoupled(config_with(decoupled_lr=2e-3, decoupled_min_lr=0.0))
+    assert to_nothing is not None
+    assert to_nothing.lowest == 0.0
     assert LearningRateCurve.decoupled(config_with()) is None

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,8 +116,17 @@ def launch_with(flags: str) -> Launch:
     return Launch({}, config=configure(f"{BASE} {flags}".split()).config)
 
 
-def test_no_room_and_no_permission_for_checkpoints(tmp_path: Path):
+def test_no_room_and_no_permission_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not wrong(machine.checkpoints_have_room(launch_with(f"--save {tmp_path}/new/run")))
+    one = machine.checkpoint_bytes(launch_with("").config)  # pyright: ignore[reportArgumentType]
+    for kept, free in ((1, 2.0), (3, 4.0)):  # and the new one, which is whole before an old one goes
+        for space, wanted in ((free * one, []), (free * one - 1, [f"{kept + 1} must fit"])):
+            monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder, space=space: SimpleNamespace(free=space))
+            launch = launch_with(f"--save {tmp_path} --keep-last-checkpoints {kept}")
+            assert [found.why[:10] for found in wrong(machine.checkpoints_have_room(launch))] == [
+                w[:10] for w in wanted
+            ]
+    monkeypatch.undo()
     a_file = tmp_path / "file"
     a_file.touch()
     found = only(machine.checkpoints_have_room(launch_with(f"--save {a_file}/run")))

@@ -1,6 +1,7 @@
 """How many of the launcher's ranks a run uses."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,6 +114,23 @@ def test_a_spare_ends_when_nobody_is_heard_of(
     monkeypatch.setattr(elastic, "_store", lambda: _Store(*keys))
     with pytest.raises(PeerLostError, match=said):
         elastic.wait_as_spare(5, 2)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_spare_is_patient_as_long_as_the_run_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beat each 0.03 s, which is looked for twice in that time; patience is for 0.02 s without another one."""
+    clock, store = [0.0], _Store(elastic._BEAT)
+
+    def sleep(seconds: float) -> None:
+        clock[0] += 0.015
+        if clock[0] > 0.13:
+            store.keys.add(elastic._OVER)
+
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(store, "get", lambda key: str(clock[0] // 0.03).encode())
+    monkeypatch.setattr(elastic, "_store", lambda: store)
+    elastic.wait_as_spare(5, 2)
+    assert store.left == 1
 
 
 @pytest.mark.usefixtures("quickly")

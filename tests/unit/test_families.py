@@ -136,6 +136,16 @@ def test_config_json_says_what_the_flags_say(model: dict[str, Any], tmp_path: Pa
     assert values["vocab_size"] == config.data.vocab_size
 
 
+def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
+    """Heads that are wider than their share of the hidden size, and experts of another width than the MLP's."""
+    config = small_config({**LLAMA, "kv_channels": 20})
+    assert config.model.hidden_size // config.model.num_attention_heads != 20
+    assert hf_config(config, FAMILIES["llama"], "float32")["head_dim"] == 20
+    config = small_config({**MIXTRAL, "moe_ffn_hidden_size": 40})
+    assert config.model.ffn_hidden_size != 40
+    assert hf_config(config, FAMILIES["mixtral"], "float32")["intermediate_size"] == 40
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

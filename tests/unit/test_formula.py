@@ -14,7 +14,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits, build_datasets
-from megatron_ext.data.formula import FormulaSource
+from megatron_ext.data.formula import FormulaDataset, FormulaSource
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import share_of
 from megatron_ext.data.loader import BatchLoader
@@ -240,6 +240,30 @@ def test_end_of_document_mask(tmp_path: Path):
     masks = [dataset[index]["loss_mask"].tolist() for index in range(100)]
     assert masks == [[float(token != 256) for token in dataset[index]["tokens"]] for index in range(100)]
     assert any(0.0 in mask for mask in masks)
+    part = dataset.part(0)  # as an evaluation reads the sources, one after another
+    assert [part[index]["loss_mask"].tolist() for index in range(100)] == masks
+
+
+def test_both_masks_are_heeded(tmp_path: Path):
+    """A token counts where its label is trained on, and is no end of a document that --eod-mask-loss leaves out."""
+    prefix, tokens = tmp_path / "a", np.arange(100, 100 + SEQ + 1, dtype=np.uint16)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_tokens(tokens.tobytes(), np.array([len(tokens)]))
+    mask_path(prefix).write_bytes(header(0) + bytes([0, 0, COUNTS, COUNTS, COUNTS, 0, COUNTS, COUNTS, COUNTS]))
+    source = FormulaSource(str(prefix), share_of(str(prefix), (0.0, 1.0)), SEQ, b"key", Mask(str(prefix), len(tokens)))
+    dataset = FormulaDataset([source], None, None, eod=102)
+    assert dataset[0]["loss_mask"].tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_sources_of_one_size_have_orders_of_their_own(tmp_path: Path):
+    paths = tuple(str(tmp_path / name) for name in ("a", "b"))
+    for number, path in enumerate(paths):
+        write(Path(path), 20_000 * number, 60)
+    dataset = build(tmp_path, train=60, valid=0, train_data_path=("1", paths[0], "1", paths[1])).train
+    places = [dataset.place(index) for index in range(60)]
+    orders = [[place.number for place in places if place.source == source] for source in (0, 1)]
+    assert len(orders[0]) == len(orders[1]) == 30
+    assert orders[0] != orders[1]
 
 
 def test_a_file_that_becomes_shorter_is_named(tmp_path: Path):

@@ -217,6 +217,18 @@ def test_a_gradient_that_a_layer_adds_by_itself_is_not_lost_unsaid() -> None:
             assert weight.main_grad.tolist() == [1.0, 1.0, 1.0]  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_a_hook_without_a_gradient_leaves_nothing_of_the_step_before() -> None:
+    """Whoever takes the gradient away before the hook asks for it has not written it."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    chunk = _wrapped(torch.nn.ParameterList([weight]))
+    _spoil(chunk)
+    chunk.zero_grad_buffer()
+    assert weight.grad is None
+    chunk._make_backward_post_hook(weight)()
+    chunk.finish_grad_sync()
+    assert weight.main_grad.tolist() == [0.0, 0.0, 0.0]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_a_zero_is_that_of_a_sum_with_zeros() -> None:
     """-0.0 + 0.0 is 0.0, and a copy would be -0.0: SGD's momentum would save its bits."""
     weight = torch.nn.Parameter(torch.ones(3))

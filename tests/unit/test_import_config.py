@@ -272,5 +272,7 @@ def test_epochs_become_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert import_config(flags) == 0
     steps = math.ceil(3 * round(sequences * 0.9) / 16)
     assert f"num_epochs: 3 -> --train-iters {steps}; 3 x {round(sequences * 0.9)} samples" in capsys.readouterr().out
+    one_epoch = translate("axolotl", {**content, "num_epochs": 1}, 2, lambda *_: 17)
+    assert one_epoch.command["--train-iters"] == "2", "16 samples, and the one that is left"
     assert translate("axolotl", {**content, "max_steps": 7}, 2, lambda *_: 100).command["--train-iters"] == "7"
     assert by_name(translate("axolotl", content, None, lambda *_: 100))["num_epochs"] == "none"

@@ -5,17 +5,38 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models
 
+from megatron_ext.checkpoint.native import resume
+from megatron_ext.cli import generate
 from megatron_ext.cli.generate import encoder
 from megatron_ext.config.eval_tasks import EvalTask, read_eval_tasks
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.inference import leader
 from megatron_ext.inference.files import read_documents, read_items, read_prompts
-from megatron_ext.inference.generation import text_after
+from megatron_ext.inference.generation import _stop_in, text_after
+from megatron_ext.inference.sampling import Sampling
+from megatron_ext.inference.scoring import Score
 from megatron_ext.inference.streaming import Stream
+from megatron_ext.inference.tasks import _choice_results
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.library import LibraryTokenizer
+from megatron_ext.train import trained_model
+from megatron_ext.train.configure import Configured
 from tests.support.instructions import write_tokenizer
+from tests.support.small_models import small_config
+
+
+def test_flags_reach_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained_model, "configure_trained", lambda flags: ("configured", *flags))
+    monkeypatch.setattr(trained_model, "load_trained", lambda configured: configured)
+    words = "--num-tokens-to-generate 3 --temperature 0.5 --top-k 4 --top-p 0.6 --min-p 0.1 --repetition-penalty 1.5 "
+    line = f"{words} --stop a b --ignore-eod --seed 7 --load ckpt"
+    options, flags = generate._parser().parse_known_args(line.split())
+    model, sampling = generate._load(options, flags)
+    assert model == ("configured", "--load", "ckpt")
+    assert sampling == Sampling(0.5, 4, 0.6, 0.1, 1.5, 7, 3, ("a", "b"), True)
 
 
 def test_a_list_of_tasks(tmp_path: Path) -> None:
@@ -26,12 +47,14 @@ def test_a_list_of_tasks(tmp_path: Path) -> None:
       valid_data: {tmp_path}/a.jsonl
       strict_lambada: true
     wiki: {{task: PERPLEXITY, valid_data: ["{tmp_path}/a.jsonl"], overlapping_eval: 32}}
+    token: {{task: LAMBADA, valid_data: "{tmp_path}/a.jsonl", strict_lambada: false}}
     """
     (tmp_path / "tasks.yaml").write_text(text)
     files = (f"{tmp_path}/a.jsonl",)
     assert read_eval_tasks(str(tmp_path / "tasks.yaml")) == [
         EvalTask("last", "LAMBADA", files, strict_lambada=True),
         EvalTask("wiki", "PERPLEXITY", files, overlapping_eval=32),
+        EvalTask("token", "LAMBADA", files, strict_lambada=False),
     ]
 
 
@@ -125,3 +148,79 @@ def test_a_prompt_is_a_users_message_in_a_chat_template(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             encoder(model, template)
+
+
+def test_a_stop_string_is_looked_for_as_far_back_as_its_bytes_go() -> None:
+    """A token may be a byte, and a character three of them."""
+    stop = "。" * 10
+    model: Any = SimpleNamespace(tokenizer=ByteTokenizer())
+    row: Any = SimpleNamespace(prompt=[97], tokens=list(f"ab{stop}".encode()))
+    assert _stop_in(model, row, (stop, "x"))
+    row.tokens.pop()
+    assert not _stop_in(model, row, (stop, "x"))
+
+
+def test_those_who_follow_draw_for_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth line of a session is the fourth prompt on every rank: any of them may hold the last stage."""
+    said = iter((("wait",), ("generate", [[5]], "sampling", 2, 3), ("score", ["sequence"], 4), ("close",)))
+    heard: list[Any] = []
+
+    def generate(model: Any, prompts: Any, sampling: Any, **how: Any) -> None:
+        heard.append((prompts, sampling, how))
+
+    def score(model: Any, *given: Any) -> None:
+        heard.append(given)
+
+    monkeypatch.setattr(leader, "_tell", lambda what: next(said))
+    monkeypatch.setattr(leader, "generate", generate)
+    monkeypatch.setattr(leader, "score", score)
+    leader.follow(SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    assert heard == [([[5]], "sampling", {"rows": 2, "first": 3}), (["sequence"], 4)]
+
+
+def test_choices_are_compared_by_the_character() -> None:
+    """The first has three characters in five bytes: by its bytes it would be the likeliest."""
+    scores = [Score(-3.3, greedy=False), Score(-4.0, greedy=False)]
+    found = _choice_results([(["éaé", "abcd"], 0)], scores)
+    assert (found["correct"], found["correct_normalized"]) == (1, 0)
+
+
+def test_a_precision_that_is_given_takes_the_place_of_the_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {"fp16": True, "bf16": False, "seq_length": 64, "max_position_embeddings": 64}
+    search = SimpleNamespace(resume=SimpleNamespace(saved=saved))
+    monkeypatch.setattr(resume, "look", lambda values: search)
+    lengths = ["--seq-length", "64", "--max-position-embeddings", "64"]
+    assert trained_model._saved_flags({"load": "ckpt"}) == [*lengths, "--fp16"]
+    assert trained_model._saved_flags({"load": "ckpt", "bf16": True}) == lengths
+    assert trained_model._saved_flags({"load": "ckpt", "fp16": False, "seq_length": 8}) == lengths[2:]
+
+
+def test_a_trained_model_has_neither_dropout_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from megatron_ext.checkpoint.native import load
+    from megatron_ext.inference import model
+    from megatron_ext.model import config as engine_config
+    from megatron_ext.model import gpt
+    from megatron_ext.parallel import groups
+    from megatron_ext.train import build
+
+    chunk = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+    collection = SimpleNamespace(pp="stages")
+    for home, name, value in (
+        (trained_model.device, "install", SimpleNamespace(kind="cpu")),
+        (groups, "start", None),
+        (groups, "initialize", collection),
+        (build, "set_kernels", None),
+        (engine_config, "transformer_config", "settings"),
+        (gpt, "build_model", [chunk]),
+        (load, "load_found", None),
+        (p2p_communication, "P2PCommunicator", "messages"),
+    ):
+        monkeypatch.setattr(home, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(model, "Model", lambda *given, iteration: (given[4], iteration))
+    typed: Any = None
+    configured = Configured(small_config(), typed, typed, None, resume=SimpleNamespace(iteration=3))  # pyright: ignore
+    assert trained_model.load_trained(configured) == ([chunk], 3)
+    assert not any(module.training for module in chunk.modules())
+    assert not any(weight.requires_grad for weight in chunk.parameters())

@@ -106,6 +106,8 @@ def test_reading_goes_on_behind_any_block(tmp_path: Path, name: str):
         assert before + [record for block in rest for record in block.documents()] == whole
         assert resumed.found.items() <= hashes.found.items()
         assert 1 in resumed.found
+    *_, last = read_blocks(files, ("text",), split_on, ReadPosition(1))
+    assert last.bytes_read == blocks[-1].bytes_read == (tmp_path / name).stat().st_size + len(b"one--two")
 
 
 @pytest.mark.usefixtures("small_blocks")

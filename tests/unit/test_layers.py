@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -146,6 +147,25 @@ def test_what_norms_after_and_over_whole_projections_cost(monkeypatch: pytest.Mo
     assert one.chunk(stack(config), first=False, last=False).layers == one.total(stack(config))
     [problem] = recomputed_parts_are_known(config, Facts())
     assert "of norms after attention and MLP no output is kept to be computed anew; use core_attn or mlp" in problem
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        ({}, 2),
+        ({"num_experts": 4, "moe_ffn_hidden_size": 32}, 1),  # tokens are sent to routed experts, not gathered
+        ({"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 32}, 2),
+    ],
+)
+def test_what_kept_gathers_hold(model: dict[str, Any], inputs: int) -> None:
+    layout = {"tensor_model_parallel_size": 2, "world_size": 2, "sequence_parallel": True}
+    held = [
+        Activations(small_config({**LLAMA, **model}, {**layout, "sequence_parallel_keep_gathered": kept}), fused=True)
+        .chunk(stack(small_config({**LLAMA, **model})), first=False, last=False)
+        .layers
+        for kept in (False, True)
+    ]
+    assert held[1] - held[0] == 4 * inputs * (16 // 2 * 2 * 64 * 4), "4 layers, half of 2 samples of 16 tokens in fp32"
 
 
 def test_norms_of_queries_and_keys_and_sizes_of_values() -> None:

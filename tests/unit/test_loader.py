@@ -142,10 +142,12 @@ def test_a_stage_gets_what_it_reads():
     }
 
 
-def test_a_middle_stage_reads_nothing():
-    dataset = Counting()
-    batches = make(dataset, view=StageView(is_first_stage=False, is_last_stage=False)).global_batch(0, 3)
-    assert (batches, dataset.reads) == ([Batch()] * 3, [])
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_a_middle_stage_reads_nothing(reads_ahead: bool):
+    dataset, middle = Counting(), StageView(is_first_stage=False, is_last_stage=False)
+    before = set(threading.enumerate())
+    assert make(dataset, view=middle, reads_ahead=reads_ahead).global_batch(0, 3) == [Batch()] * 3
+    assert (dataset.reads, set(threading.enumerate()) - before) == ([], set()), "and has no threads for it"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.data.integrity import check_token_ids, open_index
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.verify.losses import layouts, run
+from megatron_ext.verify.losses import golden, layouts, run
 from megatron_ext.verify.losses.commits import commit_hash
 from megatron_ext.verify.losses.compare import different_files, first_difference
 
@@ -127,3 +127,11 @@ def test_folders_of_layouts_are_their_own() -> None:
 def test_an_unknown_commit_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match="no-such-commit"):
         commit_hash("no-such-commit")
+
+
+def test_a_loss_that_is_none_is_beyond_every_tolerance() -> None:
+    one, none = {"layout": {"lm_loss": [(2.0).hex()]}}, {"layout": {"lm_loss": ["nan"]}}
+    assert list(golden.differences(one, one, 0.0)) == []
+    for known, found in ((one, none), (none, one)):
+        [text] = golden.differences(known, found, 1.0)
+        assert text.startswith("layout: number 1 of lm_loss is")

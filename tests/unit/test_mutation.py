@@ -22,10 +22,12 @@ from tests.mutation.page import (
     END,
     JUDGED,
     OF_A_READER,
+    OF_A_SECOND_READER,
     PAGE,
     RESULTS,
     name_of,
     of_a_reader,
+    of_a_second_reader,
     page,
     read_judged,
     whole_page,
@@ -259,7 +261,9 @@ def test_who_has_said_something_has_not_hung() -> None:
 def test_the_page_is_what_was_found() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.split(BEGIN)[1].split(END)[0].strip() == whole_page(), "run python tools/mutate.py table"
-    known = {name_of(mutant) for path in (BEFORE, RESULTS, OF_A_READER) for mutant in read_results(path)}
+    known = {
+        name_of(mutant) for path in (BEFORE, RESULTS, OF_A_READER, OF_A_SECOND_READER) for mutant in read_results(path)
+    }
     assert read_judged(JUDGED).keys() <= known
 
 
@@ -290,3 +294,10 @@ def test_a_page_counts_by_room(tmp_path: Path) -> None:
         "| all | 4 | 2 | 1 | 1 | 1 | 67% |",
     ]
     assert "- y/a.py: `1` → `2`: same" in lines
+    lines = of_a_second_reader(tmp_path / "reader", tmp_path / "judged").splitlines()
+    assert lines[2:5] == [
+        "| x | 2 | 1 | 2 | 0 | 0 | 50% | 100% |",
+        "| y | 2 | 0 | 0 | 1 | 1 | 0% | 0% |",
+        "| all | 4 | 1 | 2 | 1 | 1 | 33% | 67% |",
+    ]
+    assert "- x/a.py: `1` → `2`: t" in lines

@@ -53,6 +53,11 @@ def test_a_gradient_is_measured_by_its_own_norm() -> None:
     assert [problem.split(" is ")[0] for problem in found.problems()] == ["first gradient of a"]
 
 
+def test_a_gradient_that_is_none_is_beyond_the_tolerance() -> None:
+    found = compare(RUN, dataclasses.replace(RUN, gradients={**RUN.gradients, "a": np.full(4, math.nan, np.float32)}))
+    assert [problem.split(" is ")[0] for problem in found.problems()] == ["first gradient of a"]
+
+
 @pytest.mark.parametrize("wrong", [1e-30, math.nan])
 def test_a_gradient_of_zero_must_be_met_exactly(wrong: float) -> None:
     found = compare(RUN, dataclasses.replace(RUN, gradients={**RUN.gradients, "b": np.full(2, wrong, np.float32)}))
@@ -119,5 +124,6 @@ def test_pieces_of_a_strided_tensor_return_to_their_places() -> None:
     # Gate and up projection have 96 rows each; a shard has 48 of the gate above 48 of the other.
     _spoil(shards, name, rank=1, row=0)
     _spoil(shards, name, rank=0, row=48)
-    whole = assemble(small_config(LLAMA), shards)[0][name]
-    assert np.flatnonzero(whole.any(axis=1)).tolist() == [48, 96]
+    for arrived in (shards, shards[::-1]):
+        whole = assemble(small_config(LLAMA), arrived)[0][name]
+        assert np.flatnonzero(whole.any(axis=1)).tolist() == [48, 96], "in whatever order the ranks' shards come"

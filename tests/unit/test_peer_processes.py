@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from megatron_ext.resilience import launcher_watch
 from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, end_stopped_ranks, exit_text
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: pidfd and /proc")
@@ -134,3 +136,17 @@ def test_stopped_ranks_of_the_same_launch_are_ended_where_nobody_has_met(monkeyp
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_a_killed_launcher_that_nobody_has_collected_is_gone() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    launcher = psutil.Process(process.pid)
+    assert launcher_watch._lives(launcher)
+    process.kill()
+    deadline = time.monotonic() + 10.0
+    while launcher.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert launcher.is_running(), "its name is still there"
+    assert not launcher_watch._lives(launcher)
+    process.wait()
+    assert not launcher_watch._lives(launcher)

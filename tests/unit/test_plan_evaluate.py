@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.config.arguments import parse
+from megatron_ext.config.parameters import count_per_rank
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.calibrate import believed
@@ -18,7 +19,7 @@ from megatron_ext.plan.links import latency, transfer
 from megatron_ext.plan.products import Products
 from megatron_ext.plan.question import placeholders
 from megatron_ext.plan.shapes import Shapes
-from megatron_ext.plan.traffic import Term
+from megatron_ext.plan.traffic import Term, sent
 from tools.plan import main
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +140,24 @@ def test_products_are_all_operations_of_a_forward_pass(layout: str) -> None:
     assert total == pytest.approx(forward_flops(config, shapes, 0, 0))
     back = products.output().backward()
     assert sum(product.flops for product in back) == 2 * products.output().flops
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reduced", "gathered"), [("optim", 1, 1), ("optim_grads", 4, 1), ("optim_grads_params", 4, 8)]
+)
+def test_what_is_divided_is_exchanged_for_each_microbatch(strategy: str, reduced: int, gathered: int) -> None:
+    """Shards of gradients are all that a rank has room for; whole weights are gathered for each of two passes."""
+    line = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 1000 --train-iters 9 "
+        "--micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --mock-data --device cpu --use-megatron-fsdp "
+        f"--use-distributed-optimizer --data-parallel-sharding-strategy {strategy}"
+    )
+    config = resolve(parse(line.split()).values, Facts(world_size=2))
+    size, terms = sum(count_per_rank(config)), sent(config, 0)
+    assert [(term.collective, term.bytes) for term in terms if term.axis == "dp"] == [
+        ("reduce-scatter", reduced * size * 4 / 2),
+        ("all-gather", gathered * size * 4 / 2),
+    ]
 
 
 def test_a_ring_of_sends_has_one_adapter_at_the_border() -> None:

@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_ext.data.prepare import encode
+from megatron_ext.cli import preprocess_data as cli
+from megatron_ext.data.prepare import encode, preprocess
+from megatron_ext.data.prepare.journal import Progress
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.batch import plain_encoder, probe_texts
@@ -198,6 +201,7 @@ def test_bad_documents_are_left_out_and_counted(tmp_path: Path, workers: int, on
         job = EncodeJob((str(tmp_path / f"{name}.jsonl"),), str(tmp_path / name), "ByteTokenizer", **options)
         progress = encode_files(job, note=notes.append)
         assert (progress.documents, progress.skipped) == (len(good), 0 if name == "good" else len(BAD_LINES))
+        assert progress.bytes_read == progress.bytes_total == (tmp_path / f"{name}.jsonl").stat().st_size
     for suffix in ("bin", "idx"):
         good_file, bad_file = (tmp_path / f"{name}_text_document.{suffix}" for name in ("good", "bad"))
         assert good_file.read_bytes() == bad_file.read_bytes()
@@ -205,6 +209,31 @@ def test_bad_documents_are_left_out_and_counted(tmp_path: Path, workers: int, on
     numbers = [number for number, line in enumerate(lines, start=1) if line in BAD_LINES]
     assert left_out == ([f"{tmp_path}/bad.jsonl:{number}" for number in numbers] if on_error == "log" else [])
     assert json.loads((tmp_path / "bad_manifest.json").read_text())["skipped"] == len(BAD_LINES)
+
+
+def test_flags_reach_the_job(monkeypatch: pytest.MonkeyPatch):
+    jobs: list[EncodeJob] = []
+    monkeypatch.setattr(cli, "encode_files", lambda job, report, note: jobs.append(job) or Progress())
+    line = "--input a b --output-prefix out --tokenizer-type ByteTokenizer --append-eod --workers 3 --on-error log "
+    assert cli.main(f"{line} --split-on <> --plain-tokenizer --commit-interval 7 --log-interval 50".split()) == 0
+    files = {"inputs": ("a", "b"), "output_prefix": "out", "tokenizer_type": "ByteTokenizer"}
+    how: dict[str, Any] = {"append_eod": True, "workers": 3, "on_error": "log", "fast_tokenizer": False}
+    assert jobs == [EncodeJob(**files, **how, split_on="<>", commit_interval=7.0)]
+    line = "--input a b --output-prefix out --tokenizer-type ByteTokenizer --data-format messages --json-keys turns"
+    assert cli.main(f"{line} --chat-template chatml --seq-length 64 --train-on-inputs".split()) == 0
+    how = {"json_keys": ("turns",), "data_format": "messages", "chat_template": "chatml"}
+    assert jobs[1] == EncodeJob(**files, **how, seq_length=64, train_on_inputs=True)
+
+
+def test_workers_encode_as_was_chosen(monkeypatch: pytest.MonkeyPatch):
+    """The fast encoder may have been found to differ, although nothing forbids it."""
+    job = EncodeJob((), "out", "HuggingFaceTokenizer", str(GOLDEN / "hf_bpe"))
+    asked: list[str] = []
+    for name in ("fast_encoder", "plain_encoder"):
+        monkeypatch.setattr(preprocess, name, lambda tokenizer, name=name: asked.append(name))
+    preprocess._start_worker(job, is_fast=False)
+    preprocess._start_worker(job, is_fast=True)
+    assert asked == ["plain_encoder", "fast_encoder"]
 
 
 def test_manifest(tmp_path: Path):

@@ -5,14 +5,17 @@ import os
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext.checkpoint.local import rank_file
+from megatron_ext.checkpoint.local import agreement, folder, rank_file, writer
 from megatron_ext.checkpoint.local.agreement import _of_another_course, _why_not
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.errors import DataError
+from tests.support.small_models import small_config
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -28,11 +31,11 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def written(folder: Path) -> Path:
-    path = folder / "rank_00000"
+def written(into: Path) -> Path:
+    path = into / "rank_00000"
     size = rank_file.write(path, {"iteration": 4, "number": 0.1}, tensors())
     assert size == path.stat().st_size
-    assert [entry.name for entry in folder.iterdir()] == ["rank_00000"]
+    assert [entry.name for entry in into.iterdir()] == ["rank_00000"]
     return path
 
 
@@ -126,3 +129,76 @@ def test_a_snapshot_of_another_layout_or_course_is_not_used() -> None:
     assert _why_not(header, {**same, "world_size": 2}, 10) == "it is of another layout (--world-size 4, now 2)"
     assert "follows on the checkpoint of iteration 10" in _why_not(header, same, 5)
     assert _why_not(None, same, 10) == _why_not({"layout": 3}, same, 10) == "it has a file that is not whole"
+
+
+def test_a_ranks_own_file_comes_before_another_machines_copy(tmp_path: Path) -> None:
+    for names, found in (
+        (("rank_00001.copy",), {1: "rank_00001.copy"}),
+        (("rank_00001", "rank_00001.partial"), {1: "rank_00001"}),
+        (("rank_00000.copy",), {0: "rank_00000.copy", 1: "rank_00001"}),
+    ):
+        for name in names:
+            (tmp_path / "iter_0000004").mkdir(exist_ok=True)
+            (tmp_path / "iter_0000004" / name).touch()
+        assert {rank: path.name for rank, path in folder.ranks_at(tmp_path, 4).items()} == found
+
+
+def _writer(path: Path, **run: Any) -> Any:
+    """A writer of snapshots into a folder, on rank 0 of a run made by hand."""
+    made: Any = object.__new__(writer.SnapshotWriter)
+    made.folder, made.problem, made._jump = path, None, 0
+    made.run = SimpleNamespace(rank=0, device=SimpleNamespace(bind_thread=lambda: None), **run)
+    return made
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_older_snapshots_go_when_the_new_one_is_whole(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (2, 4, 6):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    made, there = _writer(tmp_path), []
+
+    def write(path: Path, facts: Any, tensors: Any) -> int:
+        there.extend(folder.iterations(tmp_path))
+        if fails:
+            raise OSError(28, "No space left on device")
+        return 17
+
+    monkeypatch.setattr(writer.rank_file, "write", write)
+    monkeypatch.setattr(made, "_facts", lambda iteration, numbers: {})
+    made._write(8, {}, {})
+    assert there == [2, 4, 6, 8]
+    assert folder.iterations(tmp_path) == ([2, 4, 6, 8] if fails else [6, 8])
+    assert (made.problem is not None) == fails
+
+
+def test_a_snapshot_follows_on_the_last_checkpoint_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after it are of another course of the run, which went on from an earlier one."""
+    monkeypatch.setattr(writer, "saved_iterations", lambda save: [2, 4, 8])
+    made = _writer(tmp_path, config=small_config(), data_record=None)
+    assert [made._facts(iteration, {})["checkpoint"] for iteration in (1, 2, 5, 9)] == [0, 2, 4, 8]
+
+
+def test_the_newest_snapshot_of_all_ranks_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 is not complete, and of 4 and 6 it is the later one."""
+    here = {4: {0: ""}, 6: {0: ""}, 8: {0: ""}}
+    there = {4: {1: ""}, 6: {1: ""}}
+
+    def gather(told: list[Any], own: Any) -> None:
+        told[:] = [own, there]
+
+    monkeypatch.setattr(
+        agreement.torch,
+        "distributed",
+        SimpleNamespace(get_world_size=lambda: 2, get_rank=lambda: 0, all_gather_object=gather),
+    )
+    monkeypatch.setattr(agreement, "folder_of", lambda config: tmp_path)
+    monkeypatch.setattr(agreement, "_goes_on", lambda flags: True)
+    monkeypatch.setattr(agreement, "told_by_the_first_rank", lambda make: make())
+    monkeypatch.setattr(agreement, "_seen", lambda *_, checkpoint: here)
+    for name in ("_bring", "_damaged"):
+        monkeypatch.setattr(agreement, name, lambda *_: None)
+    monkeypatch.setattr(agreement, "_resume", lambda folder, iteration, config: iteration)
+    search: Any = SimpleNamespace(candidates=())
+    assert agreement.newest_snapshot(small_config(), search) == 6

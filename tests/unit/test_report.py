@@ -93,6 +93,18 @@ def test_the_first_cause_stays_until_the_next_start(tmp_path: Path):
     exit_record.clear(tmp_path)
 
 
+def test_what_a_rank_told_its_launcher_is_no_cause_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own, other = (tmp_path / "attempt_0" / rank / "error.json" for rank in "01")
+    own.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(own))
+    exit_record.tell_launcher("rank 0: lost")
+    assert own.exists()
+    assert not exit_record.wait_for_another(None, 0.0)
+    other.parent.mkdir()
+    other.touch()
+    assert exit_record.wait_for_another(None, 0.0)
+
+
 def test_configuration_errors_one_per_line_then_a_closing_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -4,6 +4,7 @@ contiguous. Stand-ins take the place of the memory; tests/distributed/test_share
 import ctypes
 import os
 import threading
+import time
 from collections import deque
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from megatron_ext.device.shared_memory import channel as module
 from megatron_ext.device.shared_memory import collectives, mailbox, meeting, replaced
 from megatron_ext.device.shared_memory.channel import Channel
 from megatron_ext.device.shared_memory.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, _fill
-from megatron_ext.device.shared_memory.mailbox import Outgoing
+from megatron_ext.device.shared_memory.mailbox import Incoming, Outgoing
+from megatron_ext.device.shared_memory.poster import Poster
 from megatron_ext.device.shared_memory.ring_order import MEAN
 from megatron_ext.device.shared_memory.segment import MAIL_SLOTS, MOST_RANKS, SLOTS
 from megatron_ext.device.shared_memory.work import SharedWork
@@ -288,3 +290,33 @@ def test_the_last_one_to_write_rings_the_bell(monkeypatch: pytest.MonkeyPatch) -
     work.source = 0
     assert made._post(work, 0)
     assert rung == [0, 8]
+
+
+def test_nothing_overtakes_what_waits_for_a_slot() -> None:
+    """Messages between two ranks are numbered in the order in which they are sent."""
+    lock, written, there_is_room = threading.RLock(), list[int](), threading.Event()
+
+    def write(number: int) -> bool:
+        if there_is_room.is_set():
+            written.append(number)
+        return there_is_room.is_set()
+
+    poster = Poster(lock)
+    with lock:
+        poster.post(lambda: write(1))
+        there_is_room.set()
+        poster.post(lambda: write(2))
+    deadline = time.monotonic() + 10.0
+    while len(written) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert written == [1, 2]
+
+
+def test_only_what_has_been_sent_is_received_from_any_source() -> None:
+    """Two messages have come, and both were asked for; the third comes later."""
+    box: Any = object.__new__(Incoming)
+    box._lock, box._issued, box.sent, box.segment = threading.RLock(), 2, 0, SimpleNamespace(words=[2])
+    box.receive = lambda tensor: "the third"
+    assert box.receive_if_sent(torch.zeros(1)) is None
+    box.segment.words[0] = 3
+    assert box.receive_if_sent(torch.zeros(1)) == "the third"

@@ -6,9 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_ext.resilience import deadline, signals
+from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import SignalWatcher
 
 LOOP = """
@@ -69,6 +72,15 @@ def test_an_ignored_sighup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_the_time_to_stop_counts_from_the_first_sigterm(monkeypatch: pytest.MonkeyPatch):
+    times = iter((100.0, 130.0))
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    with SignalWatcher() as watcher:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert watcher.terminated_at == 100.0
+
+
 def test_handlers_are_restored():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     with SignalWatcher() as watcher:
@@ -112,3 +124,15 @@ def test_a_stop_file_stops_this_run_and_not_the_next(tmp_path: Path):
     assert watcher.requested
     assert not file.exists()
     assert not SignalWatcher(stop_file=file).requested
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_deadline_is_remembered_only_if_the_stop_is_for_good(for_good: bool, monkeypatch: pytest.MonkeyPatch):
+    """With --elastic, SIGTERM is how torchrun starts the ranks of another world: these go on."""
+    remembered: list[int] = []
+    monkeypatch.setattr(deadline.launch, "remember_stop", lambda code, text: remembered.append(code))
+    monkeypatch.setattr(deadline, "end_from_thread", lambda *_, **__: None)
+    watcher = SignalWatcher()
+    watcher.for_good = for_good
+    deadline.StopDeadline(1.0, watcher, RunStatus(0), lambda: [])._end(1.0)
+    assert remembered == ([75] if for_good else [])

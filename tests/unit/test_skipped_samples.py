@@ -21,6 +21,7 @@ def test_a_batch_is_covered_only_if_all_of_it_is() -> None:
     covered = [skipped.covers(range(first, first + 4)) for first in range(4, 14)]
     assert covered == [False] * 4 + [True] * 5 + [False]
     assert not skipped.covers(range(17, 21))
+    assert not skipped.covers(range(15, 21)), "its ends are left out, and what lies between is not"
     assert not NOTHING.covers(range(0, 1))
     assert 0 not in NOTHING
 

@@ -221,3 +221,14 @@ def test_less_than_a_millisecond_is_no_matter() -> None:
     assert [slow.add([0.0010, 0.0019]) for _ in range(30)] == [([], [])] * 30
     assert slow.slowest is not None
     assert slow.slowest.rank == 1
+
+
+def test_a_rank_that_computes_slowly_is_not_named_for_its_core_as_well() -> None:
+    """It is, by its own time; and for a third of the time by the clock others have its core."""
+    ranks, named = SlowRanks([0] * 4), []
+    for step in range(1, 301):
+        became, ended = ranks.add([0.010, 0.013, 0.010, 0.010], [0.010, 0.020, 0.010, 0.010])
+        named += [(step, found.rank, found.of_a_core) for found in became]
+        assert ended == []
+    assert named == [(16, 1, None)]
+    assert ranks.slow == {1}

@@ -4,22 +4,25 @@ an export is in its place whole or not at all."""
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_ext.checkpoint import copying
-from megatron_ext.checkpoint.huggingface import exporter, importer
+from megatron_ext.checkpoint.huggingface import exporter, importer, saved_model
 from megatron_ext.checkpoint.huggingface.arrays import ARRAYS, converted
 from megatron_ext.checkpoint.huggingface.exporter import export_huggingface
 from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.checkpoint.huggingface.importer import import_huggingface
 from megatron_ext.checkpoint.huggingface.safetensors import create
 from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
+from megatron_ext.cli import convert_checkpoint
 from megatron_ext.config.families import state_dict_mapping
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.tokenizer.byte import ByteTokenizer
 from tests.support.crashes import Disk
 
 _LLAMA = {
@@ -135,3 +138,47 @@ def test_an_export_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert all(found is None or found == whole for found in left)
     assert left[0] is None
     assert left[-2:] == [whole, whole]
+
+
+def test_files_are_no_larger_than_asked_for(tmp_path: Path) -> None:
+    """Two tensors of 40 bytes fit in 100, a third does not; one that is larger has a file of its own."""
+    shapes = {"a": (10,), "b": (10,), "c": (10,), "d": (30,)}
+    entries = exporter._files(tmp_path, shapes, "F32", 100)
+    assert [entries[name].path.name[:11] for name in shapes] == [
+        "model-00001",
+        "model-00001",
+        "model-00002",
+        "model-00003",
+    ]
+
+
+def test_what_ends_a_text_is_added_and_what_begins_one_is_kept(tmp_path: Path) -> None:
+    """The tokenizer's folder may name the token that begins a text, and not the one that ends it."""
+    (tmp_path / "generation_config.json").write_text('{"bos_token_id": 7, "top_k": 3}')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS["llama"]))
+    family, values = read_hf_config(tmp_path / "model")
+    source: Any = SimpleNamespace(config=resolve(values, Facts()), path=tmp_path / "iter_0000001")
+    exporter._write_companions(tmp_path, source, family, "F32", ByteTokenizer())
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 7, "top_k": 3, "eos_token_id": 256}
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (7, 256)
+
+
+@pytest.mark.parametrize(("words", "code"), [([], "F32"), (["--dtype", "bf16"], "BF16"), (["--dtype", "fp16"], "F16")])
+def test_the_tool_writes_the_precision_that_is_asked_for(
+    words: list[str], code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+    exported = SimpleNamespace(
+        path=tmp_path, family=SimpleNamespace(architecture="Llama"), size=1, files=1, tokenizer=["tokenizer.json"]
+    )
+    monkeypatch.setattr(saved_model, "SavedModel", lambda path: SimpleNamespace(dtype=lambda: "F32"))
+    monkeypatch.setattr(
+        exporter, "export_huggingface", lambda source, save, **how: asked.append((save, how)) or exported
+    )
+    line = ["to-hf", "--load", "ckpt", "--save", "model", "--no-verify", "--max-shard-size", "2MB", "--no-tokenizer"]
+    assert convert_checkpoint.main([*line, *words, "--skip-tokenizer-check"]) == 0
+    how = {"dtype": code, "max_shard_size": 2 * 10**6, "with_tokenizer": False, "check_tokenizer": None}
+    assert asked == [("model", how)]

@@ -150,6 +150,15 @@ def test_the_loss_scale_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch) ->
         assert train_step(run, 6).loss_scale == scale
 
 
+@pytest.mark.parametrize("overflow", [False, True])
+def test_the_losses_of_routers_are_told_of_a_skipped_step_too(overflow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = _run(monkeypatch, overflow=overflow)
+    run.config = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, num_experts=4))
+    monkeypatch.setattr(step, "_auxiliary_losses", lambda run, count: f"of {count} microbatches")
+    result = train_step(run, 6)
+    assert (result.updated, result.auxiliary_losses) == (not overflow, "of 3 microbatches")
+
+
 def test_an_overflow_on_all_ranks_updates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm of overflowed gradients is no number, and none is told."""
     run, calls = _run(monkeypatch, overflow=True, norm=math.nan, ranks=2, others=(2.0, 4.0, 0.0, 1.0))

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.tokenizer import exported
 from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.byte import ByteTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
 HF = str(GOLDEN / "hf_bpe")
@@ -120,3 +122,10 @@ def test_no_tokenizer_imports_torch():
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "False False\n"
+
+
+def test_the_end_of_a_document_is_no_text_of_an_exported_tokenizer() -> None:
+    """Whoever generates with it leaves special tokens out."""
+    made = exported._bytes(ByteTokenizer())
+    assert made.decode([97, 256, 98]) == "ab"
+    assert made.decode([97, 256], skip_special_tokens=False) == "a<|endoftext|>"

@@ -136,6 +136,11 @@ WRONG = [
      "--no-overlap-p2p-communication", "leave --no-overlap-p2p-communication out"),
     (f"{_PP2} --num-layers 9", "use --num-layers 8 or 10, or --pipeline-model-parallel-size 1, or stages that differ: "
      "--account-for-embedding-in-pipeline-split or --decoder-first-pipeline-num-layers 4"),
+    (f"{_PP2} --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --global-batch-size 2 "
+     "--num-virtual-stages-per-pipeline-rank 2", "does not divide the 5 layers of a stage"),
+    ("--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear --num-experts 8 "
+     "--expert-tensor-parallel-size 1 --moe-shared-expert-intermediate-size 63",
+     "--moe-shared-expert-intermediate-size 63 is not divisible by --tensor-model-parallel-size 2"),
     (f"{_PP2} --account-for-loss-in-pipeline-split",
      "--num-layers 8 + 1 (--account-for-loss-in-pipeline-split) is not divisible"),
     (f"{_PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
@@ -350,6 +355,11 @@ def timed(arguments: list[str]) -> tuple[float, subprocess.CompletedProcess[str]
     result = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, result
+
+
+def test_an_embedding_may_decay_to_nothing_while_the_rest_does_not():
+    assert found("--min-lr 1e-4 --decoupled-lr 5e-5 --decoupled-min-lr 0") == []
+    assert len(found("--min-lr 1e-4 --decoupled-lr 5e-5")) == 1
 
 
 @pytest.mark.parametrize("arguments", [["--help"], [*shlex.split(BASE), "--world-size", "8"]], ids=["help", "dry-run"])

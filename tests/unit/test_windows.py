@@ -1,6 +1,7 @@
 """How texts are cut into sequences to score: every token once, in any stride and length."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.cli import tasks as cli_tasks
+from megatron_ext.cli.generate import encoder
 from megatron_ext.config.eval_tasks import EvalTask
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.inference import leader
 from megatron_ext.inference.sampling import Sampler, Sampling
 from megatron_ext.inference.scoring import Scorable, _batches
-from megatron_ext.inference.tasks import _last_word, continuation, plain_text, windows
+from megatron_ext.inference.tasks import _last_word, continuation, plain_text, prepare_task, windows
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron_ext.train import trained_model
 from megatron_ext.train.callbacks.tasks import Samples, Tasks
 from tests.support.instructions import write_tokenizer
 
@@ -69,6 +74,20 @@ def test_a_token_that_begins_texts_stands_before_whole_ones_alone(tmp_path: Path
     strict = _last_word(tokenizer, "x", "the sum", 100)
     assert strict == Scorable([*tokenizer.encode("the"), *word], len(word))
     assert plain_text(tokenizer, [begin, *word]) == " sum"
+    chat = encoder(SimpleNamespace(tokenizer=tokenizer), "chatml")("the sum")
+    assert chat.count(begin) == 2, "of the user and of the answer, which the template has written"
+
+
+def test_perplexity_begins_a_text_with_the_end_of_a_document(tmp_path: Path) -> None:
+    """As training does, whatever token begins a text of a conversation."""
+    tokenizer: Any = ByteTokenizer()
+    tokenizer.bos = 255
+    model: Any = SimpleNamespace(
+        tokenizer=tokenizer, longest=None, config=SimpleNamespace(model=SimpleNamespace(seq_length=8))
+    )
+    (tmp_path / "text.jsonl").write_text('{"text": "ab"}\n')
+    prepared = prepare_task(model, EvalTask("task", "PERPLEXITY", (str(tmp_path / "text.jsonl"),)))
+    assert prepared.sequences == [Scorable([256, 97, 98], 2)]
 
 
 ITEMS = {
@@ -98,6 +117,7 @@ def test_items_that_cannot_be_used_are_named_before_the_first_step(kind: str, tm
 def test_prompts_that_cannot_be_used_are_named_before_the_first_step() -> None:
     model: Any = SimpleNamespace(tokenizer=ByteTokenizer(), longest=8, vocab_size=257)
     Samples(model, ["abc"], 1, 5)
+    assert Samples(model, ["", "a"], 1, 5)._ids == [[model.tokenizer.eod], [97]], "nothing is the end of a document"
     with pytest.raises(ConfigurationError, match="prompt 2 has 4 tokens"):
         Samples(model, ["abc", "abcd"], 1, 5)
     with pytest.raises(ConfigurationError, match="no prompt"):
@@ -140,3 +160,25 @@ def test_all_that_is_wrong_with_a_sampling_is_named() -> None:
     with pytest.raises(ConfigurationError) as caught:
         Sampling(temperature=-1, top_k=-1, top_p=0, min_p=2, repetition_penalty=0, max_new_tokens=0, stop=("",)).check()
     assert len(caught.value.problems) == 7
+
+
+def test_flags_of_the_tool_reach_what_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's batch comes after the default; the harness is told how many examples, and how many questions."""
+    given: list[Any] = []
+
+    def configured(flags: list[str]) -> None:
+        given.append(flags)
+        raise DataError("enough")
+
+    monkeypatch.setattr(trained_model, "configure_trained", configured)
+    monkeypatch.setattr(cli_tasks, "_tasks", lambda options: [])
+    with pytest.raises(DataError, match="enough"):
+        cli_tasks.main(["--task", "LAMBADA", "--load", "ckpt", "--micro-batch-size", "3"])
+    assert given == [["--micro-batch-size", "8", "--load", "ckpt", "--micro-batch-size", "3"]]
+    harness = SimpleNamespace(evaluate=lambda *given: given[1:])  # the module needs lm_eval
+    monkeypatch.setitem(sys.modules, "megatron_ext.inference.harness", harness)
+    monkeypatch.setattr(leader, "Leader", lambda model: SimpleNamespace(close=lambda: None))
+    line = "--task LM_EVAL --lm-eval-tasks arc --include-path folder --num-fewshot 5 --limit 70"
+    options = cli_tasks._parser().parse_args(line.split())
+    model: Any = SimpleNamespace(rank=0, config=SimpleNamespace(training=SimpleNamespace(micro_batch_size=3)))
+    assert cli_tasks._harness(model, options) == (["arc"], 3, "folder", 5, 70)
