@@ -8,7 +8,7 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NoReturn
 
 from megatron_ext.errors import ConfigurationError, TrainingError
@@ -33,6 +33,22 @@ class ToolParser(argparse.ArgumentParser):
         """Add an argument, and remember its flags for who misspells one."""
         self._flags += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **settings)
+
+    def parse_with_flags(self, argv: list[str], others: Container[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the tool's own arguments, and the words that are left for another parser.
+
+        Args:
+            others: flags that the other parser knows; one that neither knows is refused here, where it is near to one
+                of the tool's own.
+        """
+        options, rest = self.parse_known_args(argv)
+        for word in rest:
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and flag not in others:
+                message = f"unrecognized arguments: {flag}"
+                if self._meant(message):
+                    self.error(message)
+        return options, rest
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """End the process, once all is written: a reader that has left must be noticed before."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.commandline import ToolParser
+from megatron_ext.config.options import options_by_flag
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.chat_templates import TEMPLATES
@@ -37,7 +38,7 @@ _KEEP_ALIVE = 30.0
 
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
-    options, flags = _parser().parse_known_args(argv)
+    options, flags = _parser().parse_with_flags(argv, options_by_flag())
     model, sampling = _load(options, flags)
     from megatron_ext.inference.leader import Leader, follow
     from megatron_ext.parallel import groups
@@ -63,7 +64,9 @@ def _parser() -> ToolParser:
         metavar="NAME",
         help=f"ask as a user in a conversation: {', '.join(TEMPLATES)}, tokenizer (its own), or a file of jinja",
     )
-    parser.add_argument("--num-tokens-to-generate", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument(
+        "--num-tokens-to-generate", "--max-new-tokens", type=int, default=128, help="most tokens of an answer"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 takes the most likely token")
     parser.add_argument("--top-k", type=int, default=0, help="draw from so many most likely tokens; 0 for all")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest with this probability")

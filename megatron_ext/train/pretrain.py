@@ -265,8 +265,10 @@ def _check_stop_file(save: str) -> None:
 
 
 def _record_end(status: RunStatus, iteration: int, stop_reason: str | None) -> None:
-    """Leave the record of an end that is no failure."""
+    """Leave the record of an end that is no failure, and say why it came before the planned one."""
     how = "done" if stop_reason is None else f"stopped: {stop_reason}"
+    if stop_reason is not None:
+        say(f"{how} at iteration {iteration}")
     message = f"rank 0: {how} at iteration {iteration}"
     exit_record.write(status.save, code=0, rank=0, message=message, iteration=iteration)
 

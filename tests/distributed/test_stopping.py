@@ -88,6 +88,7 @@ def test_exit_interval_duration_and_samples(tmp_path: Path) -> None:
         [ended] = run_ranks(1, run_program, [*FLAGS, *flags, "--save", str(save)])
         assert ended.code == 0, ended.errors
         assert iterations(save) == list(range(1, steps + 1)), name
+        assert (f"stopped: --exit-{name}" in ended.output) == (name != "samples")
         assert (save / "latest_checkpointed_iteration.txt").read_text() == str(steps)
 
 

@@ -1,5 +1,7 @@
 """What inference is made of, each alone: lists of tasks, windows, streams, choices of tokens."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from megatron_ext.checkpoint.native import resume
-from megatron_ext.cli import generate
+from megatron_ext.cli import generate, tasks
 from megatron_ext.cli.generate import encoder
 from megatron_ext.config.eval_tasks import EvalTask, read_eval_tasks
 from megatron_ext.errors import ConfigurationError, DataError
@@ -78,6 +80,19 @@ def test_all_that_is_wrong_with_a_list_is_named(tmp_path: Path) -> None:
         "fourth: overlapping_eval is 0; give at least 1",
     ):
         assert part in said
+
+
+@pytest.mark.parametrize(
+    ("main", "line", "said"),
+    [
+        (generate.main, "--load x --prompt hello", "--prompt; did you mean --prompts?"),
+        (tasks.main, "--load x --taks LAMBADA", "--taks; did you mean --task?"),
+        (tasks.main, "--task WIKITEXT103 --load x", "WIKITEXT103 is --task PERPLEXITY here"),
+    ],
+)
+def test_a_slip_of_the_pen_in_a_flag_of_the_tool_is_named(main: Callable[[list[str]], int], line: str, said: str):
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        main(line.split())
 
 
 def test_files_of_items(tmp_path: Path) -> None:

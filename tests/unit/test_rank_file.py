@@ -196,7 +196,7 @@ def test_the_newest_snapshot_of_all_ranks_is_taken(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(agreement, "folder_of", lambda config: tmp_path)
     monkeypatch.setattr(agreement, "_goes_on", lambda flags: True)
     monkeypatch.setattr(agreement, "told_by_the_first_rank", lambda make: make())
-    monkeypatch.setattr(agreement, "_seen", lambda *_, checkpoint: here)
+    monkeypatch.setattr(agreement, "_seen", lambda *_, checkpoint, contents: here)
     for name in ("_bring", "_damaged"):
         monkeypatch.setattr(agreement, name, lambda *_: None)
     monkeypatch.setattr(agreement, "_resume", lambda folder, iteration, config: iteration)

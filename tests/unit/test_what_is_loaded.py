@@ -64,6 +64,19 @@ def test_what_the_flags_want_of_what_is_there(
     assert load._wanted(_run(**flags), released, there) == Parts(optimizer=False, rng=False, progress=False)
 
 
+@pytest.mark.parametrize(("dropout", "told"), [({}, False), ({"hidden_dropout": 0.1}, True)])
+def test_new_random_numbers_are_told_of_where_there_is_dropout(
+    dropout: dict[str, float], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _run()
+    plain = dataclasses.replace(run.config.model, attention_dropout=0.0, hidden_dropout=0.0)
+    run.config = dataclasses.replace(run.config, model=dataclasses.replace(plain, **dropout))
+    there = {"optimizer_step": 3, "rng_grid": [1, 4, 2]}
+    assert not load._wanted(run, Found(tmp_path, 5), there).rng
+    said = capsys.readouterr()
+    assert ("dropout goes on from new random numbers" in said.out + said.err) == told
+
+
 def test_a_state_that_is_not_there_is_missed_where_it_is_wanted(tmp_path: Path) -> None:
     found, there = Found(tmp_path, 5), {"rng_grid": GRID}
     with pytest.raises(DataError, match="was saved without optimizer state"):

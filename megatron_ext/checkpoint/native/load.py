@@ -176,7 +176,8 @@ def _wanted(run: Saveable, found: Found, common: Mapping[str, Any]) -> contents.
             if grid
             else f"{path} holds no random state that can be used here"
         )
-        _warn(run, f"{whose}: dropout goes on from new random numbers")
+        if run.config.model.attention_dropout or run.config.model.hidden_dropout:
+            _warn(run, f"{whose}: dropout goes on from new random numbers")
         rng = False
     return contents.Parts(optimizer=optimizer, rng=rng, progress=not flags.finetune)
 
