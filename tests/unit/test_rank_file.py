@@ -147,6 +147,7 @@ def _writer(path: Path, **run: Any) -> Any:
     """A writer of snapshots into a folder, on rank 0 of a run made by hand."""
     made: Any = object.__new__(writer.SnapshotWriter)
     made.folder, made.problem, made._jump = path, None, 0
+    made._contents, made._follows = "of this run", (0, None)
     made.run = SimpleNamespace(rank=0, device=SimpleNamespace(bind_thread=lambda: None), **run)
     return made
 
