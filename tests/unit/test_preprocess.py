@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -215,12 +216,12 @@ def test_flags_reach_the_job(monkeypatch: pytest.MonkeyPatch):
     jobs: list[EncodeJob] = []
     monkeypatch.setattr(cli, "encode_files", lambda job, report, note: jobs.append(job) or Progress())
     line = "--input a b --output-prefix out --tokenizer-type ByteTokenizer --append-eod --workers 3 --on-error log "
-    assert cli.main(f"{line} --split-on <> --plain-tokenizer --commit-interval 7 --log-interval 50".split()) == 0
+    assert cli.main(shlex.split(f"{line} --split-on <> --plain-tokenizer --commit-interval 7 --log-interval 50")) == 0
     files = {"inputs": ("a", "b"), "output_prefix": "out", "tokenizer_type": "ByteTokenizer"}
     how: dict[str, Any] = {"append_eod": True, "workers": 3, "on_error": "log", "fast_tokenizer": False}
     assert jobs == [EncodeJob(**files, **how, split_on="<>", commit_interval=7.0)]
     line = "--input a b --output-prefix out --tokenizer-type ByteTokenizer --data-format messages --json-keys turns"
-    assert cli.main(f"{line} --chat-template chatml --seq-length 64 --train-on-inputs".split()) == 0
+    assert cli.main(shlex.split(f"{line} --chat-template chatml --seq-length 64 --train-on-inputs")) == 0
     how = {"json_keys": ("turns",), "data_format": "messages", "chat_template": "chatml"}
     assert jobs[1] == EncodeJob(**files, **how, seq_length=64, train_on_inputs=True)
 
