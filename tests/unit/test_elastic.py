@@ -49,7 +49,9 @@ def test_the_first_ranks_train_and_know_how_many_they_are(
     launch = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": here}
     for name, value in launch.items():
         monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(elastic, "_spares", 0)  # what this test leaves is not the next one's
     assert elastic.take_part(3) == takes_part
+    assert elastic._spares == 1
     assert os.environ["WORLD_SIZE"] == ("3" if takes_part else "4")
     assert os.environ["LOCAL_WORLD_SIZE"] == str(left_here)
 

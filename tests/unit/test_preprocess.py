@@ -216,7 +216,7 @@ def test_flags_reach_the_job(monkeypatch: pytest.MonkeyPatch):
     jobs: list[EncodeJob] = []
     monkeypatch.setattr(cli, "encode_files", lambda job, report, note: jobs.append(job) or Progress())
     line = "--input a b --output-prefix out --tokenizer-type ByteTokenizer --append-eod --workers 3 --on-error log "
-    assert cli.main(shlex.split(f"{line} --split-on '<>' --plain-tokenizer --commit-interval 7 --log-interval 50")) == 0
+    assert cli.main(shlex.split(f"{line} --split-on <> --plain-tokenizer --commit-interval 7 --log-interval 50")) == 0
     files = {"inputs": ("a", "b"), "output_prefix": "out", "tokenizer_type": "ByteTokenizer"}
     how: dict[str, Any] = {"append_eod": True, "workers": 3, "on_error": "log", "fast_tokenizer": False}
     assert jobs == [EncodeJob(**files, **how, split_on="<>", commit_interval=7.0)]

@@ -66,10 +66,11 @@ def test_one_rank_watches_the_stop_file_and_a_stop_is_remembered(
     monkeypatch.setattr(groups, "destroy", lambda: heard.append("destroy"))
     monkeypatch.setattr(pretrain, "_load", lambda *_: None)
     monkeypatch.setattr(pretrain.launch, "remember_stop", lambda code, why: heard.append((code, why)))
+    monkeypatch.setattr(pretrain.elastic, "dismiss_spares", lambda: heard.append("dismiss"))
     watcher = pretrain.SignalWatcher
     monkeypatch.setattr(pretrain, "SignalWatcher", lambda file, _: heard.append(file) or watcher())
     configured: Any = SimpleNamespace(config=small_config(), resume=None)
     here: Any = SimpleNamespace(kind="cpu")
     pretrain._build_and_train(configured, here, RunStatus(rank), NONE, None)
     remembered = [] if reason is None else [(0, reason)]
-    assert heard == ["folder/stop" if rank == 0 else None, "fit", *remembered, "close", "destroy"]
+    assert heard == ["folder/stop" if rank == 0 else None, "fit", *remembered, "close", "destroy", "dismiss"]
