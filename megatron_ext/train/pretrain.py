@@ -132,9 +132,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         found = newest_snapshot(config, configured.search) or agree(configured.search, config.checkpoint)
         before = configured.typed.warnings
         configured = configure_for(configured, found)
-        for warning in configured.typed.warnings if status.rank == 0 else ():
-            if warning not in before:
-                warn(warning)
+        _tell([warning for warning in configured.typed.warnings if warning not in before])
         config = extensions.applied(configured.config)
     resume = configured.resume
     _require_checkpoint(config.checkpoint, resume)
