@@ -327,7 +327,7 @@ def test_the_first_whole_one_is_gone_on_from(no_fallback: bool, monkeypatch: pyt
             *([f"{'; '.join(bad[:good])}; using the next whole checkpoint, iter_{3 - good}"] if good else []),
         ]
     assert agreement.agree(Search("here"), flags) is None
-    with pytest.raises(DataError, match="^none there$"):
+    with pytest.raises(DataError, match=r"^none there$"):
         agreement.agree(Search("here", found, DataError("none there")), flags)
     with pytest.raises(StorageError) as denied:
         agreement.agree(Search("here", found, PermissionError(13, "Permission denied")), flags)
