@@ -1,5 +1,5 @@
-"""What is asked of a model is what all ranks do: texts and scores against a plain loop over a model that is a table, and
-every setting on its own."""
+"""What is asked of a model is what all ranks do: texts and scores against a plain loop over a model that is a table,
+and each setting by itself."""
 
 import dataclasses
 import itertools
