@@ -120,7 +120,7 @@ class Wire:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.here = threading.local()
-        self._waiting: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
+        self._waiting: dict[tuple[int, ...], queue.Queue[torch.Tensor]] = {
             pair: queue.Queue() for pair in itertools.product(range(4), repeat=2)
         }
         for name, action in (("send", self.send), ("recv", self.receive)):
