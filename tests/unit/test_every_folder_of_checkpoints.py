@@ -267,10 +267,9 @@ def test_what_is_typed_reaches_the_look_into_a_folder(
 
 def test_all_that_a_run_takes_from_a_checkpoint_is_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from megatron_ext.checkpoint.megatron_lm import arguments
-    from megatron_ext.data import record
 
     monkeypatch.setattr(resume, "read_saved", lambda path: {"saved": str(path)})
-    monkeypatch.setattr(record, "read_record", lambda path: {"record": str(path)})
+    monkeypatch.setattr("megatron_ext.data.record.read_record", lambda path: {"record": str(path)})
     monkeypatch.setattr(arguments, "read_args", lambda path: SimpleNamespace(of=path))
     monkeypatch.setattr(arguments, "saved_model", lambda args: {"args": str(args.of)})
     found, data = Found(tmp_path, 7, "a warning"), {"record": str(tmp_path / "data.json")}
