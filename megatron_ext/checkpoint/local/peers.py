@@ -32,24 +32,16 @@ def exchange(source: Path, to: int, target: Path, origin: int, group: Any) -> st
     size = torch.tensor([source.stat().st_size if source.exists() else 0])
     coming = torch.zeros(1, dtype=torch.int64)
     _both(size, to, coming, origin, group)
-    temporary, problem = target.with_name(f"{target.name}.partial"), None
+    temporary = target.with_name(f"{target.name}.partial")
     with contextlib.ExitStack() as files:
         file = files.enter_context(source.open("rb", buffering=0)) if int(size) else None
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            into = files.enter_context(temporary.open("wb", buffering=0))
-        except OSError as error:
-            into, problem = None, f"{error.strerror}: {error.filename}"
+        into, problem = _opened(temporary, files)
         for begin in range(0, max(int(size), int(coming)), _PIECE):
             sending = _read_piece(file, int(size) - begin)
             receiving = torch.empty(max(0, min(_PIECE, int(coming) - begin)), dtype=torch.uint8)
             _both(sending, to, receiving, origin, group)
             problem = problem or _write_piece(into, receiving)
-    if problem is None and int(coming):
-        os.replace(temporary, target)
-    else:
-        temporary.unlink(missing_ok=True)
-    return problem
+    return _ended(temporary, target if int(coming) else None, problem)
 
 
 def _both(sending: torch.Tensor, to: int, receiving: torch.Tensor, origin: int, group: Any) -> None:
@@ -74,15 +66,35 @@ def _send(source: Path, receiver: int, group: Any) -> str | None:
 def _receive(target: Path, sender: int, group: Any) -> str | None:
     size = torch.zeros(1, dtype=torch.int64)
     torch.distributed.recv(size, sender, group)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary, problem = target.with_name(f"{target.name}.partial"), None
-    with temporary.open("wb", buffering=0) as into:
+    temporary = target.with_name(f"{target.name}.partial")
+    with contextlib.ExitStack() as files:
+        into, problem = _opened(temporary, files)
         for begin in range(0, int(size), _PIECE):
             piece = torch.empty(min(_PIECE, int(size) - begin), dtype=torch.uint8)
             torch.distributed.recv(piece, sender, group)
             problem = problem or _write_piece(into, piece)
-    if problem is None:
-        os.replace(temporary, target)
+    return _ended(temporary, target, problem)
+
+
+def _opened(temporary: Path, files: contextlib.ExitStack) -> tuple[Any, str | None]:
+    """Open a file to receive into; where that fails, return what failed. The pieces come all the same."""
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        return files.enter_context(temporary.open("wb", buffering=0)), None
+    except OSError as error:
+        return None, f"{error.strerror}: {error.filename}"
+
+
+def _ended(temporary: Path, target: Path | None, problem: str | None) -> str | None:
+    """Give a file that was received its name; where something failed, or it has no `target`, remove it. Return what
+    failed."""
+    try:
+        if problem is None and target is not None:
+            os.replace(temporary, target)
+        else:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        return problem or f"{error.strerror}: {error.filename}"
     return problem
 
 
