@@ -125,8 +125,8 @@ LINES: dict[str, list[str]] = {
     "plan": [
         "--world-size 24 --device a100 --device-memory-gb 33 --memory-share 0.7 --gpus-per-node 3 --efficiency 0.41 "
         "--link-efficiency 0.52 --peak-tflops 210 --memory-bandwidth-gb-s 1234 --intra-node-gb-s 77 "
-        "--inter-node-gb-s 11 --hf-config hf --grad-reduce-in-bf16 --calibrate m.jsonl --calibrate-flags '--num-layers 9' "
-        "--processor-cores 13 --number 6 --tokens 15T --dollars-per-hour 2 --watts 600 --mtbf-hours 1000 --stall 9 "
+        "--inter-node-gb-s 11 --hf-config hf --grad-reduce-in-bf16 --calibrate m.jsonl "
+        "--calibrate-flags '--num-layers 9' --processor-cores 13 --number 6 --tokens 15T --dollars-per-hour 2 --watts 600 --mtbf-hours 1000 --stall 9 "
         "--restart-minutes 14 --limits --over-devices 4 5 --over-seq-lengths 16 18 --html page.html --json found.json "
         "-- --num-layers 2 --bf16",
         "--evaluate -- --num-layers 2 --world-size 12",
@@ -395,7 +395,7 @@ def test_inspect_checkpoint(requests: Requests) -> None:
     ]
     for line in ("ls a b", "show a b", "verify a b", "diff a", "diff a b c"):
         with pytest.raises(ConfigurationError, match=r" takes (1 path|2 paths), not [123]$"):
-            inspect_checkpoint.main(line.split())
+            inspect_checkpoint.main(shlex.split(line))
 
 
 def _model(rank: int = 0) -> Any:
@@ -449,7 +449,7 @@ def test_tasks(trained: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     trained.made.clear()
     options = tasks._parser().parse_args(_words("tasks", 3)[:-2])
     assert tasks._tasks(options) == []
-    found = tasks._harness(_model(), options)["arc"]["given"]
+    found: Any = tasks._harness(_model(), options)["arc"]["given"]
     assert found[1:] == (["arc", "boolq"], 3, "folder", 0, 70)
     assert trained.made == [("close", {})]
 
@@ -511,7 +511,7 @@ def test_generate(trained: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
         "--prompts a --max-batch-size 0",
     ):
         with pytest.raises(ConfigurationError):
-            generate.main(flags.split())
+            generate.main(shlex.split(flags))
 
 
 def test_sample(requests: Requests, capsys: pytest.CaptureFixture[str]) -> None:
