@@ -126,7 +126,8 @@ LINES: dict[str, list[str]] = {
         "--world-size 24 --device a100 --device-memory-gb 33 --memory-share 0.7 --gpus-per-node 3 --efficiency 0.41 "
         "--link-efficiency 0.52 --peak-tflops 210 --memory-bandwidth-gb-s 1234 --intra-node-gb-s 77 "
         "--inter-node-gb-s 11 --hf-config hf --grad-reduce-in-bf16 --calibrate m.jsonl "
-        "--calibrate-flags '--num-layers 9' --processor-cores 13 --number 6 --tokens 15T --dollars-per-hour 2 --watts 600 --mtbf-hours 1000 --stall 9 "
+        "--calibrate-flags '--num-layers 9' --processor-cores 13 --number 6 --tokens 15T "
+        "--dollars-per-hour 2 --watts 600 --mtbf-hours 1000 --stall 9 "
         "--restart-minutes 14 --limits --over-devices 4 5 --over-seq-lengths 16 18 --html page.html --json found.json "
         "-- --num-layers 2 --bf16",
         "--evaluate -- --num-layers 2 --world-size 12",
@@ -715,6 +716,12 @@ def test_draw_pipeline(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> N
         assert (drawn["microbatches"], drawn["config"].layout.world_size) == (9, ranks)
         devices, each = (TABLE["a100"], 6) if ranks == 60 else (TABLE["h100"], 8)
         assert drawn["machine"] == Machine(devices, each, constants=constants_of(devices))
+
+
+@pytest.mark.parametrize("flag", ["--stages", "--chunks", "--microbatches", "--group"])
+def test_nothing_to_draw_is_no_default(flag: str) -> None:
+    with pytest.raises(ConfigurationError, match="are numbers from 1$"):
+        draw_pipeline.main([*(["--stages", "3"] if flag != "--stages" else []), flag, "0"])
 
 
 def test_doctor(requests: Requests, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

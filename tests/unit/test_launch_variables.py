@@ -94,7 +94,7 @@ MPI = (
 
 @pytest.mark.parametrize("names", MPI, ids=lambda names: names[0].partition("_")[0])
 def test_ranks_of_each_other_launcher(names: tuple[str, ...]) -> None:
-    given = dict(zip(names, ("7", "11", "3", "5"), strict=True))
+    given: dict[str, str] = dict(zip(names, ("7", "11", "3", "5"), strict=True))
     taken = {"RANK": "7", "WORLD_SIZE": "11", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "5", "MASTER_PORT": "29500"}
     found = dict(given)
     take_ranks_of_mpi(found)
