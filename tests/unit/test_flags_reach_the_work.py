@@ -720,7 +720,7 @@ def test_draw_pipeline(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("flag", ["--stages", "--chunks", "--microbatches", "--group"])
 def test_nothing_to_draw_is_no_default(flag: str) -> None:
-    with pytest.raises(ConfigurationError, match="are numbers from 1$"):
+    with pytest.raises(ConfigurationError, match=r"are numbers from 1$"):
         draw_pipeline.main([*(["--stages", "3"] if flag != "--stages" else []), flag, "0"])
 
 
