@@ -29,5 +29,9 @@ class Requests:
 
     def of(self, name: str) -> dict[str, Any]:
         """Return what the only call of a function was given."""
-        [given] = [given for called, given in self.made if called == name]
+        [given] = self.all_of(name)
         return given
+
+    def all_of(self, name: str) -> list[dict[str, Any]]:
+        """Return what each call of a function was given."""
+        return [given for called, given in self.made if called == name]

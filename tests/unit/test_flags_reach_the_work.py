@@ -578,12 +578,10 @@ def test_parity(difference: str | None, code: int, requests: Requests) -> None:
     requests.take(parity, "report", "the report")
     assert parity.main(_words("parity")) == code
     flags = {"argv": ["--num-layers", "2"], "world_size": 6}
-    assert requests.made == [
-        ("comparison", flags),
-        ("_start_device", {"kind": "cuda", "ranks": 8}),
-        ("prove", {**flags, "steps": 5, "tolerance": 0.25, "device": "cuda"}),
-        ("report", {"both": both, "proof": proof}),
-    ]
+    assert requests.of("comparison") == flags
+    assert requests.of("_start_device") == {"kind": "cuda", "ranks": 8}
+    assert requests.of("prove") == {**flags, "steps": 5, "tolerance": 0.25, "device": "cuda"}
+    assert requests.of("report") == {"both": both, "proof": proof}
 
 
 @pytest.fixture

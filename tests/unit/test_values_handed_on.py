@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.fsdp import ShardingStrategy
 
+import megatron_ext.verify.record as recording  # which starts no rank here
 from megatron_ext import device
 from megatron_ext.cli import inspect_dataset
 from megatron_ext.cli import pretrain as program
@@ -26,7 +27,7 @@ from megatron_ext.train import configure as train_configure
 from megatron_ext.train import pretrain
 from megatron_ext.train.configure import Configured
 from megatron_ext.train.extensions import NONE
-from megatron_ext.verify import parity, proof, record
+from megatron_ext.verify import parity, proof
 from tests.support.requests import Requests
 from tests.support.small_models import small_config
 
@@ -136,7 +137,7 @@ def test_runs_and_proofs_install_the_device_alike(plain: bool, monkeypatch: pyte
     with pytest.raises(_EnoughError):
         pretrain._pretrain(configured, RunStatus(rank=0), NONE)
     with pytest.raises(_EnoughError):
-        record._trained([], 1, None, False, NONE)
+        recording._trained([], 1, None, False, NONE)
     kernels = () if plain else ("transformer_engine",)
     assert asked_for(config) == kernels
     assert asked == [("auto", {"fuses": not plain, "own_kernels": plain, "kernels": kernels})] * 2
@@ -153,19 +154,12 @@ def test_records_of_a_case(requests: Requests) -> None:
     assert experiment.train(case) == "run"
     assert experiment.reference(case.model) == experiment.reference(case.model) == "run"
     assert experiment.reference(case.model, bf16=True) == "run"
-    assert requests.made == [
-        (
-            "record",
-            {
-                "flags": [*model, "--bf16", *case.flags],
-                "world_size": case.world_size,
-                "steps": 7,
-                "sabotage": fault,
-            },
-        ),
-        ("record", {"flags": [*model, *case.flags], "world_size": case.world_size, "steps": 7, "sabotage": None}),
-        ("record", {"flags": model, "world_size": 1, "steps": 7}),
-        ("record", {"flags": [*model, "--bf16"], "world_size": 1, "steps": 7}),
+    layout = {"flags": [*model, "--bf16", *case.flags], "world_size": case.world_size, "steps": 7, "sabotage": fault}
+    assert requests.all_of("record") == [
+        layout,
+        {**layout, "flags": [*model, *case.flags], "sabotage": None},
+        {"flags": model, "world_size": 1, "steps": 7},
+        {"flags": [*model, "--bf16"], "world_size": 1, "steps": 7},
     ], "the reference is trained once"
 
 
@@ -182,21 +176,21 @@ def test_both_runs_of_a_proof(requests: Requests) -> None:
     requests.take(proof, "record", "run")
     found = proof.prove(["--flags"], 5, steps=7, tolerance=0.25, device="cuda", sabotage=len)  # pyright: ignore[reportArgumentType]
     same = {"steps": 7, "outputs": True, "device": "cuda"}
-    assert requests.made == [
-        ("comparison", {"argv": ["--flags"], "world_size": 5}),
-        ("record", {"flags": ["--one"], "world_size": 1, **same}),
-        ("record", {"flags": ["--other"], "world_size": 6, "sabotage": len, **same}),
+    assert requests.of("comparison") == {"argv": ["--flags"], "world_size": 5}
+    assert requests.all_of("record") == [
+        {"flags": ["--one"], "world_size": 1, **same},
+        {"flags": ["--other"], "world_size": 6, "sabotage": len, **same},
     ]
     assert found == proof.Proof("run", "run", 0.25)  # pyright: ignore[reportArgumentType]
 
 
 def test_what_ranks_train_for_a_record(requests: Requests) -> None:
-    requests.take(record, "run_ranks", [])
+    requests.take(recording, "run_ranks", [])
     for kind in ("cpu", "cuda"):
         with pytest.raises(IndexError):  # no rank, no record
-            record.record(["--flags"], 6, 7, len, outputs=True, device=kind)  # pyright: ignore[reportArgumentType]
+            recording.record(["--flags"], 6, 7, len, outputs=True, device=kind)  # pyright: ignore[reportArgumentType]
     rows = [given for _, given in requests.made]
-    assert [list(each.values())[:2] for each in rows] == [[6, record._train]] * 2
+    assert [list(each.values())[:2] for each in rows] == [[6, recording._train]] * 2
     for each, kind in zip(rows, ("cpu", "cuda"), strict=True):
         handed = next(value for value in each.values() if isinstance(value, tuple))
         assert handed == (["--flags", "--device", kind], 7, len, True, NONE)
