@@ -58,7 +58,8 @@ def main(argv: list[str]) -> int:
 
 
 def _order_alone(stages: int, chunks: int, microbatches: int | None, group: int | None) -> Timeline:
-    number, each = microbatches or 2 * stages, group or stages
+    number = 2 * stages if microbatches is None else microbatches
+    each = stages if group is None else group
     if min(stages, chunks, number, each) < 1:
         raise ConfigurationError("--stages, --chunks, --microbatches and --group are numbers from 1")
     if chunks > 1 and (stages == 1 or each < stages or 0 < number % each < stages):
@@ -75,7 +76,9 @@ def _simulated(
     typed = parse(training)
     devices = hardware(device)
     machine = Machine(devices, gpus_per_node, constants=constants_of(devices))
-    ranks = world_size or typed.values.get("world_size") or _fewest(typed.values)
+    if world_size is None:
+        world_size = typed.values.get("world_size")
+    ranks = _fewest(typed.values) if world_size is None else world_size
     values = {name: value for name, value in typed.values.items() if name != "world_size"}
     asked = question(values, gather_facts(typed, look(typed.values)), ranks, machine, memory_share=1.0)
     config = resolve({**asked.values, "world_size": ranks}, asked.facts)

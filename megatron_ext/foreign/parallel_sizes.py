@@ -63,8 +63,12 @@ def solve(facts: Mapping[str, int], world_size: int | None, default_accumulation
         world_size: number of ranks, where the file does not say it.
         default_accumulation: microbatches of a step where the file does not say it; None where it follows.
     Raises:
-        ConfigurationError: the numbers contradict each other.
+        ConfigurationError: a number is below 1, or the numbers contradict each other.
     """
+    below = [f"{name.replace('_', ' ')} {size}" for name, size in facts.items() if size < 1]
+    below += [f"--world-size {world_size}"] if world_size is not None and world_size < 1 else []
+    if below:
+        raise ConfigurationError([f"{size} is below 1; give a number from 1, or leave it out" for size in below])
     tensor, context, pipeline = (facts.get(name, 1) for name in ("tensor", "context", "pipeline"))
     replicate = facts.get("replicate", 1)
     world = facts.get("world_size", world_size)

@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from megatron_ext.cli.preprocess_data import main as preprocess
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.integrity import open_index
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.foreign.meanings import MIXED_PRECISION, Flags
+from megatron_ext.foreign.meanings import MIXED_PRECISION, Fact, Flags
 from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, leaves, read, translate
 from megatron_ext.train.configure import configure
 
@@ -182,6 +183,26 @@ def test_contradictions_are_errors_with_the_numbers() -> None:
         translate("axolotl", {"tensor_parallel_size": 2, "dp_shard_size": 4}, world_size=6)
     with pytest.raises(ConfigurationError, match="for 4 ranks, not for --world-size 8"):
         translated("accelerate/multi_gpu.yaml", 8)
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_size_below_1_is_an_error(size: int) -> None:
+    for source, module in SOURCES.items():
+        for key, meaning in module.TABLE.items():
+            if isinstance(meaning, Fact):
+                with pytest.raises(ConfigurationError) as caught:
+                    translate(source, nested(key, size), 8)
+                name = meaning.name.replace("_", " ")
+                assert caught.value.problems == [f"{name} {size} is below 1; give a number from 1, or leave it out"]
+    with pytest.raises(ConfigurationError, match=f"^--world-size {size} is below 1"):
+        translate("deepspeed", {"train_batch_size": 32}, size)
+
+
+def nested(key: str, value: Any) -> Any:
+    """Return a file's content with one key, whose dots part the mappings."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,192 @@
+"""Each check of the doctor looks at the number that it is about: ranks of a machine, machines, or ranks of the launch;
+and every check is asked."""
+
+import importlib
+import inspect
+import os
+import pkgutil
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext import doctor
+from megatron_ext.doctor import examine, machine, network, variables
+from megatron_ext.doctor.finding import Finding, Launch
+
+ONE, HERE, THERE, BOTH = Launch({}), Launch({}, ranks=3), Launch({}, nodes=3), Launch({}, ranks=3, nodes=5)
+LAUNCHES = (ONE, HERE, THERE, BOTH)
+
+
+def test_every_check_is_asked_once() -> None:
+    """A check is a public function of the room that takes a launch alone (more only by default), and yields."""
+    found = set()
+    for module in pkgutil.iter_modules(doctor.__path__):
+        for name, function in vars(importlib.import_module(f"{doctor.__name__}.{module.name}")).items():
+            if inspect.isgeneratorfunction(function) and not name.startswith("_"):
+                first, *others = inspect.signature(function).parameters.values()
+                if first.name == "launch" and all(each.default is not each.empty for each in others):
+                    found.add(function)
+    assert len(examine.CHECKS) == len(set(examine.CHECKS))
+    assert set(examine.CHECKS) == found
+
+
+def test_findings_are_in_the_order_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(launch: Launch) -> Iterator[Finding]:
+        yield Finding("ok", f"{launch.ranks} ranks")
+        yield Finding("ok", f"{launch.nodes} nodes")
+
+    monkeypatch.setattr(examine, "CHECKS", (twice, lambda launch: [], twice))
+    assert [found.what for found in examine.examine(BOTH)] == ["3 ranks", "5 nodes"] * 2
+
+
+def _levels(check: Any, launches: tuple[Launch, ...] = LAUNCHES) -> list[list[str]]:
+    return [[found.level for found in check(launch)] for launch in launches]
+
+
+def test_what_a_machine_has_for_its_own_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    assert _levels(machine.ranks_have_cores) == [["ok"], ["warning"], ["ok"], ["warning"]]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    assert _levels(machine.ranks_have_cores) == [["ok"]] * 4
+    for size, level in ((2**30, "ok"), (2**30 - 1, "warning")):
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder, size=size: SimpleNamespace(total=size))
+        shared = _levels(lambda launch: machine.shared_memory_is_large_enough(launch, str(tmp_path)))
+        assert shared == [["ok"], [level], ["ok"], [level]]
+    assert _levels(lambda launch: machine.shared_memory_is_large_enough(launch, str(tmp_path / "no"))) == [[]] * 4
+
+
+def test_files_for_connections_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, hard, level in ((580, 580, "ok"), (579, 580, "warning"), (579, 579, "warning")):
+        monkeypatch.setattr(machine.resource, "getrlimit", lambda kind, limits=(soft, hard): limits)
+        [found] = machine.enough_files_may_be_open(BOTH)
+        assert found.level == level, "400 and 12 for each of 15"
+        if level == "warning":
+            assert found.what == "579 files may be open (ulimit -n), for 15 ranks"
+            raised = "let the administrator raise the limit of 579 (nofile)"
+            assert found.fix == ("ulimit -n 580" if hard == 580 else raised)
+    assert _levels(machine.enough_files_may_be_open)[:3] == [["ok"]] * 3
+
+
+def test_threads_of_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
+    assert _levels(variables.threads_fit_the_cores) == [[], ["warning"], [], ["warning"]]
+    [found] = variables.threads_fit_the_cores(BOTH)
+    assert found.what == "OMP_NUM_THREADS is not set, for 3 ranks on 12 cores"
+    assert found.fix == "export OMP_NUM_THREADS=4"
+    torchrun = {"TORCHELASTIC_RUN_ID": "x"}
+    for given, ranks, level in (
+        ("4", 3, []),
+        ("5", 3, ["warning"]),
+        ("13", 1, []),
+        ("1", 13, []),
+        ("2", 13, ["warning"]),
+    ):
+        launch = Launch({"OMP_NUM_THREADS": given} | torchrun, ranks=ranks, nodes=5)
+        assert [found.level for found in variables.threads_fit_the_cores(launch)] == level
+    assert not [*variables.threads_fit_the_cores(Launch(torchrun, ranks=3))], "torchrun sets it"
+    assert not [*variables.threads_fit_the_cores(Launch({"OMP_NUM_THREADS": "x"}, ranks=13))]
+
+
+class _Folder:
+    """Stands in for Path("/sys/class/infiniband") with some devices; without any it is not there."""
+
+    devices: tuple[str, ...] = ()
+
+    def __init__(self, path: str):
+        assert path == "/sys/class/infiniband"
+
+    def is_dir(self) -> bool:
+        return bool(self.devices)
+
+    def iterdir(self) -> Iterator[SimpleNamespace]:
+        return iter([SimpleNamespace(name=name) for name in self.devices])
+
+
+@pytest.mark.parametrize(
+    ("value", "devices", "warns"),
+    [
+        ("", ("mlx5_0",), False),
+        ("mlx5_0", ("mlx5_0", "mlx5_1"), False),
+        ("mlx5", ("mlx5_0",), False),
+        ("mlx5_0:1", ("mlx5_0",), False),
+        ("=mlx5_0:1,mlx5_1:1", ("mlx5_0", "mlx5_1"), False),
+        ("mlx5_0,mlx5_1", ("mlx5_0",), True),
+        ("mlx5_1", ("mlx5_0",), True),
+        ("mlx5_0", (), True),
+        ("^mlx5_1", ("mlx5_0",), False),
+    ],
+)
+def test_infiniband_devices(value: str, devices: tuple[str, ...], warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Folder, "devices", devices)
+    monkeypatch.setattr(network, "Path", _Folder)
+    found = [each.what for each in network.infiniband_is_there(Launch({"NCCL_IB_HCA": value}))]
+    there = ", ".join(devices) or "no InfiniBand"
+    assert found == ([f"NCCL_IB_HCA={value}: this machine has {there}"] if warns else [])
+
+
+def test_infiniband_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told where it is there, and where there is another machine to reach."""
+    for module in (network, machine):
+        monkeypatch.setattr(module, "Path", _Folder)
+    locked = resource.RLIM_INFINITY
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (locked, locked))
+    disabled = [Launch({"NCCL_IB_DISABLE": value}, 3, nodes) for value, nodes in (("1", 1), ("1", 2), ("0", 2))]
+    for devices, told in (((), [[], [], []]), (("mlx5_0",), [[], ["warning"], []])):
+        monkeypatch.setattr(_Folder, "devices", devices)
+        assert _levels(network.infiniband_is_there, tuple(disabled)) == told
+        locked = resource.RLIM_INFINITY
+        assert _levels(machine.pages_may_be_locked) == [[]] * 4
+        locked = 65536
+        few = ["warning"] if devices else []
+        assert _levels(machine.pages_may_be_locked) == [[], [], few, few]
+
+
+def test_interfaces_of_one_machine_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("lo", "eth0", "eth10", "docker0")
+    monkeypatch.setattr(network.socket, "if_nameindex", lambda: list(enumerate(names)))
+    rows = {
+        ("NCCL", "eth"): "ok ok",
+        ("NCCL", "eth0,ib0"): "ok ok",
+        ("NCCL", "eth1"): "ok ok",
+        ("NCCL", "=eth1"): "error error",
+        ("NCCL", "ib0"): "error error",
+        ("NCCL", "lo"): "ok error",
+        ("NCCL", "docker,lo"): "ok error",
+        ("NCCL", "lo,eth0"): "ok ok",
+        ("GLOO", "eth0"): "ok ok",
+        ("GLOO", "eth"): "error error",
+        ("GLOO", "eth0,ib0"): "error error",
+        ("GLOO", "lo"): "ok error",
+        ("NCCL", "^eth0"): " ",
+        ("NCCL", ""): " ",
+    }
+    found = {}
+    for backend, value in rows:
+        launches = [Launch({f"{backend}_SOCKET_IFNAME": value}, 3, nodes) for nodes in (1, 2)]
+        levels = _levels(network.interfaces_exist, tuple(launches))
+        found[backend, value] = " ".join("".join(each) for each in levels)
+    assert found == rows
+
+
+def test_a_port_is_asked_for_on_rank_0s_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(network, "_can_listen", lambda port: asked.append(port) or port != 4001)
+    monkeypatch.setattr(network, "resolve", lambda name: {"here": ["10.0.0.1"], "127.0.0.1": ["10.0.0.1"]}.get(name))
+    monkeypatch.setattr(network, "_is_own", lambda address: address == "10.0.0.1")
+    rows: list[tuple[dict[str, str], str]] = [
+        ({}, "torchrun's default port 29500 is free"),
+        ({"MASTER_PORT": "4000"}, "MASTER_PORT 4000 is free"),
+        ({"MASTER_PORT": "4001", "MASTER_ADDR": "here"}, "MASTER_PORT 4001 is in use on this machine"),
+        ({"MASTER_PORT": "4001", "MASTER_ADDR": "nowhere"}, ""),
+        ({"MASTER_PORT": "4001", "TORCHELASTIC_RUN_ID": "x"}, ""),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT 65536 is no port"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT 0 is no port"),
+        ({"MASTER_PORT": "65535"}, "MASTER_PORT 65535 is free"),
+    ]
+    found = [" ".join(each.what for each in network.port_is_free(Launch(given))) for given, _ in rows]
+    assert found == [said for _, said in rows]
+    assert asked == [29500, 4000, 4001, 65535]

@@ -1,0 +1,187 @@
+"""How a tool ends, and what becomes of output that nobody takes."""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ext import errors, lasting_output
+from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes
+from megatron_ext.errors import ConfigurationError, TrainingError
+
+CODES = {
+    "TrainingError": 1,
+    "ConfigurationError": 64,
+    "DataError": 65,
+    "NumericError": 70,
+    "MemoryExhaustedError": 71,
+    "StorageError": 74,
+    "StoppedBySignal": 75,
+    "StoppedBefore": 75,
+    "PeerLostError": 76,
+}
+
+
+def test_every_error_has_its_code() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TrainingError)]
+    assert {kind.__name__: kind.exit_code for kind in kinds} == CODES
+
+
+def _ended(raised: BaseException | None, code: int, monkeypatch: pytest.MonkeyPatch) -> object:
+    def main(argv: list[str]) -> int:
+        assert argv == ["a", "b"]
+        if raised is not None:
+            raise raised
+        return code
+
+    monkeypatch.setattr(sys, "argv", ["tool", "a", "b"])
+    with pytest.raises(SystemExit) as caught:
+        run_tool(main)
+    return caught.value.code
+
+
+@pytest.mark.parametrize("code", [0, 1, 5])
+def test_a_tool_ends_with_what_it_returns(
+    code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _ended(None, code, monkeypatch) == code
+    assert tuple(capsys.readouterr()) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        *((getattr(errors, name)("what is \x1b wrong"), code) for name, code in CODES.items()),
+        (OSError("what is \x1b wrong"), 74),
+        (FileNotFoundError("what is \x1b wrong"), 74),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_an_error_is_the_last_line_and_has_a_code(
+    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _ended(raised, 0, monkeypatch) == code
+    assert tuple(capsys.readouterr()) == ("", "error: what is \\x1b wrong\n")
+
+
+@pytest.mark.parametrize(("is_gone", "code"), [(True, 141), (False, 74)])
+def test_a_reader_that_has_left_and_another_pipe(is_gone: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the standard output's reader ends a tool without a word."""
+    read, write = os.pipe()
+    if is_gone:
+        os.close(read)
+    output = SimpleNamespace(fileno=lambda: write, flush=lambda: None)
+    monkeypatch.setattr(sys, "stdout", output)
+    assert _ended(BrokenPipeError("pipe"), 0, monkeypatch) == code
+    if is_gone:
+        assert os.readlink(f"/proc/self/fd/{write}") == os.devnull
+    else:
+        os.close(read)
+    os.close(write)
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "training"),
+    [
+        ("", "", ""),
+        ("a b", "a b", ""),
+        ("--", "", ""),
+        ("a -- b", "a", "b"),
+        ("-- b", "", "b"),
+        ("a -- b -- c", "a", "b -- c"),
+    ],
+)
+def test_words_before_and_after_the_dashes(words: str, own: str, training: str) -> None:
+    assert split_at_dashes(words.split()) == (own.split(), training.split())
+
+
+def test_flags_of_two_parsers() -> None:
+    """A word that neither knows is refused where it is near to one of the tool's; the others are left alone."""
+    parser = ToolParser("A tool.")
+    parser.add_argument("--temperature", type=float)
+    options, rest = parser.parse_with_flags(
+        ["--temperature", "2", "--hidden-size", "8", "--far=1", "x"], {"--hidden-size"}
+    )
+    assert (options.temperature, rest) == (2.0, ["--hidden-size", "8", "--far=1", "x"])
+    for wrong in ("--temperatur", "--temperatur=2", "--tempreature"):
+        with pytest.raises(ConfigurationError, match="did you mean --temperature"):
+            parser.parse_with_flags([wrong], {"--hidden-size"})
+    assert parser.parse_with_flags(["--temperatur"], {"--temperatur"})[1] == ["--temperatur"], "the other parser's"
+    with pytest.raises(ConfigurationError, match="unrecognized arguments: --temp "):
+        parser.parse_args(["--temp", "2"])
+
+
+class _Stream:
+    """A stream over a file, whose writes fail as it is told."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+        self.failure: int | None = None
+        self.written: list[str] = []
+
+    def _fail(self) -> None:
+        if self.failure is not None:
+            raise OSError(self.failure, "failed")
+
+    def write(self, text: str) -> int:
+        self._fail()
+        self.written.append(text)
+        return 100 + len(text)
+
+    def flush(self) -> None:
+        self._fail()
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+
+@pytest.fixture(params=["stdout", "stderr"])
+def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Stream]:
+    """One of the two outputs, as it is below what survives."""
+    descriptor = os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT)
+    below = _Stream(descriptor)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, below if name == request.param else _Stream(-1))
+    lasting_output.survive_lost_output()
+    monkeypatch.setattr(below, "lasting", getattr(sys, request.param), raising=False)
+    yield below
+    os.close(descriptor)
+
+
+def _goes_to(stream: _Stream) -> str:
+    return Path(os.readlink(f"/proc/self/fd/{stream.descriptor}")).name
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO])
+@pytest.mark.parametrize("call", ["write", "flush"])
+def test_output_that_is_closed_goes_nowhere(call: str, number: int, stream: _Stream) -> None:
+    lasting = stream.lasting  # pyright: ignore[reportAttributeAccessIssue]
+    stream.failure = number
+    assert (lasting.write("text") if call == "write" else lasting.flush()) == (4 if call == "write" else None)
+    assert _goes_to(stream) == "null"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_waited_for(number: int, stream: _Stream) -> None:
+    lasting = stream.lasting  # pyright: ignore[reportAttributeAccessIssue]
+    stream.failure = number
+    assert lasting.write("lost") == 4
+    assert lasting.flush() is None
+    stream.failure = None
+    assert lasting.write("kept") == 104
+    lasting.writelines(["and", "more"])
+    lasting.flush()
+    assert (stream.written, _goes_to(stream)) == (["kept", "and", "more"], "output")
+
+
+@pytest.mark.parametrize("call", ["write", "flush"])
+def test_another_failure_is_told(call: str, stream: _Stream) -> None:
+    lasting = stream.lasting  # pyright: ignore[reportAttributeAccessIssue]
+    stream.failure = errno.EBADF
+    with pytest.raises(OSError, match="failed"):
+        lasting.write("text") if call == "write" else lasting.flush()
+    assert _goes_to(stream) == "output"
