@@ -16,18 +16,15 @@ from megatron_ext.checkpoint.huggingface import load as huggingface
 from megatron_ext.checkpoint.local import writer
 from megatron_ext.checkpoint.native import load
 from megatron_ext.config.resolve import Facts
-from megatron_ext.config.schema import CheckpointConfig, Config, LoggingConfig, OptimizerConfig
-from megatron_ext.parallel import groups
-from megatron_ext.resilience.process_end import RunStatus
+from megatron_ext.config.schema import CheckpointConfig, LoggingConfig, OptimizerConfig
 from megatron_ext.telemetry.metrics import SourceLoss, ValidationMetrics
 from megatron_ext.telemetry.metrics import TestMetrics as LossOfTest
-from megatron_ext.train import attention_kernel, build, configure, datasets, evaluate, memory_check, pretrain, watching
+from megatron_ext.train import build, configure, datasets, evaluate, pretrain
 from megatron_ext.train import step as steps
 from megatron_ext.train import trainer as loop
-from megatron_ext.train.callbacks import evaluation, garbage, memory_history, standard
+from megatron_ext.train.callbacks import evaluation, garbage
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.garbage import GarbageCollection
-from megatron_ext.train.extensions import NONE
 from megatron_ext.train.run import HeldOut, HeldOutPart
 from megatron_ext.train.shared_numbers import Summed
 from megatron_ext.train.state import Position, TrainState
@@ -244,7 +241,9 @@ def test_the_loss_of_each_source_and_of_all(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("sources", [1, 2])
 def test_what_is_told_of_an_evaluation(sources: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One source is no list of sources. The test data comes after the validation data, and only at the end."""
-    monkeypatch.setattr(evaluation, "evaluate_sources", lambda run, data: evaluate.HeldOutLoss(2.0, (0.0, 4.0)[:sources]))
+    monkeypatch.setattr(
+        evaluation, "evaluate_sources", lambda run, data: evaluate.HeldOutLoss(2.0, (0.0, 4.0)[:sources])
+    )
     monkeypatch.setattr(evaluation, "evaluate", lambda run, data: {"test": 8.0}[data])
     told: list[Any] = []
     state = TrainState(iteration=3, consumed_samples=50, scheduled_samples=40)
@@ -343,8 +342,14 @@ def test_what_a_run_begins_with(
 
 @pytest.mark.parametrize(
     ("saved", "finetune", "warns"),
-    [(None, False, False), ({}, False, False), ({"seed": 5}, False, False), ({"seed": 0}, False, True)]
-    + [({"seed": 0}, True, False), ({"seed": 5}, True, False)],
+    [
+        (None, False, False),
+        ({}, False, False),
+        ({"seed": 5}, False, False),
+        ({"seed": 0}, False, True),
+        ({"seed": 0}, True, False),
+        ({"seed": 5}, True, False),
+    ],
 )
 def test_another_seed_than_the_checkpoints_is_told(saved: Any, finetune: bool, warns: bool) -> None:
     config = dataclasses.replace(
