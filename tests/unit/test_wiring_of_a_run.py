@@ -315,9 +315,7 @@ def test_the_loop_is_given_the_callbacks_of_all(elastic: bool, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "unpinned", "pinned"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
-)
+@pytest.mark.parametrize(("kind", "unpinned"), [("cuda", False), ("cuda", True), ("cpu", False)])
 def test_flags_of_torchs_fsdp(keeps: bool, kind: str, unpinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether gathered weights are kept after a forward pass, and whether host memory is pinned."""
     asked: list[dict[str, Any]] = []
