@@ -321,7 +321,8 @@ def test_what_a_run_begins_with(
     monkeypatch.setattr(datasets, "check_data_is_that_of_the_checkpoint", lambda run, resume: heard.append("compare"))
     monkeypatch.setattr(pretrain, "say", lambda text: heard.append(f"say {text}"))
     resume: Any = found and SimpleNamespace(is_snapshot=found == "snapshot", iteration=7, path=Path("memory/iter_7"))
-    flags = CheckpointConfig(**{name: f"folder of {name}" for name in names}, finetune=finetune)
+    folders: dict[str, Any] = {name: f"folder of {name}" for name in names}
+    flags = CheckpointConfig(**folders, finetune=finetune)
     run: Any = SimpleNamespace(rank=rank)
     pretrain._load(run, flags, resume)
     expected: list[Any] = []

@@ -279,7 +279,8 @@ def test_a_flag_that_is_left_out_changes_its_own_part_alone(
     for name, (given, named) in made.items():
         places, names = list(everything[name][0]), dict(everything[name][1])
         for place, value in other.get(name, {}).items():
-            (places if isinstance(place, int) else names)[place] = value
+            arguments: Any = places if isinstance(place, int) else names
+            arguments[place] = value
         assert (_plain(given), named) == (_plain(places), names), name
 
 

@@ -382,13 +382,21 @@ REDUCTIONS: dict[str, Any] = {
 
 OF_REDUCTIONS: list[tuple[Groups, dict[str, Any], dict[str, Any]]] = [
     ({}, {}, {}),
-    ({"training": {"accumulate_allreduce_grads_in_fp32": True}}, *[{"grad_reduce_in_fp32": True}] * 2),
+    (
+        {"training": {"accumulate_allreduce_grads_in_fp32": True}},
+        {"grad_reduce_in_fp32": True},
+        {"grad_reduce_in_fp32": True},
+    ),
     ({"training": {"grad_reduce_in_bf16": True}}, {}, {}),
-    ({"layout": {"overlap_param_gather": True}}, *[{"overlap_param_gather": True}] * 2),
+    ({"layout": {"overlap_param_gather": True}}, {"overlap_param_gather": True}, {"overlap_param_gather": True}),
     ({"layout": {"use_distributed_optimizer": True}}, {"use_distributed_optimizer": True}, {}),
     ({"layout": {"overlap_grad_reduce": True}}, {"overlap_grad_reduce": True}, {}),
-    ({"layout": {"num_distributed_optimizer_instances": 2}}, *[{"num_distributed_optimizer_instances": 2}] * 2),
-    ({"layout": {"ddp_bucket_size": 12345}}, *[{"bucket_size": 12345}] * 2),
+    (
+        {"layout": {"num_distributed_optimizer_instances": 2}},
+        {"num_distributed_optimizer_instances": 2},
+        {"num_distributed_optimizer_instances": 2},
+    ),
+    ({"layout": {"ddp_bucket_size": 12345}}, {"bucket_size": 12345}, {"bucket_size": 12345}),
     ({"layout": {"data_parallel_sharding_strategy": "optim"}}, {}, {"data_parallel_sharding_strategy": "optim"}),
     ({"layout": {"outer_dp_sharding_strategy": "optim"}}, {}, {"outer_dp_sharding_strategy": "optim"}),
     ({"training": {"bf16": True}}, {}, {"megatron_fsdp_main_params_dtype": torch.float32}),
