@@ -136,7 +136,7 @@ def test_each_part_of_a_run_is_given_what_was_made_before(
         "build_loaders": loaders,
         "GradientWatch": "watch",
         "P2PCommunicator": "p2p",
-        "record_of_run": "record",
+        "record_of_run": "record of the data",
         "captured_passes": "captured",
     }
     for name, result in names.items():
@@ -168,7 +168,12 @@ def test_each_part_of_a_run_is_given_what_was_made_before(
     assert chunk.own_loss is extensions.loss
     timers = "timers" if level or ranges else None
     assert (core.timers, part.config.timers, core.grad_scale_func) == (timers, timers, "scale")
-    assert (run.loaders, run.data_record, run.captured_passes, run.timers) == (loaders, "record", "captured", "timers")
+    assert (run.loaders, run.data_record, run.captured_passes, run.timers) == (
+        loaders,
+        "record of the data",
+        "captured",
+        "timers",
+    )
     assert (run.optimizer, run.sharding, run.groups, run.p2p) == (optimizer, sharding, ranks, "p2p")
 
 
