@@ -1,0 +1,53 @@
+"""Every rule is asked on both sides of its bounds, and with each of the flags that it weighs left out by itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.config.resolve import resolve
+from megatron_ext.rules.validate import RULES
+from tests.support import near_flags
+from tests.support.near_flags import advice, around, lines, near, outcome, title, typed_values
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden/near_flags.json"
+REGENERATE = "python tests/golden/regenerate.py"
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Any]:
+    return json.loads(GOLDEN.read_text())
+
+
+def test_next_to_every_wrong_command_line_the_rules_say_what_is_recorded(golden: dict[str, Any]):
+    found = {title(line, given): around(line, facts, given) for line, facts, given in lines()}
+    assert list(found) == list(golden), REGENERATE
+    for line, row in found.items():
+        assert row == golden[line], f"{line!r}: {REGENERATE}, and read the diff"
+
+
+def test_every_rule_speaks_in_the_record(golden: dict[str, Any]):
+    """One that never does is not tested there. That of a missing value stands before all others, and --load-hf reads a
+    file."""
+    spoken = {name for row in golden.values() for names in [row["rules"], *row["near"].values()] for name in names}
+    silent = {rule.__name__ for rule in RULES} - spoken
+    assert silent == {"nothing_needed_is_missing", "model_is_the_one_to_load"}
+
+
+def test_a_rule_takes_what_its_message_advises():
+    """Beyond the examples, whose way out is written down: with every number in the list of a message."""
+    base, followed, wrong = typed_values(""), 0, []
+    for line, facts, _ in lines():
+        values = typed_values(line)
+        for what, moved in [("", values), *near(values, base)]:
+            names, texts = outcome(moved, facts)
+            for name, text in zip(names, texts, strict=True):
+                for words, added, left_out in advice(text):
+                    rule = next(rule for rule in RULES if rule.__name__ == name)
+                    fixed = {key: value for key, value in (moved | added).items() if key not in left_out}
+                    followed += 1
+                    if text in rule(resolve(fixed, facts), facts):
+                        wrong.append((line, what, text, words))
+    assert followed > 500
+    assert wrong == [], near_flags.__name__
