@@ -74,7 +74,8 @@ MORE = (
     f"{_FP8} --num-layers 4 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 2 --first-last-layers-bf16",
     f"{_FP8} --fp8-recipe blockwise --world-size 2 --tensor-model-parallel-size 2",
     f"{_FP8} --fp8-recipe rowwise --world-size 2 --context-parallel-size 2 --seq-length 96 --attention-dropout 0",
-    f"{_FP8} --fp8-recipe blockwise --world-size 2 --context-parallel-size 2 --micro-batch-size 2 --attention-dropout 0",
+    f"{_FP8} --fp8-recipe blockwise --world-size 2 --context-parallel-size 2 --micro-batch-size 2 "
+    "--attention-dropout 0",
     f"{_FP8} --fp8-recipe rowwise --seq-length 24 --micro-batch-size 2",
     "--mock-data=false --vocab-size 257 --tokenizer-type NullTokenizer --data-path 0.3 a 0.7 b --split 90,7,3",
     "--mock-data=false --train-data-path a b --valid-data-path c d --multiple-validation-sets "
@@ -99,8 +100,8 @@ MORE = (
     "--world-size 3 --pipeline-model-parallel-size 3 --num-layers 10 --account-for-embedding-in-pipeline-split "
     "--account-for-loss-in-pipeline-split",
     f"{_PP2} --num-layers 7 --pipeline-model-parallel-layout Et*2|t|tt|ttL --global-batch-size 2",
-    "--world-size 8 --tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type a2a --num-attention-heads 6 "
-    "--hidden-size 96 --seq-length 60",
+    "--world-size 8 --tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type a2a "
+    "--num-attention-heads 6 --hidden-size 96 --seq-length 60",
     "--mock-data=false --vocab-size 257 --tokenizer-type NullTokenizer --data-path 0.3 a c b --split 90,0,3,1",
     "--mock-data=false --vocab-size 257 --tokenizer-type NullTokenizer --data-path 0 a 2 b --split inf,1",
     "--mock-data=false --vocab-size 257 --tokenizer-type NullTokenizer --data-path a --split 0,1,1",
