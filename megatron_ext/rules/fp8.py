@@ -62,7 +62,8 @@ def fp8_takes_whole_blocks(config: Config, facts: Facts) -> Iterator[str]:
 def fp8_sums_over_whole_blocks_of_tokens(config: Config, facts: Facts) -> Iterator[str]:
     """Require as many tokens in a microbatch as the product for a weight's gradient can sum over."""
     model, layout, training = config.model, config.layout, config.training
-    if training.fp8_format is None or not positive(model.seq_length, training.micro_batch_size):
+    sizes = (model.seq_length, training.micro_batch_size, layout.context_parallel_size)
+    if training.fp8_format is None or not positive(*sizes):
         return
     # A context-parallel rank has two chunks of each sample, and a block must not reach into the other.
     blockwise = training.fp8_recipe == "blockwise"

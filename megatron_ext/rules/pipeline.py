@@ -173,7 +173,7 @@ def _interleaved_layout(config: Config) -> str:
     """Return a pipeline size that interleaves with the virtual stages given, and a batch in whole rounds for it."""
     layout, training = config.layout, config.training
     sizes = [size for size in pipeline_sizes(config) if size > 1]
-    if not sizes or not positive(training.micro_batch_size, layout.model_parallel_size):
+    if not sizes or not positive(training.micro_batch_size, layout.model_parallel_size, layout.world_size):
         return ""
     stages = sizes[0]
     ranks = layout.model_parallel_size // layout.pipeline_model_parallel_size * stages

@@ -164,7 +164,9 @@ def optimizer_instances_divide_the_ranks(config: Config, facts: Facts) -> Iterat
             f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel size {ranks}; "
             f"use {listed(divisors(ranks))}"
         )
-    elif config.model.num_experts is not None and layout.expert_data_parallel_size % instances:
+    elif config.model.num_experts is None or not positive(layout.expert_model_parallel_size, layout.expert_tensor_size):
+        return
+    elif layout.expert_data_parallel_size % instances:
         experts = layout.expert_data_parallel_size
         yield (
             f"--num-distributed-optimizer-instances {instances} does not divide the {experts} ranks that hold the same "

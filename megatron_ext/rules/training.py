@@ -376,7 +376,8 @@ def _samples_at_once(config: Config) -> int | None:
 
 def _microbatches_per_round(config: Config) -> int:
     """Return the microbatches that one round of the schedule takes: with interleaving those of one group."""
-    return config.layout.microbatch_group_size if config.layout.virtual_pipeline_model_parallel_size > 1 else 1
+    layout = config.layout
+    return max(layout.microbatch_group_size, 1) if layout.virtual_pipeline_model_parallel_size > 1 else 1
 
 
 def _at_once_text(config: Config, rounds: int = 1) -> str:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Write tests/golden/cli.txt, docs/flags.md, docs/errors.md and docs/megatron_launches.md anew: `python
-tests/golden/regenerate.py`.
+"""Write tests/golden/cli.txt, tests/golden/near_flags.json, docs/flags.md, docs/errors.md and docs/megatron_launches.md
+anew: `python tests/golden/regenerate.py`.
 
 Run it after adding or changing a flag or a message on purpose, and read the diff before committing it. With --losses
 it trains and writes tests/golden/losses for this torch and this machine instead: only where losses changed on purpose.
@@ -16,6 +16,7 @@ from megatron_ext.config.reference import flags_page, pinned_command_line  # noq
 from megatron_ext.verify.losses import golden  # noqa: E402
 from tests.support.errors_page import errors_page  # noqa: E402
 from tests.support.megatron_launches import launches_page  # noqa: E402
+from tests.support.near_flags import golden_text  # noqa: E402
 
 
 def main() -> None:
@@ -26,6 +27,7 @@ def main() -> None:
     (ROOT / "docs/flags.md").write_text(flags_page())
     (ROOT / "docs/errors.md").write_text(errors_page())
     (ROOT / "docs/megatron_launches.md").write_text(launches_page())
+    (ROOT / "tests/golden/near_flags.json").write_text(golden_text())
 
 
 if __name__ == "__main__":

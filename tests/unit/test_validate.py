@@ -251,6 +251,21 @@ def test_facts_of_the_machine_are_judged():
     assert "use --distributed-backend nccl, or --device cpu" in problem
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--world-size 0 --num-virtual-stages-per-pipeline-rank 2",
+        "--disable-bias-linear --num-experts 8 --world-size 8 --use-distributed-optimizer "
+        "--num-distributed-optimizer-instances 2 --expert-model-parallel-size 0",
+        "--pipeline-model-parallel-size 0 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 24 "
+        "--rampup-batch-size 4 4 100",
+        "--bf16 --fp8-format e4m3 --context-parallel-size 0",
+    ],
+)
+def test_a_size_of_zero_is_named_and_divides_nothing(line: str):
+    assert any(" 0 is below 1; use 1 or more" in problem for problem in found(line))
+
+
 def test_replicas_are_compared_by_default_where_there_are_some():
     flag = "--check-weight-hash-across-dp-replicas-interval"
     for line, interval in (("", 1000), (f"{flag} 0", 0), (f"{flag} 7", 7), ("--use-torch-fsdp2 --world-size 2", None)):
