@@ -189,7 +189,7 @@ def _moved(name: str, value: Any) -> Iterator[Any]:
     if isinstance(value, tuple):
         if len(value) > 1:
             yield value[:-1]
-        yield (*value, value[-1])
+        yield (*value, *value[-1:])
         for place, item in enumerate(value):
             yield from ((*value[:place], moved, *value[place + 1 :]) for moved in _moved(name, item))
     elif choices is not None:
