@@ -1,9 +1,11 @@
 """The preparation of data at its boundaries: files of exactly one sample, documents of no tokens, far epochs."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from megatron_ext.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.corpus import Splits, build_datasets
@@ -11,6 +13,7 @@ from megatron_ext.data.formula import FormulaSource
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import share_of
 from megatron_ext.data.samples import BySource
+from megatron_ext.data.shuffled import ShuffledDataset
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.byte import ByteTokenizer
 
@@ -67,3 +70,12 @@ def test_a_held_out_sample_is_named_by_its_place_in_its_source(tmp_path: Path):
         ["held-out sample 0", "b.bin"],
         ["held-out sample 3", "b.bin"],
     ]
+
+
+def test_counts_of_fewer_samples_than_before_begin_anew() -> None:
+    """As of an evaluation, for which all samples are counted and then those that it reads."""
+    blend: Any = object.__new__(BlendedDataset)
+    blend.dataset_index = np.array([0, 2, 2, 1, 2, 0])
+    shuffled: Any = object.__new__(ShuffledDataset)
+    shuffled._dataset, shuffled.sources, shuffled._counted = blend, ["a", "b", "c"], (0, np.zeros(3, np.int64))
+    assert [shuffled.counts(samples) for samples in (6, 3, 4, 0)] == [[2, 1, 3], [1, 0, 2], [1, 1, 2], [0, 0, 0]]

@@ -55,3 +55,10 @@ def test_batches_of_one_sample_scale_as_others() -> None:
         values = {"lr_scale_rule": "linear", "lr_scale_base_batch_size": base, "global_batch_size": batch, "lr": 8.0}
         scale(values)
         assert (values["lr"], values["lr_scale_base_batch_size"]) == (expected, batch)
+
+
+def test_all_four_rates_are_scaled() -> None:
+    rates = {"lr": 8.0, "min_lr": 1.0, "decoupled_lr": 2.0, "decoupled_min_lr": 0.5}
+    values = {"lr_scale_rule": "linear", "lr_scale_base_batch_size": 2, "global_batch_size": 6, **rates}
+    scale(values)
+    assert {name: values[name] for name in rates} == {name: 3 * rate for name, rate in rates.items()}

@@ -166,7 +166,8 @@ def test_a_ring_of_sends_has_one_adapter_at_the_border() -> None:
     values = parse(f"{SEVEN_BILLION} --context-parallel-size 8".split()).values
     layout = resolve({**values, **placeholders(values), "world_size": 8}, Facts(cuda_available=True)).layout
     machine = Machine(hardware("h100"), gpus_per_node=4, link_efficiency=1.0)
-    ring, gathered = (Term("cp", collective, 1e9, "") for collective in ("send", "all-gather"))
+    ring, gathered, exchanged = (Term("cp", kind, 1e9, "") for kind in ("send", "all-gather", "all-to-all"))
+    assert transfer(exchanged, layout, machine) == pytest.approx(4 / 7 / 50)  # to 4 of 7 others, in the other node
     assert transfer(ring, layout, machine) == pytest.approx(1 / 50)
     assert transfer(gathered, layout, machine) == pytest.approx(1 / (4 * 50))
     assert latency(gathered, layout, machine) > latency(ring, layout, machine) > 0
