@@ -5,13 +5,14 @@ them the other tests of these files, which may look at what a shared run has lef
 allows. The first that fails has caught the mutant. So has one that hangs.
 """
 
+import ast
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -42,13 +43,13 @@ class Recorded:
     failed: set[str] = field(default_factory=set)
     """Tests that failed without a mutant, and say nothing of one."""
 
-    def tests_of(self, path: str, line: int, budget: float) -> list[str]:
-        """Return the tests to try on a mutant of a line, in their order.
+    def tests_of(self, path: str, lines: Iterable[int], budget: float) -> list[str]:
+        """Return the tests to try on a mutant of these lines, in their order.
 
         Files that name the module and start interpreters are among them: there a test executes lines unseen.
         """
         by_file: dict[str, list[str]] = defaultdict(list)
-        for name in self.by_line.get((path, line), ()):
+        for name in dict.fromkeys(name for line in lines for name in self.by_line.get((path, line), ())):
             by_file[name.split("::")[0]].append(name)
         files = sorted(by_file, key=lambda file: min(self.seconds[name] for name in by_file[file]))
         # The files in turn, the quickest test of each first: tests of one file look at the same things.
@@ -94,6 +95,21 @@ def read_recorded(path: Path) -> Recorded:
             for file, lines in row["lines"].items():
                 for number in lines:
                     found.by_line[file, number].append(row["item"])
+    return found
+
+
+def lines_of_statement(source: str, line: int) -> range:
+    """Return the lines of the innermost statement that a line belongs to; of a compound one those of its head.
+
+    An interpreter tells of the lines on which instructions begin, which need not be the line of a continued expression.
+    """
+    found = range(line, line + 1)
+    for node in ast.walk(ast.parse(source)):  # outer nodes come before inner ones
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
+            if node.lineno <= line <= last:
+                found = range(node.lineno, last + 1)
     return found
 
 
@@ -175,12 +191,13 @@ def try_mutants(
     """
     jobs, files = [], set()
     for mutant in mutants:
-        tests = recorded.tests_of(mutant.path, mutant.line, budget)
+        source = (ROOT / mutant.path).read_text(encoding="utf-8")
+        tests = recorded.tests_of(mutant.path, lines_of_statement(source, mutant.line), budget)
         if not tests:
             _append(output, {**asdict(mutant), "outcome": "no test", "tests": 0, "seconds": 0.0})
             continue
         files |= {name.split("::")[0] for name in tests}
-        changed = mutant.apply((ROOT / mutant.path).read_text(encoding="utf-8"))
+        changed = mutant.apply(source)
         job = {"mutant": asdict(mutant), "path": mutant.path, "source": changed, "items": tests}
         jobs.append({**job, "limits": _limits(recorded, tests, room_for, idle)})
     if jobs:

@@ -128,6 +128,25 @@ def test_loaded_functions_get_the_code_of_the_changed_text() -> None:
     assert counter().name() == 2
 
 
+CONTINUED = """
+def f(first,
+      second):
+    for one in (first,
+                second):
+        print(
+            one,
+            second,
+        )
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"), [(2, [2, 3]), (3, [2, 3]), (5, [4, 5]), (6, [6, 7, 8, 9]), (8, [6, 7, 8, 9])]
+)
+def test_a_continued_line_is_executed_where_its_statement_is(line: int, lines: list[int]) -> None:
+    assert list(trial.lines_of_statement(CONTINUED, line)) == lines
+
+
 def test_tests_that_execute_a_line_come_first_and_the_quickest_file_before_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,16 +158,16 @@ def test_tests_that_execute_a_line_come_first_and_the_quickest_file_before_other
     seconds = {"slow.py::a": 5.0, "slow.py::b": 1.0, "quick.py::a": 0.1, "quick.py::b": 0.2, "other.py::a": 0.1}
     recorded = Recorded({**seconds, "naming.py::a": 0.1, "here.py::a": 0.1})
     recorded.by_line["megatron_ext/data/y.py", 3] += ["slow.py::b", "quick.py::b"]
-    assert recorded.tests_of("megatron_ext/data/y.py", 3, 100.0) == [
+    assert recorded.tests_of("megatron_ext/data/y.py", [3], 100.0) == [
         "quick.py::b",
         "quick.py::a",
         "slow.py::b",
         "slow.py::a",
     ]
-    assert recorded.tests_of("megatron_ext/data/y.py", 3, 1.5) == ["quick.py::b", "quick.py::a", "slow.py::b"]
-    assert recorded.tests_of("megatron_ext/data/y.py", 3, 0.01) == ["quick.py::b"], "one is always tried"
-    assert recorded.tests_of("megatron_ext/data/y.py", 4, 100.0) == []
-    assert recorded.tests_of("megatron_ext/data/x.py", 4, 100.0) == ["naming.py::a"], "in an interpreter of its own"
+    assert recorded.tests_of("megatron_ext/data/y.py", [3], 1.5) == ["quick.py::b", "quick.py::a", "slow.py::b"]
+    assert recorded.tests_of("megatron_ext/data/y.py", [3], 0.01) == ["quick.py::b"], "one is always tried"
+    assert recorded.tests_of("megatron_ext/data/y.py", [4], 100.0) == []
+    assert recorded.tests_of("megatron_ext/data/x.py", [4], 100.0) == ["naming.py::a"], "in an interpreter of its own"
 
 
 def test_mistakes_of_a_file_are_planted_where_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
