@@ -39,6 +39,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="whose memory is sent")
     parser.usage = "%(prog)s [options] [-- <training flags>]"
     options = parser.parse_args(own)
+    for flag, number in (("--nproc-per-node", options.nproc_per_node), ("--nnodes", options.nnodes)):
+        if number is not None and number < 1:
+            parser.error(f"{flag} {number} is not a number from 1")
     if options.flight_recorder is not None:
         return _flight_recorder(options.flight_recorder)
     if options.collectives:

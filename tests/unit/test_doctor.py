@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_ext.cli.doctor import main
 from megatron_ext.device.survey import Gpu, Survey, driver_version, links
 from megatron_ext.doctor import gpus, machine, network, software, variables
 from megatron_ext.doctor.examine import examine, exit_code
 from megatron_ext.doctor.finding import Finding, Launch
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from tests.support.wrong_flags import BASE
 
@@ -227,6 +229,13 @@ def test_settings_of_gpus_that_are_right():
     blackwell = Gpu(0, "NVIDIA B200", (10, 0), 180, 180)
     assert not wrong(gpus.judge(Launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}), survey(blackwell)))
     assert not wrong(gpus.judge(Launch({"NCCL_P2P_LEVEL": "NVL"}), survey(H100, links={(0, 1): "NV18"})))
+
+
+@pytest.mark.parametrize("flag", ["--nproc-per-node", "--nnodes"])
+@pytest.mark.parametrize("number", ["0", "-2"])
+def test_no_ranks_are_not_those_of_the_machine(flag: str, number: str):
+    with pytest.raises(ConfigurationError, match=f"^{flag} {number} is not a number from 1"):
+        main([flag, number])
 
 
 def test_the_program(tmp_path: Path, listening: int):
