@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     given = [options.stages is not None, options.run is not None, bool(training)]
     if sum(given) != 1:
         parser.error("give one of --stages N, --run DIR, and training flags after --")
-    if options.microbatches is not None and options.microbatches < 1:
+    if options.stages is None and options.microbatches is not None and options.microbatches < 1:
         parser.error(f"--microbatches {options.microbatches} is not a number from 1")
     remarks: list[str] = []
     if options.stages is not None:
