@@ -31,6 +31,7 @@ from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.untrusted.folder import file_inside
 from megatron_ext.untrusted.text import ExcessiveError, TextError, load_json, read_file
 from megatron_ext.untrusted.yaml_text import MOST_YAML, load_yaml
+from tests.support.syntax import nodes_of, source
 
 _LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 30))
 _EXCESSIVE = {
@@ -169,8 +170,9 @@ _OTHERS = {
 
 
 def _calls(path: Path) -> list[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    """The names of the functions that a file calls; one that is computed has no name of a reader."""
+    functions = (node.func for node in nodes_of(source(path)) if isinstance(node, ast.Call))
+    return [ast.unparse(function) for function in functions if isinstance(function, ast.Name | ast.Attribute)]
 
 
 def test_nobody_else_reads_text_that_others_wrote() -> None:
