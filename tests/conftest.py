@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # after the numbers of threads are said
+_collection = ExitStack()
 
-from megatron_ext import device
 
-device.install("cpu")
+def _only_hands_out(config: pytest.Config) -> bool:
+    """Return whether this is the process of pytest-xdist that gives tests to others and loads none of them itself."""
+    shares = config.getoption("dist", "no") != "no" and not config.option.collectonly
+    return shares and not hasattr(config, "workerinput")
 
 
 @pytest.fixture(autouse=True)
 def no_groups_are_left() -> Iterator[None]:
     """A test that starts process groups in this process must not leave them to the tests after it."""
+    import torch
+
     yield
     if torch.distributed.is_initialized():
         from megatron_ext.parallel import groups
@@ -56,6 +61,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all") and config.option.markexpr == "not slow":  # what pyproject.toml says
         config.option.markexpr = ""
+    if _only_hands_out(config):
+        return
+    from megatron_ext import device
+    from megatron_ext.lasting_imports import kept_from_the_collector
+
+    # Torch, the engine and some thousand tests stay as long as the process: half a second for each look through them.
+    _collection.enter_context(kept_from_the_collector())
+    device.install("cpu")
+
+
+def pytest_collection_finish() -> None:
+    _collection.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ A page has every public class, function and method with its signature, its docst
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+@functools.cache
 def rooms() -> dict[str, list[Path]]:
     """Return the modules of each room, and of none under "base"."""
     found: dict[str, list[Path]] = {}
@@ -134,5 +136,6 @@ def _module(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
+@functools.cache
 def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))

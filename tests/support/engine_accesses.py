@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.syntax import nodes_of, tree_of
+
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("megatron_ext", "tools", "benchmarks")
 _TABLE = "megatron_ext/seams/"
@@ -67,12 +69,12 @@ class Source:
 
     @functools.cached_property
     def tree(self) -> ast.Module:
-        return ast.parse(self.code)
+        return tree_of(self.code)
 
     @functools.cached_property
-    def nodes(self) -> list[ast.AST]:
+    def nodes(self) -> tuple[ast.AST, ...]:
         """All of the tree."""
-        return list(ast.walk(self.tree))
+        return nodes_of(self.code)
 
     @functools.cached_property
     def module(self) -> str:

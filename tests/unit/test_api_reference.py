@@ -7,6 +7,7 @@ import pytest
 
 from megatron_ext.cli.api import index, main, page, rooms
 from megatron_ext.errors import ConfigurationError
+from tests.support.syntax import source, tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_ext"
@@ -17,7 +18,7 @@ def test_a_page_has_every_public_name_of_its_room(room: str) -> None:
     text = page(room)
     assert text.startswith(f"# {room}\n")
     for path in rooms()[room]:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(source(path)).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 assert f"\n### {node.name}\n" in text
                 assert f"*{path.relative_to(ROOT)}:{node.lineno}*\n" in text

@@ -1,18 +1,20 @@
 """The house keeps its shape: imports go down, torch-free rooms stay torch-free, the engine comes after the device."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from megatron_ext import device
+from tests.support.syntax import nodes_of, source
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_ext"
@@ -50,17 +52,22 @@ def room_of(path: Path) -> str | None:
     return parts[0] if len(parts) > 1 else None
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, whether importing the file imports it) for every import but those for type checkers alone."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return list(_imports(nodes_of(source(path))))
+
+
+def _imports(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, bool]]:
     for_types = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
+    [tree] = [node for node in nodes if isinstance(node, ast.Module)]
     top_level = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in for_types:
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -70,13 +77,14 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
                 yield alias.name, id(node) in top_level
 
 
+@functools.cache
 def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
 def files_imported_by(path: Path) -> Iterator[Path]:
     """The package's files that a file imports, also late and for type checkers."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(source(path)):
         match node:
             case ast.ImportFrom(module=str(module)):
                 names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
@@ -112,22 +120,26 @@ def test_the_tour_names_every_room() -> None:
     assert [room for room in FLOORS if f"`{room}/" not in tour] == []
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_only_go_down(path: Path) -> None:
+def climbs(path: Path) -> Iterator[str]:
+    """What a file imports from a floor above its own; a file beside the rooms lies below them all."""
     own = room_of(path)
-    if path == PACKAGE / "__main__.py":  # the door, above all rooms
-        return
     for module, _ in imports(path):
         parts = module.split(".")
         if parts[0] != "megatron_ext" or len(parts) < 2 or parts[1] not in FLOORS:
             continue
-        assert own is not None, f"{path.name} lies below all rooms but imports {module}"
-        assert FLOORS.index(parts[1]) >= FLOORS.index(own), f"{own}/ imports {module}, which is a floor above"
+        if own is None or FLOORS.index(parts[1]) < FLOORS.index(own):
+            yield f"{path.relative_to(PACKAGE)} imports {module}, which is a floor above"
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_megatron_training(path: Path) -> None:
-    assert not [module for module, _ in imports(path) if module.startswith("megatron.training")]
+def test_imports_only_go_down() -> None:
+    door = PACKAGE / "__main__.py"  # above all rooms
+    assert [climb for path in sources() if path != door for climb in climbs(path)] == []
+    assert list(climbs(door)), "what lies above all rooms imports from them"
+
+
+def test_no_megatron_training() -> None:
+    users = [path for path in sources() if any(name.startswith("megatron.training") for name, _ in imports(path))]
+    assert users == []
 
 
 def test_package_inits_import_nothing_heavy() -> None:
@@ -204,7 +216,7 @@ def test_torch_free_rooms(room: str) -> None:
 def test_only_the_device_room_asks_the_machine_for_gpus() -> None:
     asks = re.compile(r"cuda\.is_available|cuda\.device_count|/dev/nvidia|/proc/driver/nvidia")
     files = [*sources(), *(ROOT / "tools").glob("*.py"), ROOT / "pretrain_gpt.py"]
-    found = [str(path.relative_to(ROOT)) for path in files if asks.search(path.read_text(encoding="utf-8"))]
+    found = [str(path.relative_to(ROOT)) for path in files if asks.search(source(path))]
     assert found, "the pattern finds nothing"
     assert not [name for name in found if not name.startswith("megatron_ext/device/")]
 
@@ -244,8 +256,7 @@ READS_FIELDS_OF_LAYERS = {
 
 
 def _read_fields(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & OF_LAYERS
+    return {node.attr for node in nodes_of(source(path)) if isinstance(node, ast.Attribute)} & OF_LAYERS
 
 
 def test_layers_are_described_in_one_place() -> None:
@@ -266,7 +277,7 @@ def test_only_the_file_of_a_family_knows_the_family() -> None:
     asks = {
         str(path.relative_to(PACKAGE)): ast.unparse(node)
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(source(path))
         if isinstance(node, ast.Compare) and "family.model_type" in ast.unparse(node)
     }
     assert not asks, f"make it a field of Family (config/families/protocol.py): {asks}"
@@ -324,14 +335,14 @@ def _outside_sharding() -> list[Path]:
 
 def _wrappers() -> set[str]:
     """The names of the engine's classes and of those in `sharding/` that tell one scheme from another."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (PACKAGE / "sharding").glob("*.py")]
-    return ENGINE_WRAPPERS | {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    nodes = (node for path in (PACKAGE / "sharding").glob("*.py") for node in nodes_of(source(path)))
+    return ENGINE_WRAPPERS | {node.name for node in nodes if isinstance(node, ast.ClassDef)}
 
 
-def _tests_of_type(tree: ast.Module) -> set[str]:
+def _tests_of_type(nodes: Iterable[ast.AST]) -> set[str]:
     """The names of the classes that a file tests for, by isinstance, by type() or in a case."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         tested = None
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
             tested = node.args[1]
@@ -345,17 +356,17 @@ def _tests_of_type(tree: ast.Module) -> set[str]:
     return found
 
 
-def _asks_for_the_scheme(source: str, wrappers: set[str]) -> set[str]:
+def _asks_for_the_scheme(text: str, wrappers: set[str]) -> set[str]:
     """The fields that a file reads, the classes that it tests for and the schemes that it imports."""
-    tree = ast.parse(source)
-    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & FIELDS_OF_SHARDING
+    nodes = nodes_of(text)
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)} & FIELDS_OF_SHARDING
     imported = {
         module.split(".")[2]
-        for node in ast.walk(tree)
+        for node in nodes
         for module in _modules(node)
         if module.startswith("megatron_ext.sharding.")
     }
-    return read | (_tests_of_type(tree) & wrappers) | (imported - DOORS_OF_SHARDING)
+    return read | (_tests_of_type(nodes) & wrappers) | (imported - DOORS_OF_SHARDING)
 
 
 def _modules(node: ast.AST) -> list[str]:
@@ -368,10 +379,7 @@ def _modules(node: ast.AST) -> list[str]:
 def test_nobody_asks_which_sharding_scheme_it_is() -> None:
     """Everyone else calls the protocol of `sharding/`, so that a new scheme is one file."""
     wrappers = _wrappers()
-    asked = {
-        str(path.relative_to(ROOT)): _asks_for_the_scheme(path.read_text(encoding="utf-8"), wrappers)
-        for path in _outside_sharding()
-    }
+    asked = {str(path.relative_to(ROOT)): _asks_for_the_scheme(source(path), wrappers) for path in _outside_sharding()}
     others = {name: sorted(what) for name, what in asked.items() if what}
     assert not others, f"call the run's sharding (sharding/protocol.py) instead: {others}"
 
@@ -380,7 +388,7 @@ def test_fields_of_sharding_are_fields_and_their_readers_read_them() -> None:
     read: dict[str, set[str]] = {room: set() for room in READS_FIELDS_OF_SHARDING}
     for room, fields in read.items():
         for path in (PACKAGE / room).rglob("*.py"):
-            words = path.read_text(encoding="utf-8").replace("-", "_")
+            words = source(path).replace("-", "_")
             fields |= {field for field in FIELDS_OF_SHARDING if field in words}
     assert read["config/"] == FIELDS_OF_SHARDING
     assert read["sharding/"] == FIELDS_OF_SHARDING
@@ -388,7 +396,7 @@ def test_fields_of_sharding_are_fields_and_their_readers_read_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
+    "text",
     [
         "if run.config.layout.use_megatron_fsdp: pass",
         "isinstance(chunk, TorchFSDP | MegatronFSDPChunk)",
@@ -400,15 +408,15 @@ def test_fields_of_sharding_are_fields_and_their_readers_read_them() -> None:
         "import megatron_ext.sharding.host_memory as host",
     ],
 )
-def test_asking_for_the_scheme_is_found(source: str) -> None:
-    assert _asks_for_the_scheme(source, _wrappers())
+def test_asking_for_the_scheme_is_found(text: str) -> None:
+    assert _asks_for_the_scheme(text, _wrappers())
 
 
 def test_no_room_is_crowded() -> None:
     """No room holds more than 15% of the lines: one that does has a second subject, which wants a room of its own."""
     lines = Counter[str | None]()
     for path in sources():
-        lines[room_of(path)] += len(path.read_text(encoding="utf-8").splitlines())
+        lines[room_of(path)] += len(source(path).splitlines())
     crowded = {room: f"{held / lines.total():.1%}" for room, held in lines.items() if held > 0.15 * lines.total()}
     assert not crowded, f"move what these rooms hold besides their one subject: {crowded}"
 

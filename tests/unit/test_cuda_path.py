@@ -115,7 +115,7 @@ def test_fusions_on_a_gpu_can_be_switched_off(flags: dict[str, bool], dropout: b
 def test_megatron_cores_functions_stay_plain_where_they_are_not_to_be_fused() -> None:
     """As in every CPU process. `torch.compile` itself is torch's own again."""
     assert [hasattr(function, COMPILED) for function in (squared_relu, bias_dropout_add_fused_train)] == [False, False]
-    assert hasattr(torch.compile(lambda x: x), COMPILED)
+    assert hasattr(torch.compile(lambda x: x, backend="eager"), COMPILED)  # torch's compiler takes a second to import
 
 
 @pytest.mark.slow  # torch's compiler changes with torch alone

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.syntax import nodes_of, source, tree_of
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ("megatron_ext", "tools")
 GUIDES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
@@ -52,15 +54,10 @@ def has_no_subject(sentence: str) -> bool:
     return first in _PREPOSITIONS and not _VERBS.search(rest) and not _LOOKS_LIKE_A_VERB.search(rest)
 
 
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def documented(path: Path) -> Iterator[Found]:
     """Every module, class and function of a file that others may use, without what is inside of functions."""
     where = path.relative_to(ROOT).as_posix()
-    tree = parsed(path)
+    tree = tree_of(source(path))
     yield Found(where, tree, ast.get_docstring(tree))
     yield from _inside(tree, where)
 
@@ -76,7 +73,7 @@ def _inside(node: ast.Module | ast.ClassDef, where: str) -> Iterator[Found]:
 
 def attributes(path: Path) -> Iterator[tuple[str, str]]:
     """The docstrings of attributes: texts that stand after an assignment."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(source(path)):
         if isinstance(node, ast.Module | ast.ClassDef):
             for before, after in zip(node.body, node.body[1:], strict=False):
                 match before, after:
@@ -140,7 +137,7 @@ def test_no_coinages() -> None:
     """In docstrings, names of classes and functions, and guides."""
     found = []
     for path in files():
-        for node in ast.walk(parsed(path)):
+        for node in nodes_of(source(path)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 name = getattr(node, "name", "")
                 text = ast.get_docstring(node) or ""

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ext.config.optimizers import OPTIMIZERS
 from megatron_ext.config.schema import Config
+from tests.support.syntax import nodes_of, source
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ext"
 # Checking a value, or showing it, is not using it.
@@ -53,15 +54,15 @@ GROUPS: dict[str, Any] = {group.name: group.type for group in dataclasses.fields
 FIELDS = [(group, field.name) for group, kind in GROUPS.items() for field in dataclasses.fields(kind)]
 
 
-def reads(source: str) -> set[tuple[str, str]]:
+def reads(text: str) -> set[tuple[str, str]]:
     """Fields that a file reads, with the group that it reads them of: `config.data.seed`, or `data.seed` where `data`
     was assigned the group or is annotated with its class. An attribute of anything else that has the same name is none.
     """
-    tree = ast.parse(source)
-    known = dict(_bindings(tree))
+    nodes = nodes_of(text)
+    known = dict(_bindings(nodes))
     return {
         (group, node.attr)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
         if (group := _group(node.value) or known.get(_name(node.value)))
     }
@@ -74,13 +75,14 @@ def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _bindings(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def _bindings(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
     """Yield what a file has for a group, and the group."""
     classes = {kind.__name__: group for group, kind in GROUPS.items()}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             name = node.arg if isinstance(node, ast.arg) else _name(node.target)
-            yield from ((name, group) for kind, group in classes.items() if kind in ast.unparse(node.annotation))
+            annotation = ast.unparse(node.annotation)
+            yield from ((name, group) for kind, group in classes.items() if kind in annotation)
         elif isinstance(node, ast.Assign | ast.NamedExpr):
             target, value = node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value
             pairs: Iterable[tuple[ast.expr, ast.expr]] = [(target, value)]
@@ -96,7 +98,7 @@ def _group(node: ast.AST) -> str | None:
 @pytest.fixture(scope="module")
 def read_fields() -> set[tuple[str, str]]:
     files = (path for path in PACKAGE.rglob("*.py") if not any(part in path.as_posix() for part in NOT_USES))
-    return {field for path in files for field in reads(path.read_text(encoding="utf-8"))}
+    return {field for path in files for field in reads(source(path))}
 
 
 @pytest.mark.parametrize("field", [field for field in FIELDS if field[1] not in BY_CONSTRUCTION], ids="-".join)
@@ -105,13 +107,13 @@ def test_the_field_is_read(field: tuple[str, str], read_fields: set[tuple[str, s
 
 
 def test_an_attribute_of_the_same_name_is_no_use() -> None:
-    source = """
+    text = """
 def f(run, flags: CheckpointConfig):
     layout, seed = run.config.layout, run.loader.seed
     torch.save(parser.save), layout.world_size, flags.load, run.config.training.lr_decay_style
 """
     expected = {("layout", "world_size"), ("checkpoint", "load"), ("training", "lr_decay_style")}
-    assert reads(source) == expected
+    assert reads(text) == expected
 
 
 def test_the_exceptions_are_fields() -> None:

@@ -25,13 +25,27 @@ STAND_INS = {
         "def multi_tensor_scale(*arguments): pass\ndef multi_tensor_scale_tensor(*arguments): pass\n"
     ),
 }
+# A process for each setting, forked once torch is there: importing it takes longer than all that is asked.
 PROGRAM = """
+import os
 import sys
+
+import torch._dynamo
+
+for asked in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        break
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0:
+        sys.exit(f"--external-kernels {asked} has failed")
+else:
+    sys.exit()
+
 from megatron_ext import device
 from megatron_ext.device.external_kernels import asked_for, kernels_text
 from megatron_ext.config.schema import Config, ModelConfig
 
-config = Config(model=ModelConfig(external_kernels=sys.argv[1]))
+config = Config(model=ModelConfig(external_kernels=asked))
 device.install("cpu", kernels=asked_for(config))
 from megatron.core.optimizer import Adam, clip_grads, optimizer
 
@@ -41,34 +55,36 @@ print(kernels_text())
 """
 
 
-def engine_takes(folder: Path, packages: tuple[str, ...], asked: str) -> list[str]:
-    """Import the engine where the packages are installed; where its kernels are from, and what a run says of it."""
+def engine_takes(folder: Path, packages: tuple[str, ...], *settings: str) -> list[list[str]]:
+    """Import the engine where the packages are installed, with each of the settings of --external-kernels.
+
+    Returns:
+        For each setting, where its kernels are from, and what a run says of it.
+    """
     for name, text in STAND_INS.items():
         if name.split("/")[0] in (*packages, *(["amp_C.py"] if "apex" in packages else [])):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, asked]
+    command = [sys.executable, "-c", PROGRAM, *settings]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout.splitlines()
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 5 * len(settings)
+    return [lines[5 * number : 5 * number + 5] for number in range(len(settings))]
 
 
-@pytest.mark.parametrize(
-    ("packages", "said"),
-    [
-        (
-            ("apex", "transformer_engine"),
-            "Adam, norm and clipping are torch's; apex and Transformer Engine are installed and not used "
-            "(--external-kernels apex or --external-kernels transformer_engine takes it)",
-        ),
-        pytest.param((), "None", marks=pytest.mark.slow),  # as all other tests run
-    ],
-)
-def test_what_is_installed_changes_nothing(tmp_path: Path, packages: tuple[str, ...], said: str) -> None:
-    assert engine_takes(tmp_path, packages, "none") == ["torch", "megatron", "megatron", "megatron", said]
-
-
-def test_apex_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_what_is_installed_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
+    not_used, used = engine_takes(tmp_path, ("apex", "transformer_engine"), "none", "apex")
+    said = (
+        "Adam, norm and clipping are torch's; apex and Transformer Engine are installed and not used "
+        "(--external-kernels apex or --external-kernels transformer_engine takes it)"
+    )
+    assert not_used == ["torch", "megatron", "megatron", "megatron", said]
     said = "Adam, norm and clipping are apex's, where it has them"
-    assert engine_takes(tmp_path, ("apex", "transformer_engine"), "apex") == ["apex", "amp_C", "apex", "apex", said]
+    assert used == ["apex", "amp_C", "apex", "apex", said]
+
+
+@pytest.mark.slow  # as all other tests run
+def test_without_packages_nothing_is_said_of_them(tmp_path: Path) -> None:
+    assert engine_takes(tmp_path, (), "none") == [["torch", "megatron", "megatron", "megatron", "None"]]

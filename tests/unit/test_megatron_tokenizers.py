@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron.core.tokenizers.text.libraries import MegatronHFTokenizer, TikTokenTokenizer
 from tokenizers import Tokenizer
 
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
@@ -66,6 +65,8 @@ def agree(ours: Protocol, theirs: Callable[[str], list[int]]) -> None:
 def test_tiktoken_is_megatrons(
     vocabulary: tuple[str, int], pattern: str, count: int, cut: int, special: list[str] | None
 ):
+    from megatron.core.tokenizers.text.libraries import TikTokenTokenizer  # imports transformers
+
     path, tokens = vocabulary
     size = tokens - cut + count
     theirs = TikTokenTokenizer(path, special, count, pattern=pattern, vocab_size=size)
@@ -85,6 +86,8 @@ def test_tiktoken_is_megatrons(
 
 
 def test_gpt2_is_megatrons(gpt2_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from megatron.core.tokenizers.text.libraries import MegatronHFTokenizer
+
     # Megatron asks the hub for "gpt2", and a folder of this name answers first.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()

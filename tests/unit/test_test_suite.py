@@ -1,8 +1,9 @@
 """The suite keeps its shape: helpers lie in tests/support, and what starts ranks lies elsewhere than under unit/."""
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,20 @@ STARTS_RANKS = {
 """Names that a file under unit/ neither imports nor gives to another process."""
 
 
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """The nodes of those kinds that are looked at: all of them would take a hundred megabytes."""
+    return looked_at(path.read_text(encoding="utf-8"))
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def looked_at(text: str) -> list[ast.AST]:
+    kinds = ast.Import | ast.ImportFrom | ast.List | ast.Tuple
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+
+
+def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Modules that are imported, the names taken from them, and both joined by a dot."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -37,16 +45,16 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield from (alias.name, f"{node.module}.{alias.name}")
 
 
-def ways_to_start_ranks(tree: ast.AST) -> set[str]:
+def ways_to_start_ranks(nodes: Sequence[ast.AST]) -> set[str]:
     """Those of STARTS_RANKS that are imported, or are words of a list (a command)."""
     words = {
         element.value
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.List | ast.Tuple)
         for element in node.elts
         if isinstance(element, ast.Constant) and isinstance(element.value, str)
     }
-    return STARTS_RANKS & {*imported(tree), *words}
+    return STARTS_RANKS & {*imported(nodes), *words}
 
 
 def test_helpers_are_imported_from_support_alone() -> None:
@@ -55,14 +63,14 @@ def test_helpers_are_imported_from_support_alone() -> None:
     found = {
         str(path.relative_to(TESTS)): taken
         for path in sorted(TESTS.rglob("*.py"))
-        if (taken := set(filter(wrong.match, imported(tree_of(path)))))
+        if (taken := set(filter(wrong.match, imported(nodes_of(path)))))
     }
     assert found == {}, "put what tests share into tests/support"
 
 
 def test_what_starts_ranks_is_not_under_unit() -> None:
     files = set((TESTS / "unit").glob("*.py")) - {Path(__file__)}
-    found = {path.name: ways for path in sorted(files) if (ways := ways_to_start_ranks(tree_of(path)))}
+    found = {path.name: ways for path in sorted(files) if (ways := ways_to_start_ranks(nodes_of(path)))}
     assert found == {}, "these belong to tests/distributed"
 
 
@@ -76,4 +84,4 @@ def test_what_starts_ranks_is_not_under_unit() -> None:
     ],
 )
 def test_ways_to_start_ranks_are_seen(code: str) -> None:
-    assert ways_to_start_ranks(ast.parse(code))
+    assert ways_to_start_ranks(looked_at(code))

@@ -18,6 +18,25 @@ MODEL = (
     "--micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --num-workers 0 --split 100,0,0 --device cpu"
 )
 
+# `megatron-ext` with each of the command lines of a JSON list, until one fails: processes that are forked once torch
+# is there, for importing it takes longer than what they do.
+COMMANDS = """
+import json, os, sys
+import torch._dynamo
+
+for line in json.loads(sys.argv[1]):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        from megatron_ext.cli.main import start
+
+        sys.argv = ["megatron-ext", *line]
+        start()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code:
+        sys.exit(code)
+"""
+
 
 class Installed:
     """An environment that has the wheel, and of what it needs the packages that the tests run with."""
@@ -29,7 +48,8 @@ class Installed:
         environment = folder / "environment"
         run(sys.executable, "-m", "venv", "--without-pip", environment)
         self.bin = environment / "bin"
-        run(sys.executable, "-m", "pip", "--python", self.bin / "python", "install", "--no-index", "--no-deps", wheel)
+        install = ("install", "--no-index", "--no-deps", "--no-compile", wheel)
+        run(sys.executable, "-m", "pip", "--python", self.bin / "python", *install)
         self.site = next((environment / "lib").glob("python*/site-packages"))
         (self.site / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
@@ -54,8 +74,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "megatron_ext", source / "megatron_ext", ignore=shutil.ignore_patterns("__pycache__"))
-    build = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", folder, source)
-    run(sys.executable, *build)
+    # What `pip wheel` starts three interpreters for.
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    run(sys.executable, "-c", build, folder, cwd=source)
     return Installed(folder, next(folder.glob("*.whl")))
 
 
@@ -78,14 +99,14 @@ def test_preprocess_pretrain_and_convert_outside_of_the_checkout(installed: Inst
     assert where.startswith(str(installed.site)), "the test has run the checkout's package"
 
     data = ("--data-path", "data_text_document", *tokenizer)
-    pretrain = ("megatron-ext", "pretrain", *MODEL.split(), *data, "--train-iters", "2", "--save", "run")
-    output = installed(*pretrain, "--log-interval", "1").stdout
+    pretrain = ["pretrain", *MODEL.split(), *data, "--train-iters", "2", "--save", "run", "--log-interval", "1"]
+    convert = ["convert", "to-hf", "--load", "run", "--save", "hf", "--no-verify"]
+    output = installed("python", "-c", COMMANDS, json.dumps([pretrain, convert])).stdout
     assert "iteration        2/       2" in output
     rows = [json.loads(line) for line in (installed.home / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2]
 
-    converted = installed("megatron-ext", "convert", "to-hf", "--load", "run", "--save", "hf", "--no-verify").stdout
-    assert "LlamaForCausalLM" in converted
+    assert "LlamaForCausalLM" in output
     assert (installed.home / "hf" / "model.safetensors").is_file()
 
 
