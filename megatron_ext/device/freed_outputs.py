@@ -1,11 +1,15 @@
-"""Gives the memory of an output that was computed anew to the one that was freed, without building anything.
+"""Gives the memory of an output that was computed anew to the one that was freed, with little to build or nothing.
 
 --recompute-modules layernorm frees the outputs of norms (megatron-core's `CheckpointWithoutOutput`). In the backward
 pass megatron-core lets a freed tensor share the memory of the new one by a few lines of C++, which torch compiles when
-they are called first: on every new machine, with ninja and a C++ compiler. Where one of them is missing the first
-backward pass would fail; there the numbers are copied, the same bits in one more pass over memory.
+they are called first: on every new machine, with ninja and a C++ compiler, and with all headers of torch, half a minute
+of a core. Ours take the addresses that Python knows and need one small header: a second or two. Where ninja or the
+compiler is missing the first backward pass would fail; there the numbers are copied, the same bits in one more pass
+over memory.
 """
 
+import ctypes
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -14,15 +18,48 @@ import torch
 from megatron.core.tensor_parallel import random
 from torch.utils import cpp_extension
 
+Sharing = Callable[[torch.Tensor, torch.Tensor], None]
+"""Type of what is called with a freed tensor and the computed one whose memory it gets."""
 
-def copy_where_nothing_can_be_built() -> None:
-    """Have megatron-core copy, on a machine without ninja or a C++ compiler. Call it before a model is trained."""
+_SHARE = """
+#include <c10/core/Storage.h>
+
+extern "C" void megatron_ext_share_storage(void* freed, void* computed) {
+  auto* to = static_cast<c10::StorageImpl*>(freed);
+  auto* from = static_cast<c10::StorageImpl*>(computed);
+  // Kept as long as the memory is in use by `freed`, and one of its views.
+  auto* kept = new c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(from));
+  to->set_data_ptr(c10::DataPtr(
+      kept->data_ptr().get(), kept, [](void* context) { delete static_cast<c10::Storage*>(context); }, from->device()));
+  to->set_nbytes(from->nbytes());
+}
+"""
+
+
+def share_or_copy() -> None:
+    """Have megatron-core call our few lines of C++, or copy where they cannot be built. Call it before training."""
     compiler = os.environ.get("CXX", "c++")  # as torch chooses it
-    if not (cpp_extension.is_ninja_available() and shutil.which(compiler)):
-        random._get_share_storage = _copies
+    can_build = cpp_extension.is_ninja_available() and shutil.which(compiler) is not None
+    random._get_share_storage = _built if can_build else _copies
 
 
-def _copies() -> Callable[[torch.Tensor, torch.Tensor], None]:
+@functools.cache
+def _built() -> Sharing:
+    """Compile what no process of this machine has compiled, and load it."""
+    file = cpp_extension.load_inline(
+        "megatron_ext_share_storage", _SHARE, no_implicit_headers=True, is_python_module=False
+    )
+    share = ctypes.CDLL(str(file)).megatron_ext_share_storage
+    share.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    share.restype = None
+
+    def shared(freed: torch.Tensor, computed: torch.Tensor) -> None:
+        share(freed.untyped_storage()._cdata, computed.untyped_storage()._cdata)
+
+    return shared
+
+
+def _copies() -> Sharing:
     return _copy
 
 

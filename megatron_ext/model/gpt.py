@@ -22,7 +22,7 @@ from megatron_ext.config.layers import Attention, stack
 from megatron_ext.config.ranks import chunk_layers
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import Documents
-from megatron_ext.device.freed_outputs import copy_where_nothing_can_be_built
+from megatron_ext.device.freed_outputs import share_or_copy
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.weight_gradients import stand_in
 from megatron_ext.model.inference import WholeSequences
@@ -223,7 +223,7 @@ def build_model(
     if transformer_config.gradient_accumulation_fusion:
         stand_in()
     if "layernorm" in (transformer_config.recompute_modules or ()):
-        copy_where_nothing_can_be_built()
+        share_or_copy()
     chunks = config.layout.virtual_pipeline_model_parallel_size
     return [
         _build_chunk(config, transformer_config, pg_collection, chunk, chunks, on_meta=on_meta, layer_spec=layer_spec)

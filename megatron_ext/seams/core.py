@@ -79,8 +79,8 @@ MODEL = (
     ),
     Seam(
         f"{_CORE}.tensor_parallel.random._get_share_storage",
-        "replaced where no C++ can be compiled: it returns what gives a freed output the memory of the one that was "
-        "computed anew, called with the two",
+        "replaced by a few lines of C++ that compile in a second, or by a copy where none can be compiled: it returns "
+        "what gives a freed output the memory of the one that was computed anew, called with the two",
         (),
         (f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput._recompute",),
     ),

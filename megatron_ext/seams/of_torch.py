@@ -14,6 +14,10 @@ TORCH = (
         "raised: after so many kinds of arguments a compiled function is run operator by operator",
     ),
     Seam("torch.compile", "replaced while megatron-core is imported, where its fused functions cannot be compiled"),
+    Seam(
+        "torch.UntypedStorage._cdata",
+        "the address of its c10::StorageImpl, which our C++ gives the memory of another one",
+    ),
     Seam("torch.cuda._lazy_call", "replaced on a CPU: calls back at once"),
     Seam(
         "torch.cuda.memory._record_memory_history",

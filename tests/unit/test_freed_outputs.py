@@ -1,5 +1,6 @@
-"""Outputs that are freed and computed anew (--recompute-modules layernorm) where no C++ can be compiled."""
+"""Outputs that are freed and computed anew (--recompute-modules layernorm), where C++ can be compiled and where not."""
 
+import os
 import shutil
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random
 from torch.utils import cpp_extension
 
-from megatron_ext.device.freed_outputs import copy_where_nothing_can_be_built
+from megatron_ext.device.freed_outputs import share_or_copy
 
 
 def gradients(*, freed: bool) -> list[torch.Tensor]:
@@ -43,15 +44,42 @@ def test_norms_are_computed_anew_without_ninja_or_a_compiler(missing: str, monke
         gradients(freed=True)
     monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: missing != "ninja")
     monkeypatch.setattr(shutil, "which", lambda _name: None if missing == "a compiler" else "/usr/bin/c++")
-    copy_where_nothing_can_be_built()
+    share_or_copy()
     for here, there in zip(gradients(freed=True), gradients(freed=False), strict=True):
         assert torch.equal(here, there)
 
 
-def test_what_can_be_built_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: True)
-    monkeypatch.setattr(shutil, "which", lambda _name: "/usr/bin/c++")
-    genuine = random._get_share_storage
-    monkeypatch.setattr(random, "_get_share_storage", genuine)
-    copy_where_nothing_can_be_built()
-    assert random._get_share_storage is genuine
+@pytest.mark.skipif(
+    not cpp_extension.is_ninja_available() or shutil.which(os.environ.get("CXX", "c++")) is None,
+    reason="needs ninja and a C++ compiler",
+)
+def test_where_it_can_be_built_the_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not copied; it stays when the computed tensor is gone, and ends with the last reader."""
+
+    def build(**_given: Any) -> None:
+        raise AssertionError("megatron-core's own is built with all headers of torch")
+
+    monkeypatch.setattr(random, "load_inline", build)
+    monkeypatch.setattr(random, "_share_storage_ext", None)
+    monkeypatch.setattr(random, "_get_share_storage", random._get_share_storage)
+    share_or_copy()
+    for here, there in zip(gradients(freed=True), gradients(freed=False), strict=True):
+        assert torch.equal(here, there)
+
+    share: Any = random._get_share_storage()
+    freed, computed = torch.zeros(20), torch.arange(20.0)
+    view, storage = freed.view(4, 5), computed.untyped_storage()
+    before = owners(storage)
+    freed.untyped_storage().resize_(0)
+    share(freed, computed)
+    assert freed.data_ptr() == view.data_ptr() == computed.data_ptr()
+    assert freed.untyped_storage().nbytes() == storage.nbytes()
+    assert owners(storage) == before + 1
+    del freed
+    assert owners(storage) == before + 1
+    del view
+    assert owners(storage) == before
+
+
+def owners(storage: torch.UntypedStorage) -> int:
+    return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]
