@@ -240,9 +240,7 @@ def test_the_background_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.
     [
         ("off", False, None, False),
         ("start", True, None, False),
-        ("quick", True, None, False),
         ("start", False, BLOCKS, True),
-        ("quick", False, BLOCKS[:4], False),
         ("background", False, BLOCKS[:4], False),
     ],
 )
