@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_ext.checkpoint.native.save import Kept
 from megatron_ext.errors import ConfigurationError, NumericError, StorageError
 from megatron_ext.inference.sampling import Sampling
 from megatron_ext.resilience.process_end import RunStatus
+from megatron_ext.telemetry.communication import ComputeTime
 from megatron_ext.telemetry.metrics import (
     Sample,
     SampleMetrics,
@@ -26,6 +28,7 @@ from megatron_ext.telemetry.metrics import (
 from megatron_ext.telemetry.metrics import (
     TestMetrics as MetricsOfTest,
 )
+from megatron_ext.telemetry.stragglers import Slowness
 from megatron_ext.train.callbacks import (
     checkpointing,
     communication,
@@ -33,6 +36,7 @@ from megatron_ext.train.callbacks import (
     memory_history,
     reporting,
     stopping,
+    stragglers,
     tasks,
 )
 from megatron_ext.train.callbacks.checkpointing import Checkpointing
@@ -45,6 +49,7 @@ from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting
 from megatron_ext.train.callbacks.status import Status
 from megatron_ext.train.callbacks.stopping import Stopping
+from megatron_ext.train.callbacks.stragglers import Stragglers
 from megatron_ext.train.callbacks.tasks import Samples, Tasks
 from megatron_ext.train.run import HeldOut, HeldOutPart
 from megatron_ext.train.shared_numbers import StopVotes
@@ -498,7 +503,7 @@ def _reported(
     monkeypatch.setattr(reporting, "parameters_norm", lambda run: 100.0 + run.state.iteration)
     monkeypatch.setattr(reporting, "shares_of_all_ranks", lambda clock, run: {clock: float(run.state.iteration)})
     heard: list[str] = []
-    stragglers: Any = SimpleNamespace(summary=lambda: {"rank": 3}, forget=lambda: heard.append("forget"))
+    slow: Any = SimpleNamespace(summary=lambda: {"rank": 3}, forget=lambda: heard.append("forget"))
     config = small_config(training={"train_iters": 70, **training})
     logging = dataclasses.replace(config.logging, log_params_norm=True)
     memory = SimpleNamespace(max_allocated=13, allocated=11, reserved=12)
@@ -514,7 +519,7 @@ def _reported(
     trainer.weight_decay_curve = reporting_curve()
     by_step, by_log = _Sink(), _Sink()
     clock: Any = "clock"
-    callback = Reporting([by_step], 2, [by_log], 3, clock, stragglers)
+    callback = Reporting([by_step], 2, [by_log], 3, clock, slow)
     for _ in range(steps):
         now[0] += 10.0  # between two steps, which counts for none
         callback.on_step_begin(trainer)
@@ -628,3 +633,125 @@ def test_the_planned_steps_are_told_of_a_length_in_samples(monkeypatch: pytest.M
     training = {"train_iters": None, "train_samples": 22, "global_batch_size": 4}
     _, by_log, _, _ = _reported(monkeypatch, start=TrainState(), steps=1, **training)
     assert by_log.got[0].train_iters == 5
+
+
+def _slow(ranks: int, last: bool = True) -> tuple[Any, list[tuple[Any, ...]]]:
+    """The callback of a run of some ranks, and what is compared of each step."""
+    run: Any = SimpleNamespace(
+        world_size=ranks, is_last_rank=last, device=SimpleNamespace(torch_device=torch.device("cpu"))
+    )
+    compared: list[tuple[Any, ...]] = []
+    callback: Any = Stragglers(NOTHING, run)
+    callback._ranks = SimpleNamespace(
+        slow=set(), slowest=None, add=lambda *given: (compared.append(given), ([], []))[1]
+    )
+    return callback, compared
+
+
+def test_times_of_an_exchange_are_those_of_each_step_of_each_rank() -> None:
+    """Three ranks send three times of two steps: number, step and rank are digits of each."""
+    callback, compared = _slow(3)
+    sent = torch.tensor(
+        [[[100.0 * kind + 10 * step + rank for kind in (1, 2, 3)] for step in (0, 1)] for rank in range(3)]
+    )
+    callback._under_way.append(SimpleNamespace(times=lambda device: sent.flatten()))
+    callback._read(2)
+    assert compared == [
+        ([200.0, 201.0, 202.0], [100.0, 101.0, 102.0], [300.0, 301.0, 302.0]),
+        ([210.0, 211.0, 212.0], [110.0, 111.0, 112.0], [310.0, 311.0, 312.0]),
+    ]
+
+
+def test_an_exchange_that_is_not_there_yet_is_read_later() -> None:
+    callback, compared = _slow(2)
+    found: list[torch.Tensor | None] = [None, torch.zeros(12), torch.zeros(12)]
+    callback._under_way.extend([SimpleNamespace(times=lambda device: found.pop(0))] * 2)
+    callback.on_step_end(_trainer(1), NOTHING)
+    assert compared == []
+    callback.on_end(_trainer(1))
+    assert len(compared) == 4
+
+
+def test_what_is_sent_are_the_two_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second step; the first three, and those whose time is not known, are no numbers."""
+    sent: list[list[float]] = []
+
+    def gather(times: torch.Tensor, own: torch.Tensor, async_op: bool) -> Any:
+        assert (async_op, times.shape) == (True, (12,))
+        sent.append(own.tolist())
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+    callback, _ = _slow(2)
+    callback._read = lambda iteration: None
+    known = iter(([1], [2, 3], [4], [5, 6, 7, 8], [9]))
+    callback._clock = SimpleNamespace(
+        take_compute=lambda: [ComputeTime(float(step), step + 0.25, step + 0.5) for step in next(known)]
+    )
+    for iteration in range(1, 11):
+        callback.on_step_end(_trainer(iteration), NOTHING)
+
+    def times(*steps: int | None) -> list[float]:
+        return [math.nan if step is None else step + part for step in steps for part in (0.0, 0.25, 0.5)]
+
+    expected = [times(None, None), times(None, None), times(4, None), times(6, 7), times(8, 9)]
+    assert [str(one) for one in sent] == [str(one) for one in expected]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_one_rank_says_who_became_slow_and_who_no_longer_is(last: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    callback, _ = _slow(2, last)
+    own = Slowness(1, 1.5, 0.003, 0.002, (0,))
+    shared = Slowness(0, 1.25, 0.005, 0.004, (1,), 0.5, 0.75)
+    slow_core = Slowness(0, 1.25, 0.005, 0.004, (1, 2), 0.75, 0.5)
+    callback._ranks.add = lambda *_: ([own, shared, slow_core], [own, shared])
+    callback._hosts = ["a", "b"]
+    callback._under_way.append(SimpleNamespace(times=lambda device: torch.zeros(12)))
+    callback._read(7)
+    said = capsys.readouterr().out.splitlines()
+    times = "1.25 times as long as its peers: 5.0 ms of a step,"
+    once = [
+        "straggler at iteration 7: rank 1 (b) computes 1.50 times as long as its peers: 3.0 ms of a step, "
+        "rank 0 2.0 ms",
+        f"straggler at iteration 7: rank 0 (a) shares its core, which it had 50% of the time, and computes {times} "
+        "rank 1 4.0 ms",
+        "straggler at iteration 7: rank 0 (a) has a slower core than its peers, 50% of their speed, and computes "
+        f"{times} ranks 1-2 4.0 ms",
+        "straggler at iteration 7: rank 1 (b) computes as long as its peers again",
+        "straggler at iteration 7: rank 0 (a) computes as long as its peers again by the clock",
+    ]
+    assert said == (once * 2 if last else [])
+
+
+def test_ranks_are_compared_within_their_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the stages and machines that all tell once."""
+
+    def gather(found: list[Any], own: Any) -> None:
+        assert (own, len(found)) == (("here", 1), 4)
+        found[:] = [("a", 0), ("b", 1), ("here", 1), ("c", 0)]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(stragglers.socket, "gethostname", lambda: "here")
+    made: list[list[int]] = []
+    monkeypatch.setattr(stragglers, "SlowRanks", lambda stages: made.append(list(stages)))
+    run: Any = SimpleNamespace(world_size=4, groups=SimpleNamespace(pp=SimpleNamespace(rank=lambda: 1)))
+    callback = Stragglers(NOTHING, run)
+    callback.on_start(NOTHING)
+    assert made == [[], [0, 1, 1, 0]]
+    assert callback._hosts == ["a", "b", "here", "c"]
+
+
+def test_times_are_read_when_the_device_has_copied_them() -> None:
+    """All have sent theirs before that; the copy is begun once."""
+    heard: list[str] = []
+    passed = iter((False, True))
+    device: Any = SimpleNamespace(
+        mark=lambda: heard.append("mark") or "mark", has_passed=lambda mark: heard.append(mark) or next(passed)
+    )
+    sent = torch.ones(3)
+    exchange = stragglers._Exchange(SimpleNamespace(wait=lambda: heard.append("wait")), sent)
+    assert exchange.times(device) is None
+    found = exchange.times(device)
+    assert found is not None
+    assert found.tolist() == [1.0] * 3
+    assert heard == ["wait", "mark", "mark", "mark"]

@@ -150,57 +150,6 @@ def test_a_checkpoint_that_is_missing_ends_the_run_where_it_is_asked_for(
         pretrain._require_checkpoint(flags, resume)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    ("found", "flags", "done", "said"),
-    [
-        (None, {}, [], None),
-        (None, {"load": "ckpt"}, [], "checkpoint: starting afresh: none in ckpt"),
-        (None, {"load_hf": "hf"}, ["weights of hf"], "checkpoint: beginning with the weights of hf"),
-        ("checkpoint", {"load": "ckpt"}, ["load", "compare"], "checkpoint: resuming at iteration 3 of ckpt"),
-        ("checkpoint", {"load": "ckpt", "finetune": True}, ["load"], "checkpoint: finetuning from iteration 3 of ckpt"),
-        # A run that began with it goes on from its own checkpoint.
-        (
-            "checkpoint",
-            {"load": "ckpt", "load_hf": "hf"},
-            ["load", "compare"],
-            "checkpoint: resuming at iteration 3 of ckpt",
-        ),
-        (
-            "snapshot",
-            {"load": "ckpt"},
-            ["restore 3", "compare"],
-            "checkpoint: resuming at iteration 3 of the snapshots in /dev/shm/run",
-        ),
-    ],
-)
-def test_what_a_run_begins_with(
-    found: str | None,
-    flags: dict[str, Any],
-    done: list[str],
-    said: str | None,
-    rank: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from megatron_ext.checkpoint.huggingface import load as huggingface
-    from megatron_ext.checkpoint.local import writer
-
-    heard: list[str] = []
-    run: Any = SimpleNamespace(rank=rank)
-    monkeypatch.setattr(load, "load_found", lambda run, resume: heard.append("load"))
-    monkeypatch.setattr(writer, "restore_snapshot", lambda run, iteration: heard.append(f"restore {iteration}"))
-    monkeypatch.setattr(datasets, "check_data_is_that_of_the_checkpoint", lambda run, resume: heard.append("compare"))
-    monkeypatch.setattr(huggingface, "load_huggingface", lambda run, folder: heard.append(f"weights of {folder}"))
-    resume: Any = None
-    if found is not None:
-        path = Path("/dev/shm/run/iteration-3")
-        resume = SimpleNamespace(is_snapshot=found == "snapshot", iteration=3, path=path)
-    pretrain._load(run, CheckpointConfig(**flags), resume)
-    assert heard == done
-    assert capsys.readouterr().out == ("" if said is None or rank != 0 else f"{said}\n")
-
-
 @pytest.mark.parametrize(
     ("reason", "message", "said"),
     [
