@@ -125,3 +125,58 @@ def test_a_replay_of_a_rank_that_is_alone_says_whose_gradients_there_are() -> No
     watch.see_again(seen)
     parameters[1].main_grad = torch.tensor([1.0, torch.inf])
     assert watch.diagnose(after) == ((1, 1), f"0 NaN and 1 infinite values in the gradient of {LAST}")
+
+
+def test_norms_of_an_update_tell_nothing_where_other_ranks_have_had_a_part_in_it() -> None:
+    """A gradient that is mixed would blame every rank of the group."""
+    for alone in (True, False):
+        watch, evidence = _watch(alone=alone)
+        parameters = _bucket(watch, {FIRST: torch.ones(2), LAST: torch.ones(2)})
+        watch.take_norms(parameters, torch.tensor([1.0, torch.nan]))
+        watch.take_norms(parameters, None)
+        assert [[float(norm) for norm in norms] for _, norms in evidence.norms] == (
+            [[1.0, pytest.approx(float("nan"), nan_ok=True)]] if alone else []
+        )
+
+
+def test_a_later_steps_gradients_are_not_counted_for_this_one() -> None:
+    """Both are bad, of other numbers."""
+    watch, evidence = _watch()
+    parameters = _bucket(watch, {LAST: torch.tensor([torch.nan, 1.0])})
+    watch.before_reduction(parameters)
+    watch.begin(torch.tensor(1.0))
+    parameters[0].main_grad = torch.tensor([torch.inf, torch.nan])
+    assert watch.diagnose(evidence) == ((1, 1), f"NaN or infinite values in the gradient of {LAST}")
+
+
+def test_a_step_that_is_like_another_is_not_that_step() -> None:
+    loss = torch.tensor(1.0)
+    watch, evidence = _watch(loss)
+    after = watch.begin(loss)
+    assert (watch.is_of_these_gradients(evidence), watch.is_of_these_gradients(after)) == (False, True)
+
+
+def test_a_rank_that_is_alone_forgets_whose_gradients_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without any reduction, as one that is replayed, has only those of its own."""
+    watch, _ = _watch(alone=True)
+    watch.before_reduction(_bucket(watch, {FIRST: torch.full((2,), torch.nan)}))
+    after = watch.begin(torch.tensor(1.0))
+    assert watch.diagnose(after) is None
+
+
+def test_a_gradient_is_seen_before_a_wrapper_takes_it_away() -> None:
+    """Whose hook was there first."""
+    (watch, evidence), weight = _watch(), torch.ones(2, requires_grad=True)
+    taken: list[torch.Tensor] = []
+
+    def take(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        taken.append(weight.grad)
+        weight.grad = None
+
+    weight.register_post_accumulate_grad_hook(take)
+    watch.watch(FIRST, weight)
+    for factor in (torch.inf, 2.0):
+        (weight * factor).sum().backward()
+    assert [one.tolist() for one in taken] == [[torch.inf] * 2, [2.0] * 2]
+    assert watch.diagnose(evidence) == ((0, 1), f"NaN or infinite values in the gradient of {FIRST}")

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.data.samples import SampleWindow, Source
 from megatron_ext.data.skipped import SkippedSamples
-from megatron_ext.errors import NumericError
+from megatron_ext.errors import NumericError, StorageError
 from megatron_ext.train.callbacks import spikes, timing
 from megatron_ext.train.callbacks.garbage import GarbageCollection
 from megatron_ext.train.callbacks.sample_ids import SampleIds
@@ -253,3 +253,41 @@ def test_samples_of_a_spike_are_written_down_where_they_are(
     said = capsys.readouterr().err
     assert "on the same ranks, which says nothing of a fault that repeats itself" in said
     assert "Samples 8-15; with --save they are written down" in said
+
+
+def test_a_file_of_sample_ids_that_cannot_be_opened_is_named_by_its_own_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"^cannot open .*/file/ids\.jsonl: .* with --log-sample-ids\.$"):
+        SampleIds(str(tmp_path / "file" / "ids.jsonl"), _trainer(0).run)
+
+
+@pytest.mark.parametrize(
+    ("losses", "skipped", "guilty"),
+    [
+        ([2.0, math.nan, 3.0], [], [10, 11]),
+        ([math.nan, 2.0, math.nan], [], [8, 9]),
+        ([2.0, 7.0, 3.0], [], [10, 11]),
+        ([2.0, 7.0, 3.0], [10, 11], [12, 13]),
+        ([2.0, 7.0, 3.0], [10], [11]),
+        ([2.0, 7.0, 3.0], [11], [10]),
+    ],
+)
+def test_without_a_usual_loss_the_worst_microbatch_is_guilty(
+    losses: list[float], skipped: list[int], guilty: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NaN is worse than any loss, wherever it stands; of several the first. What is left out is not guilty."""
+    monkeypatch.setattr(spikes, "tokenizer_of_run", lambda config: SimpleNamespace(decode=lambda tokens: "text"))
+    monkeypatch.setattr(spikes, "describe_sample", lambda train, sample: "place")
+    results = {Place(0, number): [Computed(0, loss), Computed(0, loss)] for number, loss in enumerate(losses)}
+    config = SimpleNamespace(
+        checkpoint=SimpleNamespace(save=str(tmp_path)), training=SimpleNamespace(micro_batch_size=2)
+    )
+    out = SkippedSamples(tuple(range(sample, sample + 1) for sample in skipped))
+    loaders = SimpleNamespace(skipped=out, samples={sample: {"tokens": []} for sample in range(20)})
+    groups = SimpleNamespace(dp=SimpleNamespace(size=lambda: 1))
+    trainer = _trainer(6, config=config, loaders=loaders, groups=groups)
+    of_microbatches: Any = None
+    loss = BatchLoss(9.0, of_microbatches, range(8, 14))
+    spikes._data(trainer.run, "it", Verdict(results, [], []), loss, math.inf)
+    written = (tmp_path / "spike-7" / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["sample"] for line in written] == guilty

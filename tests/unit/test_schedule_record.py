@@ -1,7 +1,10 @@
 """Traces of --record-schedule: what is written is read, and what is missing or damaged is said."""
 
+import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,9 @@ from megatron_ext.plan.timeline_svg import as_page
 from megatron_ext.plan.timeline_text import as_text
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep, merged, read, timeline, write
+from megatron_ext.train.callbacks import schedule
+from megatron_ext.train.callbacks.schedule import Schedule
+from tests.support.small_models import small_config
 
 
 def record(rank: int, world_size: int = 4, stages: int = 2, chunks: int = 2, slower: float = 1.0) -> RankRecord:
@@ -115,3 +121,114 @@ def test_a_trace_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "schedule").write_text("a file")
     with pytest.raises(StorageError, match=r"rank0\.json.*--record-schedule"):
         write(tmp_path / "schedule", record(0))
+
+
+class _Recorder:
+    """In the place of what records the passes of a step."""
+
+    def __init__(self, device: str, stages: Any, chunks: list[str]):
+        self.steps: list[int] = []
+        self.begun, self.abandoned = 0, False
+        assert (device, stages.name, chunks) == ("device", "pp", ["a", "b", "c"])
+
+    def begin_step(self) -> None:
+        self.begun += 1
+
+    def timers(self, before: Any) -> Any:
+        return "recording", before
+
+    def end_step(self, iteration: int) -> None:
+        self.steps.append(iteration)
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+
+def _recording(
+    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...] | None = None, **profiling: Any
+) -> tuple[Schedule, Any, list[tuple[Path, RankRecord]]]:
+    """The callback of rank 5 of 12 with steps 3 and 4 to record, its run, and what it writes."""
+    written: list[tuple[Path, RankRecord]] = []
+    monkeypatch.setattr(schedule, "ScheduleRecorder", _Recorder)
+    monkeypatch.setattr(schedule_record, "write", lambda folder, record: written.append((folder, record)))
+    config = small_config(layout={"microbatch_group_size_per_virtual_pipeline_stage": 7})
+    steps = {"profile_step_start": 3, "profile_step_end": 5, "profile_ranks": ranks, **profiling}
+    config = dataclasses.replace(
+        config,
+        profiling=dataclasses.replace(config.profiling, **steps),
+        checkpoint=dataclasses.replace(config.checkpoint, save="saved"),
+    )
+    run: Any = SimpleNamespace(
+        config=config,
+        rank=5,
+        world_size=12,
+        device="device",
+        groups=SimpleNamespace(pp=SimpleNamespace(name="pp", rank=lambda: 2, size=lambda: 4)),
+        chunks=["a", "b", "c"],
+        state=SimpleNamespace(iteration=0),
+        recorder=None,
+        transformer_config=SimpleNamespace(timers="the engine's"),
+    )
+    return Schedule(run), run, written
+
+
+def _take(callback: Schedule, run: Any, iterations: range) -> list[int]:
+    """Take steps; return those within which there is a recorder, with the engine's times besides."""
+    trainer: Any = SimpleNamespace(run=run)
+    nothing: Any = None
+    recorded = []
+    for iteration in iterations:
+        callback.on_step_begin(trainer)
+        assert run.transformer_config.timers == (("recording", "the engine's") if run.recorder else "the engine's")
+        recorded += [iteration] if run.recorder else []
+        run.state.iteration = iteration
+        callback.on_step_end(trainer, nothing)
+        assert (run.recorder, run.transformer_config.timers) == (None, "the engine's"), "as it was before the step"
+    return recorded
+
+
+@pytest.mark.parametrize(("ranks", "writes"), [(None, True), ((), True), ((1, 5), True), ((0, 2), False)])
+def test_steps_of_the_range_are_recorded_and_written_once(
+    ranks: tuple[int, ...] | None, writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last of them, by the ranks that the flags name; the engine has its own timers in all other steps."""
+    callback, run, written = _recording(monkeypatch, ranks)
+    assert _take(callback, run, range(1, 4)) == [3]
+    assert written == []
+    assert _take(callback, run, range(4, 8)) == [4]
+    place = Place(rank=5, world_size=12, stage=2, stages=4, chunks=3, microbatch_group_size=7)
+    assert written == ([(Path("saved") / schedule_record.FOLDER, RankRecord(place, (3, 4)))] if writes else [])  # pyright: ignore
+
+
+def test_a_run_that_ends_within_the_range_writes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, run, written = _recording(monkeypatch)
+    trainer: Any = SimpleNamespace(run=run)
+    callback.on_end(trainer)
+    assert written == [], "nothing was recorded"
+    _take(callback, run, range(1, 4))
+    callback.on_end(trainer)
+    assert [record.steps for _, record in written] == [(3,)]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_step_that_fails_is_not_recorded(within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, run, _ = _recording(monkeypatch)
+    trainer: Any = SimpleNamespace(run=run)
+    _take(callback, run, range(1, 3 if within else 2))
+    callback.on_step_begin(trainer)
+    callback.on_failure(trainer, KeyboardInterrupt())
+    recorder: Any = callback._recorder
+    assert recorder.abandoned is within
+
+
+@pytest.mark.parametrize(
+    ("save", "events", "expected"), [("s", "t", "s"), ("s", None, "s"), (None, "t", "t"), (None, None, ".")]
+)
+def test_traces_lie_next_to_the_checkpoints(save: str | None, events: str | None, expected: str) -> None:
+    config = small_config()
+    config = dataclasses.replace(
+        config,
+        checkpoint=dataclasses.replace(config.checkpoint, save=save),
+        logging=dataclasses.replace(config.logging, tensorboard_dir=events),
+    )
+    assert schedule.folder(config) == Path(expected) / schedule_record.FOLDER

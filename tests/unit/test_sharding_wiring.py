@@ -365,6 +365,29 @@ def test_masters_begin_as_the_weights_that_were_loaded() -> None:
     assert (masters["short"].tolist(), masters["long"].tolist(), refreshed) == ([2.0], [0.0], [True])
 
 
+@pytest.mark.parametrize("dtypes", [[], [torch.float32], [torch.float32, torch.float16], [torch.bfloat16] * 2])
+def test_host_copies_follow_once_whatever_the_weights_are(dtypes: list[torch.dtype]) -> None:
+    """fp32 weights have no masters: their copies in host memory are what the next update begins with."""
+    done: list[str] = []
+    pairs = [(torch.nn.Parameter(torch.ones(1, dtype=dtype)), torch.zeros(1)) for dtype in dtypes]
+
+    def master_of(main: torch.Tensor) -> torch.Tensor:
+        done.append("master")
+        return main
+
+    updater = SimpleNamespace(master_of=master_of, refresh=lambda: done.append("refresh"))
+    part = SimpleNamespace(
+        core=SimpleNamespace(optimizer=updater), main_parameters=lambda: pairs, own=lambda weight, values: values
+    )
+    scheme: Any = SimpleNamespace(
+        config=small_config(), builds_on_meta=False, lives_on_host=False, parts=lambda optimizer: [part]
+    )
+    optimizer: Any = None
+    InHostMemory(scheme).reload_masters(optimizer)
+    masters = sum(dtype != torch.float32 for dtype in dtypes)
+    assert done == [*["master"] * masters, "refresh"]
+
+
 @pytest.mark.parametrize(("training", "wrapped"), [({}, False), ({"bf16": True}, True), ({"fp16": True}, True)])
 def test_chunks_are_on_the_device_before_they_begin(
     training: dict[str, Any], wrapped: bool, monkeypatch: pytest.MonkeyPatch

@@ -256,6 +256,64 @@ def test_the_way_from_flags_to_the_training(
     ]
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_own_parts_are_applied_to_the_flags_of_the_checkpoint_that_is_loaded(
+    loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks may agree on another one than the configuration was made with; own parts come after that."""
+    from megatron_ext.checkpoint.local import agreement as snapshots
+    from megatron_ext.checkpoint.native import agreement as checkpoints
+
+    first, second = _config({"training": {"seed": 5}}), _config({"training": {"seed": 6}})
+    typed: Any = SimpleNamespace(values={}, warnings=("said before",))
+    search: Any = "search" if loads else None
+    configured = Configured(first, typed, typed, search, None)
+    here: Any = SimpleNamespace(kind="cpu")
+    for module, name, result in (
+        (pretrain.hardware_queues, "prepare", None),
+        (pretrain.device, "install", here),
+        (pretrain.external_kernels, "asked_for", "kernels"),
+        (pretrain, "require_fp8", None),
+        (memory_history, "begin", None),
+        (process_groups, "start", "store"),
+        (choose, "sharding_of", SimpleNamespace(lives_on_host=False)),
+        (pretrain.elastic, "keep_spares", None),
+        (watching, "begin_watch", "watch"),
+        (snapshots, "newest_snapshot", None),
+        (checkpoints, "agree", "checkpoint"),
+        (memory_check, "telling_of_memory", nullcontext()),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, result=result, **__: result)
+    later: Any = SimpleNamespace(values={}, warnings=("said before", "of that checkpoint"))
+    monkeypatch.setattr(
+        pretrain,
+        "configure_for",
+        lambda configured, found: dataclasses.replace(configured, config=second, typed=later, resume=found),
+    )
+    asked: list[Config] = []
+    built: list[tuple[Config, Any]] = []
+    said: list[str] = []
+    monkeypatch.setattr(pretrain, "_tell", said.extend)
+    monkeypatch.setattr(memory_check, "check_it_fits", lambda config, device: asked.append(config))
+    monkeypatch.setattr(
+        attention_kernel, "choose", lambda config, *_: SimpleNamespace(config=config, text="the kernel")
+    )
+    monkeypatch.setattr(
+        pretrain, "_build_and_train", lambda configured, *_: built.append((configured.config, configured.resume))
+    )
+
+    class Own(Extensions):
+        def applied(self, config: Config) -> Config:
+            return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, optimizer="own"))
+
+    pretrain._pretrain(configured, RunStatus(1), Own())
+    chosen = second if loads else first
+    expected = dataclasses.replace(chosen, optimizer=dataclasses.replace(chosen.optimizer, optimizer="own"))
+    assert built == [(expected, "checkpoint" if loads else None)]
+    assert asked == [expected], "memory is judged of what is trained"
+    assert said == (["of that checkpoint"] if loads else []), "each warning once"
+
+
 @pytest.mark.parametrize("elastic", [False, True])
 def test_the_loop_is_given_the_callbacks_of_all(elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[Any] = []
