@@ -106,6 +106,20 @@ def test_a_message_that_nobody_sends(tmp_path: Path) -> None:
     assert first.startswith("rank 0: waits in recv 0<-1 (Float [8, 4]) of the group tensor-model-parallel; ")
 
 
+def test_a_rank_waits_in_the_oldest_of_what_is_under_way(tmp_path: Path) -> None:
+    """The device takes them in order: those of another group that were handed over after it do not run."""
+    many = [*WAITS, operation("1", 1, "_all_gather_base", "scheduled"), operation("0", 3, "broadcast", "scheduled")]
+    cause, *last = said(tmp_path, {0: many, 1: WAITS[:1], 2: WAITS})
+    assert cause == (
+        "rank 1 did not come: it is in no operation; the last that it has ended is all_reduce 1 (Float [8, 4]) of the "
+        "group of all ranks. Ranks 0, 2 wait in all_reduce of the group of all ranks (ranks 0-2)."
+    )
+    assert last[0] == (
+        "rank 0: waits in all_reduce 2 (Float [8, 4]) of the group of all ranks; the last that it has ended is "
+        "all_reduce 1 (Float [8, 4]) of the group of all ranks"
+    )
+
+
 def of_gloo(folder: Path, ranks: dict[int, list[tuple[str, int, bool]]]) -> list[str]:
     """As gloo writes it: every state is "scheduled", what has ended is retired, no group's ranks are known."""
     for rank, entries in ranks.items():
