@@ -76,7 +76,10 @@ def test_a_pair_of_files_may_be_written_side_by_side(tmp_path: Path) -> None:
     with replacing(tmp_path / "data.bin") as first, replacing(tmp_path / "data.idx") as second:
         first.write(b"tokens")
         second.write(b"index")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"data.bin": b"tokens", "data.idx": b"index"}
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        "data.bin": b"tokens",
+        "data.idx": b"index",
+    }
 
 
 def test_what_is_waited_for_is_all_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,9 +125,7 @@ def test_a_file_that_is_removed_meanwhile_is_begun_anew(tmp_path: Path, capsys: 
     assert capsys.readouterr().err.count(f"{path} was removed while this job writes to it") == 1
 
 
-def test_a_file_that_an_editor_has_replaced_is_gone_on_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_an_editor_has_replaced_is_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The name stands for another file then, and the open one has none."""
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path, 0) as file:
