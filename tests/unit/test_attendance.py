@@ -173,7 +173,7 @@ def test_who_did_not_come_at_all_is_named(meeting: Meeting, monkeypatch: pytest.
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     meeting.join(2).enter("start")
-    with pytest.raises(PeerLostError, match="^start: rank 0 did not come, within 4 s"):
+    with pytest.raises(PeerLostError, match=r"^start: rank 0 did not come, within 4 s"):
         check_collectives("cpu", 4.0, 1.0)
     assert meeting.ranks[0].silent() == [2], "this rank has signed off"
 

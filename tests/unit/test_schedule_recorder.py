@@ -1,6 +1,6 @@
 """What --record-schedule writes down of one rank, by a clock of the test's: two microbatches through two chunks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +60,7 @@ class Work:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(Group, "clock", found, raising=False)
     monkeypatch.setattr(communication, "ProcessGroup", Group)
@@ -76,7 +76,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setattr(torch.distributed, "barrier", lambda: found.waited_for.append("others"))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    yield found
+    return found
 
 
 def run_step(recorder: ScheduleRecorder, clock: Clock, chunks: list[torch.nn.Module], iteration: int) -> None:
