@@ -78,7 +78,7 @@ def _examples(documentation: str | None, program: str) -> str | None:
     shown = [text for text in (documentation or "").split("\n\n") if text.startswith("    ")]
     if not shown:
         return None
-    text = shown[0].replace("%", "%%")
+    text = shown[0]
     if program.startswith("megatron-ext"):
         text = re.sub(r"python (?:tools|tasks)/\w+\.py", program, text)
         text = re.sub(r"(?:tools|tasks)/\w+\.py", program.replace("megatron-ext", "-m megatron_ext"), text)

@@ -43,6 +43,22 @@ def test_findings_are_in_the_order_of_the_checks(monkeypatch: pytest.MonkeyPatch
     assert [found.what for found in examine.examine(BOTH)] == ["3 ranks", "5 nodes"] * 2
 
 
+def test_what_a_finding_looks_like() -> None:
+    """Without a reason or a fix, the lines of these are left out, each for itself."""
+    assert Finding("ok", "2 ranks").text() == "ok       2 ranks"
+    assert Finding("error", "what", "why").text() == "error    what\n         why: why"
+    assert Finding("error", "what", fix="fix").text() == "error    what\n         fix: fix"
+    assert Finding("warning", "what", "why", "fix").text() == "warning  what\n         why: why\n         fix: fix"
+
+
+def test_the_first_error_gives_the_exit_code() -> None:
+    warning, well = Finding("warning", "w", "w", "w", 70), Finding("ok", "o")
+    first, second = Finding("error", "a", "a", "a", 74), Finding("error", "b", "b", "b")
+    assert examine.exit_code([]) == examine.exit_code([well, warning]) == 0
+    assert examine.exit_code([well, warning, first, second]) == 74
+    assert examine.exit_code([warning, second, first]) == 64
+
+
 def _levels(check: Any, launches: tuple[Launch, ...] = LAUNCHES) -> list[list[str]]:
     return [[found.level for found in check(launch)] for launch in launches]
 

@@ -1,5 +1,6 @@
 """What a person sees: short lines and a banner; a reader that leaves; --help with a word."""
 
+import dataclasses
 import errno
 import io
 import os
@@ -44,12 +45,49 @@ def test_the_short_line() -> None:
         (59.6, "1:00"),
         (725, "12:05"),
         (12000, "3:20:00"),
+        (42.5, "0:42"),
+        (43.5, "0:44"),
+        (3599.4, "59:59"),
+        (3600, "1:00:00"),
+        (86399, "23:59:59"),
         (86400, "1 day 0:00:00"),
+        (86405, "1 day 0:00:05"),
+        (2 * 86400, "2 days 0:00:00"),
         (2.6e5, "3 days 0:13:20"),
     ],
 )
 def test_remaining_time(seconds: float, text: str) -> None:
     assert remaining(seconds) == text
+
+
+def test_the_last_step_is_done_and_the_one_before_is_not() -> None:
+    assert short_line(step(iteration=99, elapsed_ms=1500.0)).endswith("   0:02 left")
+    assert short_line(step(iteration=100)).endswith("   done")
+    assert short_line(step(iteration=7, train_iters=9)).startswith("step 7/9   loss")
+    assert "   1 skipped" in short_line(step(skipped_iterations=1))
+    assert "NaN" not in short_line(step(skipped_iterations=1))
+    assert short_line(step(nan_iterations=3)).endswith("left   3 NaN")
+
+
+@pytest.mark.parametrize("throughput", [False, True])
+def test_megatrons_line_has_the_throughput_only_where_it_is_asked_for(
+    throughput: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Console(throughput=throughput, form="megatron").write(step())
+    assert ("throughput per GPU (TFLOP/s/GPU): 41.7 |" in capsys.readouterr().out) == throughput
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("form", ["auto", "short", "megatron"])
+def test_a_terminal_counts_where_the_form_is_left_open(
+    form: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    Console(throughput=False, form=form).write(
+        ValidationMetrics(iteration=10, consumed_samples=160, validation_loss=1.5)
+    )
+    short = form == "short" or (form == "auto" and is_terminal)
+    assert capsys.readouterr().out.startswith("validation after step 10" if short else "-----")
 
 
 @pytest.mark.parametrize(("form", "short"), [("auto", False), ("short", True), ("megatron", False)])
@@ -78,6 +116,70 @@ def test_the_banner() -> None:
         "own     loss",
         "kernels torch's",
     ]
+
+
+PP = "pipeline_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("layout", "training", "name", "line"),
+    [
+        ({}, {}, "device", "1 rank on a device, gloo"),
+        ({"world_size": 2}, {}, "device", "2 ranks on a device, gloo"),
+        ({"world_size": 2}, {}, "layout", "TP 1 x PP 1 x CP 1 x DP 2"),
+        ({"world_size": 4, "context_parallel_size": 2}, {}, "layout", "TP 1 x PP 1 x CP 2 x DP 2"),
+        (
+            {"world_size": 2, PP: 2, "num_virtual_stages_per_pipeline_rank": 2},
+            {},
+            "layout",
+            "TP 1 x PP 2 in 2 chunks x CP 1 x DP 1",
+        ),
+        ({"world_size": 2, "expert_model_parallel_size": 2}, {}, "layout", "TP 1 x PP 1 x CP 1 x DP 2 x EP 2"),
+        ({}, {"bf16": True}, "model", "156,224 parameters, 4 layers of width 64, bf16"),
+        ({}, {"fp16": True}, "model", "156,224 parameters, 4 layers of width 64, fp16"),
+        ({}, {"train_iters": 5}, "to go", "64 tokens in 4 sequences after iteration 4"),
+        ({}, {"train_iters": 4}, "to go", "0 tokens in 0 sequences after iteration 4"),
+        ({}, {"train_iters": 3}, "to go", "0 tokens in 0 sequences after iteration 4"),
+        ({}, {"train_iters": None, "train_samples": 26}, "to go", "160 tokens in 10 sequences after iteration 4"),
+    ],
+)
+def test_each_line_of_the_banner(layout: dict[str, int], training: dict[str, Any], name: str, line: str) -> None:
+    config = small_config(LLAMA, {"world_size": 1} | layout, {"train_iters": 10} | training)
+    begun = Begun("a device", "gloo", iteration=4, consumed_samples=16)
+    found = {text[:8].rstrip(): text[8:] for text in banner(config, begun).splitlines()[1:]}
+    assert found[name] == line
+    assert list(found) == ["device", "layout", "model", "data", "to go"], "what there is not is left out"
+
+
+def test_what_a_run_brings_and_chooses_has_a_line_each() -> None:
+    config = small_config(LLAMA, {"world_size": 1}, {"train_iters": 2})
+    for given, line in (
+        ({"own": ("loss", "layer")}, "own     loss, layer"),
+        ({"kernels": "of TE"}, "kernels of TE"),
+        ({"attention": "flash"}, "attend  flash"),
+    ):
+        begun = Begun("a device", "gloo", iteration=0, consumed_samples=0, **given)  # pyright: ignore[reportArgumentType]
+        *_, to_go, last = banner(config, begun).splitlines()
+        assert (to_go, last) == ("to go   128 tokens in 8 sequences", line)
+
+
+@pytest.mark.parametrize(
+    ("paths", "train_paths", "source"),
+    [
+        (None, None, "synthetic"),
+        (("a",), None, "a"),
+        (("a", "b"), None, "a and 1 more"),
+        (("0.3", "a", "0.3", "b", "0.4", "c"), None, "a and 2 more"),
+        (None, ("d", "e"), "d and 1 more"),
+    ],
+)
+def test_the_data_is_named_by_its_first_source(
+    paths: tuple[str, ...] | None, train_paths: tuple[str, ...] | None, source: str
+) -> None:
+    config = small_config(LLAMA, {"world_size": 1}, {"train_iters": 2})
+    data = dataclasses.replace(config.data, data_path=paths, train_data_path=train_paths)
+    lines = banner(dataclasses.replace(config, data=data), Begun("a device", "gloo", 0, 0)).splitlines()
+    assert f"data    {source}; 4 sequences of 16 tokens a step" in lines
 
 
 def program(*words: str, python: str = sys.executable, **options: object) -> subprocess.Popen[str]:

@@ -6,20 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.durable import replacing
+from megatron_ext.durable import replacing, sync, sync_file
 
 
-def fail_in_the_middle(path: Path) -> None:
+def fail_in_the_middle(path: Path, kind: type[BaseException]) -> None:
     with replacing(path) as file:
         file.write(b"half of the ne")
-        raise ValueError("in the middle")
+        raise kind("in the middle")
 
 
-def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [ValueError, OSError, KeyboardInterrupt, SystemExit])
+def test_a_failure_leaves_the_old_file_and_nothing_else(kind: type[BaseException], tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(ValueError, match="in the middle"):
-        fail_in_the_middle(path)
+    with pytest.raises(kind, match="in the middle"):
+        fail_in_the_middle(path, kind)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
 
@@ -69,3 +70,44 @@ def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
         file.write(b"new")
     assert (outside.read_text(), (folder / "file").read_text()) == ("kept", "new")
     assert os.listdir(folder) == ["file"]
+
+
+def test_a_pair_of_files_may_be_written_side_by_side(tmp_path: Path) -> None:
+    with replacing(tmp_path / "data.bin") as first, replacing(tmp_path / "data.idx") as second:
+        first.write(b"tokens")
+        second.write(b"index")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        "data.bin": b"tokens",
+        "data.idx": b"index",
+    }
+
+
+def test_what_is_waited_for_is_all_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, synced = tmp_path / "file", []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append((descriptor, path.read_text())))
+    with path.open("w") as file:
+        file.write("a few words")
+        sync_file(file)
+        assert synced == [(file.fileno(), "a few words")]
+
+
+def test_a_file_or_a_folder_of_a_name_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor is given back, whatever the disk says."""
+    (tmp_path / "file").touch()
+    synced: list[Path] = []
+    failing = False
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        if failing:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    before = os.listdir("/proc/self/fd")
+    sync(tmp_path / "file")
+    sync(tmp_path)
+    failing = True
+    with pytest.raises(OSError, match="Input/output error"):
+        sync(tmp_path)
+    assert synced == [tmp_path / "file", tmp_path, tmp_path]
+    assert len(os.listdir("/proc/self/fd")) == len(before)

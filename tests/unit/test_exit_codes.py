@@ -84,6 +84,78 @@ def test_a_reader_that_has_left_and_another_pipe(is_gone: bool, code: int, monke
     os.close(write)
 
 
+@pytest.mark.parametrize(("number", "code"), [(errno.EPIPE, 141), (errno.ENOSPC, 74)])
+def test_output_that_is_refused_only_when_all_is_written_is_noticed(
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last lines of a tool are in a buffer when it has done its work."""
+    read, write = os.pipe()
+    os.close(read)
+    buffered: list[str] = []
+
+    def flush() -> None:
+        if buffered:
+            raise OSError(number, os.strerror(number))
+
+    def main(argv: list[str]) -> int:
+        print("a line")
+        return 0
+
+    output = SimpleNamespace(fileno=lambda: write, flush=flush, write=buffered.append)
+    monkeypatch.setattr(sys, "stdout", output)
+    with pytest.raises(SystemExit) as caught:
+        run_tool(main)
+    os.close(write)
+    assert caught.value.code == code
+    assert capsys.readouterr().err == ("" if code == 141 else "error: [Errno 28] No space left on device\n")
+
+
+def test_the_examples_are_the_first_paragraph_that_is_indented() -> None:
+    parser = ToolParser(
+        "A tool.",
+        "Does a thing.\n\n    python tools/tool.py 5%\n      and more\n\nThen this.\n\n    content = read(file)\n",
+    )
+    assert parser.format_help().endswith("\nexamples:\n  python tools/tool.py 5%\n    and more\n")
+    for without in (None, "", "Does a thing.\n\nThen this."):
+        assert "examples:" not in ToolParser("A tool.", without).format_help()
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("tools/tool.py", "python tools/tool.py a; torchrun tools/tool.py b; python tasks/main.py c"),
+        ("megatron-ext tool", "megatron-ext tool a; torchrun -m megatron_ext tool b; megatron-ext tool c"),
+    ],
+)
+def test_the_examples_name_the_program_as_it_was_started(
+    program: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    written = "A tool.\n\n    python tools/tool.py a; torchrun tools/tool.py b; python tasks/main.py c\n"
+    assert ToolParser("A tool.", written).format_help().endswith(f"\nexamples:\n  {shown}\n")
+
+
+def test_a_training_flag_before_the_dashes_is_told_where_it_belongs() -> None:
+    parser = ToolParser("A tool.")
+    parser.add_argument("--ranks")
+    for usage, said in ((None, ""), ("tool [--ranks N] -- <training flags>", "; training flags come after --")):
+        parser.usage = usage
+        with pytest.raises(ConfigurationError) as caught:
+            parser.parse_args(["--hidden-size", "8"])
+        assert str(caught.value) == f"unrecognized arguments: --hidden-size 8{said} (see {parser.prog} --help)"
+        for words, wrong in (([], "--rank=3"), (["5"], "--ranksss")):  # what is near is named; what is no flag is not
+            with pytest.raises(ConfigurationError, match=r"did you mean --ranks\?"):
+                parser.parse_args([wrong, *words])
+        with pytest.raises(ConfigurationError, match=rf"unrecognized arguments: word \(see {parser.prog}"):
+            parser.parse_args(["word"])
+
+
+def test_every_problem_is_a_line() -> None:
+    two = ConfigurationError(["--a 1: too small", "--b 2: too large"])
+    assert (str(two), two.problems) == ("--a 1: too small\n--b 2: too large", ["--a 1: too small", "--b 2: too large"])
+    assert ConfigurationError("--a 1: too small").problems == ["--a 1: too small"]
+
+
 @pytest.mark.parametrize(
     ("words", "own", "training"),
     [

@@ -106,6 +106,125 @@ def test_a_message_that_nobody_sends(tmp_path: Path) -> None:
     assert first.startswith("rank 0: waits in recv 0<-1 (Float [8, 4]) of the group tensor-model-parallel; ")
 
 
+def test_a_rank_waits_in_the_oldest_of_what_is_under_way(tmp_path: Path) -> None:
+    """The device takes them in order: those of another group that were handed over after it do not run."""
+    many = [*WAITS, operation("1", 1, "_all_gather_base", "scheduled"), operation("0", 3, "broadcast", "scheduled")]
+    cause, *last = said(tmp_path, {0: many, 1: WAITS[:1], 2: WAITS})
+    assert cause == (
+        "rank 1 did not come: it is in no operation; the last that it has ended is all_reduce 1 (Float [8, 4]) of the "
+        "group of all ranks. Ranks 0, 2 wait in all_reduce of the group of all ranks (ranks 0-2)."
+    )
+    assert last[0] == (
+        "rank 0: waits in all_reduce 2 (Float [8, 4]) of the group of all ranks; the last that it has ended is "
+        "all_reduce 1 (Float [8, 4]) of the group of all ranks"
+    )
+
+
+def test_a_message_after_a_collective_leaves_its_count_as_it_is(tmp_path: Path) -> None:
+    """Messages are not counted: rank 1 has begun what the others wait in, and then sent a message."""
+    sent = operation("0", 0, "send 1->2", is_p2p=True, p2p_seq_id=1)
+    cause = said(tmp_path, {0: WAITS, 1: [*WAITS[:1], operation("0", 2, "all_reduce"), sent], 2: WAITS})[0]
+    assert cause.startswith("rank 1 did not come: it is in no operation; the last that it has ended is send 1->2")
+    behind = said(tmp_path, {0: WAITS, 1: [*WAITS, sent], 2: [WAITS[0], operation("1", 1, "barrier", "started")]})[0]
+    assert behind.startswith("rank 2 did not come to collective 2 of the group of all ranks: it has begun 1, and")
+    assert "rank 1" not in behind.partition(".")[0]
+
+
+def test_who_waits_for_a_message_keeps_the_count_of_its_group(tmp_path: Path) -> None:
+    before = operation("1", 1, "all_reduce")
+    receives = operation("1", 0, "recv 0<-1", "started", is_p2p=True, p2p_seq_id=1)
+    cause = said(tmp_path, {0: [before, receives], 1: [before, operation("1", 2, "all_reduce", "started")]})[0]
+    assert "rank 0 did not come to collective 2 of the group tensor-model-parallel: it has begun 1, and waits" in cause
+
+
+def test_the_last_that_has_ended_is_named(tmp_path: Path) -> None:
+    done = [operation("0", 1, "all_reduce"), operation("1", 1, "broadcast"), operation("0", 2, "barrier")]
+    last = said(tmp_path, {0: done, 1: [*done, operation("0", 3, "all_reduce", "started")]})[1:]
+    assert last == [
+        "rank 0: the last that it has ended is barrier 2 (Float [8, 4]) of the group of all ranks",
+        "rank 1: waits in all_reduce 3 (Float [8, 4]) of the group of all ranks; the last that it has ended is barrier "
+        "2 (Float [8, 4]) of the group of all ranks",
+    ]
+
+
+def test_what_nccl_gave_up_has_not_ended(tmp_path: Path) -> None:
+    """It retires operations that timed out, too; gloo notes nothing else."""
+    given_up = [WAITS[0], operation("0", 2, "all_reduce", "started", retired=True)]
+    assert said(tmp_path, {0: given_up})[1].startswith("rank 0: waits in all_reduce 2 ")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, ""),
+        (1, "(Float [1])"),
+        (3, "(Float [1], Float [2], Float [3])"),
+        (5, "(Float [1], Float [2], Float [3] and 2 more)"),
+    ],
+)
+def test_the_first_three_inputs_are_shown(number: int, text: str, tmp_path: Path) -> None:
+    sizes = [[place] for place in range(1, number + 1)]
+    many = operation("0", 1, "alltoall", "started", input_sizes=sizes, input_dtypes=["Float"] * number)
+    assert said(tmp_path, {0: [many]})[1] == (
+        f"rank 0: waits in alltoall 1 {text}".rstrip() + " of the group of all ranks; it has ended none"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "is_even"),
+    [
+        ("all_reduce", True),
+        ("allreduce", True),
+        ("broadcast", True),
+        ("_broadcast_oop", True),
+        ("_all_gather_base", True),
+        ("_reduce_scatter_base", True),
+        ("all_gather", False),
+        ("all_to_all", False),
+        ("gather", False),
+    ],
+)
+def test_sizes_differ_between_ranks_only_where_they_may(name: str, is_even: bool, tmp_path: Path) -> None:
+    ranks = {rank: [operation("0", 1, name, "started", size=8 + rank)] for rank in range(2)}
+    found = said(tmp_path, ranks)[0]
+    assert found.startswith("collective 1 of the group of all ranks is not the same on all ranks: ") == is_even
+    if is_even:
+        assert found.endswith(f"rank 0 calls {name} of Float [8, 4]; rank 1 calls {name} of Float [9, 4].")
+
+
+def test_the_first_mismatch_of_each_group_is_told_the_earliest_first(tmp_path: Path) -> None:
+    def calls(kind: str) -> list[dict[str, Any]]:
+        same = operation("0", 1, "barrier")
+        return [same, *(operation("0", number, kind) for number in (2, 3)), operation("1", 1, kind, "started")]
+
+    first, second, *last = said(
+        tmp_path, {0: calls("all_reduce"), 1: calls("broadcast"), 2: [operation("0", 1, "barrier")]}
+    )
+    assert first.startswith(
+        "collective 1 of the group tensor-model-parallel is not the same on all ranks: rank 0 calls"
+    )
+    assert second.startswith(
+        "collective 2 of the group of all ranks is not the same on all ranks: rank 0 calls all_red"
+    )
+    assert [line[:7] for line in last] == ["rank 0:", "rank 1:", "rank 2:"], "no cause is guessed next to it"
+
+
+def test_messages_are_named_by_the_ranks_of_the_launch_and_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count within their group; a place that it does not have is left as it is."""
+    monkeypatch.setitem(GROUPS, "1", ("PIPELINE_MODEL_PARALLEL_GROUP", [4, 6]))
+    names = {4: "send 0->1", 6: "recv 1<-0", 7: "recv 1<-2"}
+    ranks = {rank: [operation("1", 0, name, "started", is_p2p=True)] for rank, name in names.items()}
+    cause, *last = said(tmp_path, ranks)
+    assert cause.startswith("all ranks are there and none is behind")
+    assert [line.partition(" (Float")[0] for line in last] == [
+        "rank 4: waits in send 4->6",
+        "rank 6: waits in recv 6<-4",
+        "rank 7: waits in recv 6<-2 of the group",
+    ]
+
+
 def of_gloo(folder: Path, ranks: dict[int, list[tuple[str, int, bool]]]) -> list[str]:
     """As gloo writes it: every state is "scheduled", what has ended is retired, no group's ranks are known."""
     for rank, entries in ranks.items():

@@ -125,6 +125,29 @@ def test_a_file_that_is_removed_meanwhile_is_begun_anew(tmp_path: Path, capsys: 
     assert capsys.readouterr().err.count(f"{path} was removed while this job writes to it") == 1
 
 
+def test_a_file_that_an_editor_has_replaced_is_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The name stands for another file then, and the open one has none."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path, 0) as file:
+        file.write(step(iteration=1))
+        shutil.copy(path, tmp_path / "edited")
+        (tmp_path / "edited").replace(path)
+        file.write(step(iteration=2))
+        assert iterations(path) == [1, 2]
+    assert capsys.readouterr().err.count("was removed while this job writes to it") == 1
+
+
+def test_a_file_that_was_renamed_is_written_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path, 0) as file:
+        file.write(step(iteration=1))
+        path.rename(tmp_path / "renamed.jsonl")
+        file.write(step(iteration=2))
+    assert iterations(tmp_path / "renamed.jsonl") == [1, 2]
+    assert not path.exists()
+    assert capsys.readouterr().err == ""
+
+
 def test_rows_are_strict_json_but_for_nan(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 1)

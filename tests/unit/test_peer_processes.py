@@ -94,6 +94,12 @@ def test_a_process_of_another_start_or_machine_is_left_alone(peers: PeerProcesse
         process.wait()
 
 
+def test_a_wait_is_as_long_as_it_was_told(peers: PeerProcesses) -> None:
+    began = time.monotonic()
+    assert peers.ended(0.05) == {}
+    assert time.monotonic() - began >= 0.05
+
+
 def test_a_descriptor_ends_the_wait_early(peers: PeerProcesses) -> None:
     reader, writer = os.pipe()
     peers.also(reader)

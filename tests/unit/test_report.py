@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_ext.checkpoint.native.lock import hold_until_exit
@@ -23,7 +24,7 @@ from megatron_ext.errors import (
     StoppedBySignal,
     StorageError,
 )
-from megatron_ext.resilience import exit_record
+from megatron_ext.resilience import exit_record, process_end
 from megatron_ext.resilience.process_end import RunStatus, is_lost_peer, run_guarded
 
 ROOT = Path(__file__).parents[2]
@@ -207,6 +208,29 @@ def test_errors_of_this_rank_are_not_taken_for_a_lost_peer(error: Exception):
 def environment() -> dict[str, str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def test_helpers_of_helpers_end_with_a_rank_that_its_watch_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data loader's own worker holds the launcher's pipes open too. One that has ended by itself is passed over."""
+    killed: list[str] = []
+
+    class Process:
+        def __init__(self, name: str = "rank"):
+            self.name = name
+
+        def children(self, recursive: bool = False) -> list["Process"]:
+            below = {"rank": ["loader", "writer"], "loader": ["worker"]}.get(self.name, [])
+            own = [Process(name) for name in below]
+            return own + [one for each in own for one in each.children(True)] if recursive else own
+
+        def kill(self) -> None:
+            if self.name == "loader":
+                raise psutil.NoSuchProcess(1)
+            killed.append(self.name)
+
+    monkeypatch.setattr(psutil, "Process", Process)
+    process_end._end_descendants()
+    assert sorted(killed) == ["worker", "writer"]
 
 
 CHILDREN = """

@@ -141,3 +141,51 @@ def test_a_missing_package_is_a_configuration_error(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigurationError, match=message):
         WRITERS[package][0](OPTIONS, {})
+
+
+EACH = LoggingConfig(
+    mlflow_experiment="experiment of mlflow",
+    mlflow_run_name="run of mlflow",
+    comet_project="project of comet",
+    comet_experiment_name="experiment of comet",
+    comet_workspace="workspace of comet",
+    trackio_project="project of trackio",
+    trackio_run_name="run of trackio",
+    trackio_space_id="space of trackio",
+)
+BARE = LoggingConfig(mlflow_experiment="e", comet_project="c", trackio_project="t")
+
+
+@pytest.mark.parametrize(
+    ("package", "full", "bare"),
+    [
+        (
+            "mlflow",
+            [["set_experiment", "experiment of mlflow"], ["start_run", "run of mlflow"]],
+            [["set_experiment", "e"], ["start_run", None]],
+        ),
+        (
+            "comet_ml",
+            [["start", "workspace of comet", "project of comet"], ["set_name", "experiment of comet"]],
+            [["start", None, "c"]],
+        ),
+        (
+            "trackio",
+            [["init", "project of trackio", "run of trackio", "space of trackio", {}, "allow"]],
+            [["init", "t", None, None, {}, "allow"]],
+        ),
+    ],
+)
+def test_each_name_goes_where_it_is_for(
+    package: str, full: list, bare: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options, begun in ((EACH, full), (BARE, bare)):
+        monkeypatch.setitem(globals(), "OPTIONS", options)
+        made = calls(package, tmp_path, monkeypatch, {})
+        assert [call for call in made[:-3] if call != ["log_parameters", {}]] == begun
+
+
+def test_longer_values_than_a_server_takes_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = calls("mlflow", tmp_path, monkeypatch, {"long": "x" * 501, "fits": "y" * 500, "number": 7})
+    [sent] = [call[1] for call in made if call[0] == "log_params"]
+    assert sent == {"long": "x" * 500, "fits": "y" * 500, "number": "7"}

@@ -45,6 +45,18 @@ def test_the_calls_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert end == ["finish"]
 
 
+def test_each_name_goes_where_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    WandbWriter(LoggingConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="e", wandb_save_dir="d"), {})
+    WandbWriter(LoggingConfig(wandb_project="p"), {"seed": 0})
+    (_, full), (_, bare) = sys.modules.pop("wandb").calls
+    assert full == {"project": "p", "name": "n", "entity": "e", "dir": "d", "config": {}}
+    assert bare["config"] == {"seed": 0}
+    assert (bare["name"] or None, bare["entity"], bare["dir"] or None) == (None, None, None)
+
+
 def test_a_missing_package_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigurationError, match=r"--wandb-project p needs the wandb package.*pip install wandb"):
