@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Write tests/golden/cli.txt, tests/golden/near_flags.json, docs/flags.md, docs/errors.md and docs/megatron_launches.md
-anew: `python tests/golden/regenerate.py`.
+"""Write tests/golden/cli.txt, near_flags.json and foreign_keys.txt, docs/flags.md, docs/errors.md and
+docs/megatron_launches.md anew: `python tests/golden/regenerate.py`.
 
 Run it after adding or changing a flag or a message on purpose, and read the diff before committing it. With --losses
 it trains and writes tests/golden/losses for this torch and this machine instead: only where losses changed on purpose.
@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_ext.config.reference import flags_page, pinned_command_line  # noqa: E402
 from megatron_ext.verify.losses import golden  # noqa: E402
+from tests.support import foreign_keys  # noqa: E402
 from tests.support.errors_page import errors_page  # noqa: E402
 from tests.support.megatron_launches import launches_page  # noqa: E402
 from tests.support.near_flags import golden_text  # noqa: E402
@@ -28,6 +29,7 @@ def main() -> None:
     (ROOT / "docs/errors.md").write_text(errors_page())
     (ROOT / "docs/megatron_launches.md").write_text(launches_page())
     (ROOT / "tests/golden/near_flags.json").write_text(golden_text())
+    (ROOT / "tests/golden/foreign_keys.txt").write_text(foreign_keys.golden_text())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from megatron_ext.data.checksums import (
     BLOCK,
     BackgroundCheck,
+    Block,
     checksums,
     damage,
     first_damage,
@@ -298,3 +300,156 @@ def test_blocks_are_those_of_every_split(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(data_check, "known_blocks", known.__getitem__)
     config: Any = None
     assert data_check.blocks_of_run(config) == (["a1", "a2", "c1"], ["b"])
+
+
+@pytest.mark.parametrize(
+    ("count", "numbers"),
+    [
+        (0, []),
+        (1, [0]),
+        (2, [0, 1]),
+        (8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (9, [0, 1, 2, 3, 4, 5, 6, 8]),
+        (106, [0, 15, 30, 45, 60, 75, 90, 105]),
+    ],
+)
+def test_blocks_of_the_start_reach_from_the_first_to_the_last(count: int, numbers: list[int]) -> None:
+    blocks = [Block("x.bin", 1024 * number, 1024, "00000000") for number in range(count)]
+    assert [block.first // 1024 for block in some_blocks(blocks)] == numbers
+
+
+def test_a_block_ends_within_its_file_and_its_damage_says_where(prefix: str) -> None:
+    """Checksums have eight digits, whatever they begin with."""
+    size = Path(f"{prefix}.idx").stat().st_size
+    blocks = [block for block in known_blocks(prefix) if block.path == f"{prefix}.idx"]
+    assert [block.first for block in blocks] == list(range(0, size, 1024))
+    assert [block.size for block in blocks] == [1024] * (size // 1024) + [size % 1024]
+    content = Path(f"{prefix}.idx").read_bytes()
+    Path(f"{prefix}.idx").write_bytes(content[:-1] + b"\xff")
+    found = damage(blocks[-1])
+    assert found is not None
+    assert found.startswith(f"{prefix}.idx: bytes {size // 1024 * 1024} to {size - 1} have the checksum ")
+    # CRC-32 of no bytes is 0.
+    assert damage(Block(f"{prefix}.bin", 0, 0, "00000000")) is None
+
+
+def _entry(size: int, block_bytes: int = 1024) -> dict[str, Any]:
+    counts = {".bin": size // 1024, ".idx": 21}
+    return {
+        "block_bytes": block_bytes,
+        "crc32": {suffix: [f"{number:08x}" for number in range(count)] for suffix, count in counts.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("outputs", "known"),
+    [
+        ({"elsewhere/x_text_document": 65_536}, True),
+        ({"elsewhere/y_text_document": 65_536}, True),  # renamed since
+        ({"elsewhere/x_text_document": 32_768}, False),
+        ({"elsewhere/x_text_document": 65_536, "elsewhere/y_text_document": 65_536}, True),
+        ({"elsewhere/x_text_document": 32_768, "elsewhere/y_text_document": 65_536}, True),
+        ({"elsewhere/y_text_document": 65_536, "elsewhere/z_text_document": 65_536}, False),  # which of the two
+        ({"a/x_text_document": 65_536, "b/x_text_document": 65_536}, False),
+    ],
+)
+def test_a_manifest_of_several_pairs_speaks_of_one_of_them(prefix: str, outputs: dict[str, int], known: bool) -> None:
+    """Of the one of its size; of several of them that of its name."""
+    content = {
+        "tokenizer": {},
+        "outputs": {name: {"token_bytes": size} for name, size in outputs.items()},
+        "checksums": {name: _entry(65_536) for name in outputs},
+    }
+    Path(f"{prefix}_manifest.json").write_text(json.dumps(content))
+    assert len(known_blocks(prefix)) == (64 + 21 if known else 0)
+
+
+def test_the_next_manifest_is_asked_where_the_first_says_nothing(prefix: str) -> None:
+    _write_manifest(prefix, {"other": _entry(65_536)})
+    short = prefix.removesuffix("_text_document")
+    Path(f"{short}_manifest.json").write_text(
+        json.dumps(
+            {
+                "tokenizer": {},
+                "outputs": {"m": {"token_bytes": 65_536}},
+                "checksums": {"m": _entry(65_536)},
+            }
+        )
+    )
+    assert [block.crc32 for block in known_blocks(prefix)[:3]] == ["00000000", "00000001", "00000002"]
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_manifest_with_another_number_of_checksums_says_nothing(prefix: str, more: int) -> None:
+    found = checksums([prefix], 1024)
+    values = found[prefix]["crc32"]
+    for suffix in (".bin", ".idx"):
+        values[suffix] = [*values[suffix], "00000000"][: len(values[suffix]) + more]
+    _write_manifest(prefix, found)
+    assert known_blocks(prefix) == []
+
+
+@pytest.mark.parametrize(("size", "known"), [(1 << 9, False), (1 << 10, True), (1 << 30, True), (1 << 31, False)])
+def test_blocks_have_a_kilobyte_at_least_and_a_gigabyte_at_most(prefix: str, size: int, known: bool) -> None:
+    _write_manifest(prefix, checksums([prefix], size))
+    assert bool(known_blocks(prefix)) == known
+
+
+def test_a_damaged_file_that_is_replaced_while_it_is_looked_at_is_left_out(prefix: str) -> None:
+    path = Path(f"{prefix}.bin")
+    blocks = [block for block in known_blocks(prefix) if block.path == str(path)]
+    with path.open("r+b") as file:
+        file.write(b"\xff")
+
+    def pause(seconds: float) -> bool:
+        path.with_suffix(".new").write_bytes(bytes(1 << 16))
+        path.with_suffix(".new").rename(path)
+        return True
+
+    check = BackgroundCheck(blocks, pause)
+    check._thread.join(20)
+    check.check()
+
+
+def test_a_file_of_the_same_size_in_its_place_is_another_one(prefix: str) -> None:
+    blocks = known_blocks(prefix)
+    check = BackgroundCheck(blocks[:1], lambda seconds: False)
+    check._thread.join(20)
+    other = Path(f"{prefix}.new")
+    other.write_bytes(bytes(1 << 16))
+    other.rename(f"{prefix}.bin")
+    assert not check._is_the_same(blocks[0])
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), FileNotFoundError(2, "gone")])
+def test_what_cannot_be_read_just_now_is_no_damage(
+    prefix: str, error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = known_blocks(prefix)
+
+    def pread(*_: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr(os, "pread", pread)
+    check = BackgroundCheck(blocks, lambda seconds: True)
+    check._thread.join(20)
+    check.check()
+    assert check.checked == len(blocks)
+    found = damage(blocks[0])
+    assert found == f"{prefix}.bin cannot be read: {error.strerror}"
+
+
+def test_a_check_that_is_closed_ends_at_once(prefix: str) -> None:
+    """Also between two pieces that need no rest."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def pause(seconds: float) -> bool:
+        began.set()
+        return go_on.wait(20)
+
+    check = BackgroundCheck(known_blocks(prefix), pause)
+    assert began.wait(20)
+    threading.Timer(0.05, go_on.set).start()
+    check.close()
+    assert not check._thread.is_alive()
+    assert check.checked == 0

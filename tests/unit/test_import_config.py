@@ -1,5 +1,6 @@
 """Other programs' configuration files become flags that our parser takes, and no key of them is dropped."""
 
+import dataclasses
 import json
 import math
 import shlex
@@ -15,10 +16,13 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.data.integrity import open_index
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign.meanings import MIXED_PRECISION, Fact, Flags
-from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, leaves, read, translate
+from megatron_ext.foreign.parallel_sizes import Layout, solve
+from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, leaves, read, split_flags, translate
 from megatron_ext.train.configure import configure
+from tests.support.foreign_keys import golden_text, nested
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "golden/import_config"
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+EXAMPLES = GOLDEN / "import_config"
 FILES = sorted(path for path in EXAMPLES.rglob("*") if path.is_file())
 
 
@@ -198,13 +202,6 @@ def test_a_size_below_1_is_an_error(size: int) -> None:
         translate("deepspeed", {"train_batch_size": 32}, size)
 
 
-def nested(key: str, value: Any) -> Any:
-    """Return a file's content with one key, whose dots part the mappings."""
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    return value
-
-
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
@@ -297,3 +294,324 @@ def test_epochs_become_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert one_epoch.command["--train-iters"] == "2", "16 samples, and the one that is left"
     assert translate("axolotl", {**content, "max_steps": 7}, 2, lambda *_: 100).command["--train-iters"] == "7"
     assert by_name(translate("axolotl", content, None, lambda *_: 100))["num_epochs"] == "none"
+
+
+def test_what_becomes_of_every_key_is_pinned() -> None:
+    """Where a meaning changes on purpose: python tests/golden/regenerate.py."""
+    assert golden_text() == (GOLDEN / "foreign_keys.txt").read_text()
+
+
+GIVEN = {"tensor": 2, "context": 2, "pipeline": 2}
+
+
+@pytest.mark.parametrize(
+    ("facts", "world_size", "accumulation", "expected"),
+    [
+        # tensor, context, pipeline, replicas, data, micro batch, accumulation, global batch
+        ({}, None, 1, (1, 1, 1, 1, None, None, 1, None)),
+        ({}, None, None, (1, 1, 1, 1, None, None, None, None)),
+        ({}, 8, 1, (1, 1, 1, 1, 8, None, 1, None)),
+        (GIVEN, 16, 1, (2, 2, 2, 1, 2, None, 1, None)),
+        ({"world_size": 8, "tensor": 2}, None, 1, (2, 1, 1, 1, 4, None, 1, None)),
+        ({"world_size": 8}, 8, 1, (1, 1, 1, 1, 8, None, 1, None)),
+        ({"shard": 4}, None, 1, (1, 1, 1, 1, 4, None, 1, None)),
+        ({"shard": 4, "replicate": 2}, None, 1, (1, 1, 1, 2, 8, None, 1, None)),
+        ({**GIVEN, "shard": 4, "replicate": 2}, 64, 1, (2, 2, 2, 2, 8, None, 1, None)),
+        ({"replicate": 2}, 8, 1, (1, 1, 1, 2, 8, None, 1, None)),
+        ({"micro_batch_size": 3}, None, 1, (1, 1, 1, 1, None, 3, 1, None)),
+        ({"micro_batch_size": 3}, 4, 1, (1, 1, 1, 1, 4, 3, 1, 12)),
+        ({"micro_batch_size": 3, "accumulation": 5}, 4, 1, (1, 1, 1, 1, 4, 3, 5, 60)),
+        ({"micro_batch_size": 3, "accumulation": 5, "global_batch_size": 60}, 4, 1, (1, 1, 1, 1, 4, 3, 5, 60)),
+        ({"accumulation": 5, "global_batch_size": 60}, 4, None, (1, 1, 1, 1, 4, 3, 5, 60)),
+        ({"micro_batch_size": 3, "global_batch_size": 60}, 4, None, (1, 1, 1, 1, 4, 3, 5, 60)),
+        ({"global_batch_size": 60}, 4, None, (1, 1, 1, 1, 4, None, None, 60)),
+        ({"global_batch_size": 60}, 4, 1, (1, 1, 1, 1, 4, 15, 1, 60)),
+        ({"global_batch_size": 60, "micro_batch_size": 3}, None, 1, (1, 1, 1, 1, None, 3, 1, 60)),
+    ],
+)
+def test_sizes_follow_from_those_that_are_given(
+    facts: dict[str, int], world_size: int | None, accumulation: int | None, expected: tuple[int | None, ...]
+) -> None:
+    layout = solve(facts, world_size, accumulation)
+    assert dataclasses.astuple(layout) == expected
+    data = expected[4]
+    model = layout.tensor * layout.context * layout.pipeline
+    assert layout.world_size == (None if data is None else model * data)
+
+
+@pytest.mark.parametrize(
+    ("facts", "world_size", "problem"),
+    [
+        ({"world_size": 8}, 4, "the file is for 8 ranks, not for --world-size 4; leave it out"),
+        (GIVEN, 12, "12 ranks are not TP 2 x PP 2 x CP 2 x replicas 1; give --world-size 8, or other sizes"),
+        (
+            {"tensor": 2, "shard": 4},
+            4,
+            "4 ranks are not TP 2 x PP 1 x CP 1 x shards 4 x replicas 1; give --world-size 8",
+        ),
+        (
+            {"tensor": 2, "shard": 4, "replicate": 3},
+            16,
+            "16 ranks are not TP 2 x PP 1 x CP 1 x shards 4 x replicas 3; give --world-size 24, or",
+        ),
+        ({"replicate": 3}, 8, "8 ranks are not TP 1 x PP 1 x CP 1 x replicas 3; give --world-size 3, or other sizes"),
+        ({"tensor": 2, "replicate": 3}, 8, "8 ranks are not TP 2 x PP 1 x CP 1 x replicas 3; give --world-size 6, or"),
+        (
+            {"global_batch_size": 61},
+            4,
+            "a global batch of 61 is not micro batch N x accumulation 1 x DP 4; change one of them, or the number",
+        ),
+        (
+            {"global_batch_size": 60, "micro_batch_size": 3, "accumulation": 1},
+            4,
+            "a global batch of 60 is not micro batch 3 x accumulation 1 x DP 4;",
+        ),
+        (
+            {"global_batch_size": 60, "micro_batch_size": 3, "accumulation": 7},
+            4,
+            "a global batch of 60 is not micro batch 3 x accumulation 7 x DP 4;",
+        ),
+        ({"tensor": 0, "world_size": -1}, 0, "tensor 0 is below 1; give a number from 1, or leave it out"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_named(facts: dict[str, int], world_size: int, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        solve(facts, world_size, 1)
+    assert caught.value.problems[0].startswith(problem)
+
+
+def test_a_layout_as_flags_and_in_words() -> None:
+    """Sizes of one are the default; a batch is said, also of one."""
+    layout = Layout(2, 3, 5, 7, 14, 1, 4, 56)
+    assert layout.flags() == {
+        "--tensor-model-parallel-size": "2",
+        "--context-parallel-size": "3",
+        "--pipeline-model-parallel-size": "5",
+        "--num-distributed-optimizer-instances": "7",
+        "--micro-batch-size": "1",
+        "--global-batch-size": "56",
+    }
+    assert layout.lines() == [
+        "world size       420 = TP 2 x PP 5 x CP 3 x DP 14",
+        "effective batch  1 x 4 x DP 14 = 56 samples (TP, CP and PP do not count)",
+    ]
+    unknown = Layout(1, 1, 1, 1, None, None, None, None)
+    assert unknown.flags() == {}
+    assert unknown.lines() == [
+        "world size       ? = TP 1 x PP 1 x CP 1 x DP ?",
+        "effective batch  ? x ? x DP ? = ? samples (TP, CP and PP do not count)",
+        "the file does not say how many ranks there are: give --world-size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("share", "split"),
+    [
+        (0, "100,0,0"),
+        (0.0, "100,0,0"),
+        (0.05, "95,5,0"),
+        (0.005, "99.5,0.5,0"),
+        (1 / 3, "66.6667,33.3333,0"),
+        (1, None),
+        (500, None),
+        (-0.1, None),
+        ("0.1", None),
+        (None, None),
+    ],
+)
+def test_a_share_that_is_held_out_becomes_a_split(share: Any, split: str | None) -> None:
+    """A number of samples from 1 on is no share."""
+    result = translate("axolotl", {**ALPACA, "val_set_size": share}, 1)
+    assert result.command.get("--split") == split
+    assert by_name(result)["val_set_size"] == ("none" if split is None else "data")
+
+
+COMMAND = "python tools/preprocess_data.py --input x.jsonl --output-prefix data/train --data-format "
+
+
+@pytest.mark.parametrize(
+    ("dataset", "content", "command"),
+    [
+        ({"type": "alpaca"}, {}, "alpaca"),
+        ({"type": "alpaca:chat"}, {}, "alpaca"),
+        ({"type": "alpaca.load_open_orca"}, {}, "alpaca"),
+        ({"type": "alpaca", "chat_template": "chatml"}, {"chat_template": "llama3"}, "alpaca"),
+        ({"type": "chat_template"}, {}, "messages"),
+        ({"type": "chat_template"}, {"chat_template": "llama3"}, "messages --chat-template llama3"),
+        (
+            {"type": "chat_template", "chat_template": "chatml"},
+            {"chat_template": "llama3"},
+            "messages --chat-template chatml",
+        ),
+        ({"type": "sharegpt", "chat_template": "mine.jinja"}, {}, "sharegpt --chat-template mine.jinja"),
+        ({"type": "sharegpt"}, {"chat_template": "tokenizer_default"}, "sharegpt --chat-template tokenizer"),
+        ({"type": "chat_template", "field_messages": "messages"}, {}, "messages"),
+        ({"type": "chat_template", "field_messages": "turns"}, {}, "messages --json-keys turns"),
+        ({"type": "completion"}, {}, "completion --append-eod"),
+        ({"type": "completion", "field": "text"}, {}, "completion --append-eod"),
+        ({"type": "completion", "field": "body"}, {}, "completion --json-keys body --append-eod"),
+        ({"type": "alpaca", "field": "body"}, {}, "alpaca"),
+        ({"type": "alpaca"}, {"sequence_len": 64}, "alpaca"),
+        ({"type": "alpaca"}, {"sample_packing": True}, "alpaca"),
+        ({"type": "alpaca"}, {"sample_packing": False, "sequence_len": 64}, "alpaca"),
+        (
+            {"type": "alpaca"},
+            {"sample_packing": True, "sequence_len": 64},
+            "alpaca --seq-length 64 --on-error skip",
+        ),
+        ({"type": "alpaca"}, {"train_on_inputs": True}, "alpaca --train-on-inputs"),
+        ({"type": "alpaca"}, {"train_on_inputs": False}, "alpaca"),
+        (
+            {"type": "alpaca"},
+            {"base_model": "a model"},
+            "alpaca --tokenizer-type HuggingFaceTokenizer --tokenizer-model 'a model'",
+        ),
+    ],
+)
+def test_the_command_that_makes_a_dataset(dataset: dict[str, Any], content: dict[str, Any], command: str) -> None:
+    result = translate("axolotl", {"datasets": [{"path": "x.jsonl", **dataset}], **content})
+    assert result.preparing == (COMMAND + command,)
+    assert ("--assistant-only-loss" in result.command) == (content.get("train_on_inputs") is not True)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "inputs"),
+    [
+        ({"path": "json", "data_files": "a.jsonl"}, "a.jsonl"),
+        ({"path": "parquet", "data_files": ["a", "b"]}, "a b"),
+        ({"path": "arrow", "data_files": ["a"]}, "a"),
+        ({"path": "text", "data_files": ["a"]}, "a"),
+        ({"path": "json"}, "json"),
+        ({"path": "org/name"}, "'hf://datasets/org/name/**/train*'"),
+        ({"path": "org/name", "split": "test"}, "'hf://datasets/org/name/**/test*'"),
+        ({"path": "org/name", "data_files": "x/a.json"}, "hf://datasets/org/name/x/a.json"),
+        ({"path": "org/name", "data_files": ["a", "b"]}, "hf://datasets/org/name/a hf://datasets/org/name/b"),
+        ({"path": "folder/a.jsonl"}, "folder/a.jsonl"),
+        ({"path": "folder/deeper/name"}, "folder/deeper/name"),
+        ({"path": "./folder/name"}, "./folder/name"),
+        ({"path": "/folder/name"}, "/folder/name"),
+        ({"path": "~/name"}, "'~/name'"),
+        ({"path": "name"}, "name"),
+        ({"path": "s3://bucket/name"}, "s3://bucket/name"),
+    ],
+)
+def test_where_a_dataset_is_read_from(dataset: dict[str, Any], inputs: str) -> None:
+    [command] = translate("axolotl", {"datasets": [{"type": "alpaca", **dataset}]}).preparing
+    assert command.split(" --output-prefix ")[0] == f"python tools/preprocess_data.py --input {inputs}"
+
+
+def test_of_many_datasets_one_that_cannot_be_read_is_left_out_alone() -> None:
+    """Number 1 is not 10 and 11."""
+    datasets: list[dict[str, Any]] = [{"path": f"{number}.jsonl", "type": "alpaca"} for number in range(12)]
+    datasets[1]["type"] = "nonsense"
+    result = translate("axolotl", {"datasets": datasets})
+    assert result.command["--data-path"].split() == [
+        f"data/train-{number}_alpaca_document" for number in range(12) if number != 1
+    ]
+    became = by_name(result)
+    assert [name for name in became if became[name] == "none"] == ["datasets.1.path", "datasets.1.type"]
+    [only] = translate("axolotl", {"datasets": datasets[1:2]}).keys[-1:]
+    assert only.became == "none"
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "epochs", "steps"),
+    [(16, 16, 1, 1), (17, 16, 1, 2), (32, 16, 1, 2), (33, 16, 3, 7), (5, 16, 1, 1), (100, 16, 0.01, 1), (0, 16, 1, 1)],
+)
+def test_steps_of_epochs_are_rounded_up(samples: int, batch: int, epochs: float, steps: int) -> None:
+    """And are one at least."""
+    asked: list[tuple[int, str]] = []
+    content = {
+        "sequence_len": 64, "num_epochs": epochs, "micro_batch_size": batch, "datasets": [], "val_set_size": 0.1
+    }  # fmt: skip
+    result = translate("axolotl", content, 1, lambda *given: asked.append(given) or samples)
+    assert result.command["--train-iters"] == str(steps)
+    assert asked == [(64, "969,30,1")], "without data of its own the default"
+    content["datasets"] = ALPACA["datasets"]
+    translate("axolotl", content, 1, lambda *given: asked.append(given) or samples)
+    assert asked[1:] == [(64, "90,10,0")]
+
+
+@pytest.mark.parametrize(
+    ("content", "world_size", "missing"),
+    [
+        ({"micro_batch_size": 2, "sequence_len": 64}, None, "--world-size"),
+        ({"micro_batch_size": 2}, 1, "sequence_len"),
+        ({}, 1, "--world-size"),
+    ],
+)
+def test_what_steps_of_epochs_need_is_named(content: dict[str, Any], world_size: int | None, missing: str) -> None:
+    result = translate("axolotl", {**content, "num_epochs": 2}, world_size, lambda *_: 100)
+    assert result.keys[-1].reason == f"the steps of an epoch follow from the batch and the length: give {missing}"
+
+
+def _only(source: str, content: dict[str, Any]) -> tuple[str, str, str]:
+    [key] = translate(source, content).keys
+    return key.became, key.flags, key.reason
+
+
+def test_values_as_other_programs_write_them() -> None:
+    """Numbers of a whole value without a point, words in any case, and what another program fills in."""
+    assert _only("axolotl", {"learning_rate": "2e-5"}) == ("flags", "--lr 2e-05", "")
+    assert _only("axolotl", {"weight_decay": 1.0}) == ("flags", "--weight-decay 1", "")
+    assert _only("axolotl", {"weight_decay": 1e30})[1] == "--weight-decay 1e+30"
+    assert _only("axolotl", {"lr_scheduler": "Cosine"})[1] == "--lr-decay-style cosine"
+    assert _only("axolotl", {"fp16": True})[1] == "--fp16"
+    assert _only("axolotl", {"bf16": "auto"})[1] == "--bf16"
+    assert _only("axolotl", {"weight_decay": "auto"})[::2] == (
+        "none",
+        "filled in by another program; give the flag itself",
+    )
+    assert _only("axolotl", {"output_dir": "a folder"})[1] == "--save 'a folder'"
+    assert _only("axolotl", {"base_model": "m"})[1] == (
+        "--load-hf m --tokenizer-type HuggingFaceTokenizer --tokenizer-model m"
+    )
+    assert _only("axolotl", {"micro_batch_size": None})[::2] == ("unknown", "None is not an integer")
+    assert _only("deepspeed", {"optimizer": {"params": {"betas": [0.9]}}})[0] == "unknown"
+    assert _only("deepspeed", {"fp16": {"initial_scale_power": 12}})[1] == "--initial-loss-scale 4096"
+    assert _only("axolotl", {"ddp_timeout": 90})[1] == "--distributed-timeout-minutes 1.5"
+    assert _only("accelerate", {"main_process_ip": None})[0] == "default"
+    assert _only("accelerate", {"main_process_ip": "10.0.0.1"})[::2] == ("launch", "--master-addr 10.0.0.1")
+
+
+def test_a_rate_gives_way_only_to_a_scheduler_that_sets_one() -> None:
+    def rates(scheduler: dict[str, Any]) -> tuple[str | None, str]:
+        content = {"optimizer": {"params": {"lr": 0.5}}, "scheduler": {"params": scheduler}}
+        result = translate("deepspeed", content)
+        return result.command.get("--lr"), by_name(result)["optimizer.params.lr"]
+
+    assert rates({"warmup_max_lr": 0.25}) == ("0.25", "none")
+    assert rates({"warmup_max_lr": "auto"}) == ("0.5", "flags")
+    assert rates({"warmup_num_steps": 7}) == ("0.5", "flags")
+
+
+def test_what_an_optimizer_brings_gives_way_to_the_file() -> None:
+    """Whichever comes first in it; its name itself is never taken away."""
+    type_, betas = {"type": "Lion"}, {"params": {"betas": [0.5, 0.75]}}
+    for optimizer in ({**type_, **betas}, {**betas, **type_}):
+        command = translate("deepspeed", {"optimizer": optimizer}).command
+        assert command == {"--optimizer": "lion", "--lion-beta1": "0.5", "--lion-beta2": "0.75"}
+    assert translate("deepspeed", {"optimizer": type_}).command == {
+        "--optimizer": "lion", "--lion-beta1": "0.9", "--lion-beta2": "0.99"
+    }  # fmt: skip
+
+
+def test_shards_are_pointed_out_only_where_nothing_shards() -> None:
+    for sharding in ({"fsdp_version": 2}, {}):
+        [shards] = [key for key in translate("axolotl", {"dp_shard_size": 4, **sharding}).keys if key.value == 4]
+        assert shards.reason.startswith("shard; no flag above") == (not sharding)
+    contradicting = {"context_parallel_size": 2, "sequence_parallel_degree": 4}
+    for one in (contradicting, dict(reversed(contradicting.items()))):
+        with pytest.raises(
+            ConfigurationError, match=r"(context|sequence)_parallel_(size|degree) \d contradicts another"
+        ):
+            translate("axolotl", one)
+    assert translate("axolotl", {"context_parallel_size": 2, "sequence_parallel_degree": 2}).layout.context == 2
+
+
+def test_leaves_and_flags_of_texts() -> None:
+    assert list(leaves({"a": {"b": 1, 2: "x"}, "c": [1, 2], "d": [{"e": 1}, 5], "f": {}, "g": []})) == [
+        ("a.b", 1), ("a.2", "x"), ("c", [1, 2]), ("d.0.e", 1), ("d.1", 5), ("f", {}), ("g", [])
+    ]  # fmt: skip
+    assert split_flags("--a 1 '2 3' --b --c=4") == {"--a": "1 '2 3'", "--b": "", "--c=4": ""}
+    assert Translation((), solve({}, 1, 1), {"--a": "1 '2 3'", "--b": ""}).words() == ["--a", "1", "2 3", "--b"]

@@ -1,12 +1,21 @@
+import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_ext.data.indexed import IndexedWriter, token_dtype
-from megatron_ext.data.integrity import check_indexed_files, file_fingerprint, open_index, share_of
+from megatron_ext.data.indexed import IndexedWriter, Written, token_dtype
+from megatron_ext.data.integrity import (
+    check_indexed_files,
+    check_some_token_ids,
+    check_token_ids,
+    file_fingerprint,
+    open_index,
+    share_of,
+)
 from megatron_ext.errors import ConfigurationError, DataError
 
 DOCUMENTS = [[5, 6, 7], [], [8], [9, 10]]
@@ -165,3 +174,212 @@ def test_fingerprint_follows_the_content(tmp_path: Path, pair: str):
         assert file_fingerprint(copy + suffix) == file_fingerprint(pair + suffix)
     Path(f"{copy}.bin").write_bytes(struct.pack("<6H", *TOKENS[:-1], 11))
     assert file_fingerprint(f"{copy}.bin") != file_fingerprint(f"{pair}.bin")
+
+
+def test_an_index_with_a_mode_for_each_sequence_is_whole(pair: str):
+    """As Megatron writes it for multimodal data: a byte more for each sequence, and no other size."""
+    path = Path(f"{pair}.idx")
+    whole = path.read_bytes()
+    for more in range(5):
+        path.write_bytes(whole + bytes(more))
+        if more in (0, 3):
+            check_indexed_files(pair)
+            continue
+        with pytest.raises(
+            DataError, match=f"has {len(whole) + more} bytes, but its header speaks of 3 sequences and 4 "
+        ):
+            check_indexed_files(pair)
+
+
+def test_a_negative_length_is_found(pair: str):
+    """Also where the byte pointers follow from it."""
+    path = Path(f"{pair}.idx")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:34] + struct.pack("<3i3q", 8, -2, 0, 0, 16, 12) + whole[70:])
+    with pytest.raises(DataError, match=r"sequence 1 of 3 has length -2 and byte pointer 16"):
+        check_indexed_files(pair)
+
+
+def test_an_index_of_the_largest_size_is_read_whole(long_pair: str, tmp_path: Path):
+    """One of a byte more at its ends and in 64 places."""
+    whole = bytearray(Path(f"{long_pair}.idx").read_bytes())
+    whole[34 + 4 * 900 : 38 + 4 * 900] = (4).to_bytes(4, "little")  # between two of the places
+    (tmp_path / "data.idx").write_bytes(whole)
+    (tmp_path / "data.bin").symlink_to(f"{long_pair}.bin")
+    check_indexed_files(str(tmp_path / "data"), whole_index_up_to=len(whole) - 1)
+    for largest in (len(whole), None):
+        with pytest.raises(DataError, match="sequence 901 of 100000 has length 3 and byte pointer 5406"):
+            check_indexed_files(str(tmp_path / "data"), whole_index_up_to=largest)
+
+
+def test_a_large_index_begins_at_the_first_byte(long_pair: str, tmp_path: Path):
+    whole = bytearray(Path(f"{long_pair}.idx").read_bytes())
+    pointers = np.frombuffer(whole, "<i8", 100_000, 34 + 4 * 100_000) + 6
+    whole[34 + 4 * 100_000 : 34 + 12 * 100_000] = pointers.tobytes()
+    (tmp_path / "data.idx").write_bytes(whole)
+    (tmp_path / "data.bin").write_bytes(bytes(600_006))
+    with pytest.raises(DataError, match="sequence 0 of 100000 has length 3 and byte pointer 6"):
+        check_indexed_files(str(tmp_path / "data"), whole_index_up_to=1000)
+
+
+@pytest.mark.parametrize(("vocab_size", "wrong"), [(11, None), (10, 10), (9, 9), (8, 8), (6, 6), (5, 5)])
+def test_the_first_token_that_is_outside_is_named_with_its_document(pair: str, vocab_size: int, wrong: int | None):
+    """By the byte at which it stands; documents 0, 2 and 3 have tokens."""
+    if wrong is None:
+        check_token_ids(pair, vocab_size)
+        check_some_token_ids(pair, vocab_size)
+        return
+    place = TOKENS.index(wrong)
+    document = (0, 0, 0, 2, 3, 3)[place]
+    for check in (check_token_ids, check_some_token_ids):
+        with pytest.raises(DataError) as caught:
+            check(pair, vocab_size)
+        assert str(caught.value).startswith(
+            f"{pair}.bin: token {wrong} at byte {2 * place} (document {document}) is outside a vocabulary of "
+            f"{vocab_size}: "
+        )
+
+
+@pytest.mark.parametrize("place", [0, 1023, 299_000, 299_999])
+def test_both_ends_of_a_large_pair_are_looked_at(tmp_path: Path, place: int):
+    tokens = np.zeros(300_000, np.int32)
+    tokens[place] = -1
+    with IndexedWriter(tmp_path / "data", np.int32) as writer:
+        writer.add_tokens(tokens.tobytes(), [300_000])
+    with pytest.raises(DataError, match=rf"token -1 at byte {4 * place} \(document 0\)"):
+        check_some_token_ids(str(tmp_path / "data"), 10)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [((0.0, 1.0), (0, 3, 0, 6)), ((0.0, 0.5), (0, 2, 0, 4)), ((0.5, 1.0), (2, 3, 4, 2)), ((0.1, 0.3), (0, 1, 0, 3))],
+)
+def test_shares_are_rounded_as_megatron_core_rounds(pair: str, bounds: tuple[float, float], expected: tuple[int, ...]):
+    """Half a sequence to the even number: 1.5 to 2."""
+    share = share_of(pair, bounds)
+    assert (share.first, share.end, share.first_token, share.tokens) == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 16) - 1, 1 << 16, 1 << 17, (1 << 17) + 1, 1 << 20])
+def test_a_fingerprint_is_of_the_size_and_both_ends(tmp_path: Path, size: int):
+    path = tmp_path / "file"
+    found = []
+    for content in (bytes(size), bytes(size + 1), b"\1" + bytes(size)[1:], bytes(size)[:-1] + b"\1"):
+        path.write_bytes(content)
+        found.append(file_fingerprint(str(path)))
+    assert len(set(found)) == (3 if size < 2 else 4)
+    path.write_bytes(bytes(size))
+    assert file_fingerprint(str(path)) == found[0]
+
+
+@pytest.mark.parametrize("size", [1 << 18, (1 << 18) + 12_345])
+def test_a_fingerprint_is_of_64_places_in_between(tmp_path: Path, size: int):
+    path = tmp_path / "file"
+    content = bytearray(size)
+    path.write_bytes(content)
+    whole, end = file_fingerprint(str(path)), 1 << 16
+    for number in (0, 1, 32, 63):
+        content[end + number * (size - 2 * end) // 64] = 1
+        path.write_bytes(content)
+        assert file_fingerprint(str(path)) != whole
+        content[end + number * (size - 2 * end) // 64] = 0
+
+
+def test_what_a_machine_has_that_goes_down_while_a_pair_is_finished(
+    pair: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Nothing has its name before it is on the disk, and nothing old stands next to something new."""
+    Path(f"{pair}.mask").write_bytes(b"of the old pair")
+    events: list[str] = []
+    replace, fsync, unlink = os.replace, os.fsync, Path.unlink
+
+    def synced(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        size = os.fstat(descriptor).st_size if "." in name else 0
+        events.append(f"sync {name} {size}" if size else f"sync {name}")
+        fsync(descriptor)
+
+    def renamed(old: Any, new: Any) -> None:
+        events.append(f"rename {Path(new).name}")
+        replace(old, new)
+
+    def removed(path: Path, **options: Any) -> None:
+        events.append(f"remove {path.name}")
+        unlink(path, **options)
+
+    with IndexedWriter(pair, np.uint16, packed_to=4) as writer:
+        writer.add_tokens(b"\1\0\2\0", [2], np.ones(2, np.uint8))
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(os, "replace", renamed)
+        monkeypatch.setattr(Path, "unlink", removed)
+    assert events == [
+        "sync data.bin.partial 4",
+        "sync data.lengths.partial 4",
+        "sync data.mask.partial 18",
+        "sync data.idx.partial 62",
+        "remove data.idx",
+        "remove data.mask",
+        "rename data.bin",
+        "rename data.mask",
+        "rename data.idx",
+        "remove data.lengths.partial",
+        f"sync {Path(pair).parent.name}",
+    ]
+
+
+def test_what_is_committed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: dict[str, int] = {}
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    writer = IndexedWriter(tmp_path / "data", np.uint16, packed_to=0)
+    writer.add_tokens(bytes(10), [5, 0], np.ones(5, np.uint8))
+    assert writer.commit() == Written(10, 2, 1)
+    assert synced == {"data.bin.partial": 10, "data.lengths.partial": 8, "data.mask.partial": 16 + 5}
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".lengths", ".mask"])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_writer_goes_on_only_behind_all_that_was_written(tmp_path: Path, suffix: str, missing: int):
+    writer = IndexedWriter(tmp_path / "data", np.uint16, packed_to=0)
+    writer.add_tokens(bytes(10), [5, 0], np.ones(5, np.uint8))
+    written = writer.commit()
+    writer.close()
+    path = tmp_path / f"data{suffix}.partial"
+    os.truncate(path, path.stat().st_size - missing)
+    assert IndexedWriter.holds(tmp_path / "data", written, 2) == (not missing)
+    assert IndexedWriter.holds(tmp_path / "data", written) == (not missing or suffix == ".mask")
+    path.unlink()
+    assert IndexedWriter.holds(tmp_path / "data", written) == (suffix == ".mask")
+
+
+def test_two_processes_do_not_write_one_pair(tmp_path: Path):
+    first = IndexedWriter(tmp_path / "data", np.uint16)
+    with pytest.raises(ConfigurationError, match=r"another process is writing .*data\.bin\.partial: wait for it"):
+        IndexedWriter(tmp_path / "data", np.uint16)
+    first.discard()
+    IndexedWriter(tmp_path / "data", np.uint16).discard()
+
+
+@pytest.mark.parametrize("committed", [0, 1, 2])
+def test_a_mask_goes_on_behind_what_was_committed(tmp_path: Path, committed: int):
+    """Its header is written once, also by a run that was killed before its first token."""
+    blocks = [(b"\1\0\2\0\3\0", [2, 1], [2, 1, 2]), (b"\4\0", [1], [2])]
+    writer = IndexedWriter(tmp_path / "data", np.uint16, packed_to=7)
+    for tokens, lengths, flags in blocks[:committed]:
+        writer.add_tokens(tokens, lengths, np.array(flags, np.uint8))
+    done = writer.commit()
+    writer.add_tokens(b"\x09\0", [1], np.array([1], np.uint8))  # lost
+    writer.close()
+    with IndexedWriter(tmp_path / "data", np.uint16, done, packed_to=7) as writer:
+        for tokens, lengths, flags in blocks[committed:]:
+            writer.add_tokens(tokens, lengths, np.array(flags, np.uint8))
+    assert (tmp_path / "data.mask").read_bytes() == b"TOKMASK\0" + struct.pack("<II", 1, 7) + bytes([2, 1, 2, 2])
+    assert (tmp_path / "data.bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 4)
+    check_indexed_files(str(tmp_path / "data"))

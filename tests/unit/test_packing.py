@@ -1,5 +1,6 @@
 """Documents in a sample: positions and what sees what, against megatron-core's own S x S mask."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -125,3 +126,56 @@ def test_ends_of_keys_are_the_same_object_where_they_are_those_of_queries() -> N
     part = documents_of(SAMPLES, EOD, 1, 2)
     assert part.key_ends is not part.query_ends
     assert not torch.equal(part.key_ends, part.query_ends)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_field_is_divided_alike(size: int) -> None:
+    """The two chunks of a context-parallel rank, of each field that is there; the documents are those of the batch."""
+    numbers = torch.arange(len(SAMPLES) * LENGTH).view(len(SAMPLES), LENGTH)
+    documents = documents_of(SAMPLES, EOD, 1, size)
+    fields = {"tokens": 0, "position_ids": 1000, "labels": 2000, "loss_mask": 3000}
+    whole = Batch(**{name: numbers + shift for name, shift in fields.items()}, documents=documents)
+    length = LENGTH // (2 * size)
+    places = [*range(length, 2 * length), *range(LENGTH - 2 * length, LENGTH - length)]
+    found = divide(whole, StageView(cp_rank=1, cp_size=size))
+    for name, shift in fields.items():
+        assert getattr(found, name).tolist() == [
+            [row * LENGTH + place + shift for place in places] for row in range(len(SAMPLES))
+        ]
+    assert found.documents is documents
+    assert divide(Batch(), StageView(cp_rank=1, cp_size=size)) == Batch()
+    assert divide(whole, StageView()) is whole
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_copy_to_a_device_waits_unless_it_is_from_pinned_memory(
+    is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, device, non_blocking: asked.append((device, non_blocking)) or tensor
+    )
+    Batch(tokens=torch.zeros(1, 2), labels=torch.zeros(1, 2)).to("cuda:1")
+    assert asked == [("cuda:1", is_pinned)] * 2
+
+
+def test_a_padding_sample_counts_in_nothing() -> None:
+    padding = {name: values.tolist() for name, values in padding_sample(3).items()}
+    assert padding == {"tokens": [0] * 3, "labels": [0] * 3, "loss_mask": [0.0] * 3, "position_ids": [0, 1, 2]}
+
+
+def test_what_a_stage_reads() -> None:
+    """Of first and last stage, restarted positions and separated documents any."""
+    for flags in itertools.product((False, True), repeat=4):
+        first, last, restarts, separates = flags
+        view = StageView(first, last, restarts_positions=restarts, separates_documents=separates)
+        assert view.reads_tokens == (flags in TOKENS_READ)
+        assert view.reads_samples == (any(flags))
+
+
+TOKENS_READ = {
+    (first, last, restarts, separates)
+    for first, last, restarts, separates in itertools.product((False, True), repeat=4)
+    if (first, restarts, separates) != (False, False, False)
+}

@@ -52,3 +52,41 @@ def test_endless_and_huge_files_are_not_read(tmp_path: Path) -> None:
             skipped_samples([str(tmp_path / name)])
     with pytest.raises(ValueError, match="regular file"):
         skipped_samples(["/dev/zero"])
+
+
+def test_a_name_of_digits_is_a_number_also_where_a_file_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("17").write_text("99\n")
+    Path("17-18").write_text("99\n")
+    assert skipped_samples(["17"]).ranges == (range(17, 18),)
+    assert skipped_samples(["17-18"]).ranges == (range(99, 100),)
+
+
+def test_neighbouring_ranges_are_one_and_a_batch_over_two_is_not_covered() -> None:
+    joined = skipped_samples(["4-5", "6-7", "9"])
+    assert joined.ranges == (range(4, 8), range(9, 10))
+    assert joined.covers(range(5, 7))
+    assert not joined.covers(range(7, 10)), "8 is trained on"
+    assert not joined.covers(range(2, 6))
+    assert skipped_samples(["2-20", "3-4", "5"]).ranges == (range(2, 21),)
+
+
+@pytest.mark.parametrize(("word", "taken"), [("1000000000000000", True), ("1000000000000001", False), ("7-7", True)])
+def test_the_largest_sample(word: str, taken: bool) -> None:
+    if taken:
+        first = int(word.split("-")[0])
+        assert skipped_samples([word]).ranges == (range(first, first + 1),)
+        return
+    with pytest.raises(ValueError, match=f"^{word} is no range of samples"):
+        skipped_samples([word])
+
+
+def test_a_file_of_as_many_lines_as_may_be_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_ext.data import skipped
+
+    monkeypatch.setattr(skipped, "_LINES", 3)
+    (tmp_path / "file").write_text("1\n3\n5\n")
+    assert skipped_samples([str(tmp_path / "file")]).ranges == (range(1, 2), range(3, 4), range(5, 6))
+    (tmp_path / "file").write_text("1\n3\n5\n7\n")
+    with pytest.raises(ValueError, match="has more than 3 lines"):
+        skipped_samples([str(tmp_path / "file")])
