@@ -236,7 +236,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and not a positive integer"),
     ({"vocab_size": 10**16}, "--vocab-size: 10000000000000000 is above 1000000000000000; use 1000000000000000 or less"),
     ({"num_key_value_heads": 4}, "num_attention_heads 6 is not divisible by num_key_value_heads 4"),
-    ({"quantization_config": {}}, "quantization_config: quantized weights are not supported; use the unquantized model"),
+    (
+        {"quantization_config": {}},
+        "quantization_config: quantized weights are not supported; use the unquantized model",
+    ),
     ({"mlp_bias": True}, "mlp_bias is true, but attention_bias is false: biases are in all layers or none"),
     ({"model_type": "mistral", "sliding_window": 16}, f"sliding_window is 16: {WINDOW}"),
     ({"model_type": "mixtral", "sliding_window": 16}, f"sliding_window is 16: {WINDOW}"),
