@@ -236,6 +236,26 @@ def test_a_caller_that_calls_no_more_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert found == ["is not used by megatron.core.models.gpt.gpt_model.GPTModel.forward any more"]
 
 
+def test_a_longer_name_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that calls `_preprocess_inputs` calls `_preprocess` no more."""
+
+    def forward(self):
+        return self._preprocess_inputs(), self.no_preprocess()
+
+    monkeypatch.setattr("megatron.core.models.gpt.GPTModel.forward", forward)
+    found = problems(BY_NAME["megatron.core.models.gpt.gpt_model.GPTModel._preprocess"])
+    assert found == ["is not used by megatron.core.models.gpt.gpt_model.GPTModel.forward any more"]
+
+
+def test_what_only_newer_versions_have_may_be_missing() -> None:
+    seam = Seam("torch.nn.Module.of_tomorrow", "a trial", newer=True)
+    assert problems(seam) == []
+    assert problems(replace(seam, newer=False)) == ["does not exist"]
+    assert problems(replace(seam, called_by=("torch.nn.Module.nowhere",))) == [
+        "was used by torch.nn.Module.nowhere, which does not exist"
+    ]
+
+
 def test_a_failing_canary_names_seam_reason_and_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._foreach_norm")
     with pytest.raises(pytest.fail.Exception) as failure:

@@ -86,6 +86,38 @@ def test_numbers_are_those_of_the_definition(recipe: str, dtype: torch.dtype, gi
         assert turned.values_RC.is_contiguous()
 
 
+@pytest.mark.parametrize(
+    ("block", "asked"),
+    [
+        (Block(None, None), ["rows", "more rows", "columns"]),
+        (Block(1, None), ["columns"]),
+        (Block(None, 1), ["rows", "more rows"]),
+        (Block(1, 128), []),
+    ],
+)
+def test_a_block_that_is_cut_has_the_largest_value_of_its_own_ranks(
+    block: Block, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that divide it, one group after another, and of nobody else; a known value is asked for by none."""
+    seen: list[Any] = []
+
+    def all_reduce(largest: torch.Tensor, operation: Any, group: Any) -> None:
+        assert operation == torch.distributed.ReduceOp.MAX
+        seen.append(group)
+        largest.mul_(2)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    cut: Any = (["rows", "more rows"], ["columns"])
+    x = matrix(16, 128, 1)
+    alone = quantize(x, block, E4M3)
+    found = quantize(x, block, E4M3, cut=cut)
+    assert seen == asked
+    assert torch.equal(found.largest, alone.largest * 2 ** len(asked))
+    again = quantize(x, block, E4M3, cut=cut, largest=found.largest)
+    assert seen == asked
+    assert torch.equal(again.scales, found.scales)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_not_finite_stays_so(recipe: str, bad: float) -> None:

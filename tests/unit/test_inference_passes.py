@@ -65,22 +65,23 @@ def test_texts_one_after_another(model: GPT) -> None:
 
 
 def test_keys_and_values_kept_of_unequal_prompts(model: GPT) -> None:
-    """The longest prompt of all replicas, whose width the rows have, may be another's."""
+    """The longest prompt of all replicas, whose width the rows have, may be another's; here all may be of one
+    length."""
     tokens = _tokens()
     expected, rows = _expected(model, tokens), torch.arange(ROWS)
     steps = LENGTH - max(PROMPTS)
-    for width in (max(PROMPTS), max(PROMPTS) + 2):
+    for lengths, width in ((PROMPTS, 9), (PROMPTS, 11), ([9] * ROWS, 9), ([9] * ROWS, 10)):
         prompts = torch.zeros(ROWS, width, dtype=torch.int64)
-        for row, length in enumerate(PROMPTS):
+        for row, length in enumerate(lengths):
             prompts[row, :length] = tokens[row, :length]
         with torch.inference_mode():
-            cache = KeyValueCache(width + steps, PROMPTS, width, torch.device("cpu"))
+            cache = KeyValueCache(width + steps, lengths, width, torch.device("cpu"))
             found = [model(prompts, torch.arange(width)[None], inference=cache)]
             for _ in range(steps):
                 places = cache.advance()
                 found.append(model(tokens.gather(1, places), places, inference=cache))
         for step, logits in enumerate(found):
-            last = torch.tensor(PROMPTS) + step - 1
+            last = torch.tensor(lengths) + step - 1
             torch.testing.assert_close(logits[:, :250], expected[rows, last], rtol=1e-5, atol=1e-5)
 
 

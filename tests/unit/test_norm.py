@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.config.parameters import parameters
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.norm import LayerNorm, ProjectionNorm, RMSNorm, norm_class
-from tests.support.small_models import small_config
+from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config
 
 PARALLEL = {"tensor_model_parallel_size": 2, "world_size": 2, "sequence_parallel": True}
 
@@ -48,6 +49,20 @@ def test_parameters_are_marked_under_sequence_parallelism(kind: str, sequence_pa
     assert [parameter.sequence_parallel for parameter in norm.parameters()] == [sequence_parallel] * len(  # pyright: ignore
         list(norm.parameters())
     )
+
+
+@pytest.mark.parametrize("model", [{}, {**LLAMA, "qk_layernorm": True}, OLMO2], ids=["GPT-2", "Qwen3", "OLMo 2"])
+def test_every_norm_of_a_model_has_the_epsilon_that_is_given(model: dict[str, Any]) -> None:
+    config = small_config({**model, "num_layers": 1, "norm_epsilon": 0.125})
+    [gpt], _ = build_small_model(config)
+    norms = {
+        name: module.eps
+        for name, module in gpt.named_modules()
+        if isinstance(module, RMSNorm | LayerNorm | ProjectionNorm)
+    }
+    expected = [one.name.removesuffix(".weight") for one in parameters(config) if one.name.endswith("norm.weight")]
+    assert sorted(norms) == sorted(expected)
+    assert set(norms.values()) == {0.125}
 
 
 def test_a_divided_norm_is_of_the_ranks_that_divide_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,22 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_ext.config.layers import stack
 from megatron_ext.config.parameters import parameters
 from megatron_ext.model import gpt, linear_cross_entropy
 from megatron_ext.model.attention import SDPAttention
 from megatron_ext.model.gpt import GPT
+from megatron_ext.model.layer import PostNormLayer, PreNormLayer
 from megatron_ext.model.linear import ColumnLinear
 from megatron_ext.model.linear_cross_entropy import Vocabulary
 from megatron_ext.model.moe import Router
+from megatron_ext.model.norm import LayerNorm, RMSNorm
+from megatron_ext.model.spec import block_spec, layer_spec
 from megatron_ext.parallel.own_groups import rank_groups
-from tests.support.small_models import small_config
+from tests.support.small_models import LLAMA, OLMO2, small_config
 
 
 def _group(rank: int, size: int) -> Any:
@@ -88,12 +93,14 @@ def test_each_rank_masks_its_columns_of_padding(vocabulary: int, rank: int, expe
 
 
 @pytest.mark.parametrize(
-    ("tensor", "sequence_parallel", "expected"), [(1, False, []), (2, False, ["copied"]), (2, True, ["gathered"])]
+    ("tensor", "sequence_parallel", "expected"),
+    [(1, False, []), (2, False, ["copied"]), (2, True, ["gathered"]), (3, False, ["copied"])],
 )
 def test_the_loss_of_an_output_layer_is_of_whole_sequences(
     tensor: int, sequence_parallel: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And of a weight that is there by then; the second rank's rows begin with the fourth."""
+    """And of a weight that is there by then; the second rank's rows begin with the fourth, and the third one has padding
+    alone."""
     seen: list[Any] = []
 
     def through(name: str) -> Any:
@@ -124,8 +131,27 @@ def test_the_loss_of_an_output_layer_is_of_whole_sequences(
         [0, 3, 1, 4, 2, 5],
         [1.0, 0.0, 0.0, 1.0, 1.0, 1.0],
     ]
-    assert given[4] == (Vocabulary(6, None) if tensor == 1 else Vocabulary(2, group))
+    assert given[4] == Vocabulary({1: 6, 2: 2, 3: 0}[tensor], None if tensor == 1 else group)
     assert named == {"into_main_grad": True}
+
+
+def test_a_layers_own_spec_is_made_of_its_own_description() -> None:
+    """Of a chunk in the middle, whose layers are of one kind and have numbers of their own."""
+    seen: list[Any] = []
+
+    def own(spec: Any, layer: Any) -> Any:
+        seen.append((spec.module, layer.number))
+        return layer.number
+
+    found = block_spec(small_config(LLAMA), stack(small_config(LLAMA))[1:4], _group(0, 1), own)
+    assert seen == [(PreNormLayer, number) for number in (1, 2, 3)]
+    assert found.layer_specs == [1, 2, 3]
+    assert found.layer_norm is RMSNorm
+    plain = block_spec(small_config(), stack(small_config())[1:4], _group(0, 1))
+    assert (len(plain.layer_specs or []), plain.layer_norm) == (3, LayerNorm)
+    after = layer_spec(next(iter(stack(small_config(OLMO2)))), _group(0, 1))
+    norms = [getattr(after.submodules, name) for name in ("input_layernorm", "pre_mlp_layernorm")]
+    assert (after.module, norms) == (PostNormLayer, [IdentityOp, IdentityOp])
 
 
 def test_gradients_of_a_shared_vocabulary_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,352 @@
+"""The torch-free descriptions of a model and its layout: chunks, places of ranks, layers, the catalogue of parameters.
+Sizes differ wherever two could be mistaken for each other."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_ext.config import attention_kernels, own_parameters
+from megatron_ext.config.fp8 import layers_in_fp8, multiple_of
+from megatron_ext.config.layers import Attention, Experts, Layer, Mlp, Norm, RotaryScaling, layers, residual_std, stack
+from megatron_ext.config.parameter import Parameter
+from megatron_ext.config.parameters import (
+    count,
+    count_per_rank,
+    kinds_of_parameters,
+    parameters,
+    stages,
+    tensor_size,
+)
+from megatron_ext.config.pipeline import core_layout, is_uneven, read_pipeline_layout
+from megatron_ext.config.ranks import coordinates, expert_coordinates, rank_of
+from megatron_ext.config.schema import Config, DataConfig, LayoutConfig, ModelConfig, TrainingConfig
+from megatron_ext.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("counts", "uneven"),
+    [
+        ([[2]], False),
+        ([[2, 2], [2, 2]], False),
+        ([[1, 3], [2, 2]], True),
+        ([[2, 2], [2, 1]], True),
+        ([[1, 3], [1, 3]], True),
+        ([[3], [3], [2]], True),
+    ],
+)
+def test_a_split_is_uneven_where_two_chunks_differ(counts: list[list[int]], uneven: bool) -> None:
+    assert is_uneven(counts) == uneven
+
+
+def test_a_split_as_the_engine_takes_it() -> None:
+    """Chunk after chunk in the order of a microbatch."""
+    t = "decoder"
+    assert core_layout([[1, 0], [2, 3]]) == [["embedding", t], [t, t], [], [t, t, t, "loss"]]
+    assert core_layout([[1]]) == [["embedding", t, "loss"]]
+    assert read_pipeline_layout(" E t,t | (t|)*2 L ") == ["Ett", "t", "t", "L"]
+    for text in ("Et*999999L", f"E{'t*60000' * 2}L", "E((t*1000)*1000)*2L"):
+        with pytest.raises(ValueError, match="it has more than 100000 layers"):
+            read_pipeline_layout(text)
+
+
+@pytest.mark.parametrize("mapping", [False, True])
+def test_places_of_ranks(mapping: bool) -> None:
+    """2 x 3 x 5 x 7 ranks: each axis has a size of its own."""
+    layout = LayoutConfig(
+        world_size=210,
+        tensor_model_parallel_size=2,
+        context_parallel_size=3,
+        pipeline_model_parallel_size=7,
+        use_tp_pp_dp_mapping=mapping,
+    )
+    for rank in range(210):
+        place = coordinates(layout, rank)
+        outer = place.dp * 7 + place.pp if mapping else place.pp * 5 + place.dp
+        assert rank == place.tp + 2 * (place.cp + 3 * outer) == rank_of(layout, place)
+        assert (place.tp < 2, place.cp < 3, place.dp < 5, place.pp < 7) == (True,) * 4
+    sizes = {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 3}
+    experts = replace(layout, **sizes)
+    for rank in range(210):
+        place = expert_coordinates(experts, rank)
+        outer = place.edp * 7 + place.pp if mapping else place.pp * 10 + place.edp
+        assert rank == place.etp + 1 * (place.ep + 3 * outer)
+        assert (place.etp, place.ep < 3, place.edp < 10, place.pp < 7) == (0, True, True, True)
+
+
+def _config(
+    model: dict[str, Any] | None = None, layout: dict[str, Any] | None = None, training: dict[str, Any] | None = None
+) -> Config:
+    sizes: dict[str, Any] = {
+        **{"num_layers": 4, "hidden_size": 48, "ffn_hidden_size": 40, "num_attention_heads": 6, "kv_channels": 10},
+        **{"num_query_groups": 2, "group_query_attention": True, "max_position_embeddings": 99, "seq_length": 32},
+        **{"padded_vocab_size": 128, "init_method_std": 0.03},
+    }
+    return Config(
+        model=ModelConfig(**{**sizes, **(model or {})}),
+        layout=LayoutConfig(**{"world_size": 1, **(layout or {})}),
+        training=TrainingConfig(
+            **{"micro_batch_size": 2, "global_batch_size": 12, "train_iters": 9, **(training or {})}
+        ),
+        data=DataConfig(vocab_size=100),
+    )
+
+
+def test_a_layer_is_what_the_flags_say() -> None:
+    model = {
+        **{"position_embedding_type": "rope", "rotary_base": 7.0, "rotary_percent": 0.35, "swiglu": True},
+        **{"rope_scaling_factor": 2.0, "rope_scaling_low_freq_factor": 3.0, "rope_scaling_high_freq_factor": 5.0},
+        **{"rope_scaling_original_max_position_embeddings": 11, "normalization": "RMSNorm", "norm_epsilon": 0.25},
+        **{"qk_layernorm": True, "qk_layernorm_over": "projection", "norm_position": "after"},
+        **{"disable_bias_linear": True, "add_qkv_bias": True, "num_experts": 3, "moe_ffn_hidden_size": 24},
+        **{"moe_router_topk": 2, "moe_shared_expert_intermediate_size": 56},
+    }
+    first = layers(_config({**model, "use_rope_scaling": True}))[0]
+    assert first == Layer(
+        number=0,
+        attention=Attention(
+            **{"kind": "grouped_query", "query_heads": 6, "groups": 2, "head_size": 10, "value_head_size": 10},
+            **{"window": None, "rotary": first.attention.rotary, "qk_norm": "projection"},
+            **{"qkv_bias": True, "output_bias": False},
+        ),
+        mlp=Experts(3, 2, Mlp(True, "silu", 24, False), Mlp(True, "silu", 56, False)),
+        norm=Norm("RMSNorm", 0.25),
+        norm_places="after",
+    )
+    rotary = first.attention.rotary
+    assert rotary is not None
+    assert (rotary.base, rotary.percent, rotary.scaling) == (7.0, 0.35, RotaryScaling(2.0, 3.0, 5.0, 11))
+    assert rotary.channels(10) == 3, "rounded down"
+    assert first.attention.qk_norm_sizes == (60, 20)
+    assert (first.norms_before, first.norms_after, first.norm_count) == (False, True, 2)
+    assert replace(first, norm_places="both").norm_count == 4
+    assert first.every_token == Mlp(True, "silu", 56, False)
+    assert first.inner == Mlp(True, "silu", 24, False)
+    plain = layers(_config({**model, "num_experts": None}))[0]
+    assert plain.attention.rotary == replace(rotary, scaling=None)
+    assert (plain.mlp, plain.every_token, plain.experts) == (Mlp(True, "silu", 40, False),) * 2 + (None,)
+    values = replace(first.attention, value_head_size=4)
+    assert (values.key_size, values.value_size, values.context_size) == (20, 8, 24)
+    assert values.core_flops(8) == 2 * 6 * (10 + 4) * 4.0
+    assert [replace(values, window=window).mean_keys(8) for window in (None, 4, 8, 100)] == [4.0, 3.0, 4.0, 4.0]
+    assert residual_std(_config()) == 0.03 / 8**0.5
+    for flags, activation in (
+        ({}, "gelu"),
+        ({"openai_gelu": True}, "gelu_tanh"),
+        ({"squared_relu": True}, "squared_relu"),
+        ({"swiglu": True}, "silu"),
+    ):
+        assert layers(_config(flags))[0].inner.activation == activation
+
+
+def test_slices_of_layers_are_one_object_and_share_their_kinds() -> None:
+    whole = stack(_config())
+    part = whole[1:3]
+    assert part is whole[1:3]
+    assert [layer.number for layer in part] == [1, 2]
+    assert part.kinds == ((next(iter(whole)), 2),)
+    assert part.kinds[0][0] is next(iter(whole))
+    assert (whole.count(lambda layer: layer.experts), whole.total(lambda _: 1.5)) == (0, 6.0)
+
+
+MIXTURE = {
+    **{"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "disable_bias_linear": True},
+    **{"moe_shared_expert_intermediate_size": 32, "swiglu": True},
+}
+
+
+def test_the_catalogue_of_a_layer() -> None:
+    """Every field of every parameter, of a model with biases and one with experts."""
+    sp = {"sequence_parallel": True}
+    normal, small = ("normal", 0.03), ("normal", 0.03 / 8**0.5)
+    found = [parameter for parameter in parameters(_config({"swiglu": True})) if parameter.stage == 2]
+    at = "decoder.layers.2"
+    assert sorted(found, key=lambda one: one.name) == sorted(
+        [
+            *(
+                Parameter(f"{at}.{norm}.weight", (48,), 2, "ones", **sp)
+                for norm in ("input_layernorm", "pre_mlp_layernorm")
+            ),
+            *(
+                Parameter(f"{at}.{norm}.bias", (48,), 2, "zeros", **sp)
+                for norm in ("input_layernorm", "pre_mlp_layernorm")
+            ),
+            Parameter(f"{at}.self_attention.linear_proj.bias", (48,), 2, "zeros", **sp),
+            Parameter(f"{at}.self_attention.linear_proj.weight", (48, 60), 2, *small, tp_dim=1),
+            Parameter(f"{at}.self_attention.linear_qkv.weight", (100, 48), 2, *normal, tp_dim=0),
+            Parameter(f"{at}.self_attention.linear_qkv.bias", (100,), 2, "zeros", tp_dim=0),
+            Parameter(f"{at}.mlp.linear_fc1.weight", (80, 48), 2, *normal, tp_dim=0, tp_stride=2),
+            Parameter(f"{at}.mlp.linear_fc1.bias", (80,), 2, "zeros", tp_dim=0, tp_stride=2),
+            Parameter(f"{at}.mlp.linear_fc2.weight", (48, 40), 2, *small, tp_dim=1),
+            Parameter(f"{at}.mlp.linear_fc2.bias", (48,), 2, "zeros", **sp),
+        ],
+        key=lambda one: one.name,
+    )
+    found = [one for one in parameters(_config({**MIXTURE, "norm_position": "after"})) if one.stage == 2]
+    by_name = {one.name.removeprefix(f"{at}."): one for one in found}
+    assert by_name["mlp.router.weight"] == Parameter(f"{at}.mlp.router.weight", (6, 48), 2, *normal, **sp)
+    assert by_name["mlp.experts.0.linear_fc1.weight"] == Parameter(
+        f"{at}.mlp.experts.0.linear_fc1.weight", (48, 48), 2, *normal, tp_dim=0, tp_stride=2, expert=0
+    )
+    assert by_name["mlp.experts.5.linear_fc2.weight"] == Parameter(
+        f"{at}.mlp.experts.5.linear_fc2.weight", (48, 24), 2, *small, tp_dim=1, expert=5
+    )
+    assert by_name["mlp.shared_experts.linear_fc1.weight"].shape == (64, 48)
+    assert by_name["post_self_attn_layernorm.weight"].shape == by_name["post_mlp_layernorm.weight"].shape == (48,)
+    assert "input_layernorm.weight" not in by_name
+
+
+def test_counts_are_those_of_the_whole_catalogue() -> None:
+    config = _config(MIXTURE, {"world_size": 4, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2})
+    assert config.layout.expert_tensor_size == 2
+    whole = parameters(config)
+    assert count(config) == sum(one.size for one in whole)
+    assert sum(number for _, number in kinds_of_parameters(config)) == len(whole)
+    dense = [one for one in whole if one.expert is None]
+    routed = [one for one in whole if one.expert is not None]
+    for parameter in (*dense, *routed):
+        assert tensor_size(config, parameter) == 2
+    local = [
+        sum(
+            Parameter.local_shape(one, 2)[0]
+            * (one.size // one.shape[0] if one.tp_dim != 1 else one.size // one.shape[0] // 2)
+            for one in part
+        )
+        for part in (dense, routed)
+    ]
+    assert count_per_rank(config, experts=False) == [local[0]]
+    assert count_per_rank(config, experts=True) == [local[1] // 2]
+    assert count_per_rank(config) == [local[0] + local[1] // 2]
+    own = _config(MIXTURE, {"world_size": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1})
+    assert [tensor_size(own, one) for one in (dense[0], routed[0])] == [2, 1]
+
+
+@pytest.mark.parametrize(("size", "untied", "expected"), [(1, False, [0]), (2, False, [0, 1]), (2, True, [0])])
+def test_stages_of_word_embeddings(size: int, untied: bool, expected: list[int]) -> None:
+    layout = {"world_size": size, "pipeline_model_parallel_size": size}
+    config = _config({"untie_embeddings_and_output_weights": untied}, layout)
+    embeddings, positions = parameters(config)[:2]
+    assert (stages(config, embeddings), stages(config, positions)) == (expected, [0])
+    assert stages(config, parameters(config)[-1]) == [size - 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "matrix", "embedding"),
+    [
+        ({}, ("normal", 0.03), ("normal", 0.03)),
+        ({"embedding_init_method_std": 0.5}, ("normal", 0.03), ("normal", 0.5)),
+        ({"init_method_xavier_uniform": True}, ("uniform", (2 / 148) ** 0.5), ("uniform", (2 / 176) ** 0.5)),
+        (
+            {"init_method_xavier_uniform": True, "embedding_init_method_std": 0.5},
+            ("uniform", (2 / 148) ** 0.5),
+            ("normal", 0.5),
+        ),
+        (
+            {"init_method_xavier_uniform": True, "embedding_init_method_std": 0.03},
+            ("uniform", (2 / 148) ** 0.5),
+            ("uniform", (2 / 176) ** 0.5),
+        ),
+    ],
+)
+def test_how_matrices_and_embeddings_begin(model: dict[str, Any], matrix: Any, embedding: Any) -> None:
+    by_name = {one.name: (one.init, one.std) for one in parameters(_config(model))}
+    assert by_name["decoder.layers.1.self_attention.linear_qkv.weight"] == matrix
+    assert by_name["embedding.word_embeddings.weight"] == embedding
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(100, 100), (128, None)])
+def test_rows_that_stand_for_entries(vocabulary: int, rows: int | None) -> None:
+    config = replace(_config(), data=DataConfig(vocab_size=vocabulary))
+    assert parameters(config)[0].true_rows == rows
+
+
+@pytest.mark.parametrize(
+    ("parameter", "problem"),
+    [
+        (Parameter("mix", (48,), 0, "zeros"), None),
+        (Parameter("mix", (4, 48), 0, "uniform", 0.1, tp_dim=0), None),
+        (Parameter("mix", (4, 48), 0, "normal", 0.1, tp_dim=1), None),
+        (Parameter("mix", (48,), 0, "uniform", 0.1), "cannot begin with random numbers"),
+        (Parameter("mix", (4, 48, 2), 0, "normal", 0.1), "cannot begin with random numbers"),
+        (Parameter("mix", (48,), 0, "zeros", expert=0), "expert, tp_stride and true_rows belong to experts"),
+        (Parameter("mix", (48,), 0, "zeros", tp_stride=2), "expert, tp_stride and true_rows belong to experts"),
+        (Parameter("mix", (48,), 0, "zeros", true_rows=48), "expert, tp_stride and true_rows belong to experts"),
+        (Parameter("mix", (48,), 0, "zeros", tp_dim=1), "cannot be divided in its dimension 1 over 2"),
+        (Parameter("mix", (48,), 0, "zeros", tp_dim=-1), "cannot be divided in its dimension -1 over 2"),
+        (Parameter("mix", (7, 48), 0, "zeros", tp_dim=0), "cannot be divided in its dimension 0 over 2"),
+    ],
+)
+def test_own_parameters_that_cannot_be_are_refused(parameter: Parameter, problem: str | None) -> None:
+    config = _config({}, {"world_size": 2, "tensor_model_parallel_size": 2})
+    with own_parameters.in_every_layer(lambda _config, layer: [parameter] if layer.number == 3 else []):
+        if problem is None:
+            [found] = [one for one in parameters(config) if one.name.endswith(".mix")]
+            assert found == replace(parameter, name="decoder.layers.3.mix", stage=3)
+            assert own_parameters.names(config) == ["mix"]
+            with own_parameters.in_every_layer(None):
+                assert own_parameters.names(config) == []
+            assert own_parameters.names(config) == ["mix"], "as before"
+            return
+        with pytest.raises(ConfigurationError, match=f"layer_parameters: mix of shape .*{problem}"):
+            parameters(config)
+    assert own_parameters.current() is None
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    assert [Parameter("x", shape, 0, "zeros").decay for shape in ((1,), (1, 1), (2, 2, 2))] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("training", "chosen"),
+    [
+        ({}, []),
+        ({"fp8_format": "e4m3"}, [0, 1, 2, 3]),
+        ({"fp8_format": "e4m3", "num_layers_at_start_in_bf16": 2}, [0, 1, 2, 3]),
+        (
+            {
+                "fp8_format": "e4m3",
+                "first_last_layers_bf16": True,
+                "num_layers_at_start_in_bf16": 2,
+                "num_layers_at_end_in_bf16": 0,
+            },
+            [2, 3],
+        ),
+        (
+            {
+                "fp8_format": "e4m3",
+                "first_last_layers_bf16": True,
+                "num_layers_at_start_in_bf16": 0,
+                "num_layers_at_end_in_bf16": 1,
+            },
+            [0, 1, 2],
+        ),
+        ({"fp8_format": "hybrid", "first_last_layers_bf16": True}, [1, 2]),
+    ],
+)
+def test_layers_that_multiply_in_fp8(training: dict[str, Any], chosen: list[int]) -> None:
+    assert list(layers_in_fp8(_config(training=training))) == chosen
+    sides = {
+        recipe: multiple_of(_config(training={"fp8_recipe": recipe}))
+        for recipe in ("tensorwise", "rowwise", "blockwise")
+    }
+    assert sides == {"tensorwise": 16, "rowwise": 16, "blockwise": 128}
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "impl", "nothing"),
+    [
+        ("cpu", "flash", "local", True),
+        ("cpu", "unfused", "local", False),
+        ("cuda", "flash", "local", False),
+        ("cpu", "flash", "transformer_engine", False),
+    ],
+)
+def test_where_a_kernel_of_attention_can_be_chosen(device: str, backend: str, impl: str, nothing: bool) -> None:
+    config = _config({"transformer_impl": impl}, {"device": device})
+    assert (attention_kernels.chooses_nothing(config, backend) is not None) == nothing
+    mixed = {"context_parallel_size": 2, "world_size": 2}
+    for kinds, by_name in ((("p2p",), True), (("a2a",), False), (("p2p", "a2a", "p2p", "p2p"), False)):
+        assert (attention_kernels.kernels_by_name(_config({}, {**mixed, "cp_comm_type": kinds})) is not None) == by_name
+    asked = {"attention_backend": "local", "flash_attention_version": 3, "seed": 4}
+    assert attention_kernels.asked_for(asked) == ["flash_attention_version"]
+    assert attention_kernels.asked_for({"attention_backend": "auto"}) == []
