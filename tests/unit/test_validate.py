@@ -21,8 +21,10 @@ from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.device import hardware_queues
 from megatron_ext.rules.validate import RULES, problems
 from megatron_ext.train.configure import configure, gather_facts
+from tests.support import near_bounds
 from tests.support.errors_page import answers, errors_page
-from tests.support.wrong_flags import BASE, EXAMPLES, SEVERAL
+from tests.support.golden_text import section
+from tests.support.wrong_flags import BASE, EXAMPLES, SEVERAL, WRONG
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,169 +71,6 @@ def test_facts_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     facts = gather_facts(typed)
     assert (facts.cuda_available, facts.packages) == (False, frozenset())
-
-
-_PP2 = "--world-size 2 --pipeline-model-parallel-size 2"
-WRONG = [
-    ("--validation-set-names a b", "add that switch"),
-    (
-        "--mock-data=false --tokenizer-type ByteTokenizer --train-data-path a --valid-data-path b c "
-        "--multiple-validation-sets --validation-set-names x",
-        "must be 2 different names",
-    ),
-    # flags, and words that the one problem must have
-    ("--num-layers 0", "--num-layers 0 is below 1"),
-    ("--hidden-size=-8", "--hidden-size -8 is below 1"),
-    ("--attention-dropout 1", "--attention-dropout 1 is not at least 0 and below 1"),
-    ("--norm-epsilon 0", "--norm-epsilon 0 is not above 0"),
-    ("--clip-grad=-1", "--clip-grad -1 is below 0"),
-    ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 is below 1"),
-    ("--hidden-size 100 --num-attention-heads 8", "use --hidden-size 96 or 104, or give the size of one head"),
-    ("--num-query-groups 2", "no effect without --group-query-attention"),
-    ("--group-query-attention --num-query-groups 3", "use --num-query-groups 1, 2, 4 or 8"),
-    ("--position-embedding-type rope --kv-channels 15", "they turn in pairs; use --kv-channels 16"),
-    ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0 is not above 0 and at most 1"),
-    ("--use-rope-scaling", "use --position-embedding-type rope"),
-    (
-        "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 4",
-        "--rope-scaling-low-freq-factor 4 is not below --rope-scaling-high-freq-factor 4; use 1 and 4",
-    ),
-    ("--no-position-embedding", "--position-embedding-type learned_absolute is refused, as by Megatron"),
-    ("--no-position-embedding --position-embedding-type none", "leave it out and use --position-embedding-type none"),
-    ("--world-size 2 --tensor-model-parallel-size 2 --ffn-hidden-size 511", "use --ffn-hidden-size 510 or 512"),
-    ("--cp-comm-type ring", "--cp-comm-type ring is not one of p2p, all_gather, a2a"),
-    ("--cp-comm-type p2p a2a", "names 2 exchanges, but it takes one for all layers or one for each of --num-layers 8"),
-    (
-        "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --reset-attention-mask --cp-comm-type "
-        "a2a a2a a2a a2a all_gather all_gather all_gather all_gather",
-        "not for several",
-    ),
-    (
-        "--world-size 6 --context-parallel-size 4 --attention-dropout 0",
-        "--context-parallel-size 4 x --pipeline-model-parallel-size 1 = 4",
-    ),
-    (
-        "--world-size 8 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 --seq-length 36 "
-        "--cp-comm-type a2a",
-        "use --seq-length 32 or 40",
-    ),
-    ("--use-distributed-optimizer --optimizer sgd", "use --optimizer adam"),
-    (
-        "--torch-compile --world-size 2 --tensor-model-parallel-size 2 --hidden-dropout 0.1 --attention-dropout 0",
-        "use --hidden-dropout 0 --attention-dropout 0",
-    ),
-    ("--swiglu --squared-relu", "--swiglu and --squared-relu name different activations"),
-    ("--max-position-embeddings 32", "use --max-position-embeddings 64"),
-    ("--padded-vocab-size 999", "must be at least the vocabulary's 1000"),
-    ("--transformer-impl transformer_engine", "use --transformer-impl local"),
-    ("--num-layers 8 --world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2"
-     " --num-virtual-stages-per-pipeline-rank 3", "use --num-virtual-stages-per-pipeline-rank 1, 2 or 4"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
-     "use --num-layers-per-virtual-pipeline-stage 1, 2 or 4"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2 --num-layers-per-virtual-pipeline-stage 2 "
-     "--num-virtual-stages-per-pipeline-rank 4", "disagree: a stage has 4 layers"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 3 --num-virtual-stages-per-pipeline-rank 2",
-     "use --global-batch-size 2 or 4"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-     "--no-overlap-p2p-communication", "leave --no-overlap-p2p-communication out"),
-    (f"{_PP2} --num-layers 9", "use --num-layers 8 or 10, or --pipeline-model-parallel-size 1, or stages that differ: "
-     "--account-for-embedding-in-pipeline-split or --decoder-first-pipeline-num-layers 4"),
-    (f"{_PP2} --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --global-batch-size 2 "
-     "--num-virtual-stages-per-pipeline-rank 2", "does not divide the 5 layers of a stage"),
-    ("--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear --num-experts 8 "
-     "--expert-tensor-parallel-size 1 --moe-shared-expert-intermediate-size 63",
-     "--moe-shared-expert-intermediate-size 63 is not divisible by --tensor-model-parallel-size 2"),
-    (f"{_PP2} --account-for-loss-in-pipeline-split",
-     "--num-layers 8 + 1 (--account-for-loss-in-pipeline-split) is not divisible"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
-     "use --decoder-last-pipeline-num-layers 5"),
-    ("--decoder-first-pipeline-num-layers 8", "--pipeline-model-parallel-size is 1; leave it out"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 8", "use --decoder-first-pipeline-num-layers 4"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 0", "is below 1"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 2",
-     "use --num-virtual-stages-per-pipeline-rank"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 3 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2",
-     "does not divide the 3 or 5 layers of a stage"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*8|L --num-layers-per-virtual-pipeline-stage 2",
-     "give the layout alone"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4|x*4L", "'x' is none of E, t, L"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4|t*4mL", "multi-token prediction"),
-    (f"{_PP2} --pipeline-model-parallel-layout t*4E|t*4L", "must begin with its only E and end with its only L"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4||t*4|L --global-batch-size 2", "chunk 2 of 4 holds nothing"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*(99999999)|L", "'*' is none of"),
-    (f"{_PP2} --pipeline-model-parallel-layout E(t*999)*999|L", "more than 100000 layers"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4|t|t*3|L --num-virtual-stages-per-pipeline-rank 3 "
-     "--global-batch-size 2", "leave --num-virtual-stages-per-pipeline-rank out"),
-    (f"{_PP2} --microbatch-group-size-per-virtual-pipeline-stage 2", "belongs to interleaved stages"),
-    (f"{_PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2 "
-     "--microbatch-group-size-per-virtual-pipeline-stage 1", "stage 2 or more"),
-    ("--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 63", "use --seq-length 62 or 64"),
-    ("--overlap-param-gather --use-distributed-optimizer", "add --overlap-grad-reduce"),
-    ("--overlap-param-gather", "needs --use-distributed-optimizer and --overlap-grad-reduce"),
-    ("--distributed-backend nccl", "use --distributed-backend gloo"),
-    ("--device cuda", "use --device cpu"),
-    ("--distributed-timeout-minutes 0", "use --distributed-timeout-minutes 10"),
-    ("--world-size 4 --eval-global-batch-size 6", "use --eval-global-batch-size 4 or 8"),
-    ("--train-samples 5", "both give the length of the run"),
-    ("--global-batch-size 16 --rampup-batch-size 4 5 100", "16 - 4 = 12 is not divisible by the increment 5"),
-    ("--global-batch-size 16 --rampup-batch-size 16 4 100", "starts at 16, not below --global-batch-size 16"),
-    ("--global-batch-size 16 --rampup-batch-size 4 4", "must be three positive integers"),
-    ("--world-size 2 --global-batch-size 16 --rampup-batch-size 3 13 100", "use multiples of 2"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8 "
-     "--rampup-batch-size 1 1 100", "use multiples of 2"),
-    ("--loss-scale 0", "leave it out for a dynamic scale"),
-    ("--min-loss-scale 8 --initial-loss-scale 4", "use --min-loss-scale 1"),
-    ("--recompute-granularity full", "add --recompute-method uniform --recompute-num-layers 1"),
-    ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", "use 1 to 8"),
-    ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations",
-     "--recompute-activations means selective"),
-    ("--world-size 2 --use-torch-fsdp2 --log-straggler --log-communication-share",
-     "--log-communication-share and --log-straggler time collectives and waits for them"),
-    ("--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 5",
-     "use --check-weight-hash-across-dp-replicas-interval 0"),
-    ("--recompute-modules mlp", "belongs to --recompute-granularity selective"),
-    ("--recompute-granularity selective --recompute-modules mlp rotary", "rotary cannot be recomputed by itself"),
-    ("--recompute-granularity selective --recompute-modules layernorm --torch-compile --hidden-dropout 0 "
-     "--attention-dropout 0", "leave one of the two out"),
-    ("--recompute-granularity selective --recompute-num-layers 1", "belong to --recompute-granularity full"),
-    ("--min-lr 1", "--min-lr 1 must be at least 0 and at most --lr 0.001"),
-    ("--lr-warmup-init 1", "use --lr-warmup-init 0"),
-    ("--lr-decay-samples 100", "use --lr-decay-iters"),
-    ("--lr-warmup-iters 100", "does not end before the run's end (--train-iters 100)"),
-    ("--lr-warmup-iters 50 --lr-decay-iters 20", "does not end before --lr-decay-iters 20"),
-    ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "both give the warmup"),
-    ("--lr-warmup-fraction 1.5", "use --lr-warmup-fraction 0.1"),
-    ("--lr-decay-style WSD", "add --lr-wsd-decay-iters 20"),
-    ("--lr-wsd-decay-iters 10", "use --lr-decay-style WSD"),
-    ("--lr-decay-style WSD --lr-wsd-decay-iters 200", "must be 1 to 100"),
-    ("--start-weight-decay 0", "add it, or give --weight-decay alone"),
-    ("--weight-decay-incr-style linear", "add --start-weight-decay 0 --end-weight-decay 0.01"),
-    ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "swap them"),
-    ("--mock-data=false", "no data: give --data-path"),
-    ("--data-path a", "--mock-data and --data-path exclude each other"),
-    ("--mock-data=false --data-path a --valid-data-path b", "exclude each other; use --data-path alone"),
-    ("--mock-data=false --valid-data-path b", "add --train-data-path"),
-    ("--split 90,ten", "use --split 969,30,1"),
-    ("--split 0,1", "use --split 969,30,1"),
-    ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
-    ("--keep-last-checkpoints 5", "add --save checkpoints"),
-    ("--exit-on-missing-checkpoint", "needs --load"),
-    ("--ckpt-step 5", "needs --load"),
-    ("--use-checkpoint-args", "--load is missing"),
-    ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "exclude each other"),
-    ("--keep-last-checkpoints 2", "add --save checkpoints"),
-    ("--save a --save-interval 10 --save-retain-interval 25", "use --save-retain-interval 30"),
-    ("--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5",
-     "use --profile-step-start 5 --profile-step-end 7"),
-    ("--record-schedule --profile-step-start 5 --profile-step-end 5",
-     "use --profile-step-start 5 --profile-step-end 7"),
-    ("--profile", "add --use-pytorch-profiler for traces by torch"),
-    ("--profile --pytorch-profiler-collect-shapes", "add that switch"),
-    ("--profile --use-pytorch-profiler --record-shapes", "use --pytorch-profiler-collect-shapes"),
-    ("--profile --use-pytorch-profiler --nvtx-ranges", "leave it out"),
-    ("--profile-ranks 0 2 --world-size 2", "there is no rank 2 among 2; use ranks from 0 to 1"),
-    ("--record-memory-history", "leave it out (--profile --use-pytorch-profiler traces a CPU)"),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "words"), WRONG, ids=[line for line, _ in WRONG])
@@ -443,3 +282,10 @@ def test_no_position_embedding_is_judged_as_by_megatrons_own_source():
         args = SimpleNamespace(add_position_embedding=False, position_embedding_type=kind)
         refused = eval(condition, {"args": args})
         assert bool(found(f"--no-position-embedding --position-embedding-type {kind}")) == refused, kind
+
+
+@pytest.mark.parametrize("subject", near_bounds.SUBJECTS)
+def test_the_whole_answer_on_both_sides_of_every_bound(subject: str) -> None:
+    """The last value that works has no problem, and the first that does not has all of its words."""
+    expected = section("problems.txt", subject)
+    assert f"## {subject}\n\n{near_bounds.answers(subject)}" == expected, "python tests/golden/regenerate.py"
