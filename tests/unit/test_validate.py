@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import json
 import resource
 import shlex
@@ -11,14 +12,34 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.blend import Blend, read_blend
-from megatron_ext.config.options import options_by_name
+from megatron_ext.config.options import options, options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.device import hardware_queues
+from megatron_ext.rules import (
+    context,
+    fp8,
+    inference,
+    model,
+    moe,
+    operations,
+    pipeline,
+    profiling,
+    ranks,
+    run,
+    sharding,
+    training,
+)
+from megatron_ext.rules.run import (
+    checkpoint_options_have_a_checkpoint,
+    values_are_in_range,
+    values_have_what_they_need,
+)
 from megatron_ext.rules.validate import RULES, problems
 from megatron_ext.train.configure import configure, gather_facts
 from tests.support import near_bounds
@@ -289,3 +310,251 @@ def test_the_whole_answer_on_both_sides_of_every_bound(subject: str) -> None:
     """The last value that works has no problem, and the first that does not has all of its words."""
     expected = section("problems.txt", subject)
     assert f"## {subject}\n\n{near_bounds.answers(subject)}" == expected, "python tests/golden/regenerate.py"
+
+
+@pytest.mark.parametrize("name", [option.name for option in options() if option.at_least is not None])
+def test_a_bound_is_the_least_value_that_works(name: str) -> None:
+    """A bound of 0 is a bound."""
+    option = options_by_name()[name]
+    base = resolve(parse(shlex.split(BASE)).values, Facts())
+    group = getattr(base, option.group)
+    for value, refused in ((option.at_least, False), (option.at_least - 1, True), (option.at_least - 0.5, True)):
+        config = replace(base, **{option.group: replace(group, **{name: value})})
+        shown = f"{value:g}" if isinstance(value, float) else value
+        said = f"{option.flag} {shown} is below {option.at_least}; use {option.at_least} or more"
+        assert (said in list(values_are_in_range(config, Facts()))) == refused
+
+
+@pytest.mark.parametrize("name", [option.name for option in options() if option.positive or option.share])
+def test_a_share_is_below_1_and_what_must_be_above_0_is(name: str) -> None:
+    option = options_by_name()[name]
+    base = resolve(parse(shlex.split(BASE)).values, Facts())
+    for value in (-0.5, 0.0, 1e-9, 0.999, 1.0):
+        changed = replace(getattr(base, option.group), **{name: value})
+        found = list(values_are_in_range(replace(base, **{option.group: changed}), Facts()))
+        if option.positive:
+            said = f"{option.flag} {value:g} is not above 0; use a positive number"
+            assert (said in found) == (value <= 0)
+        if option.share:
+            said = f"{option.flag} {value:g} is not at least 0 and below 1; use {option.default:g}"
+            assert (said in found) == (not 0 <= value < 1)
+
+
+@pytest.mark.parametrize("name", [option.name for option in options() if option.needs])
+def test_what_a_value_needs_is_named_with_what_there_is(name: str) -> None:
+    option = options_by_name()[name]
+    base = resolve(parse(shlex.split(BASE)).values, Facts())
+
+    def answers_to(**values: Any) -> list[str]:
+        config = base
+        for field, value in values.items():
+            group = options_by_name()[field].group
+            config = replace(config, **{group: replace(getattr(config, group), **{field: value})})
+        return [said for said in values_have_what_they_need(config, Facts()) if said.startswith(option.flag)]
+
+    for value, need in option.needs:
+        other = options_by_name()[need.field]
+        given = option.flag if option.is_switch else f"{option.flag} {value}"
+        assert not any(need.words in said for said in answers_to(**{name: value, need.field: need.value}))
+        wrong = not need.value if other.is_switch else "other"
+        if other.is_switch:
+            fix = f"{given} needs {need.words}; {'add' if need.value else 'leave out'} {other.flag}"
+        else:
+            fix = f"{given} needs {need.words}, but {other.flag} is other; use {other.flag} {need.value}"
+        assert fix in answers_to(**{name: value, need.field: wrong})
+        assert answers_to(**{name: "neither", need.field: wrong}) == []
+
+
+def test_what_was_not_read_is_neither_missing_nor_judged() -> None:
+    """A flag whose name begins with that of another one is another flag."""
+    empty = resolve({}, Facts(unread=frozenset({"hidden_size", "lr"})))
+    [missing, *_] = problems(empty, Facts(unread=frozenset({"hidden_size", "lr"})))
+    assert missing == (
+        "missing: --num-layers, --num-attention-heads, --seq-length, --micro-batch-size; for example --num-layers 12 "
+        "--num-attention-heads 12 --seq-length 1024 --micro-batch-size 4"
+    )
+    line = "--save a --save-interval 10 --save-retain-interval 11"
+    for unread, silent in (("save", False), ("save_retain_interval", True), ("save_interval", True), ("load", False)):
+        said = near_bounds.found(line, Facts(unread=frozenset({unread})))
+        assert (said == []) == silent, unread
+
+
+_SAVED = {"num_layers": 8, "hidden_size": 128, "num_attention_heads": 8, "vocab_size": 1000}
+
+
+def loading(line: str, **saved: Any) -> list[str]:
+    """The problems of a run that goes on from a checkpoint with the values of the base launch, but for these."""
+    typed = parse(shlex.split(f"{BASE} --load a {line}")).values
+    plain = resolve(parse(shlex.split(BASE)).values, Facts())
+    every = {
+        name: value for group in (plain.model, plain.training, plain.optimizer) for name, value in vars(group).items()
+    }
+    facts = Facts(saved={**every, **_SAVED, **saved})
+    return problems(resolve(typed, facts), facts)
+
+
+LOADED = [
+    ("", {}, []),
+    (
+        "--num-layers 6",
+        {},
+        ["--num-layers 6, but the checkpoint in --load was saved with 8; use --num-layers 8"],
+    ),
+    ("", {"swiglu": True}, ["--swiglu is not given, but the checkpoint in --load was saved with it; add --swiglu"]),
+    (
+        "--disable-bias-linear",
+        {},
+        ["--disable-bias-linear is given, but the checkpoint in --load was saved without it; leave "
+         "--disable-bias-linear out"],
+    ),
+    (
+        "",
+        {"vocab_size": 999},
+        ["--vocab-size 1000, but the checkpoint in --load was saved with 999; use --vocab-size 999"],
+    ),
+    (
+        "--disable-bias-linear --num-experts 8 --moe-router-load-balancing-type sinkhorn",
+        {"disable_bias_linear": True, "num_experts": 8},
+        ["--moe-router-load-balancing-type sinkhorn, but the checkpoint in --load was saved with aux_loss; use "
+         "--moe-router-load-balancing-type aux_loss"],
+    ),
+    (
+        "--disable-bias-linear --num-experts 8",
+        {"disable_bias_linear": True, "num_experts": 8, "moe_router_load_balancing_type": ("sinkhorn",)},
+        ["--moe-router-load-balancing-type aux_loss, but the checkpoint in --load was saved with sinkhorn; use "
+         "--moe-router-load-balancing-type sinkhorn"],
+    ),
+    (
+        "--disable-bias-linear --num-experts 8 --finetune",
+        {"disable_bias_linear": True, "num_experts": 8, "moe_router_load_balancing_type": ("sinkhorn",)},
+        [],
+    ),
+    (
+        "--exp-avg-dtype fp16",
+        {},
+        ["--exp-avg-dtype fp16, but the checkpoint in --load was saved with fp32, and fp16 holds the root of a moment; "
+         "use --exp-avg-dtype fp32, or add --no-load-optim to begin Adam's moments anew"],
+    ),
+    (
+        "--exp-avg-sq-dtype bf16",
+        {"exp_avg_sq_dtype": "fp16"},
+        ["--exp-avg-sq-dtype bf16, but the checkpoint in --load was saved with fp16, and fp16 holds the root of a "
+         "moment; use --exp-avg-sq-dtype fp16, or add --no-load-optim to begin Adam's moments anew"],
+    ),
+    ("--exp-avg-dtype fp16 --no-load-optim", {}, []),
+    ("--exp-avg-dtype fp16 --finetune", {}, []),
+    ("--exp-avg-dtype bf16", {}, []),
+    ("--use-checkpoint-args", {}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "saved", "expected"), LOADED, ids=[f"{row[0]} {row[1]}" for row in LOADED])
+def test_a_checkpoint_is_compared_with_the_flags(line: str, saved: dict[str, Any], expected: list[str]) -> None:
+    assert loading(line, **saved) == expected
+
+
+def test_a_checkpoint_older_than_a_flag_has_its_default() -> None:
+    typed = parse(shlex.split(f"{BASE} --load a")).values
+    plain = resolve(parse(shlex.split(BASE)).values, Facts())
+    saved = {name: value for name, value in vars(plain.model).items() if name not in ("swiglu", "rotary_interleaved")}
+    facts = Facts(saved={**saved, "vocab_size": 1000})
+    assert problems(resolve(typed, facts), facts) == []
+
+
+FOUND = [
+    ("", Facts(world_size=1), []),
+    (
+        "--world-size 8",
+        Facts(world_size=4),
+        ["--world-size 8, but 4 ranks were started; leave --world-size out, start 8 ranks, or add --dry-run to check "
+         "the layout alone"],
+    ),
+    ("", Facts(vocab_size=1000), []),
+    ("", Facts(vocab_size=999), []),
+    ("--transformer-impl transformer_engine", Facts(packages=frozenset({"transformer_engine"})), []),
+    ("--external-kernels apex", Facts(packages=frozenset({"apex"})), []),
+    ("--wandb-project a", Facts(packages=frozenset({"wandb"})), []),
+    ("--device auto", Facts(cuda_available=True), []),
+    ("--device cuda --distributed-backend nccl", Facts(cuda_available=True), []),
+    (
+        "--device cuda --distributed-backend gloo",
+        Facts(cuda_available=True),
+        ["--distributed-backend gloo serves CPU processes, but --device is cuda and there is a GPU; use "
+         "--distributed-backend nccl, or --device cpu"],
+    ),
+    (
+        "--device auto --distributed-backend nccl",
+        Facts(),
+        ["--distributed-backend nccl works on GPUs alone, but --device is auto and there is none; use "
+         "--distributed-backend gloo"],
+    ),
+    ("--device auto --record-memory-history --profile", Facts(cuda_available=True), []),
+    (
+        "--load a --use-checkpoint-args",
+        Facts(),
+        [],  # the first start of a script: flags describe the model
+    ),
+    ("--save a --load a --elastic", Facts(global_batch_is_given=True), []),
+    (
+        "--save a --load b --elastic",
+        Facts(global_batch_is_given=True),
+        ["--elastic needs one folder to save to and to go on from, since each number of ranks is a new start; add "
+         "--save a --load a"],
+    ),
+    (
+        "",
+        Facts(missing_paths=("--train-data-path a", "--sample-prompts b")),
+        ["--train-data-path: a does not exist; give the prefix without .bin or .idx, of files that "
+         "tools/preprocess_data.py wrote", "--sample-prompts: b does not exist; check the path"],
+    ),
+    ("", Facts(tokenizer_error="no tokenizer", load_problem="no folder"), ["no tokenizer", "no folder"]),
+    (
+        "--load a",
+        Facts(missing_checkpoint="nothing there"),
+        ["--load a: nothing there; name a folder that holds a checkpoint, or leave --exit-on-missing-checkpoint out to "
+         "start afresh where there is none"],
+    ),
+    (
+        "",
+        Facts(eval_tasks_problems=("one", "two"), missing_task_files=("three",), huggingface_problems=("four",)),
+        ["four", "one", "two", "three"],
+    ),
+    (
+        "--skip-samples 1",
+        Facts(skip_samples_error="7x is no number"),
+        ["--skip-samples: 7x is no number; give numbers, ranges as 4096-4159, or files of them, as "
+         "SAVE/spike-31/samples.jsonl"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "facts", "expected"), FOUND, ids=[f"{n} {row[0]}" for n, row in enumerate(FOUND)])
+def test_what_was_found_outside_of_the_flags_is_judged(line: str, facts: Facts, expected: list[str]) -> None:
+    assert near_bounds.found(line, facts) == expected
+
+
+def test_without_a_checkpoint_its_arguments_need_the_flags_of_a_model() -> None:
+    line = (
+        "--load a --use-checkpoint-args --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1 --train-iters 9"
+    )
+    config = resolve(parse(line.split()).values, Facts())
+    assert list(checkpoint_options_have_a_checkpoint(config, Facts())) == [
+        "--use-checkpoint-args takes the model from a checkpoint, but --load a holds none that is whole; give a folder "
+        "that has one, or the flags of the model"
+    ]
+
+
+def test_each_rule_of_a_room_is_asked() -> None:
+    """A rule that no list holds would never speak."""
+    for room in (context, fp8, inference, model, moe, operations, pipeline, profiling, ranks, run, sharding, training):
+        rules = {
+            name
+            for name, value in vars(room).items()
+            if inspect.isfunction(value)
+            and value.__module__ == room.__name__
+            and not name.startswith("_")
+            and list(inspect.signature(value).parameters) == ["config", "facts"]
+        }
+        assert rules - {"split_is_right"} == {rule.__name__ for rule in room.RULES}
+        assert set(room.RULES) <= set(RULES)
+    assert len(set(RULES)) == len(RULES)
