@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.options import flag_of
 from megatron_ext.config.parameters import count
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.choices import Choice, flags
@@ -196,7 +197,7 @@ def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloads
         lines.append(f"  {flag}: {_gb(offloaded.memory.total)} GB, which {verdict}; {kept}")
     pinned = [word for word in _PINNED if question.values.get(word) is not None]
     if pinned:
-        lines.append(f"  leave to the planner: {' '.join(flags({word: question.values[word] for word in pinned}))}")
+        lines.append(f"  leave to the planner: {' '.join(_as_typed(word, question.values[word]) for word in pinned)}")
     if nearest.memory.largest in ("activations", "loss", "work"):
         lines.append("  a shorter --seq-length")
     return lines
@@ -241,6 +242,13 @@ _PINNED = (
     "recompute_granularity",
     "micro_batch_size",
 )
+
+
+def _as_typed(name: str, value: object) -> str:
+    """Return a flag with its value, also where that is the default, since it is held on to."""
+    if isinstance(value, bool):
+        return flag_of(name) if value else f"{flag_of(name)}=false"
+    return f"{flag_of(name)} {value}"
 
 
 def _largest(candidate: Candidate) -> str:

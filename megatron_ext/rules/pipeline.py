@@ -80,7 +80,8 @@ def layers_divide_over_stages(config: Config, facts: Facts) -> Iterator[str]:
     if (layers + len(counted)) % stages == 0:
         return
     what = f"--num-layers {layers}" + "".join(f" + 1 ({flag})" for flag in counted)
-    needed = [multiple - len(counted) for multiple in nearest_multiples(layers + len(counted), stages)]
+    unit = stages * max(layout.virtual_pipeline_model_parallel_size, 1)
+    needed = [multiple - len(counted) for multiple in nearest_multiples(layers + len(counted), unit)]
     fixes = [f"use --num-layers {listed(n for n in needed if n > 0)}"]
     sizes = pipeline_sizes(config)
     if sizes:

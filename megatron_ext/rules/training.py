@@ -354,7 +354,9 @@ def weight_decay_has_both_ends(config: Config, facts: Facts) -> Iterator[str]:
             f"add --start-weight-decay 0 --end-weight-decay {optimizer.weight_decay:g}"
         )
     elif not 0 <= start <= end:
-        yield f"--start-weight-decay {start:g} must be at least 0 and at most --end-weight-decay {end:g}; swap them"
+        last = max(end, optimizer.weight_decay)
+        fix = "swap them" if min(start, end) >= 0 else f"use --start-weight-decay 0 --end-weight-decay {last:g}"
+        yield f"--start-weight-decay {start:g} must be at least 0 and at most --end-weight-decay {end:g}; {fix}"
 
 
 def _curve(config: Config) -> tuple[str, int, int, int]:

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_ext.config.schema import Config
 from megatron_ext.data.integrity import check_indexed_files, open_index, share_of
 from megatron_ext.data.splits import split_files
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.batch import probe_texts
 from megatron_ext.tokenizer.from_sentencepiece import user_defined_symbols
 from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
@@ -138,7 +138,7 @@ def _held_out_texts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], st
         try:
             check_indexed_files(prefix)
             texts += [tokenizer.decode(ids) for ids in _documents(prefix, files.bounds, tokenizer.eod)]
-        except (DataError, OSError) as error:
+        except (ConfigurationError, DataError, OSError) as error:  # the first of files that are no longer there
             return [], f"{files.flag} {prefix} cannot be read ({error})"
         if len(texts) >= _DOCUMENTS:
             break

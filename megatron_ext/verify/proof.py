@@ -69,7 +69,8 @@ class Proof:
         for name, (known, *_) in self.reference.outputs.items():
             replicas = self.other.outputs.get(name, [])
             if replicas and all(replica.shape == known.shape for replica in replicas):
-                found[name] = max(relative(replica, known) for replica in replicas)
+                # Unlike Python's, numpy's largest of numbers and NaN is NaN.
+                found[name] = float(np.max([relative(replica, known) for replica in replicas]))
         return found
 
     @cached_property

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Write tests/golden/cli.txt, near_flags.json and foreign_keys.txt, docs/flags.md, docs/errors.md and
-docs/megatron_launches.md anew: `python tests/golden/regenerate.py`.
+"""Write the texts of tests/golden anew (cli.txt, near_flags.json, foreign_keys.txt, problems.txt, and what the planner
+says: planner.txt, plans.txt, pipelines.txt), docs/flags.md, docs/errors.md and docs/megatron_launches.md:
+`python tests/golden/regenerate.py`.
 
-Run it after adding or changing a flag or a message on purpose, and read the diff before committing it. With --losses
+Run it after changing a flag, a message or an estimate on purpose, and read the diff before committing it. With --losses
 it trains and writes tests/golden/losses for this torch and this machine instead: only where losses changed on purpose.
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_ext.config.reference import flags_page, pinned_command_line  # noqa: E402
 from megatron_ext.verify.losses import golden  # noqa: E402
-from tests.support import foreign_keys  # noqa: E402
+from tests.support import foreign_keys, near_bounds, planner_numbers, plans  # noqa: E402
 from tests.support.errors_page import errors_page  # noqa: E402
 from tests.support.megatron_launches import launches_page  # noqa: E402
 from tests.support.near_flags import golden_text  # noqa: E402
@@ -30,6 +32,11 @@ def main() -> None:
     (ROOT / "docs/megatron_launches.md").write_text(launches_page())
     (ROOT / "tests/golden/near_flags.json").write_text(golden_text())
     (ROOT / "tests/golden/foreign_keys.txt").write_text(foreign_keys.golden_text())
+    (ROOT / "tests/golden/problems.txt").write_text(near_bounds.golden_text())
+    (ROOT / "tests/golden/planner.txt").write_text(planner_numbers.golden_text())
+    (ROOT / "tests/golden/pipelines.txt").write_text(plans.pipelines_text())
+    with tempfile.TemporaryDirectory() as folder:
+        (ROOT / "tests/golden/plans.txt").write_text(plans.plans_text(Path(folder)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from megatron_ext.verify import cases, parity
 from megatron_ext.verify.gather import Shard, assemble
 from megatron_ext.verify.parity import bf16_distance, compare, farthest
 from megatron_ext.verify.record import RunRecord
@@ -127,3 +128,90 @@ def test_pieces_of_a_strided_tensor_return_to_their_places() -> None:
     for arrived in (shards, shards[::-1]):
         whole = assemble(small_config(LLAMA), arrived)[0][name]
         assert np.flatnonzero(whole.any(axis=1)).tolist() == [48, 96], "in whatever order the ranks' shards come"
+
+
+@pytest.mark.parametrize(("field", "tolerance"), [("losses", 1e-6), ("losses", 1e-5), ("gradients", 1e-5)])
+def test_what_is_within_a_tolerance_is_no_problem(field: str, tolerance: float) -> None:
+    if field == "gradients":
+        near: dict = {"gradients": {**RUN.gradients, "a": RUN.gradients["a"] * np.float32(1 + 0.9 * tolerance)}}
+    else:
+        near = {"losses": [5.0 + 0.9 * tolerance, 4.0] if tolerance == 1e-6 else [5.0, 4.0 - 0.9 * tolerance]}
+    found = compare(RUN, dataclasses.replace(RUN, **near))
+    assert found.problems() == []
+    assert not found.none
+
+
+def test_the_validation_loss_is_a_part_of_a_bf16_curve() -> None:
+    bf16 = dataclasses.replace(RUN, validation_loss=4.0)
+    other = dataclasses.replace(RUN, validation_loss=6.0)
+    assert bf16_distance(RUN, bf16, other) == (2.0, 0.5)
+
+
+def test_curves_of_two_models_are_not_compared() -> None:
+    for field in ("weights", "gradients"):
+        other = dataclasses.replace(RUN, **{field: {"a": RUN.weights["a"]}})
+        with pytest.raises(AssertionError):
+            compare(RUN, other)
+    with pytest.raises(AssertionError):
+        farthest([1.0], [1.0, 1.0])
+
+
+def test_the_worst_gradient_is_the_farthest_off_and_none_wins() -> None:
+    far = {"a": RUN.gradients["a"] * np.float32(3), "b": RUN.gradients["b"] + np.float32(1)}
+    assert compare(RUN, dataclasses.replace(RUN, gradients=far)).worst_gradient == "b", "0 is to be met exactly"
+    known = dataclasses.replace(RUN, gradients={**RUN.gradients, "b": np.ones(2, np.float32)})
+    found = compare(known, dataclasses.replace(known, gradients={**far, "b": np.full(2, math.nan, np.float32)}))
+    assert found.worst_gradient == "b"
+    assert found.gradients["a"] == pytest.approx(2.0)
+
+
+def test_a_reference_is_trained_once_and_a_case_has_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[tuple] = []
+
+    def record(flags: list[str], world_size: int, steps: int, sabotage: object = None) -> RunRecord:
+        trained.append((flags, world_size, steps, sabotage))
+        return RUN
+
+    monkeypatch.setattr(parity, "record", record)
+    experiment = parity.Experiment(["--data", "here"], steps=7)
+    for _ in range(2):
+        experiment.reference("tied")
+    experiment.reference("tied", bf16=True)
+    case = cases.CASES["TP2 SP, tied"]
+    experiment.train(case, bf16=True, sabotage=len)  # pyright: ignore[reportArgumentType]
+    base = [*cases.RECIPE.split(), *cases.MODELS["tied"].split(), "--data", "here"]
+    assert trained == [
+        (base, 1, 7, None),
+        ([*base, "--bf16"], 1, 7, None),
+        ([*base, "--bf16", *case.flags], case.world_size, 7, len),
+    ]
+
+
+def test_ranks_that_hold_nan_alike_agree() -> None:
+    shards = _shards(2)
+    for rank in (0, 1):
+        next(s for s in shards if (s.name, s.tp_rank) == ("decoder.final_layernorm.weight", rank)).values[:] = math.nan
+    assert assemble(small_config(LLAMA), shards)[1] == []
+
+
+def test_a_tensor_that_the_catalogue_does_not_have_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="not in the catalogue"):
+        assemble(small_config(LLAMA), [*_shards(1), Shard("decoder.extra", 0, np.zeros(1, np.float32))])
+
+
+def test_a_divided_axis_is_joined_in_the_order_of_ranks() -> None:
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    shards = _shards(2)
+    for shard in shards:
+        if shard.name == name:
+            shard.values[:] = shard.tp_rank + 1
+    whole = assemble(small_config(LLAMA), shards)[0][name]
+    assert whole.shape == (64, 96)
+    assert (whole[:, :48] == 1).all()
+    assert (whole[:, 48:] == 2).all()
+
+
+def test_the_hash_of_the_weights_follows_names_and_bits_and_not_their_order() -> None:
+    turned = dataclasses.replace(RUN, weights=dict(reversed(RUN.weights.items())))
+    renamed = dataclasses.replace(RUN, weights={"c": RUN.weights["a"], "b": RUN.weights["b"]})
+    assert turned.weight_hash == RUN.weight_hash != renamed.weight_hash

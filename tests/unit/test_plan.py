@@ -24,6 +24,8 @@ from megatron_ext.plan.search import Answer, Question, search, simpler_layouts
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.rules.validate import problems
 from megatron_ext.train.configure import configure
+from tests.support import planner_numbers
+from tests.support.golden_text import section
 from tools.plan import main
 
 ROOT = Path(__file__).parents[2]
@@ -260,3 +262,8 @@ def test_the_report_is_that_of_the_docs_and_ends_with_flags_to_paste(tmp_path: P
 def test_what_cannot_be_planned_is_a_problem_of_the_flags(line: str, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         main(line.split())
+
+
+@pytest.mark.parametrize("title", planner_numbers.CASES)
+def test_no_number_of_the_planner_changes_unseen(title: str) -> None:
+    assert planner_numbers.numbers(title).rstrip() == section("planner.txt", title), "python tests/golden/regenerate.py"

@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from megatron_ext.plan.short_gradients import with_short_gradients
 from megatron_ext.plan.workload import Workload
 from megatron_ext.rules.run import nothing_needed_is_missing, values_are_in_range, values_have_what_they_need
 from megatron_ext.rules.validate import RULES, RULES_OF_LAYOUTS, RULES_OF_MICRO_BATCHES, RULES_OF_RECOMPUTATION
+from tests.support import plans
+from tests.support.golden_text import section
 from tests.support.wrong_flags import BASE, EXAMPLES
 from tools.plan import main
 
@@ -305,3 +308,18 @@ def test_what_a_search_leaves_out_would_not_have_changed_it() -> None:
     exact = {id(each.work): each.seconds for each in simulated}
     assert len(others) == 4
     assert all(each.seconds <= exact[id(each.work)] for each in others)
+
+
+@pytest.mark.parametrize("title", plans.QUESTIONS)
+def test_nothing_that_the_tool_says_of_a_question_changes_unseen(title: str, tmp_path: Path) -> None:
+    expected = section("plans.txt", title)
+    assert plans.answer(title, tmp_path).rstrip() == expected, "python tests/golden/regenerate.py"
+
+
+def test_what_keeps_anything_from_fitting_is_named_also_where_it_is_the_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = f"{SMALL} --global-batch-size 8 --context-parallel-size 1 --use-distributed-optimizer=false"
+    assert main(["--world-size", "2", "--device-memory-gb", "1", "--", *line.split()]) == 1
+    leave = "  leave to the planner: --context-parallel-size 1 --use-distributed-optimizer=false"
+    assert leave in capsys.readouterr().out.splitlines()

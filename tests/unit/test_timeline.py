@@ -23,6 +23,8 @@ from megatron_ext.plan.simulate import finish
 from megatron_ext.plan.timeline import Lane, Pass, Timeline, duration, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
 from megatron_ext.plan.timeline_text import as_text
+from tests.support import plans
+from tests.support.golden_text import section
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_pipeline.py"
 MACHINE = Machine(hardware("h100"), gpus_per_node=8, efficiency=0.5, link_efficiency=0.8)
@@ -191,3 +193,8 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 
 def _shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("title", plans.PICTURES)
+def test_each_picture_is_drawn_as_before(title: str) -> None:
+    assert plans.picture(title).rstrip() == section("pipelines.txt", title), "python tests/golden/regenerate.py"

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import json
 import resource
 import shlex
@@ -11,18 +12,40 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.blend import Blend, read_blend
-from megatron_ext.config.options import options_by_name
+from megatron_ext.config.options import options, options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.device import hardware_queues
+from megatron_ext.rules import (
+    context,
+    fp8,
+    inference,
+    model,
+    moe,
+    operations,
+    pipeline,
+    profiling,
+    ranks,
+    run,
+    sharding,
+    training,
+)
+from megatron_ext.rules.run import (
+    checkpoint_options_have_a_checkpoint,
+    values_are_in_range,
+    values_have_what_they_need,
+)
 from megatron_ext.rules.validate import RULES, problems
 from megatron_ext.train.configure import configure, gather_facts
+from tests.support import near_bounds
 from tests.support.errors_page import answers, errors_page
-from tests.support.wrong_flags import BASE, EXAMPLES, SEVERAL
+from tests.support.golden_text import section
+from tests.support.wrong_flags import BASE, EXAMPLES, SEVERAL, WRONG
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,169 +92,6 @@ def test_facts_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     facts = gather_facts(typed)
     assert (facts.cuda_available, facts.packages) == (False, frozenset())
-
-
-_PP2 = "--world-size 2 --pipeline-model-parallel-size 2"
-WRONG = [
-    ("--validation-set-names a b", "add that switch"),
-    (
-        "--mock-data=false --tokenizer-type ByteTokenizer --train-data-path a --valid-data-path b c "
-        "--multiple-validation-sets --validation-set-names x",
-        "must be 2 different names",
-    ),
-    # flags, and words that the one problem must have
-    ("--num-layers 0", "--num-layers 0 is below 1"),
-    ("--hidden-size=-8", "--hidden-size -8 is below 1"),
-    ("--attention-dropout 1", "--attention-dropout 1 is not at least 0 and below 1"),
-    ("--norm-epsilon 0", "--norm-epsilon 0 is not above 0"),
-    ("--clip-grad=-1", "--clip-grad -1 is below 0"),
-    ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 is below 1"),
-    ("--hidden-size 100 --num-attention-heads 8", "use --hidden-size 96 or 104, or give the size of one head"),
-    ("--num-query-groups 2", "no effect without --group-query-attention"),
-    ("--group-query-attention --num-query-groups 3", "use --num-query-groups 1, 2, 4 or 8"),
-    ("--position-embedding-type rope --kv-channels 15", "they turn in pairs; use --kv-channels 16"),
-    ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0 is not above 0 and at most 1"),
-    ("--use-rope-scaling", "use --position-embedding-type rope"),
-    (
-        "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 4",
-        "--rope-scaling-low-freq-factor 4 is not below --rope-scaling-high-freq-factor 4; use 1 and 4",
-    ),
-    ("--no-position-embedding", "--position-embedding-type learned_absolute is refused, as by Megatron"),
-    ("--no-position-embedding --position-embedding-type none", "leave it out and use --position-embedding-type none"),
-    ("--world-size 2 --tensor-model-parallel-size 2 --ffn-hidden-size 511", "use --ffn-hidden-size 510 or 512"),
-    ("--cp-comm-type ring", "--cp-comm-type ring is not one of p2p, all_gather, a2a"),
-    ("--cp-comm-type p2p a2a", "names 2 exchanges, but it takes one for all layers or one for each of --num-layers 8"),
-    (
-        "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --reset-attention-mask --cp-comm-type "
-        "a2a a2a a2a a2a all_gather all_gather all_gather all_gather",
-        "not for several",
-    ),
-    (
-        "--world-size 6 --context-parallel-size 4 --attention-dropout 0",
-        "--context-parallel-size 4 x --pipeline-model-parallel-size 1 = 4",
-    ),
-    (
-        "--world-size 8 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 --seq-length 36 "
-        "--cp-comm-type a2a",
-        "use --seq-length 32 or 40",
-    ),
-    ("--use-distributed-optimizer --optimizer sgd", "use --optimizer adam"),
-    (
-        "--torch-compile --world-size 2 --tensor-model-parallel-size 2 --hidden-dropout 0.1 --attention-dropout 0",
-        "use --hidden-dropout 0 --attention-dropout 0",
-    ),
-    ("--swiglu --squared-relu", "--swiglu and --squared-relu name different activations"),
-    ("--max-position-embeddings 32", "use --max-position-embeddings 64"),
-    ("--padded-vocab-size 999", "must be at least the vocabulary's 1000"),
-    ("--transformer-impl transformer_engine", "use --transformer-impl local"),
-    ("--num-layers 8 --world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2"
-     " --num-virtual-stages-per-pipeline-rank 3", "use --num-virtual-stages-per-pipeline-rank 1, 2 or 4"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
-     "use --num-layers-per-virtual-pipeline-stage 1, 2 or 4"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2 --num-layers-per-virtual-pipeline-stage 2 "
-     "--num-virtual-stages-per-pipeline-rank 4", "disagree: a stage has 4 layers"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 3 --num-virtual-stages-per-pipeline-rank 2",
-     "use --global-batch-size 2 or 4"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-     "--no-overlap-p2p-communication", "leave --no-overlap-p2p-communication out"),
-    (f"{_PP2} --num-layers 9", "use --num-layers 8 or 10, or --pipeline-model-parallel-size 1, or stages that differ: "
-     "--account-for-embedding-in-pipeline-split or --decoder-first-pipeline-num-layers 4"),
-    (f"{_PP2} --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --global-batch-size 2 "
-     "--num-virtual-stages-per-pipeline-rank 2", "does not divide the 5 layers of a stage"),
-    ("--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear --num-experts 8 "
-     "--expert-tensor-parallel-size 1 --moe-shared-expert-intermediate-size 63",
-     "--moe-shared-expert-intermediate-size 63 is not divisible by --tensor-model-parallel-size 2"),
-    (f"{_PP2} --account-for-loss-in-pipeline-split",
-     "--num-layers 8 + 1 (--account-for-loss-in-pipeline-split) is not divisible"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
-     "use --decoder-last-pipeline-num-layers 5"),
-    ("--decoder-first-pipeline-num-layers 8", "--pipeline-model-parallel-size is 1; leave it out"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 8", "use --decoder-first-pipeline-num-layers 4"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 0", "is below 1"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 2",
-     "use --num-virtual-stages-per-pipeline-rank"),
-    (f"{_PP2} --decoder-first-pipeline-num-layers 3 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2",
-     "does not divide the 3 or 5 layers of a stage"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*8|L --num-layers-per-virtual-pipeline-stage 2",
-     "give the layout alone"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4|x*4L", "'x' is none of E, t, L"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4|t*4mL", "multi-token prediction"),
-    (f"{_PP2} --pipeline-model-parallel-layout t*4E|t*4L", "must begin with its only E and end with its only L"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4||t*4|L --global-batch-size 2", "chunk 2 of 4 holds nothing"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*(99999999)|L", "'*' is none of"),
-    (f"{_PP2} --pipeline-model-parallel-layout E(t*999)*999|L", "more than 100000 layers"),
-    (f"{_PP2} --pipeline-model-parallel-layout Et*4|t|t*3|L --num-virtual-stages-per-pipeline-rank 3 "
-     "--global-batch-size 2", "leave --num-virtual-stages-per-pipeline-rank out"),
-    (f"{_PP2} --microbatch-group-size-per-virtual-pipeline-stage 2", "belongs to interleaved stages"),
-    (f"{_PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2 "
-     "--microbatch-group-size-per-virtual-pipeline-stage 1", "stage 2 or more"),
-    ("--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 63", "use --seq-length 62 or 64"),
-    ("--overlap-param-gather --use-distributed-optimizer", "add --overlap-grad-reduce"),
-    ("--overlap-param-gather", "needs --use-distributed-optimizer and --overlap-grad-reduce"),
-    ("--distributed-backend nccl", "use --distributed-backend gloo"),
-    ("--device cuda", "use --device cpu"),
-    ("--distributed-timeout-minutes 0", "use --distributed-timeout-minutes 10"),
-    ("--world-size 4 --eval-global-batch-size 6", "use --eval-global-batch-size 4 or 8"),
-    ("--train-samples 5", "both give the length of the run"),
-    ("--global-batch-size 16 --rampup-batch-size 4 5 100", "16 - 4 = 12 is not divisible by the increment 5"),
-    ("--global-batch-size 16 --rampup-batch-size 16 4 100", "starts at 16, not below --global-batch-size 16"),
-    ("--global-batch-size 16 --rampup-batch-size 4 4", "must be three positive integers"),
-    ("--world-size 2 --global-batch-size 16 --rampup-batch-size 3 13 100", "use multiples of 2"),
-    ("--world-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8 "
-     "--rampup-batch-size 1 1 100", "use multiples of 2"),
-    ("--loss-scale 0", "leave it out for a dynamic scale"),
-    ("--min-loss-scale 8 --initial-loss-scale 4", "use --min-loss-scale 1"),
-    ("--recompute-granularity full", "add --recompute-method uniform --recompute-num-layers 1"),
-    ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", "use 1 to 8"),
-    ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations",
-     "--recompute-activations means selective"),
-    ("--world-size 2 --use-torch-fsdp2 --log-straggler --log-communication-share",
-     "--log-communication-share and --log-straggler time collectives and waits for them"),
-    ("--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 5",
-     "use --check-weight-hash-across-dp-replicas-interval 0"),
-    ("--recompute-modules mlp", "belongs to --recompute-granularity selective"),
-    ("--recompute-granularity selective --recompute-modules mlp rotary", "rotary cannot be recomputed by itself"),
-    ("--recompute-granularity selective --recompute-modules layernorm --torch-compile --hidden-dropout 0 "
-     "--attention-dropout 0", "leave one of the two out"),
-    ("--recompute-granularity selective --recompute-num-layers 1", "belong to --recompute-granularity full"),
-    ("--min-lr 1", "--min-lr 1 must be at least 0 and at most --lr 0.001"),
-    ("--lr-warmup-init 1", "use --lr-warmup-init 0"),
-    ("--lr-decay-samples 100", "use --lr-decay-iters"),
-    ("--lr-warmup-iters 100", "does not end before the run's end (--train-iters 100)"),
-    ("--lr-warmup-iters 50 --lr-decay-iters 20", "does not end before --lr-decay-iters 20"),
-    ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "both give the warmup"),
-    ("--lr-warmup-fraction 1.5", "use --lr-warmup-fraction 0.1"),
-    ("--lr-decay-style WSD", "add --lr-wsd-decay-iters 20"),
-    ("--lr-wsd-decay-iters 10", "use --lr-decay-style WSD"),
-    ("--lr-decay-style WSD --lr-wsd-decay-iters 200", "must be 1 to 100"),
-    ("--start-weight-decay 0", "add it, or give --weight-decay alone"),
-    ("--weight-decay-incr-style linear", "add --start-weight-decay 0 --end-weight-decay 0.01"),
-    ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "swap them"),
-    ("--mock-data=false", "no data: give --data-path"),
-    ("--data-path a", "--mock-data and --data-path exclude each other"),
-    ("--mock-data=false --data-path a --valid-data-path b", "exclude each other; use --data-path alone"),
-    ("--mock-data=false --valid-data-path b", "add --train-data-path"),
-    ("--split 90,ten", "use --split 969,30,1"),
-    ("--split 0,1", "use --split 969,30,1"),
-    ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
-    ("--keep-last-checkpoints 5", "add --save checkpoints"),
-    ("--exit-on-missing-checkpoint", "needs --load"),
-    ("--ckpt-step 5", "needs --load"),
-    ("--use-checkpoint-args", "--load is missing"),
-    ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "exclude each other"),
-    ("--keep-last-checkpoints 2", "add --save checkpoints"),
-    ("--save a --save-interval 10 --save-retain-interval 25", "use --save-retain-interval 30"),
-    ("--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 5",
-     "use --profile-step-start 5 --profile-step-end 7"),
-    ("--record-schedule --profile-step-start 5 --profile-step-end 5",
-     "use --profile-step-start 5 --profile-step-end 7"),
-    ("--profile", "add --use-pytorch-profiler for traces by torch"),
-    ("--profile --pytorch-profiler-collect-shapes", "add that switch"),
-    ("--profile --use-pytorch-profiler --record-shapes", "use --pytorch-profiler-collect-shapes"),
-    ("--profile --use-pytorch-profiler --nvtx-ranges", "leave it out"),
-    ("--profile-ranks 0 2 --world-size 2", "there is no rank 2 among 2; use ranks from 0 to 1"),
-    ("--record-memory-history", "leave it out (--profile --use-pytorch-profiler traces a CPU)"),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "words"), WRONG, ids=[line for line, _ in WRONG])
@@ -443,3 +303,258 @@ def test_no_position_embedding_is_judged_as_by_megatrons_own_source():
         args = SimpleNamespace(add_position_embedding=False, position_embedding_type=kind)
         refused = eval(condition, {"args": args})
         assert bool(found(f"--no-position-embedding --position-embedding-type {kind}")) == refused, kind
+
+
+@pytest.mark.parametrize("subject", near_bounds.SUBJECTS)
+def test_the_whole_answer_on_both_sides_of_every_bound(subject: str) -> None:
+    """The last value that works has no problem, and the first that does not has all of its words."""
+    expected = section("problems.txt", subject)
+    assert f"## {subject}\n\n{near_bounds.answers(subject)}" == expected, "python tests/golden/regenerate.py"
+
+
+@pytest.mark.parametrize("name", [option.name for option in options() if option.at_least is not None])
+def test_a_bound_is_the_least_value_that_works(name: str) -> None:
+    """A bound of 0 is a bound."""
+    option = options_by_name()[name]
+    base = resolve(parse(shlex.split(BASE)).values, Facts())
+    group = getattr(base, option.group)
+    for value, refused in ((option.at_least, False), (option.at_least - 1, True), (option.at_least - 0.5, True)):
+        config = replace(base, **{option.group: replace(group, **{name: value})})
+        shown = f"{value:g}" if isinstance(value, float) else value
+        said = f"{option.flag} {shown} is below {option.at_least}; use {option.at_least} or more"
+        assert (said in list(values_are_in_range(config, Facts()))) == refused
+
+
+@pytest.mark.parametrize("name", [option.name for option in options() if option.positive or option.share])
+def test_a_share_is_below_1_and_what_must_be_above_0_is(name: str) -> None:
+    option = options_by_name()[name]
+    base = resolve(parse(shlex.split(BASE)).values, Facts())
+    for value in (-0.5, 0.0, 1e-9, 0.999, 1.0):
+        changed = replace(getattr(base, option.group), **{name: value})
+        found = list(values_are_in_range(replace(base, **{option.group: changed}), Facts()))
+        if option.positive:
+            said = f"{option.flag} {value:g} is not above 0; use a positive number"
+            assert (said in found) == (value <= 0)
+        if option.share:
+            said = f"{option.flag} {value:g} is not at least 0 and below 1; use {option.default:g}"
+            assert (said in found) == (not 0 <= value < 1)
+
+
+@pytest.mark.parametrize("name", [option.name for option in options() if option.needs])
+def test_what_a_value_needs_is_named_with_what_there_is(name: str) -> None:
+    option = options_by_name()[name]
+    base = resolve(parse(shlex.split(BASE)).values, Facts())
+
+    def answers_to(**values: Any) -> list[str]:
+        config = base
+        for field, value in values.items():
+            group = options_by_name()[field].group
+            config = replace(config, **{group: replace(getattr(config, group), **{field: value})})
+        return [said for said in values_have_what_they_need(config, Facts()) if said.startswith(option.flag)]
+
+    for value, need in option.needs:
+        other = options_by_name()[need.field]
+        given = option.flag if option.is_switch else f"{option.flag} {value}"
+        assert not any(need.words in said for said in answers_to(**{name: value, need.field: need.value}))
+        wrong = not need.value if other.is_switch else "other"
+        if other.is_switch:
+            fix = f"{given} needs {need.words}; {'add' if need.value else 'leave out'} {other.flag}"
+        else:
+            fix = f"{given} needs {need.words}, but {other.flag} is other; use {other.flag} {need.value}"
+        assert fix in answers_to(**{name: value, need.field: wrong})
+        assert answers_to(**{name: "neither", need.field: wrong}) == []
+
+
+def test_what_was_not_read_is_neither_missing_nor_judged() -> None:
+    """A flag whose name begins with that of another one is another flag."""
+    empty = resolve({}, Facts(unread=frozenset({"hidden_size", "lr"})))
+    [missing, *_] = problems(empty, Facts(unread=frozenset({"hidden_size", "lr"})))
+    assert missing == (
+        "missing: --num-layers, --num-attention-heads, --seq-length, --micro-batch-size; for example --num-layers 12 "
+        "--num-attention-heads 12 --seq-length 1024 --micro-batch-size 4"
+    )
+    line = "--save a --save-interval 10 --save-retain-interval 11"
+    for unread, silent in (("save", False), ("save_retain_interval", True), ("save_interval", True), ("load", False)):
+        said = near_bounds.found(line, Facts(unread=frozenset({unread})))
+        assert (said == []) == silent, unread
+
+
+_SAVED = {"num_layers": 8, "hidden_size": 128, "num_attention_heads": 8, "vocab_size": 1000}
+
+
+def loading(line: str, **saved: Any) -> list[str]:
+    """The problems of a run that goes on from a checkpoint with the values of the base launch, but for these."""
+    typed = parse(shlex.split(f"{BASE} --load a {line}")).values
+    plain = resolve(parse(shlex.split(BASE)).values, Facts())
+    every = {
+        name: value for group in (plain.model, plain.training, plain.optimizer) for name, value in vars(group).items()
+    }
+    facts = Facts(saved={**every, **_SAVED, **saved})
+    return problems(resolve(typed, facts), facts)
+
+
+LOADED = [
+    ("", {}, []),
+    (
+        "--num-layers 6",
+        {},
+        ["--num-layers 6, but the checkpoint in --load was saved with 8; use --num-layers 8"],
+    ),
+    ("", {"swiglu": True}, ["--swiglu is not given, but the checkpoint in --load was saved with it; add --swiglu"]),
+    (
+        "--disable-bias-linear",
+        {},
+        ["--disable-bias-linear is given, but the checkpoint in --load was saved without it; leave "
+         "--disable-bias-linear out"],
+    ),
+    (
+        "",
+        {"vocab_size": 999},
+        ["--vocab-size 1000, but the checkpoint in --load was saved with 999; use --vocab-size 999"],
+    ),
+    (
+        "--disable-bias-linear --num-experts 8 --moe-router-load-balancing-type sinkhorn",
+        {"disable_bias_linear": True, "num_experts": 8},
+        ["--moe-router-load-balancing-type sinkhorn, but the checkpoint in --load was saved with aux_loss; use "
+         "--moe-router-load-balancing-type aux_loss"],
+    ),
+    (
+        "--disable-bias-linear --num-experts 8",
+        {"disable_bias_linear": True, "num_experts": 8, "moe_router_load_balancing_type": ("sinkhorn",)},
+        ["--moe-router-load-balancing-type aux_loss, but the checkpoint in --load was saved with sinkhorn; use "
+         "--moe-router-load-balancing-type sinkhorn"],
+    ),
+    (
+        "--disable-bias-linear --num-experts 8 --finetune",
+        {"disable_bias_linear": True, "num_experts": 8, "moe_router_load_balancing_type": ("sinkhorn",)},
+        [],
+    ),
+    (
+        "--exp-avg-dtype fp16",
+        {},
+        ["--exp-avg-dtype fp16, but the checkpoint in --load was saved with fp32, and fp16 holds the root of a moment; "
+         "use --exp-avg-dtype fp32, or add --no-load-optim to begin Adam's moments anew"],
+    ),
+    (
+        "--exp-avg-sq-dtype bf16",
+        {"exp_avg_sq_dtype": "fp16"},
+        ["--exp-avg-sq-dtype bf16, but the checkpoint in --load was saved with fp16, and fp16 holds the root of a "
+         "moment; use --exp-avg-sq-dtype fp16, or add --no-load-optim to begin Adam's moments anew"],
+    ),
+    ("--exp-avg-dtype fp16 --no-load-optim", {}, []),
+    ("--exp-avg-dtype fp16 --finetune", {}, []),
+    ("--exp-avg-dtype bf16", {}, []),
+    ("--use-checkpoint-args", {}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "saved", "expected"), LOADED, ids=[f"{row[0]} {row[1]}" for row in LOADED])
+def test_a_checkpoint_is_compared_with_the_flags(line: str, saved: dict[str, Any], expected: list[str]) -> None:
+    assert loading(line, **saved) == expected
+
+
+def test_a_checkpoint_older_than_a_flag_has_its_default() -> None:
+    typed = parse(shlex.split(f"{BASE} --load a")).values
+    plain = resolve(parse(shlex.split(BASE)).values, Facts())
+    saved = {name: value for name, value in vars(plain.model).items() if name not in ("swiglu", "rotary_interleaved")}
+    facts = Facts(saved={**saved, "vocab_size": 1000})
+    assert problems(resolve(typed, facts), facts) == []
+
+
+FOUND = [
+    ("", Facts(world_size=1), []),
+    (
+        "--world-size 8",
+        Facts(world_size=4),
+        ["--world-size 8, but 4 ranks were started; leave --world-size out, start 8 ranks, or add --dry-run to check "
+         "the layout alone"],
+    ),
+    ("", Facts(vocab_size=1000), []),
+    ("", Facts(vocab_size=999), []),
+    ("--transformer-impl transformer_engine", Facts(packages=frozenset({"transformer_engine"})), []),
+    ("--external-kernels apex", Facts(packages=frozenset({"apex"})), []),
+    ("--wandb-project a", Facts(packages=frozenset({"wandb"})), []),
+    ("--device auto", Facts(cuda_available=True), []),
+    ("--device cuda --distributed-backend nccl", Facts(cuda_available=True), []),
+    (
+        "--device cuda --distributed-backend gloo",
+        Facts(cuda_available=True),
+        ["--distributed-backend gloo serves CPU processes, but --device is cuda and there is a GPU; use "
+         "--distributed-backend nccl, or --device cpu"],
+    ),
+    (
+        "--device auto --distributed-backend nccl",
+        Facts(),
+        ["--distributed-backend nccl works on GPUs alone, but --device is auto and there is none; use "
+         "--distributed-backend gloo"],
+    ),
+    ("--device auto --record-memory-history --profile", Facts(cuda_available=True), []),
+    (
+        "--load a --use-checkpoint-args",
+        Facts(),
+        [],  # the first start of a script: flags describe the model
+    ),
+    ("--save a --load a --elastic", Facts(global_batch_is_given=True), []),
+    (
+        "--save a --load b --elastic",
+        Facts(global_batch_is_given=True),
+        ["--elastic needs one folder to save to and to go on from, since each number of ranks is a new start; add "
+         "--save a --load a"],
+    ),
+    (
+        "",
+        Facts(missing_paths=("--train-data-path a", "--sample-prompts b")),
+        ["--train-data-path: a does not exist; give the prefix without .bin or .idx, of files that "
+         "tools/preprocess_data.py wrote", "--sample-prompts: b does not exist; check the path"],
+    ),
+    ("", Facts(tokenizer_error="no tokenizer", load_problem="no folder"), ["no tokenizer", "no folder"]),
+    (
+        "--load a",
+        Facts(missing_checkpoint="nothing there"),
+        ["--load a: nothing there; name a folder that holds a checkpoint, or leave --exit-on-missing-checkpoint out to "
+         "start afresh where there is none"],
+    ),
+    (
+        "",
+        Facts(eval_tasks_problems=("one", "two"), missing_task_files=("three",), huggingface_problems=("four",)),
+        ["four", "one", "two", "three"],
+    ),
+    (
+        "--skip-samples 1",
+        Facts(skip_samples_error="7x is no number"),
+        ["--skip-samples: 7x is no number; give numbers, ranges as 4096-4159, or files of them, as "
+         "SAVE/spike-31/samples.jsonl"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "facts", "expected"), FOUND, ids=[f"{n} {row[0]}" for n, row in enumerate(FOUND)])
+def test_what_was_found_outside_of_the_flags_is_judged(line: str, facts: Facts, expected: list[str]) -> None:
+    assert near_bounds.found(line, facts) == expected
+
+
+def test_without_a_checkpoint_its_arguments_need_the_flags_of_a_model() -> None:
+    line = (
+        "--load a --use-checkpoint-args --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1 --train-iters 9"
+    )
+    config = resolve(parse(line.split()).values, Facts())
+    assert list(checkpoint_options_have_a_checkpoint(config, Facts())) == [
+        "--use-checkpoint-args takes the model from a checkpoint, but --load a holds none that is whole; give a folder "
+        "that has one, or the flags of the model"
+    ]
+
+
+def test_each_rule_of_a_room_is_asked() -> None:
+    """A rule that no list holds would never speak."""
+    for room in (context, fp8, inference, model, moe, operations, pipeline, profiling, ranks, run, sharding, training):
+        rules = {
+            name
+            for name, value in vars(room).items()
+            if inspect.isfunction(value)
+            and value.__module__ == room.__name__
+            and not name.startswith("_")
+            and list(inspect.signature(value).parameters) == ["config", "facts"]
+        }
+        assert rules - {"split_is_right"} == {rule.__name__ for rule in room.RULES}
+        assert set(room.RULES) <= set(RULES)
+    assert len(set(RULES)) == len(RULES)

@@ -1,0 +1,428 @@
+"""tests/golden/problems.txt: the whole answer to launches on both sides of every bound that a rule draws.
+
+docs/errors.md has an example of each rule; here stand its bounds, with the last value that works and the first that
+does not, and the flags that a rule must not mistake for each other. A launch that works has no line below it.
+"""
+
+import shlex
+from collections.abc import Sequence
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.rules.validate import problems
+from tests.support.wrong_flags import BASE, WRONG
+
+_PP2, _PP4 = "--world-size 2 --pipeline-model-parallel-size 2", "--world-size 4 --pipeline-model-parallel-size 4"
+_VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
+_TP2, _TP4 = "--world-size 2 --tensor-model-parallel-size 2", "--world-size 4 --tensor-model-parallel-size 4"
+_CP2 = "--world-size 2 --context-parallel-size 2 --attention-dropout 0"
+_EXPERTS = "--disable-bias-linear --num-experts 8"
+_MIDDLE = "--decoder-first-pipeline-num-layers"
+_TEXT = "--sample-interval 5 --sample-prompts README.md --tokenizer-type ByteTokenizer"
+_FSDP = "--world-size 4 --use-megatron-fsdp --data-parallel-sharding-strategy"
+_FULL = "--recompute-granularity full --recompute-method"
+_LIST = "--recompute-granularity selective --recompute-modules"
+_FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
+_LAYOUT = "--pipeline-model-parallel-layout"
+_WSD = "--lr-decay-style WSD --lr-wsd-decay-iters"
+_VALID = "--mock-data=false --tokenizer-type ByteTokenizer --train-data-path a --valid-data-path b c"
+
+_ONE_MISTAKE, _IN_SAMPLES = "one mistake", "a run given in samples"
+
+NEAR: dict[str, tuple[str, ...]] = {
+    "context": (
+        "--cp-comm-type p2p a2a all_gather p2p a2a all_gather p2p p2p",
+        f"{_CP2} --cp-comm-type a2a a2a a2a p2p a2a a2a a2a a2a",
+        f"{_CP2} --seq-length 62",
+        f"{_CP2} --seq-length 60",
+        "--world-size 8 --tensor-model-parallel-size 4 --context-parallel-size 2 --seq-length 12 --attention-dropout 0",
+        *(
+            "--world-size 8 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 "
+            f"--seq-length {length} --attention-dropout 0"
+            for length in (8, 12, 16)
+        ),
+        *(
+            f"--world-size 4 --context-parallel-size 2 --tensor-model-parallel-size 2 --cp-comm-type a2a {heads}"
+            for heads in (
+                "--group-query-attention --num-query-groups 4",
+                "--group-query-attention --num-query-groups 2",
+                "--num-attention-heads 6 --hidden-size 96",
+            )
+        ),
+        "--world-size 4 --context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 6 --hidden-size 96",
+        "--world-size 1 --cp-comm-type a2a --group-query-attention --num-query-groups 1",
+        f"{_CP2} --attention-dropout 0.1",
+        f"{_CP2} --attention-dropout 0.1 --cp-comm-type a2a",
+        f"{_CP2} --attention-dropout 0.1 --cp-comm-type a2a a2a a2a a2a a2a a2a a2a all_gather",
+        "--reset-attention-mask --attention-dropout 0 --cp-comm-type p2p",
+        f"{_CP2} --reset-attention-mask --cp-comm-type all_gather",
+        f"{_CP2} --reset-attention-mask --cp-comm-type a2a",
+        f"{_CP2} --reset-attention-mask --cp-comm-type a2a a2a a2a a2a a2a a2a a2a p2p",
+    ),
+    "FP8": (
+        f"{_FP8} blockwise --seq-length 128",
+        f"{_FP8} blockwise --seq-length 64 --micro-batch-size 2",
+        f"{_FP8} blockwise --seq-length 96",
+        f"{_FP8} blockwise --seq-length 96 --micro-batch-size 4",
+        f"{_FP8} blockwise --seq-length 256 {_CP2}",
+        f"{_FP8} blockwise --seq-length 512 {_CP2}",
+        f"{_FP8} rowwise --seq-length 40 {_CP2}",
+        f"{_FP8} rowwise --seq-length 32 {_CP2}",
+        f"{_FP8} rowwise --seq-length 24",
+        f"{_FP8} rowwise --hidden-size 72 --num-attention-heads 9 --kv-channels 8",
+        f"{_FP8} rowwise {_TP4} --ffn-hidden-size 352",
+        f"{_FP8} blockwise --seq-length 128 {_TP2} --hidden-size 256",
+        f"{_FP8} blockwise --seq-length 128 {_TP2} --ffn-hidden-size 768",
+        f"{_FP8} rowwise --num-experts 8 --disable-bias-linear",
+        f"{_FP8} rowwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 4 --num-layers-at-end-in-bf16 3",
+        f"{_FP8} rowwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 4 --num-layers-at-end-in-bf16 4",
+    ),
+    "tasks and samples": (
+        *(f"{_TEXT} --sample-tokens {tokens}" for tokens in (63, 64)),
+        f"{_TEXT} --sample-tokens 100 --position-embedding-type rope",
+        f"{_TEXT} --max-position-embeddings 1 --seq-length 1",
+        "--sample-interval 5 --sample-prompts README.md --tokenizer-type NullTokenizer",
+        "--sample-interval 5 --sample-prompts README.md --transformer-impl transformer_engine --eval-tasks README.md",
+    ),
+    "the model": (
+        "--num-attention-heads 9 --hidden-size 100",
+        "--num-attention-heads 60 --hidden-size 100",
+        "--num-attention-heads 9 --hidden-size 100 --kv-channels 12",
+        f"{_TP2} --num-attention-heads 5 --hidden-size 80",
+        "--world-size 4 --tensor-model-parallel-size 4 --num-attention-heads 6 --hidden-size 96 "
+        "--context-parallel-size 1",
+        "--world-size 12 --tensor-model-parallel-size 4 --num-attention-heads 6 --hidden-size 96 "
+        "--context-parallel-size 3 "
+        "--seq-length 96 --attention-dropout 0",
+        f"{_TP4} --group-query-attention --num-query-groups 2",
+        f"{_TP4} --group-query-attention --num-query-groups 8",
+        "--world-size 6 --tensor-model-parallel-size 6 --num-attention-heads 12 --hidden-size 96 "
+        "--group-query-attention "
+        "--num-query-groups 4 --ffn-hidden-size 384",
+        "--num-attention-heads 9 --hidden-size 72 --group-query-attention --num-query-groups 2",
+        "--num-query-groups 8",
+        *(
+            f"--position-embedding-type rope --rotary-percent {share} --kv-channels {channels}"
+            for share, channels in ((1, 16), (1.1, 16), (0.5, 16), (0.5, 14), (0.05, 16))
+        ),
+        f"{_TP4} --ffn-hidden-size 514",
+        f"{_TP4} --ffn-hidden-size 2",
+        "--squared-relu --openai-gelu",
+        "--max-position-embeddings 63",
+        "--max-position-embeddings 64",
+        "--max-position-embeddings 63 --position-embedding-type rope",
+        "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 3.9",
+        *(f"{_TP2} --padded-vocab-size {rows}" for rows in (999, 1000, 1001)),
+    ),
+    "experts": (
+        f"{_EXPERTS} --moe-aux-loss-coeff 0 --moe-z-loss-coeff 0",
+        f"{_EXPERTS} --moe-aux-loss-coeff 0 --moe-z-loss-coeff 1e-5",
+        f"{_EXPERTS} --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01 0.02",
+        f"{_EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
+        "--world-size 2 --expert-model-parallel-size 1",
+        "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-aux-loss-coeff 0.1 "
+        "--moe-z-loss-coeff 0.1",
+        "--moe-aux-loss-coeff 0",
+        f"{_EXPERTS} --moe-router-topk 8",
+        f"{_EXPERTS} --moe-router-topk 9",
+        *(
+            f"{_EXPERTS} --moe-router-topk 1 {how}"
+            for how in (
+                "",
+                "--moe-router-score-function sigmoid",
+                "--moe-router-load-balancing-type sinkhorn",
+                "--moe-router-pre-softmax",
+            )
+        ),
+        *(
+            f"--world-size 8 --pipeline-model-parallel-size 2 {_EXPERTS} --sequence-parallel {ranks}"
+            for ranks in (
+                "--expert-model-parallel-size 4",
+                "--expert-model-parallel-size 8",
+                "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
+                "--tensor-model-parallel-size 2 --expert-model-parallel-size 2",
+                "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+            )
+        ),
+        f"--world-size 4 --tensor-model-parallel-size 1 {_EXPERTS} --expert-tensor-parallel-size 3",
+        f"{_TP2} {_EXPERTS} --sequence-parallel --moe-ffn-hidden-size 63 --expert-tensor-parallel-size 1",
+        f"{_TP2} {_EXPERTS} --sequence-parallel --moe-ffn-hidden-size 63",
+        *(
+            f"--world-size 8 --pipeline-model-parallel-size 2 {_EXPERTS} {how}"
+            for how in (
+                "--expert-model-parallel-size 2",
+                "--use-tp-pp-dp-mapping",
+                "--use-tp-pp-dp-mapping --tensor-model-parallel-size 2 --sequence-parallel",
+            )
+        ),
+        f"--world-size 8 {_EXPERTS} --expert-model-parallel-size 2 --use-tp-pp-dp-mapping",
+    ),
+    "stages": (
+        f"{_PP2} --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --num-layers 10",
+        f"{_PP2} {_LAYOUT} Et*4|t*4L",
+        f"{_PP2} {_LAYOUT} Et*4|t*4L {_MIDDLE} 4 --account-for-loss-in-pipeline-split",
+        f"{_PP2} {_LAYOUT} Et*4L|t*4",
+        f"{_PP2} {_LAYOUT} t*4|Et*4L",
+        f"{_PP2} {_LAYOUT} EEt*4|t*4L",
+        f"{_PP2} {_LAYOUT} Et*5|t*4L",
+        f"{_PP2} {_LAYOUT} Et*2|t*2|t*2|t*2L --global-batch-size 2",
+        f"{_PP2} {_LAYOUT} Et*2|t*2|t*2|t*2L --global-batch-size 2 {_VPP2}",
+        f"{_PP2} {_LAYOUT} |Et*4|t*4|L --global-batch-size 2",
+        f"{_PP2} {_LAYOUT} x --num-layers 2",
+        f"{_PP2} {_LAYOUT} x --num-layers 1",
+        f"{_PP4} {_LAYOUT} Et|t|tL --num-layers 3",
+        f"{_PP4} {_LAYOUT} Et*4|t*3L --num-layers 7",
+        f"{_PP4} {_LAYOUT} Et*4|t*3|tL",
+        "--world-size 3 --pipeline-model-parallel-size 3 --num-layers 8",
+        "--world-size 3 --pipeline-model-parallel-size 3 --num-layers 8 --account-for-loss-in-pipeline-split",
+        "--world-size 3 --pipeline-model-parallel-size 3 --num-layers 7 --account-for-embedding-in-pipeline-split",
+        "--world-size 3 --pipeline-model-parallel-size 3 --num-layers 2",
+        f"--world-size 6 --pipeline-model-parallel-size 3 --num-layers 20 {_VPP2} --global-batch-size 6",
+        "--world-size 12 --pipeline-model-parallel-size 4 --context-parallel-size 3 --num-layers 9 --seq-length 96 "
+        "--attention-dropout 0",
+        *(f"{_PP4} {_MIDDLE} {first}" for first in (1, 2, 5, 8)),
+        *(f"{_PP4} --decoder-last-pipeline-num-layers {last}" for last in (2, 3)),
+        *(f"{_PP4} {_MIDDLE} 3 --decoder-last-pipeline-num-layers {last}" for last in (1, 2, 3, 5)),
+        f"{_PP4} --num-layers 15 {_MIDDLE} 3 --decoder-last-pipeline-num-layers 3 --num-layers 13",
+        f"{_PP2} {_MIDDLE} 9 --decoder-last-pipeline-num-layers 1",
+        f"{_PP2} {_MIDDLE} 6 --decoder-last-pipeline-num-layers 2 {_VPP2} --global-batch-size 2",
+        f"{_PP2} {_MIDDLE} 6 {_VPP2} --global-batch-size 2",
+        f"{_PP2} --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--global-batch-size 2",
+        f"--world-size 4 --pipeline-model-parallel-size 2 {_VPP2} --no-overlap-p2p-communication --global-batch-size 4",
+        f"{_PP4} {_VPP2} --no-overlap-p2p-communication --global-batch-size 4",
+        f"{_PP2} {_VPP2} --overlap-grad-reduce --global-batch-size 2",
+        f"--world-size 4 {_VPP2} --global-batch-size 3 --micro-batch-size 2",
+        "--world-size 2 --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 6",
+        *(
+            f"{_PP4} {_VPP2} --global-batch-size {batch} --microbatch-group-size-per-virtual-pipeline-stage {group}"
+            for batch, group in ((8, 3), (8, 4), (10, 6), (9, 6), (5, 6), (12, 6), (6, 6))
+        ),
+        *(f"{_PP4} {_VPP2} --global-batch-size {batch}" for batch in (4, 6, 8)),
+    ),
+    "profiling": (
+        *(f"--record-schedule --profile-step-start {start} --profile-step-end 101" for start in (99, 100)),
+        *(f"--record-schedule --profile-step-start {start} --profile-step-end 105" for start in (100, 101)),
+        "--profile-step-start 5 --profile-step-end 5",
+        "--record-schedule --profile-step-start 4 --profile-step-end 3",
+        "--profile --use-pytorch-profiler --profile-step-start=-1 --profile-step-end 3",
+        "--profile-ranks 0 1 --world-size 2",
+        "--profile-ranks 0 -1 --world-size 2",
+        "--profile --use-pytorch-profiler --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra",
+        "--profile --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra",
+        "--world-size 4 --use-distributed-optimizer --num-distributed-optimizer-instances 2 --log-straggler",
+        "--world-size 4 --use-distributed-optimizer --log-straggler --log-communication-share",
+    ),
+    "ranks": (
+        "--world-size 6 --tensor-model-parallel-size 4",
+        "--world-size 6 --pipeline-model-parallel-size 4 --context-parallel-size 1",
+        "--world-size 12 --tensor-model-parallel-size 8 --context-parallel-size 2 --attention-dropout 0",
+        f"{_TP2} --seq-length 63",
+        f"{_TP2} --sequence-parallel-keep-gathered --torch-compile --gradient-accumulation-fusion --bf16 "
+        "--fp8-format hybrid --hidden-dropout 0 --attention-dropout 0 --sequence-parallel",
+        "--world-size 2 --overlap-param-gather --overlap-grad-reduce",
+        "--world-size 2 --overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer",
+        "--use-distributed-optimizer --optimizer lion",
+        "--distributed-timeout-minutes 0.1",
+    ),
+    "data and checkpoints": (
+        "--mock-data=false",
+        "--mock-data=false --vocab-size 5 --test-data-path a",
+        "--mock-data=false --tokenizer-type ByteTokenizer --data-path a --test-data-path b",
+        "--train-data-path a",
+        "--data-args-path a",
+        "--per-split-data-args-path a",
+        *(f"{_VALID} --multiple-validation-sets --validation-set-names {names}" for names in ("x y", "x x", "x y z")),
+        "--mock-data=false --tokenizer-type ByteTokenizer --data-path a b --multiple-validation-sets "
+        "--validation-set-names x y",
+        *(f"--split {shares}" for shares in ("1", "1,0,0", "1,1,1,1", "1,-1", "1,inf", "0,1,1", "1,nan", ",")),
+        "--mock-data=false --tokenizer-type ByteTokenizer --data-path a",
+        *(f"--tokenizer-type {kind}" for kind in ("NullTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer")),
+        *(f"--save a --save-interval 10 --save-retain-interval {retain}" for retain in (5, 10, 20, 11)),
+        "--save a --save-retain-interval 5",
+        "--ckpt-step 0",
+        "--ckpt-step 0 --load a",
+        "--keep-last-checkpoints 1 --save a",
+        "--load a --exit-on-missing-checkpoint",
+        *(f"--elastic --global-batch-size 8 {folders}" for folders in ("--save a", "--load a", "--save a --load b")),
+        "--non-persistent-save-interval 10 --non-persistent-ckpt-type local "
+        "--non-persistent-local-ckpt-dir a --save b "
+        "--replication --replication-jump 1",
+        "--non-persistent-save-interval 10 --non-persistent-ckpt-type local "
+        "--non-persistent-local-ckpt-dir a --save b "
+        "--replication-jump 1",
+        "--wandb-project p --mlflow-experiment e --comet-project c --trackio-project t",
+        *(
+            f"--torch-compile {_TP2} --hidden-dropout {one} --attention-dropout {two}"
+            for one, two in ((0, 0.1), (0, 0))
+        ),
+        "--torch-compile --hidden-dropout 0.1",
+    ),
+    "what data-parallel ranks divide": (
+        "--world-size 2 --use-torch-fsdp2 --use-distributed-optimizer --overlap-grad-reduce",
+        "--world-size 2 --use-torch-fsdp2 --ddp-bucket-size 0",
+        "--ddp-bucket-size 1",
+        "--torch-fsdp2-no-reshard-after-forward --torch-fsdp2-cpu-offload",
+        *(f"{_FSDP} {kind} --num-distributed-optimizer-instances 2" for kind in ("optim", "optim_grads_params")),
+        *(f"{_FSDP} {kind} {_EXPERTS}" for kind in ("no_shard", "optim", "optim_grads")),
+        f"{_FSDP} optim --pipeline-model-parallel-size 1 --optimizer lion",
+        *(f"{_FSDP} {kind} --outer-dp-sharding-strategy optim" for kind in ("optim", "optim_grads_params")),
+        f"{_FSDP} optim_grads_params --outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2",
+        "--world-size 4 --use-distributed-optimizer --num-distributed-optimizer-instances 4",
+        "--world-size 4 --use-distributed-optimizer --num-distributed-optimizer-instances 3",
+        "--world-size 12 --use-distributed-optimizer --num-distributed-optimizer-instances 4 --disable-bias-linear "
+        "--num-experts 12 --expert-model-parallel-size 6",
+        "--world-size 12 --use-distributed-optimizer --num-distributed-optimizer-instances 4 --disable-bias-linear "
+        "--num-experts 12 --expert-model-parallel-size 3",
+        "--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 0",
+    ),
+    "batches": (
+        "--train-samples 5 --train-iters 5",
+        *(f"--world-size 4 --micro-batch-size 2 --global-batch-size {batch}" for batch in (4, 8, 20)),
+        "--world-size 4 --tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 6",
+        *(
+            f"--rampup-batch-size {ramp} --global-batch-size {batch}"
+            for ramp, batch in (
+                ("1 1 100", 10001),
+                ("1 1 100", 10002),
+                ("1 1 100", 40001),
+                ("15 1 100", 16),
+                ("16 1 100", 16),
+                ("4 0 100", 16),
+                ("4 6 100", 16),
+            )
+        ),
+        *(
+            f"--world-size 4 --global-batch-size 16 --rampup-batch-size {ramp} 100"
+            for ramp in ("4 4", "8 2", "2 14", "4 5")
+        ),
+        *(
+            f"{_PP2} {_VPP2} --microbatch-group-size-per-virtual-pipeline-stage 4 --global-batch-size 8 "
+            f"--rampup-batch-size {ramp} 100"
+            for ramp in ("4 4", "2 2")
+        ),
+        "--step-batch-size-schedule '0:8 64K:16' --global-batch-size 16",
+        "--step-batch-size-schedule '0:8 64K:16' --rampup-batch-size 8 8 100",
+        f"{_PP2} {_VPP2} --step-batch-size-schedule '0:2 64K:5 128K:7 256K:16'",
+        *(
+            f"--world-size 4 --tensor-model-parallel-size 2 --eval-micro-batch-size 2 --eval-global-batch-size {batch}"
+            for batch in (4, 6)
+        ),
+        f"{_PP2} {_VPP2} --global-batch-size 2 --eval-global-batch-size 3",
+        *(
+            f"--skip-train {evaluates}"
+            for evaluates in (
+                "",
+                "--eval-interval 0",
+                "--eval-iters 0 --full-validation",
+                "--eval-interval 0 --eval-iters 0",
+                "--eval-interval 0 --full-validation",
+            )
+        ),
+        "--grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+        "--optimizer sgd --exp-avg-dtype fp16 --exp-avg-sq-dtype bf16",
+        "--optimizer sgd --exp-avg-dtype fp32",
+        "--min-loss-scale 4 --initial-loss-scale 4",
+        "--min-loss-scale 0 --initial-loss-scale 4",
+        "--loss-scale=-1",
+        "--loss-scale 0.5",
+        *(
+            f"{_FULL} {method} --recompute-num-layers {n}"
+            for method, n in (("block", 8), ("uniform", 9), ("uniform", 1))
+        ),
+        *(f"{_PP4} {_MIDDLE} 2 {_FULL} block --recompute-num-layers {n}" for n in (2, 3)),
+        f"{_PP2} {_FULL} uniform --recompute-num-layers 5",
+        f"{_PP2} --num-layers 2 {_FULL} uniform --recompute-num-layers 2",
+        f"{_FULL} uniform",
+        "--recompute-method uniform",
+        "--recompute-granularity selective --recompute-activations",
+        *(
+            f"{_LIST} {words}"
+            for words in (
+                "core_attn mlp layernorm",
+                "layernorm --transformer-impl transformer_engine",
+                "mlp --norm-position after",
+                "layernorm core_attn --norm-position after",
+                "mlp --torch-compile --hidden-dropout 0 --attention-dropout 0",
+                "a b",
+            )
+        ),
+    ),
+    "curves": (
+        *(f"--min-lr {lowest}" for lowest in ("1e-3", "1.1e-3", "-1")),
+        *(f"--lr-warmup-init {first}" for first in ("1e-3", "1.1e-3", "-1")),
+        *(
+            f"--decoupled-lr {peak} {lowest}"
+            for peak, lowest in (
+                ("1e-4", "--min-lr 1e-4"),
+                ("1e-4", "--min-lr 2e-4"),
+                ("1e-4", "--min-lr 2e-4 --decoupled-min-lr 0"),
+                ("1e-4", "--decoupled-min-lr 1e-4"),
+                ("1e-4", "--lr-warmup-init 1e-4"),
+                ("1e-4", "--lr-warmup-init 2e-4"),
+            )
+        ),
+        "--lr-scale-rule sqrt --lr-scale-base-batch-size 256",
+        "--lr-scale-rule sqrt --global-batch-size 48",
+        *(f"--{curve}-samples 5" for curve in ("lr-decay", "lr-warmup", "lr-wsd-decay")),
+        *(f"--lr-warmup-iters {warmup}" for warmup in (0, 99, 100, 101, -1)),
+        *(f"--lr-decay-iters 50 --lr-warmup-iters {warmup}" for warmup in (49, 50)),
+        *(f"--lr-warmup-fraction {share}" for share in (0, 0.99, 1, -0.1)),
+        *(f"{_WSD} {steps}" for steps in (0, 1, 100, 101)),
+        f"{_WSD} 50 --lr-decay-iters 49",
+        "--lr-decay-style WSD --lr-decay-iters 4",
+        *(
+            f"--weight-decay-incr-style cosine --start-weight-decay {start} --end-weight-decay {end}"
+            for start, end in ((0, 0), (0.1, 0.1), (-0.1, 0.1), (0.1, -0.1), (0.2, 0.1))
+        ),
+        "--weight-decay-incr-style linear --start-weight-decay 0",
+        "--end-weight-decay 0",
+        *(f"--optimizer-cpu-offload --optimizer-offload-fraction {share}" for share in (1, 0.01, 0, 1.01)),
+        "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params",
+        "--overlap-cpu-optimizer-d2h-h2d",
+        "--no-pin-cpu-grads",
+        "--use-torch-optimizer-for-cpu-offload --optimizer-offload-fraction 0.99",
+        "--world-size 2 --use-torch-fsdp2 --torch-fsdp2-cpu-offload --no-pin-cpu-params --exp-avg-dtype bf16",
+    ),
+    "operations": (
+        "--linear-cross-entropy --bf16",
+        f"{_FSDP} optim --gradient-accumulation-fusion --linear-cross-entropy",
+        "--world-size 2 --use-torch-fsdp2 --gradient-accumulation-fusion --torch-compile --hidden-dropout 0 "
+        "--attention-dropout 0",
+    ),
+    _IN_SAMPLES: (
+        "--lr-warmup-samples 5 --lr-decay-samples 50",
+        "--lr-warmup-samples 50 --lr-decay-samples 50",
+        "--lr-warmup-samples 1000",
+        "--lr-warmup-samples 999",
+        "--lr-warmup-iters 5 --lr-decay-iters 5 --lr-wsd-decay-iters 5",
+        "--lr-decay-style WSD",
+        "--lr-decay-style WSD --lr-wsd-decay-samples 1000",
+        "--lr-decay-style WSD --lr-wsd-decay-samples 1001",
+        "--lr-wsd-decay-samples 5",
+        "--record-schedule --profile-step-start 2000 --profile-step-end 2001",
+    ),
+}
+"""Flags that are added to the launch of docs/errors.md, by subject."""
+
+SUBJECTS = (_ONE_MISTAKE, *NEAR)
+
+
+def found(flags: str, facts: Facts | None = None, base: str = BASE) -> list[str]:
+    """The problems of the base launch with these flags added."""
+    facts = facts or Facts()
+    return problems(resolve(parse(shlex.split(f"{base} {flags}")).values, facts), facts)
+
+
+def answers(subject: str) -> str:
+    """The launches of a subject, each with all of its problems."""
+    base = BASE.replace("--train-iters 100", "--train-samples 1000") if subject == _IN_SAMPLES else BASE
+    return "\n\n".join("\n".join(["> " + flags, *found(flags, base=base)]) for flags in _lines(subject))
+
+
+def _lines(subject: str) -> Sequence[str]:
+    return [line for line, _ in WRONG] if subject == _ONE_MISTAKE else NEAR[subject]
+
+
+def golden_text() -> str:
+    return "\n".join(f"## {subject}\n\n{answers(subject)}\n" for subject in SUBJECTS)
