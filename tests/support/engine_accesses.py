@@ -93,6 +93,11 @@ class Source:
                     found[alias.asname or first] = alias.name if alias.asname else first
         return found
 
+    @functools.cached_property
+    def functions(self) -> dict[int, str]:
+        """The name of the function that a node stands in, with its class, by the node's id."""
+        return {id(node): name for name, node in _by_function(self.tree)}
+
     def dotted(self, node: ast.expr) -> str | None:
         """The path of a name or attribute that imports lead to."""
         if isinstance(node, ast.Name):
@@ -229,7 +234,7 @@ def _texts(file: Source, own: set[str]) -> Iterator[Access]:
 
 def _assignments(file: Source, fields: set[str]) -> Iterator[Access]:
     """What is set on a module or class of the engine, and methods that are replaced on its objects."""
-    for function, node in _by_function(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             path = file.dotted(node)
             if path is not None and _is_of_the_engine(path) and not path.startswith(_SETTINGS):
@@ -241,8 +246,8 @@ def _assignments(file: Source, fields: set[str]) -> Iterator[Access]:
             path = file.dotted(target)
             if isinstance(name, ast.Constant) and path is not None:
                 yield file.access(node, f"{path}.{name.value}")
-            elif not isinstance(name, ast.Constant) and function not in _SETS_ANY:
-                yield file.access(node, f"setattr in {function}")
+            elif not isinstance(name, ast.Constant) and file.functions[id(node)] not in _SETS_ANY:
+                yield file.access(node, f"setattr in {file.functions[id(node)]}")
 
 
 def _by_function(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:

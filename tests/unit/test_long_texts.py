@@ -322,6 +322,7 @@ def test_workers_end_with_their_killed_parent(tmp_path: Path):
     process.stderr.close()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
+    (tmp_path / "in.jsonl").write_text('{"text": "x"}\n')
     start = time.monotonic()
     subprocess.run(command, cwd=tmp_path, check=True, stderr=subprocess.DEVNULL)  # nobody holds the lock
     assert time.monotonic() - start < 60

@@ -260,22 +260,16 @@ def test_a_wrong_command_line_ends_the_process_with_64_in_two_seconds(line: str)
     assert "Traceback" not in result.stderr
 
 
-@pytest.fixture(scope="module")
-def ends() -> dict[str, tuple[int, float, str]]:
-    """How each of the wrong lines ends, from one interpreter, for starting it takes longer than what is asked."""
+def test_each_wrong_line_ends_with_64_before_torch_is_loaded():
+    """In one interpreter, for starting it takes longer than what is asked."""
     command = [sys.executable, "-m", "tests.support.ends_of_lines"]
     lines = json.dumps([shlex.split(f"{BASE} {line}") for line in WRONG_LINES])
     done = subprocess.run(command, input=lines, cwd=ROOT, capture_output=True, text=True, check=True)
-    return dict(zip(WRONG_LINES, json.loads(done.stdout), strict=True))
-
-
-@pytest.mark.parametrize("line", WRONG_LINES)
-def test_each_wrong_line_ends_with_64_before_torch_is_loaded(line: str, ends: dict[str, tuple[int, float, str]]):
-    code, seconds, said = ends[line]
-    assert code == 64
-    assert seconds < 1.0  # torch alone takes longer
-    assert "Traceback" not in said
-    assert said
+    for line, (code, seconds, said) in zip(WRONG_LINES, json.loads(done.stdout), strict=True):
+        assert code == 64, line
+        assert seconds < 1.0, line  # torch alone takes longer
+        assert "Traceback" not in said, line
+        assert said, line
 
 
 @pytest.mark.parametrize("switch", ["--no-position-embedding", "--no-position-embedding=true"])
