@@ -244,7 +244,7 @@ def test_a_trained_model_exports(models: dict[str, Any], tmp_path: Path, capsys:
     parts = [logits for _, logits in run_ranks(4, _train, arguments, str(saved))]
     assert convert(["to-hf", "--load", str(saved), "--save", str(written)]) == 0
     assert "largest difference of logits" in capsys.readouterr().out
-    # transformers reads the folder where the tool compares; here its model gets the tensors, without an interpreter more.
+    # Where the tool compares, transformers reads the folder; here its model is given the tensors, in this process.
     model = write_model(tmp_path / "untrained", "Qwen3")
     model.load_state_dict(_tensors(written))
     assert (whole_vocabulary(parts) - reference_logits(model)).abs().max() < TOLERANCE
