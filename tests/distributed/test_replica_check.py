@@ -10,9 +10,10 @@ from megatron_ext.verify.ranks import run_ranks
 
 FLAGS = (
     "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 6 --train-iters 20 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+    "--global-batch-size 2 --train-iters 20 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
     "--eval-iters 0 --make-vocab-size-divisible-by 8 "
 )
+THREE = "--global-batch-size 3"  # replicas
 DP = "--check-weight-hash-across-dp-replicas-interval"
 TP = "--check-replicated-weights-interval"
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -106,7 +107,7 @@ def _nothing(run: Any) -> None:
 
 
 def test_minority_of_three_replicas_is_named() -> None:
-    results = run_ranks(3, _train, f"{DP} 4", 1, _flip_on_rank_1)
+    results = run_ranks(3, _train, f"{THREE} {DP} 4", 1, _flip_on_rank_1)
     assert len(set(results)) == 1, "ranks tell different stories"
     error, exit_code, iteration = results[0]
     assert f"rank 1 differs from ranks 0, 2 in {FC1} (data-parallel replicas); found at iteration 4" in error
@@ -115,7 +116,7 @@ def test_minority_of_three_replicas_is_named() -> None:
 
 
 def test_replicas_are_compared_every_1000_steps_where_no_flag_says_so() -> None:
-    [(error, exit_code, iteration)] = set(run_ranks(3, _train, "", 1, _flip_on_rank_1_before_step_1000))
+    [(error, exit_code, iteration)] = set(run_ranks(3, _train, THREE, 1, _flip_on_rank_1_before_step_1000))
     assert f"rank 1 differs from ranks 0, 2 in {FC1} (data-parallel replicas); found at iteration 1000" in error
     assert (exit_code, iteration) == (70, 999)
 

@@ -93,7 +93,9 @@ def test_the_newest_of_snapshots_and_checkpoints_is_used_and_a_lost_machine_has_
 
 def test_an_evaluation_just_before_a_snapshot_leaves_nothing_in_it(tmp_path: Path) -> None:
     """megatron-core's ZeRO-3 keeps the tied embedding that the evaluation gathered, and a new process has none."""
-    words = shlex.split("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --eval-interval 6")
+    words = shlex.split(
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --eval-interval 6 --eval-iters 1"
+    )
     run(tmp_path, words, crashes_at=8)
     resumed = run(tmp_path, words)
     assert {ended.code for ended in resumed} == {0}, resumed[0].errors

@@ -25,7 +25,7 @@ MODEL = (
     "--hidden-dropout 0.1 --attention-dropout 0.1 --make-vocab-size-divisible-by 8 --tokenizer-type NullTokenizer "
     "--vocab-size 60 --eval-interval 0 --log-interval 1 --num-workers 0 "
 )
-FLAGS = f"{MODEL} --seq-length 16 --global-batch-size 12 --train-iters 20 --lr 1e-5 --mock-data "
+FLAGS = f"{MODEL} --seq-length 16 --global-batch-size 6 --train-iters 20 --lr 1e-5 --mock-data "
 GOOD = 4  # steps before the damage; here a median takes three
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
@@ -83,7 +83,7 @@ def _losses(steps: int, flags: str) -> tuple[list[str], int]:
 def test_runs_that_are_repeated_are_the_same_and_change_nothing(layouts: dict[str, str]) -> None:
     """At a learning rate of almost 0 every second loss is above the median."""
     cases = [flags for layout in layouts.values() for flags in (layout, f"{layout} --spike-threshold 1")]
-    results = run_ranks(2, in_turn, partial(_losses, 5), cases)
+    results = run_ranks(2, in_turn, partial(_losses, 7), cases)
     for ranks in results:
         for name, without, checked in zip(layouts, ranks[::2], ranks[1::2], strict=True):
             assert without[1] == 0
@@ -213,10 +213,10 @@ def test_bad_data_is_written_down_and_left_out(tmp_path: Path) -> None:
 
 
 def test_a_step_without_a_sample_updates_nothing() -> None:
-    cases = ["", "--skip-samples 24-47", "--skip-samples 24-28"]
+    cases = ["", "--skip-samples 12-23", "--skip-samples 12-16"]
     [(plain, skipped, partly)] = {tuple(map(tuple, found)) for found in run_ranks(2, in_turn, _updates, cases)}
     assert plain[:2] == skipped[:2], "until there"
-    assert (skipped[2], skipped[3]) == (((0.0).hex(), False, 24), ((0.0).hex(), False, 24))
+    assert (skipped[2], skipped[3]) == (((0.0).hex(), False, 12), ((0.0).hex(), False, 12))
     assert skipped[4][1]
     assert math.isfinite(float.fromhex(skipped[4][0]))
     # Of the third batch five samples are left out: the others are trained on.
@@ -232,7 +232,7 @@ def _updates(flags: str) -> list[tuple[str, bool, int]]:
     trainer = Trainer(run, [])
     results = [trainer.step() for _ in range(5)]
     return [
-        (result.loss.hex(), result.updated, run.state.scheduled_samples - 12 if not result.updated else 0)
+        (result.loss.hex(), result.updated, run.state.scheduled_samples - 6 if not result.updated else 0)
         for result in results
     ]
 
