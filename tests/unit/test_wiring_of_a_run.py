@@ -435,9 +435,7 @@ def test_what_decays_is_what_the_catalogue_says(
     catalogue = {"decays": True, "stays": False, "expert 0": True, "expert 1": True}
     listed = [SimpleNamespace(name=name, decay=decay) for name, decay in catalogue.items()]
     monkeypatch.setattr(weight_decay, "parameters", lambda config: listed)
-    monkeypatch.setattr(
-        weight_decay, "global_named_parameters", lambda chunks: [(name, weight) for name, weight in weights.items()]
-    )
+    monkeypatch.setattr(weight_decay, "global_named_parameters", lambda chunks: list(weights.items()))
     monkeypatch.setattr(
         weight_decay,
         "by_expert",
