@@ -195,6 +195,10 @@ def test_which_losses_are_spikes(monkeypatch: pytest.MonkeyPatch) -> None:
     [(step, what, limit)] = _judged(monkeypatch, [3.0, math.nan, 3.0])
     assert (step, what, limit) == (1, "the loss of iteration 2 is nan", math.inf)
     assert [step for step, _, _ in _judged(monkeypatch, [*usual, math.inf, 6.5])] == [10, 11]
+    # What is no number is not in the median, nor counted.
+    for bad in (math.nan, math.inf, -math.inf):
+        what = "the loss of iteration 15 is 6.5, 2.17 times the median of the last 11 steps"
+        assert _judged(monkeypatch, [*usual, *[bad] * 4, 6.5])[-1] == (14, what, 6.0)
     # After a hundred steps of 1 the first ones are forgotten.
     assert [step for step, _, _ in _judged(monkeypatch, [100.0] * 51 + [1.0] * 51 + [2.5])] == [102]
 

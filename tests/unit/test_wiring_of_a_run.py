@@ -14,11 +14,12 @@ from megatron_ext.parallel import groups as process_groups
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.sharding import choose, fsdp2
 from megatron_ext.sharding.fsdp2 import TorchFSDP
-from megatron_ext.train import attention_kernel, build, memory_check, pretrain, trainer, watching
+from megatron_ext.train import attention_kernel, build, memory_check, pretrain, trainer, watching, weight_decay
 from megatron_ext.train.callbacks import memory_history, standard
 from megatron_ext.train.configure import Configured
 from megatron_ext.train.datasets import Splits
 from megatron_ext.train.extensions import Extensions
+from megatron_ext.train.run import Run
 from tests.support.small_models import small_config
 
 NOTHING: Any = None
@@ -409,3 +410,111 @@ def test_flags_of_torchs_fsdp(keeps: bool, kind: str, unpinned: bool, monkeypatc
     assert named["mesh"] == ("groups", kind)
     assert asked_as_tied == [not keeps]
     assert sharded.ddp_config == "settings"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, None),
+        ({"decays": 0.0}, "decays (times 0, and the catalogue says 1)"),
+        ({"decays": 0.5}, "decays (times 0.5, and the catalogue says 1)"),
+        ({"stays": 1.0}, "stays (times 1, and the catalogue says 0)"),
+        ({"decays": None}, None),
+        ({"stays": None}, "stays (times 1, and the catalogue says 0)"),
+        ({"unknown": 0.0}, "unknown (times 0, and the catalogue says 0)"),
+        ({"unknown": 1.0}, "unknown (times 1, and the catalogue says 0)"),
+    ],
+)
+def test_what_decays_is_what_the_catalogue_says(
+    changed: dict[str, float | None], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wholly or not at all; a group that says nothing decays. Of a stack of experts each is looked at."""
+    factors = {"decays": 1.0, "stays": 0.0, "experts": 1.0, **changed}
+    weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in factors}
+    mains = {name: torch.zeros(2) for name in factors}
+    catalogue = {"decays": True, "stays": False, "expert 0": True, "expert 1": True}
+    listed = [SimpleNamespace(name=name, decay=decay) for name, decay in catalogue.items()]
+    monkeypatch.setattr(weight_decay, "parameters", lambda config: listed)
+    monkeypatch.setattr(weight_decay, "global_named_parameters", lambda chunks: list(weights.items()))
+    monkeypatch.setattr(
+        weight_decay,
+        "by_expert",
+        lambda name, shape: [("expert 0", shape), ("expert 1", shape)] if name == "experts" else [(name, shape)],
+    )
+    groups = [
+        {"params": [mains[name]], **({} if factor is None else {"wd_mult": factor})} for name, factor in factors.items()
+    ]
+    part: Any = SimpleNamespace(
+        core=SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups)),
+        main_parameters=lambda: [(weights[name], mains[name]) for name in factors],
+    )
+    if told is None:
+        weight_decay.check_weight_decay([part], [], small_config())
+        return
+    with pytest.raises(AssertionError) as raised:
+        weight_decay.check_weight_decay([part], [], small_config())
+    assert str(raised.value) == f"weight decay of parameter groups is not that of the catalogue: {told}"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize(("ranks", "has_store", "boards"), [(1, True, False), (2, True, True), (2, False, False)])
+def test_the_watch_over_a_rank(
+    ranks: int, has_store: bool, boards: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks write on a board in a store of their own; one that is alone is watched alone. The limit is in seconds."""
+    made: list[Any] = []
+    started: list[bool] = []
+
+    def watch(*given: Any, **named: Any) -> Any:
+        made.append((given, named))
+        return SimpleNamespace(start=lambda: started.append(True))
+
+    monkeypatch.setattr(watching, "Watch", watch)
+    monkeypatch.setattr(watching, "Board", lambda *given: ("board", *given))
+    monkeypatch.setattr(watching, "OperationMarks", lambda progress: ("marks", progress))
+    monkeypatch.setattr(watching, "_flight_recorder", lambda backend: ("recorder", backend))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    status = RunStatus(1)
+    layout = _config({"layout": {"distributed_timeout_minutes": 2.5}}).layout
+    here: Any = SimpleNamespace(kind=kind, backend="gloo")
+    store: Any = SimpleNamespace(clone=lambda: "a connection of its own") if has_store else None
+    assert watching.begin_watch(status, layout, here, store) is not None
+    [(given, named)] = made
+    board = ("board", "a connection of its own", 1, ranks) if boards else None
+    assert given == (status, 150.0, board, watching.describe)
+    assert named.pop("flight_recorder")() == ("recorder", "gloo")
+    assert named == {"marks": ("marks", status.progress), "device_runs_ahead": kind == "cuda"}
+    assert started == [True]
+
+
+def test_a_group_is_described_by_name_purpose_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = SimpleNamespace(group_name="17", group_desc="TENSOR_MODEL_PARALLEL_GROUP")
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda given: [4, 5] if given is group else [])
+    assert watching.describe(group) == ("17", "the group tensor-model-parallel", (4, 5))
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "first", "last"),
+    [(0, 1, True, True), (0, 3, True, False), (1, 3, False, False), (2, 3, False, True)],
+)
+def test_where_a_rank_is(rank: int, size: int, first: bool, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stage, and whether it is the one that logs: the last of all."""
+    stages = SimpleNamespace(rank=lambda: rank, size=lambda: size)
+    run: Any = Run.__new__(Run)
+    run.groups = SimpleNamespace(pp=stages)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 2 * rank + 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2 * size)
+    assert (run.is_first_stage, run.is_last_stage, run.is_last_rank) == (first, last, last)
+    assert (run.rank, run.world_size) == (2 * rank + 1, 2 * size)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 2 * rank)
+    assert not run.is_last_rank
+
+
+def test_a_graph_is_freed_where_there_is_one() -> None:
+    released: list[bool] = []
+    run: Any = Run.__new__(Run)
+    for captured in (None, SimpleNamespace(release=lambda: released.append(True))):
+        run.captured_passes = captured
+        run.release_graph()
+    assert released == [True]
