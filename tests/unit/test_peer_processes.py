@@ -286,9 +286,9 @@ def test_only_ranks_of_torchrun_are_watched(watched: list[Any], monkeypatch: pyt
 @pytest.mark.parametrize(
     ("agent", "iteration", "who", "where", "looks"),
     [
-        (Launched("python", looks=3), 7, "torchrun, process 4321", "at iteration 7", 3),
-        (Launched("python", looks=0), 0, "torchrun, process 4321", "at iteration 0", 0),
-        (None, None, "torchrun", "before the first step", 0),
+        (Launched("python", looks=3), 7, ", process 4321", "at iteration 7", 3),
+        (Launched("python", looks=0), 0, ", process 4321", "at iteration 0", 0),
+        (None, None, "", "before the first step", 0),
     ],
 )
 def test_a_rank_ends_when_its_launcher_is_gone(
@@ -302,4 +302,6 @@ def test_a_rank_ends_when_its_launcher_is_gone(
     launcher_watch._watch(agent, status)
     [(text, code, of)] = ends
     assert (code, of, sleeps) == (76, status, [0.5] * looks)
-    assert text.startswith(f"the launcher ({who}) is gone {where}, killed without a word to its ranks; nothing was")
+    assert text.startswith(
+        f"the launcher (torchrun{who}) is gone {where}, killed without a word to its ranks; nothing was"
+    )
