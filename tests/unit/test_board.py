@@ -1,10 +1,14 @@
 """What the ranks write for each other: the first call and the first end count, and who is absent is left out."""
 
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+from megatron_ext.resilience import board as board_module
 from megatron_ext.resilience.board import Board
 
 
@@ -52,3 +56,80 @@ def test_one_speaks_and_the_verdict_reaches_all(boards: list[Board]) -> None:
     boards[0].judge({"silent": [1]})
     assert boards[2].verdict(0.0) == {"silent": [1]}
     assert all(board.asking_since is None for board in boards)
+
+
+def test_only_the_ranks_that_are_asked_for_are_read(boards: list[Board]) -> None:
+    for board in boards:
+        board.publish({"beat": board.rank})
+    assert boards[0].beats([2, 1]) == {1: {"beat": 1}, 2: {"beat": 2}}
+    assert boards[0].beats([]) == {}, "none is not all"
+    assert boards[0].beats() == {rank: {"beat": rank} for rank in range(3)}
+
+
+def test_answers_are_waited_for_as_long_as_one_is_missing(boards: list[Board], monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps: list[float] = []
+    now = 50.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        sleeps.append(seconds)
+        if len(sleeps) == 4:
+            boards[1].answer({"from": 1})
+            boards[1].judge({"silent": []})
+
+    monkeypatch.setattr(board_module, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    boards[0].answer({"from": 0})
+    assert boards[0].answers(0.0) == {0: {"from": 0}}
+    assert boards[0].verdict(0.0) is None
+    assert sleeps == []
+    assert boards[0].answers(0.12) == {0: {"from": 0}}
+    assert len(sleeps) == 3
+    assert boards[0].verdict(60.0) == {"silent": []}
+    assert len(sleeps) == 4
+    boards[2].answer({"from": 2})
+    assert sorted(boards[0].answers(60.0)) == [0, 1, 2]
+    assert len(sleeps) == 4, "as soon as all are there"
+
+
+class Silent:
+    """A store that fails in each of its methods, and notes since when it was asked."""
+
+    def __init__(self) -> None:
+        self.board: Board | None = None
+        self.seen: list[float | None] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any) -> None:
+            assert self.board is not None
+            self.seen.append(self.board.asking_since)
+            raise RuntimeError("Connection reset by peer")
+
+        return fail
+
+
+def test_a_board_says_since_when_it_asks_and_that_it_no_longer_does() -> None:
+    store: Any = Silent()
+    board = store.board = Board(store, 0, 2)
+    calls: list[Callable[[], object]] = [
+        lambda: board.publish({}),
+        board.beats,
+        board.has_news,
+        lambda: board.call(1),
+        board.caller,
+        lambda: board.answer({}),
+        lambda: board.answers(0.0),
+        lambda: board.judge({}),
+        lambda: board.verdict(0.0),
+        lambda: board.note_end("text"),
+        board.first_end,
+        board.speaks_for_all,
+    ]
+    for call in calls:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="Connection reset"):
+            call()
+        assert store.seen[-1] is not None
+        assert store.seen[-1] >= began
+        assert board.asking_since is None
+    assert len(store.seen) == len(calls)

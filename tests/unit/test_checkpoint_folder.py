@@ -1,5 +1,6 @@
 """A checkpoint folder leads to nothing outside of it, and only what saves have written there is removed."""
 
+import errno
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import pickle
 import shutil
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -287,3 +289,36 @@ def test_a_kept_tokenizer_is_in_the_checkpoint(tmp_path: Path) -> None:
     assert beside.kept_tokenizer(values, tmp_path / "b") == {}
     _move_out(tmp_path / "a" / "tokenizer" / "tokenizer.json", tmp_path / "elsewhere")
     assert beside.kept_tokenizer(values, tmp_path / "a") == {}
+
+
+def test_every_folder_below_is_looked_into(tmp_path: Path) -> None:
+    """Two next to each other, each with another in it: a pipe is found in whichever it lies."""
+    folders = [tmp_path / place for place in ("a", "a/inner", "b", "b/inner")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "a", target_is_directory=True)
+    check_folder(tmp_path)
+    for folder in folders:
+        pipe = folder / "pipe"
+        os.mkfifo(pipe)
+        with pytest.raises(DataError, match=rf"{folder}/pipe is no file but a pipe"):
+            check_folder(tmp_path)
+        pipe.unlink()
+
+
+def test_what_may_not_be_looked_at_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int) -> Any:
+        def stat(self: Path, **_: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return stat
+
+    for number in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+        monkeypatch.setattr(Path, "stat", refuse(number))
+        with pytest.raises(DataError, match="is missing"):
+            file_inside(tmp_path, "file")
+    for number in (errno.EACCES, errno.EIO, errno.ESTALE):
+        monkeypatch.setattr(Path, "stat", refuse(number))
+        with pytest.raises(OSError, match=os.strerror(number)):
+            file_inside(tmp_path, "file")

@@ -161,6 +161,43 @@ def test_infiniband_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _levels(machine.pages_may_be_locked) == [[], [], few, few]
 
 
+@pytest.mark.parametrize(
+    ("found", "one", "several"),
+    [
+        (["127.0.0.1"], "ok", "error"),
+        (["127.0.1.1", "::1"], "ok", "error"),
+        (["::1"], "ok", "error"),
+        (["127.0.1.1", "10.0.0.7"], "ok", "ok"),  # as Debian's /etc/hosts has it, with a name server beside
+        (["10.0.0.7"], "ok", "ok"),
+        (["::12"], "ok", "ok"),
+        (None, "error", "error"),
+    ],
+)
+def test_an_address_that_others_reach(
+    found: list[str] | None, one: str, several: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "resolve", lambda name: found if name == "node0" else None)
+    launches = tuple(Launch({"MASTER_ADDR": "node0"}, 3, nodes) for nodes in (1, 2))
+    assert _levels(network.address_resolves, launches) == [[one], [several]]
+
+
+def test_a_port_of_another_machine_is_not_asked_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "resolve", lambda name: ["10.0.0.7"])
+    monkeypatch.setattr(network, "_is_own", lambda address: False)
+    monkeypatch.setattr(network, "_can_listen", lambda port: pytest.fail("it is rank 0's machine that must be asked"))
+    assert _levels(network.port_is_free, (Launch({"MASTER_ADDR": "node7"}),)) == [[]]
+
+
+def test_the_interface_that_is_advised_is_there() -> None:
+    """Another one than the loopback, unless that is all there is."""
+    for names, advised in ((("lo", "eth0", "eth1"), "eth0"), (("eth5", "lo"), "eth5"), (("lo",), "lo")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(network.socket, "if_nameindex", lambda names=names: list(enumerate(names)))
+            [found] = network.interfaces_exist(Launch({"GLOO_SOCKET_IFNAME": "ib0"}))
+            assert found.fix == f"export GLOO_SOCKET_IFNAME={advised}, or unset it"
+            assert found.what.endswith(f"it has {', '.join(names)}")
+
+
 def test_interfaces_of_one_machine_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("lo", "eth0", "eth10", "docker0")
     monkeypatch.setattr(network.socket, "if_nameindex", lambda: list(enumerate(names)))

@@ -1,5 +1,6 @@
 """tools/doctor.py against planted mistakes: real ports, interfaces, folders and packages."""
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -139,6 +140,22 @@ def test_no_room_and_no_permission_for_checkpoints(tmp_path: Path, monkeypatch: 
     assert (found.why, exit_code([found])) == ("not one fits", 74)
 
 
+def test_one_checkpoint_that_just_fits_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    one = machine.checkpoint_bytes(launch_with("").config)  # pyright: ignore[reportArgumentType]
+    for free, level, code in ((one, "warning", 0), (one - 1, "error", 74)):
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        found = only(machine.checkpoints_have_room(launch_with(f"--save {tmp_path}")))
+        assert (found.level, exit_code([found])) == (level, code)
+
+
+@pytest.mark.parametrize(("allowed", "is_told"), [("rwx", False), ("rx", True), ("rw", True), ("wx", False)])
+def test_a_folder_must_be_one_to_write_in(allowed: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rights = sum({"r": os.R_OK, "w": os.W_OK, "x": os.X_OK}[letter] for letter in allowed)
+    monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path and mode & rights == mode)
+    found = wrong(machine.checkpoints_have_room(launch_with(f"--save {tmp_path}/new/run")))
+    assert [each.what for each in found] == [f"--save {tmp_path}/new/run: {tmp_path} cannot be written"] * is_told
+
+
 def test_the_size_of_a_checkpoint():
     """8 layers of width 128: weights alone, with both moments, and with fp32 weights beside 16-bit ones."""
     count = machine.checkpoint_bytes(launch_with("--no-save-optim").config) // 4  # pyright: ignore[reportArgumentType]
@@ -223,6 +240,55 @@ def test_the_driver_and_the_connections_are_read():
 )
 def test_gpus(launch: Launch, found: Survey, words: str):
     assert words in only(gpus.judge(launch, found)).what
+
+
+def told(launch: Launch, found: Survey) -> list[str]:
+    return [each.what for each in wrong(gpus.judge(launch, found))]
+
+
+def test_gpus_are_those_of_a_machine_and_ranks_talk_across_machines():
+    """One rank a GPU on each of two machines; NCCL is needed as soon as there are two ranks anywhere."""
+    cards = (H100, dataclasses.replace(H100, index=1))
+    assert told(Launch({}, ranks=2, nodes=2), survey(*cards)) == []
+    assert told(Launch({}, ranks=3, nodes=2), survey(*cards)) == ["3 ranks on this machine, but 2 GPUs"]
+    without = "torch 2.15.0 is built without NCCL"
+    for ranks, nodes, said in ((1, 1, []), (1, 2, [without]), (2, 1, [without])):
+        assert told(Launch({}, ranks=ranks, nodes=nodes), survey(*cards, nccl=None)) == said
+
+
+@pytest.mark.parametrize(("free", "is_told"), [(90, False), (89, True), (0, True)])
+def test_a_gpu_of_which_a_tenth_is_taken_is_named(free: int, is_told: bool):
+    taken = Gpu(1, H100.name, (9, 0), free * 10**9, 100 * 10**9)
+    said = [f"GPU 1: only {free:.1f} of 100.0 GB are free"]
+    assert told(Launch({}), survey(H100, taken)) == (said if is_told else [])
+
+
+def test_the_oldest_gpu_decides_on_hardware_queues():
+    newer = Gpu(1, H100.name, (10, 0), 180, 180)
+    queues = Launch({"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    assert told(queues, survey(newer)) == []
+    for cards in ((H100, newer), (newer, H100)):
+        assert told(queues, survey(*cards)) == ["CUDA_DEVICE_MAX_CONNECTIONS=8"]
+
+
+def test_tensor_parallel_ranks_are_neighbours():
+    """Of four GPUs, 0 and 1 share a processor, and 2 and 3 do."""
+    pairs = {(0, 1): "NV18", (2, 3): "PHB", **{(a, b): "SYS" for a in (0, 1) for b in (2, 3)}}
+    for size, said in (
+        (1, []),
+        (2, []),
+        (4, ["tensor-parallel ranks on GPUs 0 and 2 talk across the processors (SYS)"]),
+    ):
+        launch = launch_with(f"--world-size 4 --tensor-model-parallel-size {size}")
+        assert told(launch, survey(H100, links=pairs)) == said
+    well = [each.what for each in gpus.judge(Launch({}), survey(H100, links=pairs)) if each.level == "ok"]
+    assert well == [
+        "1 x NVIDIA H100 80GB HBM3; driver 570.86, CUDA 13.0, NCCL 2.28.9",
+        "pairs of GPUs: 1 by NVLink, 1 by PHB, 4 by SYS",
+    ]
+    for level, said in (("NVL", 1), ("nvl", 1), ("SYS", 0), ("", 0)):
+        found = told(Launch({"NCCL_P2P_LEVEL": level}), survey(H100, links=pairs))
+        assert found == ["NCCL_P2P_LEVEL=NVL, but 5 of 6 pairs of GPUs have no NVLink"] * said
 
 
 def test_settings_of_gpus_that_are_right():

@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.cli import pretrain
 from megatron_ext.errors import ConfigurationError, PeerLostError
@@ -155,3 +156,61 @@ def test_a_launcher_that_would_take_no_machine_in_is_refused(monkeypatch: pytest
     assert pretrain._is_needed(flags)
     with pytest.raises(ConfigurationError, match=f"set {elastic.NO_SHARED_STORE}=1 in the environment of every tor"):
         pretrain._is_needed([*flags, "--elastic"])
+
+
+@pytest.mark.usefixtures("quickly")
+def test_each_spare_that_leaves_counts_and_rank_0_waits_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own store: two of three spares have left, the third leaves at the fourth look."""
+    store, sleeps = HashStore(), []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 4:
+            elastic.wait_as_spare(6, 3)
+
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
+    monkeypatch.setattr(elastic, "_store", lambda: store)
+    monkeypatch.setattr(elastic, "_spares", 3)
+    store.set(elastic._OVER, "1")
+    for spare in (3, 4):
+        monkeypatch.setenv("RANK", str(spare))
+        elastic.wait_as_spare(6, 3)
+        assert store.add(elastic._LEFT, 0) == spare - 2
+    monkeypatch.setattr(elastic, "time", clock)
+    monkeypatch.setenv("RANK", "1")
+    elastic.dismiss_spares()
+    assert sleeps == [], "rank 0 does it"
+    monkeypatch.setenv("RANK", "0")
+    elastic.dismiss_spares()
+    assert len(sleeps) == 4
+    assert store.add(elastic._LEFT, 0) == 3
+    elastic.dismiss_spares()
+    assert len(sleeps) == 4, "all have left"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "context", "launched", "used"),
+    [
+        (1, 1, 1, 5, 4),
+        (2, 1, 1, 5, 4),
+        (1, 2, 1, 9, 8),
+        (1, 1, 4, 9, 8),
+        (2, 2, 2, 9, 8),
+        (2, 2, 2, 7, 0),
+        (2, 1, 4, 17, 16),
+    ],
+)
+def test_each_dimension_of_the_model_counts(tensor: int, pipeline: int, context: int, launched: int, used: int) -> None:
+    """Eight microbatches; the largest world that they are dealt to evenly, of whole models."""
+    values = {
+        "global_batch_size": 16,
+        "micro_batch_size": 2,
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "context_parallel_size": context,
+    }
+    model = tensor * pipeline * context
+    worlds = {model * replicas for replicas in (1, 2, 4, 8)}
+    assert elastic.ranks_to_use(launched, values, worlds.__contains__) == used
+    assert elastic.ranks_to_use(launched, values, lambda size: False) is None
+    assert elastic.ranks_to_use(launched, values, lambda size: size == launched) == launched

@@ -108,10 +108,28 @@ def test_a_refused_write_is_a_storage_error(tmp_path: Path):
     file = MetricsFile(tmp_path / "metrics.jsonl", 0)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
-        with pytest.raises(StorageError, match=r"metrics\.jsonl: File too large.*--metrics-file"):
+        with pytest.raises(StorageError, match=r"^cannot write .*metrics\.jsonl: File too large.*--metrics-file"):
             file.write(step())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_flag(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"^cannot open .*file/metrics\.jsonl: .* another place with --save\.$"):
+        MetricsFile(tmp_path / "file" / "metrics.jsonl", 0, flag="--save")
+
+
+def test_a_file_without_later_rows_is_left_as_it_is(tmp_path: Path):
+    """The one that another program holds open stays the one of that name."""
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 3)
+    before = path.stat().st_ino
+    MetricsFile(path, 3).close()
+    assert (path.stat().st_ino, iterations(path)) == (before, [1, 2, 3])
+    MetricsFile(path, 2).close()
+    assert path.stat().st_ino != before
+    assert iterations(path) == [1, 2], "the row of the checkpoint stays"
 
 
 def test_a_file_that_is_removed_meanwhile_is_begun_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,19 +1,27 @@
 """A run's history as text and as a page, from a real metrics file."""
 
+import html
+import json
 import math
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plan import timeline_svg
+from megatron_ext.plan.timeline import Lane, Pass, Timeline
+from megatron_ext.plan.timeline_svg import as_section
 from megatron_ext.telemetry.curve import RunHistory, loss_chart, read_history, summary
 from megatron_ext.telemetry.jsonl import MetricsFile
 from megatron_ext.telemetry.metrics import ValidationMetrics
 from megatron_ext.telemetry.run_page import run_page
+from megatron_ext.telemetry.runs_page import runs_page
 from tests.support.samples import step
 
 TOOL = Path(__file__).parents[2] / "tools" / "show_run.py"
@@ -66,6 +74,125 @@ def test_summary(tmp_path: Path):
         "tokens           10,240, at 3,278 per second (median)",
         "not finite       1 losses, left out of the curve",
     ]
+
+
+def of_rows(*rows: dict[str, Any]) -> RunHistory:
+    plain = {"lm_loss": 2.0, "consumed_tokens": 0}
+    return RunHistory(steps=[plain | row | {"iteration": number} for number, row in enumerate(rows, 1)], evaluations=[])
+
+
+def test_a_value_of_zero_is_one() -> None:
+    history = of_rows({"grad_norm": 0.0}, {"grad_norm": None}, {}, {"grad_norm": 2.0})
+    assert history.points("grad_norm") == [(1, 0.0), (4, 2.0)]
+
+
+def test_slow_ranks_are_named_with_the_rows_in_which_they_were() -> None:
+    found = [
+        {"rank": rank, "ratio": ratio, "slow": slow}
+        for rank, ratio, slow in ((3, 1.5, [3, 1]), (2, 1.0, []), (3, 1.25, [3]))
+    ]
+    history = of_rows(*({"slowest_rank": each} for each in (found[0], None, found[1], found[2])), {})
+    assert history.slowness_points == [(1, 1.5), (3, 1.0), (4, 1.25)]
+    assert history.slow_ranks == {3: [1, 4], 1: [1]}
+    assert summary(history)[1:] == [
+        "slow rank        1, in 1 rows from iteration 1 to 1",
+        "slow rank        3, in 2 rows from iteration 1 to 4",
+    ]
+    assert "Slowest rank by iteration" in run_page(history, "run")
+    assert "Slowest rank by iteration" in run_page(of_rows({"slowest_rank": found[1]}), "run"), "nobody need be slow"
+    assert "Slowest rank" not in run_page(of_rows({"slowest_rank": None}), "run")
+
+
+@pytest.mark.parametrize(
+    ("rates", "median"), [([5.0], 5), ([1.0, 7.0], 7), ([1000.0, 3.0, 5.0], 5), ([1000.0, 1.0, 9.0, 2.0], 2)]
+)
+def test_the_rate_is_the_median_without_the_first_step(rates: list[float], median: int) -> None:
+    history = of_rows(*({"tokens_per_second": rate, "consumed_tokens": 1000 * n} for n, rate in enumerate(rates, 1)))
+    assert f"tokens           {len(rates)},000, at {median} per second (median)" in summary(history)
+
+
+@pytest.mark.parametrize(("loss", "text"), [(10.0, "22026.47"), (20.0, "exp(20.0)"), (0.0, "1.00")])
+def test_large_perplexities_are_written_short(loss: float, text: str) -> None:
+    rows = [{"iteration": 1, "validation_loss": loss}]
+    assert summary(RunHistory([], rows)) == [
+        f"validation loss  {loss:.4f} at iteration 1 -> {loss:.4f} at iteration 1, perplexity {text}"
+    ]
+
+
+def test_what_is_not_finite_is_counted_of_both_losses() -> None:
+    bad = RunHistory(
+        steps=[{"iteration": 1, "lm_loss": math.nan}, {"iteration": 2, "lm_loss": 1.0}],
+        evaluations=[{"iteration": 2, "validation_loss": math.inf}, {"iteration": 4, "validation_loss": math.nan}],
+    )
+    assert "not finite       3 losses, left out of the curve" in summary(bad)
+
+
+def test_each_row_is_of_one_kind(tmp_path: Path) -> None:
+    rows = {"lm_loss": "steps", "validation_loss": "evaluations", "tasks": "tasks", "samples": "samples", "other": None}
+    lines = [json.dumps({"iteration": number, name: 1.5}) for number, name in enumerate(rows)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines) + "\n")
+    history = read_history(tmp_path / "mine.jsonl")
+    for number, (name, kind) in enumerate(rows.items()):
+        if kind is not None:
+            assert getattr(history, kind) == [{"iteration": number, name: 1.5}]
+
+
+def test_a_task_is_drawn_by_its_accuracy_or_else_its_loss() -> None:
+    found: list[dict[str, Any]] = [
+        {
+            "iteration": at,
+            "tasks": {"cloze": {"loss": 9.0, "accuracy": at / 10}, "text": {"loss": 4.0 - at}, "odd": {"x": 1}},
+        }
+        for at in (1, 2)
+    ]
+    page = run_page(RunHistory([{"iteration": 1, "lm_loss": 1.0}], [], tasks=found), "run")
+    drawn = {chart.attrib["aria-label"]: [title.text for title in chart.iter("title")] for chart in svgs(page)}
+    assert drawn["Task cloze by iteration"] == ["iteration 1: 0.1", "iteration 2: 0.2"]
+    assert drawn["Task text by iteration"] == ["iteration 1: 3", "iteration 2: 2"]
+    assert "Task odd" not in page
+    assert "<h2>Task cloze <span>accuracy</span>" in page
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"), [(0, []), (1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 2, 3]), (9, [0, 4, 8])]
+)
+def test_samples_of_the_first_the_middle_and_the_last_time_are_shown(number: int, shown: list[int]) -> None:
+    rows = [{"iteration": at, "samples": [{"prompt": "a<", "text": f"b{at}"}]} for at in range(number)]
+    page = run_page(RunHistory([{"iteration": 1, "lm_loss": 1.0}], [], samples=rows), "run")
+    lines = [line for line in page.partition("<h2>Samples</h2>")[2].splitlines() if "iteration" in line]
+    assert [html.unescape(re.sub("</?pre>", "", line)) for line in lines] == [
+        f"iteration {at}: 'a<' -> 'b{at}'" for at in shown
+    ]
+
+
+def test_a_recorded_step_stands_below_with_its_slow_stage() -> None:
+    lanes = [
+        Lane(name, tuple(Pass(True, 0, at, at, at + work) for at in range(3)))
+        for name, work in (("stage 0", 0.25), ("stage 1", 0.25), ("stage 2", 0.75))
+    ]
+    drawn = Timeline("a step of three", tuple(lanes), 1, 4.0)
+    page = run_page(of_rows({}), "run", drawn)
+    assert "<h2>Pipeline</h2>\n<pre>a step of three\n" in page
+    assert "stage 2 is slow: " in page
+    assert timeline_svg.STYLE in page
+    assert as_section(drawn) in page
+    plain = run_page(of_rows({}), "run")
+    assert "Pipeline" not in plain
+    assert timeline_svg.STYLE not in plain
+
+
+def test_each_run_of_many_has_its_colour_and_the_ninth_that_of_the_first() -> None:
+    """Okabe and Ito's colours and two more."""
+    runs = {f"run {number}": of_rows({"lm_loss": float(number)}) for number in range(10)}
+    page = runs_page(runs)
+    colours = re.findall(r"\.run(\d+) \{ stroke: (#\w+); color: (#\w+); \}", page)
+    assert [int(number) for number, _, _ in colours] == list(range(10))
+    assert all(line == key for _, line, key in colours)
+    assert len({line for _, line, _ in colours}) == 8
+    assert [colours[number][1] for number in (8, 9)] == [colours[number][1] for number in (0, 1)]
+    classes = [path.attrib["class"] for path in svgs(page)[0].iter("path") if "line" in path.attrib["class"]]
+    assert classes == [f"line run{number}" for number in range(10)]
+    assert "<h1>10 runs</h1>\n<pre>run 0\n    training loss    0.0000 at iteration 1" in page
 
 
 def test_the_page_is_complete_in_itself_and_well_formed(tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.plan.preview import equal_stages
-from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Block, slow_stages
+from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Block, Pass, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
 from megatron_ext.plan.timeline_text import as_text
 from megatron_ext.telemetry import schedule_record
@@ -94,6 +94,71 @@ def test_one_trace_of_all_ranks() -> None:
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in slices)
     starts = [event["ts"] for event in slices if event["cat"] == "step" and event["pid"] == 2]
     assert starts == [0.0, 250_000.0], "steps stand where they were"
+
+
+def test_the_events_of_a_rank() -> None:
+    """In microseconds since all ranks began the first step; rank 5 of 8, in the second of four stages."""
+    passes = (Pass(True, 1, 2, 0.5, 1.0), Pass(False, 0, 3, 1.5, 3.5))
+    blocks = (Block(COMMUNICATION, 1.0, 1.25),)
+    step = RecordedStep(7, 100.0, 4.0, passes, blocks, ((1.0, 10), (3.5, 20)))
+    joined, *places = [], Place(5, 8, 2, 4, 2, 4), Place(5, 8, 2, 4, 1, 4)
+    for place, names in zip(
+        places, (("forward 2 chunk 1", "backward 3 chunk 0"), ("forward 2", "backward 3")), strict=True
+    ):
+        joined = json.loads(merged([RankRecord(place, (step,))]))["traceEvents"]
+        assert [each["name"] for each in joined if each.get("cat") == "pass"] == list(names)
+    heads, rest = joined[:5], joined[5:]
+    assert [(head["name"], head.get("tid"), *head["args"].values()) for head in heads] == [
+        ("process_name", None, "stage 2, rank 5"),
+        ("process_sort_index", None, 2005),
+        ("thread_name", 0, "passes"),
+        ("thread_name", 1, "waits"),
+        ("thread_name", 2, "steps"),
+    ]
+    assert {each["pid"] for each in joined} == {5}
+    shown = [(each["ph"], each.get("tid"), each["cat"], each["name"], each["ts"], each.get("dur")) for each in rest]
+    assert shown == [
+        ("X", 0, "pass", "forward 2", 100.5e6, 0.5e6),
+        ("X", 0, "pass", "backward 3", 101.5e6, 2e6),
+        ("X", 1, "wait", "communication", 101e6, 0.25e6),
+        ("C", None, "7", "memory", 101e6, None),
+        ("C", None, "7", "memory", 103.5e6, None),
+        ("X", 2, "step", "step 7", 100e6, 4e6),
+    ]
+    assert [each["args"] for each in rest] == [
+        {"iteration": 7, "forward": True, "chunk": 1, "microbatch": 2},
+        {"iteration": 7, "forward": False, "chunk": 0, "microbatch": 3},
+        {"iteration": 7},
+        {"bytes": 10},
+        {"bytes": 20},
+        {"iteration": 7},
+    ]
+
+
+def test_pipelines_are_of_ranks_that_are_a_stage_apart() -> None:
+    """8 ranks in 4 stages: ranks 0 and 1 are the first stage of two pipelines."""
+    assert [Place(rank, 8, rank // 2, 4, 1, 4).pipeline for rank in range(8)] == [0, 1] * 4
+    assert [Place(rank, 6, rank // 3, 2, 1, 2).pipeline for rank in range(6)] == [0, 1, 2] * 2
+    assert [Place(rank, 3, rank, 3, 1, 3).pipeline for rank in range(3)] == [0] * 3
+
+
+def test_the_stage_that_works_longest_chooses_the_pipeline_and_the_last_step_is_drawn() -> None:
+    """Not the pipeline that works longest in all: its stages may be even."""
+
+    def of(rank: int, work: float, total: float) -> RankRecord:
+        steps = (RecordedStep(at, 0.0, total + at, (Pass(True, 0, 0, 0.0, work),), (), ()) for at in (0, 1))
+        return RankRecord(Place(rank, 4, rank // 2, 2, 1, 2), tuple(steps))
+
+    records = [of(0, 3.0, 10.0), of(1, 4.0, 20.0), of(2, 3.0, 40.0), of(3, 1.0, 30.0)]
+    drawn = timeline(records)
+    assert drawn.title == "2 stages, 1 microbatches: measured, step 1, pipeline 1 of 2"
+    assert (drawn.total, drawn.chunks) == (31.0, 1), "the step of the slower rank"
+    assert timeline(records, 0).title.endswith("step 0, pipeline 1 of 2"), "0 is a step"
+    assert timeline(records, 1, 0).total == 41.0
+    assert timeline(records, 1, 0).title.endswith("step 1, pipeline 0 of 2")
+    alone = [RankRecord(Place(rank, 2, rank, 2, 1, 2), each.steps) for rank, each in enumerate(records[:2])]
+    assert timeline(alone).title == "2 stages, 1 microbatches: measured, step 1"
+    assert [lane.name for lane in timeline(alone).lanes] == ["stage 0", "stage 1"]
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

@@ -81,6 +81,76 @@ def test_the_time_to_stop_counts_from_the_first_sigterm(monkeypatch: pytest.Monk
         assert watcher.terminated_at == 100.0
 
 
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
+@pytest.mark.parametrize(
+    ("reason", "numbers", "found", "times", "interrupts"),
+    [
+        (None, [], None, None, False),
+        (None, [TERM], "SIGTERM", 1.0, False),
+        (None, [INT], "SIGINT", None, False),
+        (None, [HUP], "SIGHUP", None, False),
+        (None, [TERM, INT, HUP, TERM], "SIGTERM", 1.0, False),  # the first Ctrl-C is one, whoever asked before
+        (None, [INT, TERM, TERM], "SIGINT", 1.0, False),
+        (None, [HUP, INT, HUP], "SIGHUP", None, False),
+        (None, [INT, INT], "SIGINT", None, True),
+        (None, [TERM, INT, INT], "SIGTERM", 1.0, True),
+        ("an earlier attempt", [INT, TERM], "an earlier attempt", 1.0, False),
+        ("an earlier attempt", [INT, INT], "an earlier attempt", None, True),
+    ],
+)
+def test_the_first_who_asks_is_the_reason_and_a_second_ctrl_c_interrupts(
+    reason: str | None,
+    numbers: list[signal.Signals],
+    found: str | None,
+    times: float | None,
+    interrupts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = iter(range(1, 10))
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    before = signal.signal(HUP, signal.SIG_DFL)
+    interrupted = False
+    try:
+        with SignalWatcher(reason=reason) as watcher:
+            try:
+                for number in numbers:
+                    signal.raise_signal(number)
+            except KeyboardInterrupt:
+                interrupted = True
+    finally:
+        signal.signal(HUP, before)
+    assert (watcher.reason, watcher.terminated_at, interrupted) == (found, times, interrupts)
+    assert watcher.requested == (found is not None)
+
+
+@pytest.mark.parametrize("asked", [None, "an earlier attempt"])
+@pytest.mark.parametrize(("kind", "stops"), [("file", True), ("link", True), ("folder", False), ("nothing", False)])
+def test_what_is_named_stop_stops_unless_it_is_a_folder(
+    asked: str | None, kind: str, stops: bool, tmp_path: Path
+) -> None:
+    """A link is no folder, wherever it leads; what stops is removed, where nobody has asked before."""
+    stop = tmp_path / "stop"
+    if kind == "link":
+        stop.symlink_to(tmp_path, target_is_directory=True)
+    elif kind != "nothing":
+        stop.mkdir() if kind == "folder" else stop.touch()
+    watcher = SignalWatcher(stop_file=stop, reason=asked)
+    assert watcher.requested == (stops or asked is not None)
+    assert watcher.reason == (asked or (f"the file {stop}" if stops else None))
+    assert os.path.lexists(stop) == (kind == "folder" or (kind != "nothing" and asked is not None))
+
+
+def test_a_stop_file_that_cannot_be_removed_stops_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    (tmp_path / "stop").touch()
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert SignalWatcher(stop_file=tmp_path / "stop").requested
+
+
 def test_handlers_are_restored():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     with SignalWatcher() as watcher:

@@ -232,3 +232,33 @@ def test_a_rank_that_computes_slowly_is_not_named_for_its_core_as_well() -> None
         assert ended == []
     assert named == [(16, 1, None)]
     assert ranks.slow == {1}
+
+
+def test_a_shared_core_is_told_by_what_the_rank_had_of_it_and_how_fast_it_was() -> None:
+    """By the clock twice as long as its peers, half of it with its core, which runs a fixed loop 1.6 times as long."""
+    ranks, loops = SlowRanks([0] * 3), [1e-5, 1.6e-5, 1e-5]
+    told = []
+    for step in range(1, 301):
+        clock = [0.1, 0.2, 0.1] if step <= 200 else [0.1, 0.1, 0.1]
+        became, ended = ranks.add([0.1, 0.1, 0.1], clock, loops)
+        told += [(step, "slow", found) for found in became] + [(step, "well", found) for found in ended]
+        assert ranks.slow == ({1} if 200 <= step < 250 else set())
+    speed = 1.6**-0.75
+    (first, is_slow, found), (last, is_well, free) = told
+    assert (first, is_slow, last, is_well) == (200, "slow", 250, "well")
+    assert (found.rank, found.peers) == (1, (0, 2))
+    numbers = (found.ratio, found.seconds, found.peers_seconds, found.of_a_core, found.of_the_speed)
+    assert numbers == pytest.approx((2.0, 0.2, 0.1, 0.5, speed), rel=1e-9)
+    # The last eight groups are six of before and two since then: a mean of 0.175 s, of which it had 0.1.
+    assert (free.ratio, free.seconds, free.of_a_core) == pytest.approx((1.75, 0.175, 0.1 / 0.175), rel=1e-9)
+
+
+@pytest.mark.parametrize("unknown", [0, 1, 2])
+def test_a_step_that_one_rank_does_not_know_is_left_out_for_all(unknown: int) -> None:
+    slow, own = SlowRanks([0, 0, 0]), [0.1, 0.1, 0.2]
+    with_gap = [math.nan if rank == unknown else seconds for rank, seconds in enumerate(own)]
+    for _ in range(15):
+        assert slow.add(own) == ([], [])
+        assert slow.add(with_gap) == ([], [])
+    assert slow.slowest is None
+    assert [found.rank for found in slow.add(own)[0]] == [2]

@@ -9,8 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_ext.errors import StorageError
-from megatron_ext.telemetry.metrics import SourceLoss, StepMetrics, ValidationMetrics
-from megatron_ext.telemetry.tensorboard import TensorBoardWriter
+from megatron_ext.telemetry import tensorboard
+from megatron_ext.telemetry.metrics import Sample, SampleMetrics, SourceLoss, StepMetrics, ValidationMetrics
+from megatron_ext.telemetry.tensorboard import TensorBoardWriter, drop_after
 from tests.support.samples import step
 
 GOLDEN = (Path(__file__).parents[1] / "golden" / "tensorboard_tags.txt").read_text().split("\n")[:-1]
@@ -106,6 +107,53 @@ def test_files_without_later_points_are_left_alone(tmp_path: Path) -> None:
     assert content.startswith(file.read_bytes())
     assert file.stat().st_size < before.st_size
     assert points(read(tmp_path), "lm loss") == [(1, 4.5), (2, 3.0)]
+
+
+def test_a_whole_record_at_the_end_stays_and_a_torn_one_goes(tmp_path: Path) -> None:
+    write(tmp_path, [at(1, 1.0), at(2, 2.0)])
+    [path] = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for cut in range(5):
+        path.write_bytes(whole[: len(whole) - cut])
+        drop_after(tmp_path, 2, 32)
+        kept = path.read_bytes()
+        assert whole.startswith(kept)
+        assert (kept == whole) == (cut == 0)
+        assert points(read(tmp_path), "lm loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_records_of_more_than_a_block_are_copied_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "_BLOCK", 7)
+    write(tmp_path, [at(1, 1.0), at(2, 2.0), at(3, 3.0), at(4, 4.0)])
+    [path] = tmp_path.iterdir()
+    before = path.read_bytes()
+    drop_after(tmp_path, 2, 48)  # a point against samples beyond the iteration's stays: each axis has its limit
+    assert points(read(tmp_path), "lm loss") == [(1, 1.0), (2, 2.0)]
+    assert points(read(tmp_path), "lm loss vs samples") == [(16, 1.0), (32, 2.0), (48, 3.0)]
+    assert 0 < path.stat().st_size < len(before)
+
+
+def test_samples_are_text_of_their_iteration(tmp_path: Path) -> None:
+    samples = (Sample(prompt="Once", text="upon\na time"), Sample(prompt="x", text="y"))
+    writer = TensorBoardWriter(tmp_path, 0, 0)
+    writer.write(SampleMetrics(iteration=7, consumed_samples=112, samples=samples))
+    writer.close()
+    events = read(tmp_path)
+    found = {
+        tag: [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors(tag)]
+        for tag in events.Tags()["tensors"]
+    }
+    assert found == {
+        "sample 0/text_summary": [(7, b"    Once | upon\n    a time")],
+        "sample 1/text_summary": [(7, b"    x | y")],
+    }
+
+
+def test_what_is_written_can_be_read_before_the_writer_is_closed(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path, 0, 0)
+    writer.write(at(1, 4.5))
+    assert points(read(tmp_path), "lm loss vs samples") == [(16, 4.5)]
+    writer.close()
 
 
 def test_arguments_are_shown_as_text(tmp_path: Path):

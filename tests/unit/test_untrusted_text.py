@@ -91,6 +91,88 @@ def test_deep_json_is_refused(content: bytes) -> None:
         load_json(content)
 
 
+def test_as_many_levels_and_values_as_are_allowed_are_read_and_one_more_is_not() -> None:
+    for read_text in (lambda text: load_json(text.encode()), load_yaml):
+        for opening, closing in (("[", "]"), ('{"a": ', "}")):
+            value = read_text(opening * 32 + "1" + closing * 32)
+            for _ in range(32):
+                [value] = value if isinstance(value, list) else value.values()
+            assert value == 1
+            with pytest.raises(ExcessiveError, match=r"^it is nested more than 32 levels deep$"):
+                read_text(opening * 33 + "1" + closing * 33)
+        assert read_text("[" + ", ".join(["[[]]"] * 33) + "]") == [[[]]] * 33, "levels are left again"
+    assert len(load_yaml(f"[{', '.join(['x'] * 19_999)}]")) == 19_999, "and the list itself"
+    with pytest.raises(ExcessiveError, match=r"^it stands for more than 20,000 values$"):
+        load_yaml(f"[{', '.join(['x'] * 20_000)}]")
+
+
+def test_a_name_stands_for_as_many_values_as_it_was_given() -> None:
+    """A list of nine is ten values. The names of one line do not count for what stands before or after them."""
+    before = ", ".join(["x"] * 100)
+    name = "&a [1, 2, 3, 4, 5, 6, 7, 8, 9]"
+    for number, is_read in ((1988, True), (1989, False)):  # 1 + 1 + 100 + 10 + 10 times as many: 20,000 at most
+        text = f"[[{before}], {name}, {', '.join(['*a'] * number)}, {', '.join(['y'] * 8)}]"
+        if is_read:
+            assert len(load_yaml(text)) == 1998
+        else:
+            with pytest.raises(ExcessiveError):
+                load_yaml(text)
+    assert load_yaml(f"[{', '.join(['&b 7'] + ['*b'] * 19_998)}]") == [7] * 19_999
+    with pytest.raises(ExcessiveError):
+        load_yaml(f"[{', '.join(['&b 7'] + ['*b'] * 19_999)}]")
+
+
+@pytest.mark.parametrize("number", ["{}", "{}.5", "-{}"])
+def test_a_number_has_at_most_400_characters(number: str) -> None:
+    longest = number.format("1" * (400 - len(number) + 2))
+    assert len(longest) == 400
+    assert load_yaml(f"a: {longest}") == {"a": float(longest) if "." in longest else int(longest)}
+    with pytest.raises(ExcessiveError, match=r"^it has a number of 401 digits$"):
+        load_yaml(f"a: {number.format('1' * (401 - len(number) + 2))}")
+    assert load_yaml(f"a: '{'1' * 5000}'") == {"a": "1" * 5000}, "a text may be longer"
+
+
+def test_only_keys_of_one_mapping_have_to_differ() -> None:
+    assert load_yaml("{a: b, b: b, c: a}") == {"a": "b", "b": "b", "c": "a"}
+    assert load_yaml("[{a: 1}, {a: 1}, a, a]") == [{"a": 1}, {"a": 1}, "a", "a"]
+    assert load_yaml("{a: {a: 1, b: [a, a]}, b: {a: 1}}") == {"a": {"a": 1, "b": ["a", "a"]}, "b": {"a": 1}}
+    assert load_yaml("a: {b: 1}\nc: 2") == {"a": {"b": 1}, "c": 2}
+    for text in ("{a: [x], b: 1, a: 2}", "{a: {x: 1}, b: 1, a: 2}", "[{a: 1}, {x: {a: 1, c: 2, a: 3}}]"):
+        with pytest.raises(TextError, match=r"^named twice: a$"):
+            load_yaml(text)
+
+
+def test_the_names_that_stand_twice_are_told_and_no_others() -> None:
+    with pytest.raises(TextError, match=r"^named twice: a, c$"):
+        load_json(b'{"c": 1, "a": 1, "b": 1, "a": 2, "c": 3, "c": 4}')
+    for number, said in ((999, "k5"), (1000, "a key of many")):
+        pairs = ", ".join(f'"k{min(place, number - 2) if place < number - 1 else 5}": 1' for place in range(number))
+        with pytest.raises(TextError, match=f"^named twice: {said}$"):
+            load_json(f"{{{pairs}}}".encode())
+
+
+def test_a_mark_at_the_beginning_is_no_part_of_the_text() -> None:
+    """Windows programs write one."""
+    assert load_json(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+
+
+def test_a_file_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 1000)
+    assert read_file(path, 1000) == b"x" * 1000
+    with pytest.raises(ExcessiveError, match=r"^it has more than 999 bytes$"):
+        read_file(path, 999)
+    with pytest.raises(ExcessiveError, match=r"^it is no regular file$"):
+        read_file(tmp_path, 1000)
+    reader, writer = os.pipe()
+    os.write(writer, b"of a pipe")
+    os.close(writer)
+    assert read_file(f"/proc/self/fd/{reader}", 9, pipes=True) == b"of a pipe"
+    with pytest.raises(ExcessiveError, match="no regular file"):
+        read_file(f"/proc/self/fd/{reader}", 9)
+    os.close(reader)
+
+
 def test_brackets_in_texts_are_texts() -> None:
     value = {"a": "[" * 1000, "b\\": ['"' + "{" * 1000, "\\"], "c": [[1]]}
     assert load_json(json.dumps(value).encode()) == value

@@ -112,6 +112,55 @@ def test_last_the_network() -> None:
     assert text.startswith("all ranks are there and none is behind, but they cannot exchange data. Ranks 0-2 wait in ")
 
 
+def waits(
+    seconds: float | None, members: tuple[int, ...] = (0, 1, 2, 3, 4), operation: str = "allreduce"
+) -> RankReport:
+    return dataclasses.replace(WAITS, seconds=seconds, members=members, operation=operation)
+
+
+def test_the_longest_wait_comes_first_and_is_what_a_place_is_told_by() -> None:
+    pair = waits(9.0, (2, 3), "barrier")
+    reports = {0: waits(1.0), 1: waits(5.0), 2: pair, 3: dataclasses.replace(pair, seconds=7.0)}
+    assert hang_text(reports, {4: "is stopped"}) == (
+        "rank 4 did not come: it is stopped. Ranks 2-3 wait in barrier of the group all (ranks 2-3) since 9.0 s; ranks "
+        "0-1 wait in allreduce of the group all (ranks 0-4) since 5.0 s."
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, " since 0.0 s."), (None, "."), (0.04, " since 0.0 s."), (61.25, " since 61.2 s.")]
+)
+def test_how_long_a_rank_has_waited_is_left_out_only_where_it_is_not_known(seconds: float | None, text: str) -> None:
+    assert hang_text({0: waits(seconds)}, {4: "is stopped"}) == (
+        f"rank 4 did not come: it is stopped. Rank 0 waits in allreduce of the group all (ranks 0-4){text}"
+    )
+
+
+def test_a_rank_that_is_behind_several_is_told_by_the_place_where_most_wait() -> None:
+    """Rank 0 is behind in two groups: where three ranks wait counts, and it is named once."""
+    behind = in_collective("own", (0, 5), {"all": 6, "pair": 2, "own": 1}, "barrier")
+    most = in_collective("all", (0, 1, 2, 3), {"all": 7, "pair": 3})
+    few = in_collective("pair", (0, 4), {"all": 7, "pair": 3}, "broadcast")
+    for reports in ({0: behind, 1: most, 2: most, 3: most, 4: few}, {4: few, 3: most, 2: most, 1: most, 0: behind}):
+        text = hang_text(reports, {})
+        assert text.startswith("rank 0 did not come to collective 7 of the group all: it has begun 6, and waits in ")
+        assert text.count("did not come") == 1
+        assert "anks 1-3 wait in allreduce" in text
+        assert "ank 4 waits in broadcast" in text
+
+
+def test_of_those_that_are_busy_only_members_are_named() -> None:
+    """They have begun all; another that is busy as well is in nobody's way."""
+    busy = RankReport(iteration=5, phase="the save", counts={"all": 7})
+    text = hang_text({0: WAITS, 1: busy, 2: WAITS, 3: busy}, {})
+    assert text == f"rank 1 did not come: it is at iteration 5, in the save. {WAITERS}"
+
+
+def test_who_waits_for_data_waits_for_no_rank() -> None:
+    found = [RankReport(1, "x", operation).waits_for_ranks for operation in (None, LOADER, "allreduce", "recv")]
+    assert found == [False, False, True, True]
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"), [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([5, 0, 1, 2], "ranks 0-2, 5"), ([1, 3], "ranks 1, 3")]
 )
