@@ -68,7 +68,7 @@ def test_a_checkpoint_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert inspect_checkpoint.main(["verify", str(path)]) == 0
     assert capsys.readouterr().out.startswith(f"{path}: 3 files are as they were written (0.002 GB, ")
     (path / "tokenizer" / "tokenizer.json").write_text("[]")
-    with pytest.raises(DataError, match="is damaged: tokenizer/tokenizer.json has another checksum"):
+    with pytest.raises(DataError, match=r"is damaged: tokenizer/tokenizer\.json has another checksum"):
         inspect_checkpoint.main(["verify", str(path)])
     manifest.write(path, {})
     assert inspect_checkpoint.main(["verify", str(path)]) == 0, "a manifest of no file names nothing that is wrong"
@@ -189,7 +189,9 @@ def test_each_rank_of_a_comparison_has_a_gpu(gpus: int | None, enough: bool, mon
 
 
 def test_why_there_is_no_tokenizer() -> None:
-    said = [convert_checkpoint._why_no_tokenizer(*given) for given in (("X", True), ("NullTokenizer", False), (None, False))]
+    said = [
+        convert_checkpoint._why_no_tokenizer(*given) for given in (("X", True), ("NullTokenizer", False), (None, False))
+    ]
     assert said == [
         "no tokenizer was written, as --no-tokenizer asks for",
         "no tokenizer was written: NullTokenizer has no text; give the model token ids",
@@ -282,7 +284,15 @@ def test_progress_is_printed_at_whole_intervals(
     clock = _Clock()
     monkeypatch.setattr(preprocess_data, "time", clock)
     line = preprocess_data._ProgressLine(100)
-    for seconds, documents in ((0.0, 150), (10.0, 199), (20.0, 200), (20.0, 250), (30.0, 299), (40.0, 350), (50.0, 400)):
+    for seconds, documents in (
+        (0.0, 150),
+        (10.0, 199),
+        (20.0, 200),
+        (20.0, 250),
+        (30.0, 299),
+        (40.0, 350),
+        (50.0, 400),
+    ):
         clock.now = seconds
         line(
             Progress(

@@ -513,7 +513,9 @@ def test_what_the_first_rank_says_goes_to_all(world_size: int, monkeypatch: pyte
     told: list[Any] = []
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
     monkeypatch.setattr(
-        torch.distributed, "broadcast_object_list", lambda said, src: told.append((list(said), src)) or said.__setitem__(0, 7)
+        torch.distributed,
+        "broadcast_object_list",
+        lambda said, src: told.append((list(said), src)) or said.__setitem__(0, 7),
     )
     assert leader._tell("close") == ("close" if world_size == 1 else 7)
     assert told == ([] if world_size == 1 else [(["close"], 0)])

@@ -1,5 +1,5 @@
-"""A snapshot from the moment at which the training stops for it to the restart that goes on from it: what is copied when,
-who writes, sends and removes what, and which tensors are held once."""
+"""A snapshot from the moment at which the training stops for it to the restart that goes on from it: what is copied
+when, who writes, sends and removes what, and which tensors are held once."""
 
 import contextlib
 import dataclasses
@@ -157,7 +157,7 @@ def test_room_for_exactly_a_snapshot_is_room(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=64))
     making.made._check_space(tmp_path, tensors)
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=63))
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match="63 are free") as caught:
         making.made._check_space(tmp_path, tensors)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
     assert caught.value.strerror == "64 bytes are needed for a rank, 63 are free"
@@ -212,7 +212,7 @@ def test_all_of_a_snapshot_is_put_back(fails: Any, monkeypatch: pytest.MonkeyPat
         writer.restore_snapshot(making.made.run, 5)
         assert log == [*read, {"n": 1}, {"rng": [77.0, 77.0]}]
         return
-    with pytest.raises(DataError, match="lacks .*; remove the folder to go on from the checkpoint$"):
+    with pytest.raises(DataError, match=r"lacks .*; remove the folder to go on from the checkpoint$"):
         writer.restore_snapshot(making.made.run, 5)
     assert log == read
 
@@ -342,9 +342,7 @@ def test_the_newest_usable_snapshot_is_taken_and_why_no_newer_one(
     assert asked == [{"checkpoint": 3, "contents": "c"}, *(said if rank == 0 else [])]
 
 
-def test_a_failed_move_is_told_also_when_a_later_one_succeeds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_failed_move_is_told_also_when_a_later_one_succeeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answers = iter(["the disk is full", None])
     monkeypatch.setattr(torch.distributed, "new_group", lambda backend: "group")
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
@@ -368,7 +366,7 @@ def test_where_a_machine_keeps_a_runs_snapshots(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_must_be_the_same_reads_back_from_a_header() -> None:
-    """Every field of the layout but three, the optimizer and the weights' dtype; lists for what JSON has no tuples of."""
+    """Every field of the layout but three, the optimizer and the weights' dtype; tuples as the lists of JSON."""
     config = small_config(training={"bf16": True})
     layout = dataclasses.replace(config.layout, cp_comm_type=("p2p", "a2a"))
     config = dataclasses.replace(config, layout=layout)

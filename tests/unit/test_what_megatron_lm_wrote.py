@@ -1,5 +1,5 @@
-"""Flags, names and counts in a checkpoint of Megatron-LM: each switch by itself, in all combinations, with no two values
-alike."""
+"""Flags, names and counts in a checkpoint of Megatron-LM: each switch by itself, in all combinations, with no two
+values alike."""
 
 import io
 import itertools
@@ -91,7 +91,9 @@ def test_the_model_under_our_names() -> None:
 @pytest.mark.parametrize(
     ("grouped", "bias", "scaled", "experts"), itertools.product(YES_NO, (True, False, None), YES_NO, (None, 4))
 )
-def test_flags_without_effect_are_not_taken(grouped: bool, bias: bool | None, scaled: bool, experts: int | None) -> None:
+def test_flags_without_effect_are_not_taken(
+    grouped: bool, bias: bool | None, scaled: bool, experts: int | None
+) -> None:
     """Megatron-LM saves a value for each flag, also where another flag has switched it off."""
     args = {
         "num_layers": 3, "hidden_size": 8, "layernorm_epsilon": 1e-6, "vocab_size": 100,
