@@ -296,8 +296,8 @@ def test_progress_is_printed_at_whole_intervals(
         clock.now = seconds
         line(
             Progress(
-                documents=documents, text_bytes=documents * 10**4, tokens=7, bytes_read=documents * 10, bytes_total=10**5,
-                skipped=documents // 400,
+                documents=documents, text_bytes=documents * 10**4, tokens=7, skipped=documents // 400,
+                bytes_read=documents * 10, bytes_total=10**5,
             )
         )  # fmt: skip
     assert capsys.readouterr().err.splitlines() == [
