@@ -483,8 +483,9 @@ def test_a_pass_goes_through_all_stages_and_chunks(stage: int, chunks: int) -> N
             log.append((number, tokens, positions, inference))
             return f"output of {number}"
 
-        call.set_input_tensor = lambda given: log.append((number, given))
-        return call
+        made: Any = call
+        made.set_input_tensor = lambda given: log.append((number, given))
+        return made
 
     def receive(shapes: Any, is_first_stage: bool) -> str:
         log.append(("shape", shapes, is_first_stage))
