@@ -16,11 +16,12 @@ import torch
 from megatron_ext.config.eval_tasks import EvalTask
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.inference import leader, tasks
+from megatron_ext.inference import files, leader, tasks
 from megatron_ext.inference.generation import Generated, generate
 from megatron_ext.inference.model import Model
 from megatron_ext.inference.sampling import Sampling, narrowed, penalized
-from megatron_ext.inference.scoring import Scorable, Score, score
+from megatron_ext.inference.scoring import Scorable, Score, _Scored, score
+from megatron_ext.inference.streaming import Stream
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.untrusted.folder import file_inside, is_plain
 from megatron_ext.untrusted.text import DEPTH, ExcessiveError, TextError, load_json, read_file
@@ -425,3 +426,148 @@ def test_a_file_is_replaced_by_the_name_that_is_given(tmp_path: Path) -> None:
         assert (tmp_path / "file").read_text() == name
         assert (tmp_path / "outside").read_text() == "outside"
         assert sorted(os.listdir(tmp_path)) == ["file", "outside"]
+
+
+def test_a_rank_next_to_the_first_of_a_tensor_parallel_group_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a group compute the same scores; the sum over ranks counts them once."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    model = _model()
+    model.groups.tp = _group(1, 1)
+    found = score(model, [Scorable([97, 98, 99], 2)], 1)
+    assert found == [Score(0.0, True)]
+
+
+def test_the_likeliest_token_of_all_parts_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has its part; of equal ones it is the first."""
+    parts = [torch.tensor([[1.0, 5.0, 2.0], [7.0, 0.0, 7.0]]), torch.tensor([[9.0, 9.0, 3.0], [7.0, 1.0, 1.0]])]
+    model = _model()
+    for rank in range(2):
+        model.groups.tp = _group(2, rank)
+        reader: Any = object.__new__(_Scored)
+        reader._model = model
+        own = []
+
+        def gather(into: list[torch.Tensor], given: torch.Tensor, group: Any, own: list[Any] = own) -> None:
+            assert group.size() == 2
+            own.append(given)
+            for number, (one, part) in enumerate(zip(into, parts, strict=True)):
+                values, tokens = part.max(-1)
+                one.copy_(torch.stack((values.double(), (tokens + 3 * number).double())) if given.dim() == 2 else part)
+
+        monkeypatch.setattr(torch.distributed, "all_gather", gather)
+        assert reader._best(parts[rank]).tolist() == [3, 0]
+        values, tokens = parts[rank].max(-1)
+        assert torch.equal(own[0], torch.stack((values.double(), tokens.double() + 3 * rank)))
+
+
+def test_the_vocabulary_of_all_ranks_is_in_order_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(padded_vocab_size=260)
+    model.groups.tp = _group(2, 1)
+    whole = torch.arange(520.0).view(2, 260)
+
+    def gather(into: list[torch.Tensor], given: torch.Tensor, group: Any) -> None:
+        for one, part in zip(into, whole.split(130, dim=1), strict=True):
+            one.copy_(part)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    assert torch.equal(model.whole_vocabulary(whole[:, 130:]), whole[:, :257])
+
+
+@pytest.mark.parametrize(("stage", "chunks"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)])
+def test_a_pass_goes_through_all_stages_and_chunks(stage: int, chunks: int) -> None:
+    """Of three stages: every chunk but the first of all is given something, and every one but the last gives on."""
+    log: list[Any] = []
+
+    def chunk(number: int) -> Any:
+        def call(tokens: Any, positions: Any, inference: Any) -> str:
+            log.append((number, tokens, positions, inference))
+            return f"output of {number}"
+
+        made: Any = call
+        made.set_input_tensor = lambda given: log.append((number, given))
+        return made
+
+    def receive(shapes: Any, is_first_stage: bool) -> str:
+        log.append(("shape", shapes, is_first_stage))
+        return "received"
+
+    p2p = SimpleNamespace(
+        recv_forward=receive, send_forward=lambda given, is_last_stage: log.append(("sent", given, is_last_stage))
+    )
+    model = dataclasses.replace(_model(), p2p=p2p, chunks=[chunk(number) for number in range(chunks)])  # pyright: ignore
+    model.groups.pp = _group(3, stage)
+    tokens: Any = SimpleNamespace(shape=(2, 5))
+    found = Model.forward(model, tokens, "positions", "inference")  # pyright: ignore
+    expected: list[Any] = []
+    for number in range(chunks):
+        if (stage, number) != (0, 0):
+            expected += [("shape", [(5, 2, 64)], False), (number, "received")]
+        expected.append((number, tokens, "positions", "inference"))
+        if (stage, number) != (2, chunks - 1):
+            expected.append(("sent", [f"output of {number}"], False))
+    assert log == expected
+    assert found == (f"output of {chunks - 1}" if stage == 2 else None)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_the_first_rank_says_goes_to_all(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+    monkeypatch.setattr(
+        torch.distributed,
+        "broadcast_object_list",
+        lambda said, src: told.append((list(said), src)) or said.__setitem__(0, 7),
+    )
+    assert leader._tell("close") == ("close" if world_size == 1 else 7)
+    assert told == ([] if world_size == 1 else [(["close"], 0)])
+
+
+def test_the_last_word_may_stand_earlier_too() -> None:
+    """And inside of another word; blanks around the text belong to nothing."""
+    for text, before, word in (
+        ("a cat saw a cat", "a cat saw a", " cat"), ("category: cat", "category:", " cat"), ("  ab  cd \n", "ab", " cd")
+    ):  # fmt: skip
+        tokens = [*before.encode(), *word.encode()]
+        assert tasks._last_word(ByteTokenizer(), "w", text, 100) == Scorable(tokens, len(word))
+
+
+def test_a_stream_is_the_text_that_is_returned() -> None:
+    """Whatever stop strings begin with themselves or with each other: nothing of them is written, and nothing twice."""
+    for stop in ((), ("aab",), ("aaa",), ("aba", "bb"), ("abab",), ("b",)):
+        for letters in itertools.product("ab", repeat=6):
+            whole = "".join(letters)
+            ends = [whole.index(one) + len(one) for one in stop if one in whole]
+            made = whole[: min(ends)] if ends else whole
+            places = [made.index(one) for one in stop if one in made]
+            final = made[: min(places)] if places else made
+            written: list[str] = []
+            stream = Stream(ByteTokenizer(), [*b"x"], stop, written.append)
+            for count in range(1, len(made) + 1):
+                stream(0, [*made[:count].encode()])
+                assert final.startswith("".join(written)), (stop, whole)
+            stream.finish(final)
+            assert "".join(written) == final
+            assert "" not in written
+
+
+def test_lines_of_files_end_with_line_feeds_alone(tmp_path: Path) -> None:
+    """Unicode has other ends of lines, which may stand in a text; a mark of the byte order is no part of it."""
+    odd = "a\u2028b\u0085c\x0cd"
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(f'\ufeff{{"prompt": "{odd.replace(chr(12), "")}"}}\n \n\r\n{{"prompt": ""}}\r\n'.encode())
+    found = list(files.read_items(path, ["prompt"]))
+    assert found == [
+        (f"{path}:1", {"prompt": odd.replace("\x0c", "")}),
+        (f"{path}:4", {"prompt": ""}),
+    ]
+    for name in ("p.json", "p.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "x", "text": "y"}')
+        assert files.read_prompts(tmp_path / name) == ["x"]
+        assert files.read_documents(tmp_path / name) == ["y"]
+    (tmp_path / "p.txt").write_bytes(f"\ufeff{odd}\r\n\n  \nlast".encode())
+    assert files.read_prompts(tmp_path / "p.txt") == [odd, "  ", "last"]
+    assert files.read_documents(tmp_path / "p.txt") == [f"{odd}\r\n\n  \nlast"]
+    for wrong in ('["prompt"]', '"prompt"', "{}"):
+        path.write_text(f"\n{wrong}\n")
+        with pytest.raises(DataError, match=r"jsonl:2: no prompt; a line must be an object with prompt"):
+            list(files.read_items(path, ["prompt"]))

@@ -1,0 +1,527 @@
+"""Shards from the writer's bytes to the tensors that a rank reads: what a stranger's file may claim, which part is read
+into which place, who compares which file, and how a save ends."""
+
+import errno
+import io
+import os
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from megatron_ext.checkpoint import checksums, copying
+from megatron_ext.checkpoint.copying import FilePart, Files, Literal, SkippedBytes, gather, scatter
+from megatron_ext.checkpoint.dtypes import code_of
+from megatron_ext.checkpoint.native import manifest, safe_reading, save, tensors, torch_dist, verify
+from megatron_ext.checkpoint.native.safe_reading import SafeReader
+from megatron_ext.checkpoint.native.tensors import Tensors, differences
+from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, tensor_pickle
+from megatron_ext.checkpoint.native.torch_dist import Chunk, Properties, Saved, Tensor
+from megatron_ext.errors import DataError, StorageError
+from megatron_ext.untrusted.inert_pickle import read as read_inert
+
+
+class _File(io.BytesIO):
+    """A file with a name, which notes when it is flushed."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name, self.flushed = name, 0
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+
+def test_checksums_are_those_of_whole_files() -> None:
+    """Of several tensors in each of two files that are written in turns; a checksum has eight digits."""
+    watched = checksums.Checksums(SimpleNamespace(transform_save_stream=lambda item, stream: (stream, [])))
+    files = [_File("/somewhere/__0_0.distcp"), _File("/somewhere/__0_1.distcp")]
+    for piece in (b"first", b"second", b"", b"third"):
+        for file in files:
+            stream, _ = watched.transform_save_stream(None, file)
+            stream.write(piece)
+            stream.write(memoryview(file.name.encode()))
+            stream.flush()
+    expected = {}
+    for file in files:
+        path = f"{file.name}.x"
+        expected[Path(file.name).name] = {"bytes": len(file.getvalue()), "crc32": _crc(file.getvalue())}
+        assert file.flushed >= 4, path
+    assert watched.files() == expected
+    watched._written = {"/x/small": (3, 0xAB)}
+    assert watched.files() == {"small": {"bytes": 3, "crc32": "000000ab"}}
+
+
+def _crc(content: bytes) -> str:
+    """Return the CRC-32 by its definition, a bit at a time."""
+    value = 0xFFFFFFFF
+    for byte in content:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0xEDB88320 if value & 1 else 0)
+    return f"{value ^ 0xFFFFFFFF:08x}"
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_torchs_own_checksums_are_as_they_were_afterwards(before: bool) -> None:
+    at_first = torch.serialization.get_crc32_options()
+    try:
+        torch.serialization.set_crc32_options(before)
+        with checksums.without_checksums_of_torch():
+            assert torch.serialization.get_crc32_options() is False
+        assert torch.serialization.get_crc32_options() is before
+    finally:
+        torch.serialization.set_crc32_options(at_first)
+
+
+@dataclass(frozen=True)
+class _Taken(FilePart):
+    into: list[tuple[int, bytes]]
+
+    def scatter(self, start: int, source: memoryview) -> None:
+        self.into.append((start, bytes(source)))
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_what_lies_next_to_skipped_bytes_is_read(checksum: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"skip-wanted-skip")
+    found: list[tuple[int, bytes]] = []
+    scatter(tmp_path / "file", [SkippedBytes(5), _Taken(6, found), SkippedBytes(5)], checksum=checksum)
+    assert found == [(0, b"wanted")]
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"of before")
+    with pytest.raises(FileExistsError):
+        gather(tmp_path / "file", [Literal(3, b"new")])
+    assert (tmp_path / "file").read_bytes() == b"of before"
+
+
+def test_files_that_were_closed_are_opened_again(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    files = Files(os.O_RDONLY)
+    for _ in range(2):
+        with files:
+            os.fstat(files[tmp_path / "file"])
+    assert files._open == {}
+
+
+def test_short_reads_and_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may take or give less than it is asked for."""
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(copying.os, "pwrite", lambda file, data, at: write(file, data[:3], at))
+    monkeypatch.setattr(copying.os, "preadv", lambda file, into, at: read(file, [into[0][:3]], at))
+    found: list[tuple[int, bytes]] = []
+    gather(tmp_path / "file", [Literal(10, b"0123456789")])
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
+    scatter(tmp_path / "file", [_Taken(10, found)], checksum=True)
+    assert found == [(0, b"0123456789")]
+
+
+def test_a_dtype_that_no_weights_have_keeps_torchs_name() -> None:
+    names = ("bfloat16", "float32", "float16", "float64", "int64", "float8_e4m3fn")
+    assert [code_of(name) for name in names] == ["BF16", "F32", "F16", "F64", "int64", "float8_e4m3fn"]
+
+
+def _content() -> Any:
+    """Metadata of two tensors of two chunks each, as data."""
+    chunks = tuple(Chunk((row, 0), (1, 3), "__0_0.distcp", 100 * row, 50) for row in range(2))
+    both = {name: Tensor("F32", (2, 3), chunks) for name in ("a", "b")}
+    return read_inert(torch_dist.write(both, {"o": Chunk((), (), "__0_0.distcp", 7, 8)}), torch_dist.ALLOWED)
+
+
+def _entry(content: Any, name: str = "a") -> Any:
+    return content.state["state_dict_metadata"][name].state
+
+
+def _properties(content: Any, **changed: Any) -> None:
+    made = _entry(content)["properties"]
+    names = ("dtype", "layout", "grad", "form", "pinned")
+    made.state = tuple({**dict(zip(names, made.state, strict=True)), **changed}.values())
+
+
+def _named_again(content: Any) -> None:
+    _entry(content)["chunks"] *= 2
+
+
+def _no_tensor(content: Any) -> None:
+    content.state["state_dict_metadata"]["a"] = 5
+
+
+def _compressed(content: Any) -> None:
+    next(iter(content.state["storage_data"].values())).state["transform_descriptors"] = ()
+
+
+def _format(number: int) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        _entry(content)["properties"].state[3].args = (number,)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_named_again, "places 'b' more often than it has places"),
+        (_no_tensor, "has 5 where it should describe 'a'"),
+        (_compressed, "is compressed, which is not read"),
+        (_format(3), "has an unknown memory format"),
+        (lambda content: _properties(content, pinned=0), "neither true nor false"),
+        (lambda content: _properties(content, grad=None), "neither true nor false"),
+    ],
+)
+def test_metadata_that_contradicts_itself_is_refused(change: Callable[[Any], None], said: str) -> None:
+    content = _content()
+    change(content)
+    with pytest.raises(torch_dist.pickle.UnpicklingError, match=said):
+        torch_dist._saved(content)
+
+
+def test_properties_are_read_as_they_are_and_a_chunk_has_one_place() -> None:
+    for number in range(3):
+        content = _content()
+        _format(number)(content)
+        _properties(content, grad=True, pinned=False)
+        assert torch_dist._saved(content).tensors["a"].properties == Properties(True, number, False, None)
+    twice = {"a": Tensor("F32", (2, 3), (Chunk((0, 0), (1, 3), "x", 0, 5),) * 2)}
+    with pytest.raises(torch_dist.pickle.UnpicklingError, match="gives a tensor two places"):
+        torch_dist.read(io.BytesIO(torch_dist.write(twice, {})))
+    most = (1,) * 64
+    chunk = Chunk((0,) * 64, most, "x", 0, 5)
+    assert torch_dist.read(io.BytesIO(torch_dist.write({"a": Tensor("F32", most, (chunk,))}, {})))["a"].size == most
+
+
+def test_metadata_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = torch_dist.write({}, {})
+    monkeypatch.setattr(torch_dist, "_LARGEST", len(content))
+    assert torch_dist.read_all(io.BytesIO(content)) == Saved({}, {})
+    with pytest.raises(torch_dist.pickle.UnpicklingError, match="larger than"):
+        torch_dist.read_all(io.BytesIO(content + b"."))
+
+
+def _place(folder: Path, content: bytes, dtype: str = "F32") -> int | None:
+    (folder / "shard").write_bytes(content)
+    with (folder / "shard").open("rb") as file:
+        return place_of_elements(file, 0, len(content), (4,), dtype)
+
+
+def test_elements_are_read_in_place_where_they_lie_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where they are packed, where the tensor begins behind the first, or of another kind of as many bytes."""
+    head, tail = archive(tensor_pickle((4,), "F32"), 16)
+    whole = head + bytes(16) + tail
+    assert _place(tmp_path, whole) == len(head)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(packed, "w") as new:
+        for info in old.infolist():
+            is_elements = info.filename == "archive/data/0"
+            new.writestr(
+                info.filename,
+                bytes(16) if is_elements else whole[_begin(whole, info) :][: info.file_size],
+                zipfile.ZIP_DEFLATED if is_elements else zipfile.ZIP_STORED,
+            )
+    assert _place(tmp_path, packed.getvalue()) is None
+    pickled = tensor_pickle((4,), "F32")
+    assert pickled.count(b"QK\0") == 1
+    head, tail = archive(pickled.replace(b"QK\0", b"QK\2"), 16)
+    assert _place(tmp_path, head + bytes(16) + tail) is None
+    head, tail = archive(tensor_pickle((4,), "BF16"), 8)
+    assert _place(tmp_path, head + bytes(8) + tail, "BF16") == len(head)
+    assert _place(tmp_path, head + bytes(8) + tail, "F16") is None
+
+    def fails(*_: Any) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        _place(tmp_path, whole)
+
+
+def _begin(whole: bytes, info: zipfile.ZipInfo) -> int:
+    at = info.header_offset
+    return (
+        at
+        + 30
+        + int.from_bytes(whole[at + 26 : at + 28], "little")
+        + int.from_bytes(whole[at + 28 : at + 30], "little")
+    )
+
+
+def _item(name: str, file_offset: tuple[int, ...], kind: LoadItemType = LoadItemType.TENSOR) -> ReadItem:
+    index = MetadataIndex(name, torch.Size(file_offset), 0)
+    return ReadItem(kind, index, torch.Size((0, 1)), index, torch.Size((2, 3)), torch.Size((4, 5)))
+
+
+def _reader(folder: Path, places: dict[MetadataIndex, str]) -> Any:
+    reader: Any = SafeReader(folder)
+    reader.storage_data = {
+        index: SimpleNamespace(relative_path=name, offset=11, length=12) for index, name in places.items()
+    }
+    reader._chunks = {(index.fqn, index.offset): ((8, 9), torch.float32) for index in places}
+    return reader
+
+
+def test_the_part_that_is_asked_for_goes_to_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    item = _item("w", (6, 7))
+    log: list[Any] = []
+    part, target = torch.ones(4, 5), torch.zeros(4, 5)
+    monkeypatch.setattr(safe_reading, "place_of_tensor", lambda file, *given: log.append(given) or 100)
+    monkeypatch.setattr(safe_reading, "read_part", lambda file, *given: log.append(given) or part)
+    planner: Any = SimpleNamespace(
+        resolve_tensor=lambda asked: target, commit_tensor=lambda asked, tensor: log.append((asked, tensor.tolist()))
+    )
+    reader = _reader(tmp_path, {item.storage_index: "f"})
+    assert reader._read(io.BytesIO(), item, planner)
+    shape, dtype = (8, 9), torch.float32
+    assert log == [(11, 12, shape, dtype), (100, shape, dtype, (2, 3), (4, 5)), (item, part.tolist())]
+    assert torch.equal(target, part)
+    monkeypatch.setattr(safe_reading, "read_part", lambda file, *given: None)
+    assert not reader._read(io.BytesIO(), item, planner)
+    assert not reader._read(io.BytesIO(), _item("w", (6, 7), LoadItemType.BYTE_IO), planner)
+
+
+def test_what_cannot_be_read_in_place_of_all_files_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    items = [_item(name, (number, 0)) for number, name in enumerate("abcd")]
+    places = {item.storage_index: name for item, name in zip(items, ("x", "y", "x", "y"), strict=True)}
+    for name in ("x", "y"):
+        (tmp_path / name).touch()
+    reader = _reader(tmp_path, places)
+    monkeypatch.setattr(reader, "_read", lambda file, item, planner: item is items[2])
+    left: list[Any] = []
+    monkeypatch.setattr(FileSystemReader, "read_data", lambda self, plan, planner: left.extend(plan.items))
+    reader.read_data(LoadPlan(items), SimpleNamespace())
+    assert left == [items[0], items[1], items[3]]
+
+
+def test_torchs_metadata_says_what_the_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(
+        {"w": Tensor("BF16", (6, 2), (Chunk((4, 0), (2, 2), "x", 5, 6),), Properties(True, 1, False, (2, 1)))},
+        {"o": Chunk((), (), "y", 7, 8)},
+    )
+    monkeypatch.setattr(torch_dist, "read_all", lambda file: saved)
+    for pinned in (False, True):
+        object.__setattr__(saved.tensors["w"].properties, "pin_memory", pinned)
+        found: Any = safe_reading.read_metadata(io.BytesIO())
+        entry = found.state_dict_metadata["w"]
+        properties = entry.properties
+        assert (properties.dtype, properties.requires_grad, properties.pin_memory) == (torch.bfloat16, True, pinned)
+        assert properties.memory_format == torch.channels_last
+        assert (entry.size, entry.chunks[0].offsets, entry.chunks[0].sizes) == ((6, 2), (4, 0), (2, 2))
+        places = {index: (i.relative_path, i.offset, i.length) for index, i in found.storage_data.items()}
+        assert places == {MetadataIndex("w", (4, 0)): ("x", 5, 6), MetadataIndex("o"): ("y", 7, 8)}  # pyright: ignore
+        assert [index.index for index in found.storage_data] == [0, None]
+
+
+def test_modules_of_what_torch_may_make() -> None:
+    assert safe_reading._module(Path) == Path.__module__
+    assert safe_reading._module((Path, "another.name")) == Path.__module__
+    assert safe_reading._module(5) == ""
+
+
+SIZES = {"e": 5, "a": 50, "d": 4, "b": 40, "c": 4}
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_each_file_is_compared_by_one_rank(rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The largest files by ranks of their own; the first rank looks for what is no file."""
+    log: list[Any] = []
+    monkeypatch.setattr(verify, "check_folder", lambda path: log.append("folder"))
+    monkeypatch.setattr(manifest, "read", lambda path: {name: {"bytes": size} for name, size in SIZES.items()})
+    monkeypatch.setattr(manifest, "problems", lambda path, own: log.append(list(own)) or [f"of {rank}"])
+    _gather_into(monkeypatch, rank, 3, log)
+    assert verify.damage(tmp_path) == ["of 0", "of 1"]
+    own = (["c", "b"], ["d", "a"], ["e"])[rank]
+    assert log == [*(["folder"] if rank == 0 else []), own, [f"of {rank}"]]
+
+
+def _gather_into(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, log: list[Any]) -> None:
+    def gather(told: list[Any], own: Any) -> None:
+        log.append(own)
+        told[:] = [["of 0", "of 1"], None, ["of 1"]]
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+
+
+def test_what_is_said_of_a_manifest_is_told_to_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None of it is: where no rank sees one. A damaged one, or none in a folder that is there, is the rank's answer."""
+    monkeypatch.setattr(verify, "check_folder", lambda path: None)
+    answers: list[Any] = []
+    _gather_into(monkeypatch, 1, 3, answers)
+    for read in (lambda path: None, lambda path: {}):
+        monkeypatch.setattr(manifest, "read", read)
+        verify.damage(tmp_path)
+    for error in (ValueError("damaged"), OSError("unreadable"), DataError("a link")):
+        monkeypatch.setattr(manifest, "read", lambda path, error=error: (_ for _ in ()).throw(error))
+        verify.damage(tmp_path)
+    assert answers == [None, [], ["damaged"], ["unreadable"], ["a link"]]
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda told, own: None)
+    assert verify.damage(tmp_path) is None
+
+
+class _Held:
+    """Tensors without a file."""
+
+    def __init__(self, path: str, **values: torch.Tensor):
+        self.path, self.values = path, values
+
+    def names(self) -> list[str]:
+        return list(self.values)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.values[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.values[name].dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.values[name]
+
+
+def test_tensors_that_differ_are_named_with_how_much() -> None:
+    """Bit for bit: a zero with a sign is another one, and NaN is as NaN."""
+    nan = torch.tensor([float("nan")])
+    one: Any = _Held("A", same=nan, zero=torch.zeros(1), w=torch.tensor([3.0, 4.0]), form=torch.ones(2), a=nan)
+    other: Any = _Held("B", same=nan, zero=-torch.zeros(1), w=torch.tensor([3.0, 4.5]), form=torch.ones(2, 1), b=nan)
+    assert list(differences(one, other)) == [
+        "zero: largest difference 0.000e+00, norm of the difference 0.000e+00 of the norm",
+        "w: largest difference 5.000e-01, norm of the difference 1.000e-01 of the norm",
+        "form: [2] float32 and [2, 1] float32",
+        "a: only in A",
+        "b: only in B",
+    ]
+
+
+def test_weights_are_listed_before_the_optimizers_state() -> None:
+    made: Any = object.__new__(Tensors)
+    made._entries = dict.fromkeys(("optimizer.state.exp_avg.a", "z.weight", "b.weight", "optimizer.state.exp_avg"))
+    assert made.names() == ["b.weight", "z.weight", "optimizer.state.exp_avg", "optimizer.state.exp_avg.a"]
+
+
+@pytest.mark.parametrize(("rows", "wrong"), [((0, 2), False), ((0, 1), True), ((0,), True)])
+def test_files_hold_each_element_once(rows: tuple[int, ...], wrong: bool, tmp_path: Path) -> None:
+    """Of four rows in chunks of two; exactly as many bytes as the file has are enough."""
+    (tmp_path / "x").write_bytes(bytes(64))
+    chunks = [SimpleNamespace(offsets=(row, 0), sizes=(2 + (row == 1), 2)) for row in rows]
+    entry = SimpleNamespace(chunks=chunks, size=(4, 2), properties=SimpleNamespace(dtype=torch.float32))
+    places = {
+        MetadataIndex("w", chunk.offsets): SimpleNamespace(relative_path="x", offset=32, length=32) for chunk in chunks
+    }
+    made: Any = object.__new__(Tensors)
+    made.path, made._entries = tmp_path, {"w": entry}
+    made._reader = SimpleNamespace(read_metadata=lambda: SimpleNamespace(storage_data=places))
+    if wrong:
+        with pytest.raises(DataError, match=r"its files hold (4|10) elements of 8"):
+            made._check_extent("w")
+    else:
+        made._check_extent("w")
+
+
+def test_metadata_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(SafeReader, "read_metadata", lambda self: read.append(1) or "metadata")
+    reader = tensors._Reader(tmp_path)
+    assert [reader.read_metadata(), reader.read_metadata()] == ["metadata", "metadata"]
+    assert read == [1]
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_rank_that_cannot_write_ends_the_save_of_all(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 hears of all answers, and tells the others what the first of them was."""
+    answers: list[Any] = [{"a": {"bytes": 1}}, "the disk is full", "another reason"]
+
+    def broadcast(told: list[Any], src: int) -> None:
+        assert src == 0
+        if is_first:
+            assert told == ["the disk is full"]
+        else:
+            told[:] = ["the disk is full"]
+
+    monkeypatch.setattr(save, "_gathered_by_first_rank", lambda own: answers if is_first else [])
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+    with pytest.raises(StorageError, match=r"to /save: the disk is full\. Earlier checkpoints"):
+        save._gather_files("/save", {})
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda told, src: None)
+    answers[1:] = [{"b": {"bytes": 2}}]
+    assert save._gather_files("/save", {}) == ({"a": {"bytes": 1}, "b": {"bytes": 2}} if is_first else {})
+
+
+def _save(folder: Path, log: list[Any], rank: int = 0) -> Any:
+    made: Any = object.__new__(save.Save)
+    made.run, made.folder, made.iteration = SimpleNamespace(rank=rank), folder, 7
+    made._partial, made._files, made._thread = folder / ".iter_0000007.partial", {"own": {}}, None
+    made._partial.mkdir(parents=True)
+    made._copies = SimpleNamespace(wait=lambda: log.append("copied"))
+    made._request = SimpleNamespace(finalize_fns=[lambda: log.append("first"), lambda: log.append("second")])
+    return made
+
+
+@pytest.mark.parametrize("fails", [None, OSError(errno.EIO, "Input/output error"), StorageError("no room")])
+def test_a_save_ends_on_all_ranks_or_leaves_nothing(
+    fails: Exception | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log: list[Any] = []
+    made = _save(tmp_path, log)
+    made._thread = SimpleNamespace(join=lambda: log.append("written"))
+
+    def publish(files: Any) -> None:
+        log.append(files)
+        if fails is not None:
+            raise fails
+
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: log.append("all ranks"))
+    monkeypatch.setattr(save, "_gather_files", lambda folder, own: {"of all": own})
+    monkeypatch.setattr(save, "_on_first_rank", lambda run, folder, action: action())
+    monkeypatch.setattr(save, "remove_expired", lambda run, folder, newest: log.append(newest))
+    monkeypatch.setattr(made, "_publish", publish)
+    done = ["written", "all ranks", "first", "second", {"of all": {"own": {}}}]
+    if fails is None:
+        assert made.finish() == tmp_path / "iter_0000007"
+        assert log == [*done, 7]
+        return
+    with pytest.raises(StorageError):
+        made.finish()
+    assert log == done
+    assert not made._partial.exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_adds_what_is_no_shard(rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log: list[Any] = []
+    made = _save(tmp_path, log, rank)
+    monkeypatch.setattr(checksums, "watch", lambda request: SimpleNamespace(files=lambda: {"shard": {}}))
+    monkeypatch.setattr(save, "write_shards", lambda request, buckets: log.append(buckets))
+    monkeypatch.setattr(save, "_on_host", lambda request: "buckets")
+    monkeypatch.setattr(made, "_write_companions", lambda: log.append("companions"))
+    made._write(None)
+    assert log == ["copied", "buckets", *(["companions"] if rank == 0 else [])]
+    assert made._files == {"shard": {}}
+    made._copies = SimpleNamespace(wait=lambda: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error", "/x")))
+    made._write(None)
+    assert made._files == "Input/output error: /x"
+    made._copies = SimpleNamespace(wait=lambda: (_ for _ in ()).throw(ValueError("another")))
+    made._write(None)
+    assert made._files == "ValueError: another"
+
+
+def test_the_first_plan_serves_all_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that writes the metadata keeps it; the others have none, and keep what they have."""
+    monkeypatch.setattr(
+        save.TorchDistSaveShardedStrategy, "_get_save_and_finalize_callbacks", lambda self, *given: given
+    )
+    for metadata, kept in (("new", "new"), (None, "of before")):
+        made: Any = object.__new__(save._PlannedOnce)
+        made.cached_global_metadata, made.validated_cache_reuse = "of before", False
+        planned = ("plan", metadata)
+        assert made._get_save_and_finalize_callbacks("writer", planned, "mcore") == ("writer", planned, "mcore")
+        assert (made.cached_global_metadata, made.validated_cache_reuse) == (kept, True)
