@@ -231,6 +231,8 @@ def _fill(template: str, values: list[str]) -> list[str]:
 def _note_fact(name: str, value: Any, fact: str, facts: dict[str, int]) -> Key:
     try:
         size = int(value)
+        if isinstance(value, float) and size != value:
+            raise ValueError
     except (ValueError, TypeError):
         return Key(name, value, "unknown", reason=f"{value!r} is not an integer")
     if facts.setdefault(fact, size) != size:

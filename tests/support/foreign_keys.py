@@ -32,7 +32,8 @@ def _lines() -> Iterator[str]:
             for value in [*_named(meaning), _OTHER.get(key.rsplit(".", 1)[-1], 7)]:
                 result = translate(source, nested(key, value))
                 [found] = [one for one in result.keys if one.name == name]
-                yield f"{source} {key}: {value} -> {found.became}: {' | '.join(filter(None, (found.flags, found.reason)))}"
+                said = " | ".join(filter(None, (found.flags, found.reason)))
+                yield f"{source} {key}: {value} -> {found.became}: {said}"
 
 
 def _named(meaning: Meaning) -> Iterator[str]:

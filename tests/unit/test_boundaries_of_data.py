@@ -244,6 +244,11 @@ def test_what_a_sample_of_packed_data_takes(tmp_path: Path, packed: tuple[int, i
     flags: Any = {"train_data_path": ("1", paths[0], "1", paths[1]), "assistant_only_loss": True, "data_order": order}
     config = Config(model=ModelConfig(seq_length=SEQ), data=DataConfig(**flags))
     if not more:
+        small: Any = {"data_path": paths[:1], "split": "1,9,0", "assistant_only_loss": True, "data_order": order}
+        with pytest.raises(
+            ConfigurationError, match=re.escape(f"but one sample takes {SEQ} (--seq-length): give more")
+        ):
+            build_datasets(dataclasses.replace(config, data=DataConfig(**small)), ByteTokenizer(), Splits(4, 0, 0))
         assert len(build_datasets(config, ByteTokenizer(), Splits(4, 0, 0)).train or ()) == 4
         return
     needed = f"but one sample takes {SEQ + 1} (--seq-length + 1)"

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import gigatoken
@@ -13,15 +13,17 @@ from tokenizers import pre_tokenizers
 from megatron_ext.data.prepare import preprocess
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.tokenizer.batch import (
+    _Gigatoken,
     fast_encoder,
     first_difference,
     plain_encoder,
     probe_texts,
+    special_texts,
 )
 from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.tokenizer.text import Text, as_string
 from megatron_ext.tokenizer.training import train_sentencepiece
-from megatron_ext.tokenizer.unassigned import Guarded, has_unassigned
+from megatron_ext.tokenizer.unassigned import Guarded, has_unassigned, joined
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
 HF = str(GOLDEN / "hf_bpe")
@@ -171,3 +173,47 @@ def test_a_wrong_fast_tokenizer_never_shows(tmp_path: Path, monkeypatch: pytest.
     for suffix in ("bin", "idx"):
         fast, plain = (tmp_path / f"{name}_text_document.{suffix}" for name in ("fast", "plain"))
         assert fast.read_bytes() == plain.read_bytes()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_the_reference_alone_accepts_is_a_difference(together: bool):
+    """And what neither accepts, or the fast one alone, is none: no run gets past such a text."""
+
+    def refusing(letters: str) -> Callable[[Sequence[Text]], tuple[np.ndarray, np.ndarray]]:
+        plain = plain_encoder(build_tokenizer("ByteTokenizer"))
+
+        def encode(texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
+            if any(letter in as_string(text) for letter in letters for text in texts):
+                raise TypeError if together else ValueError
+            return plain(texts)
+
+        return encode
+
+    texts = ["one", "x", "two", "y", "z"]
+    assert first_difference(refusing("y"), refusing(""), texts) == "y"
+    assert first_difference(refusing("xy"), refusing("x"), texts) == "y"
+    assert first_difference(refusing("x"), refusing("xy"), texts) is None
+    assert first_difference(refusing(""), refusing("xyz"), texts) is None
+
+
+def test_special_texts_are_thirty_at_most(tmp_path: Path):
+    special = [f"<{number}>" for number in range(40)]
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", HF, special_tokens=special)
+    assert special_texts(tokenizer) == ["<|endoftext|>", *special[:29]]
+    assert special_texts(build_tokenizer("ByteTokenizer")) == []
+    named = probe_texts(tokenizer)
+    assert {f" {text}." for text in special[:29]} <= set(named)
+    assert probe_texts(tokenizer) == named
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_no_texts_and_one_are_joined(length: int):
+    ids, lengths = joined([np.array([5, 6])] * length)
+    assert (ids.tolist(), lengths.tolist()) == ([5, 6] * length, [2] * length)
+
+
+def test_ids_of_a_template_stand_around_each_text_in_their_order():
+    """Two before and two after, also where a text has none of its own."""
+    framed = _Gigatoken(None, [1, 2], [8, 9])._frame(np.array([5, 6, 7], np.uint32), np.array([2, 0, 1]))
+    assert framed[0].tolist() == [1, 2, 5, 6, 8, 9, 1, 2, 8, 9, 1, 2, 7, 8, 9]
+    assert framed[1].tolist() == [6, 4, 5]

@@ -566,6 +566,10 @@ def test_values_as_other_programs_write_them() -> None:
     assert _only("axolotl", {"base_model": "m"})[1] == (
         "--load-hf m --tokenizer-type HuggingFaceTokenizer --tokenizer-model m"
     )
+    assert _only("axolotl", {"micro_batch_size": "4"})[::2] == ("layout", "micro batch size")
+    assert _only("axolotl", {"micro_batch_size": 4.0})[::2] == ("layout", "micro batch size")
+    for value in (2.5, 3.9):
+        assert _only("axolotl", {"micro_batch_size": value})[::2] == ("unknown", f"{value} is not an integer")
     assert _only("axolotl", {"micro_batch_size": None})[::2] == ("unknown", "None is not an integer")
     assert _only("deepspeed", {"optimizer": {"params": {"betas": [0.9]}}})[0] == "unknown"
     assert _only("deepspeed", {"fp16": {"initial_scale_power": 12}})[1] == "--initial-loss-scale 4096"
@@ -583,6 +587,13 @@ def test_a_rate_gives_way_only_to_a_scheduler_that_sets_one() -> None:
     assert rates({"warmup_max_lr": 0.25}) == ("0.25", "none")
     assert rates({"warmup_max_lr": "auto"}) == ("0.5", "flags")
     assert rates({"warmup_num_steps": 7}) == ("0.5", "flags")
+
+
+def test_a_command_begins_with_the_layout() -> None:
+    content = {"seed": 3, "tensor_parallel_size": 2, "micro_batch_size": 1, "learning_rate": 0.5}
+    assert list(translate("axolotl", content).command) == [
+        "--tensor-model-parallel-size", "--micro-batch-size", "--seed", "--lr"
+    ]  # fmt: skip
 
 
 def test_what_an_optimizer_brings_gives_way_to_the_file() -> None:
@@ -610,6 +621,7 @@ def test_shards_are_pointed_out_only_where_nothing_shards() -> None:
 
 
 def test_leaves_and_flags_of_texts() -> None:
+    assert list(leaves({3: 1})) == [("3", 1)]
     assert list(leaves({"a": {"b": 1, 2: "x"}, "c": [1, 2], "d": [{"e": 1}, 5], "f": {}, "g": []})) == [
         ("a.b", 1), ("a.2", "x"), ("c", [1, 2]), ("d.0.e", 1), ("d.1", 5), ("f", {}), ("g", [])
     ]  # fmt: skip

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_ext.data import integrity
 from megatron_ext.data.indexed import IndexedWriter, Written, token_dtype
 from megatron_ext.data.integrity import (
     check_indexed_files,
@@ -383,3 +384,12 @@ def test_a_mask_goes_on_behind_what_was_committed(tmp_path: Path, committed: int
     assert (tmp_path / "data.mask").read_bytes() == b"TOKMASK\0" + struct.pack("<II", 1, 7) + bytes([2, 1, 2, 2])
     assert (tmp_path / "data.bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 4)
     check_indexed_files(str(tmp_path / "data"))
+
+
+def test_document_indices_that_fall_from_one_block_to_the_next(pair: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(integrity, "_BLOCK", 2)
+    check_indexed_files(pair)
+    path = Path(f"{pair}.idx")
+    path.write_bytes(path.read_bytes()[:-40] + struct.pack("<5q", 0, 2, 1, 2, 3))
+    with pytest.raises(DataError, match="document indices do not rise from 0 to 3"):
+        check_indexed_files(pair)

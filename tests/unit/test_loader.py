@@ -1,3 +1,4 @@
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -9,9 +10,11 @@ import torch
 
 from megatron_ext.data.batch import Batch, StageView
 from megatron_ext.data.loader import BatchLoader
+from megatron_ext.data.read_ahead import ReadAhead
 from megatron_ext.data.skipped import NOTHING, skipped_samples
 from megatron_ext.data.synthetic import MockDataset
-from megatron_ext.errors import DataError
+from megatron_ext.data.threads import DaemonThreads
+from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.train.run import HeldOut, Loaders
 
 SEQ = 4
@@ -47,6 +50,14 @@ def make(dataset: Any = None, **options: Any) -> BatchLoader:
         "dp_size": 2,
     }
     return BatchLoader(dataset or Counting(), **(settings | options))
+
+
+def assert_ended(threads: set[threading.Thread]) -> None:
+    """They have a second to end in before who closes them goes on, which a busy machine may not give them."""
+    deadline = time.monotonic() + 60
+    while (left := {thread for thread in threads if thread.is_alive()}) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not left
 
 
 def firsts(batches: list[Batch]) -> list[list[int]]:
@@ -204,3 +215,156 @@ def test_threads_end():
     while (left := set(threading.enumerate()) - others) and time.monotonic() < deadline:
         time.sleep(0.001)
     assert not left
+
+
+@pytest.mark.parametrize(
+    ("length", "end", "following"),
+    [
+        (12, None, True),
+        (4, None, False),  # the first batch was the last
+        (5, None, True),
+        (1000, 4, False),
+        (1000, 5, True),
+        (4, 8, True),
+    ],
+)
+def test_what_follows_is_read_ahead_up_to_the_end(length: int, end: int | None, following: bool) -> None:
+    """Of the samples, or of an evaluation, whose last batch is filled up."""
+    loader = make(Counting(length=length), num_workers=1, dp_rank=0)
+    loader.global_batch(0, 1, end)
+    assert loader._expected == ((4, 1, end) if following else None)
+    assert len(loader._pending) == following
+    loader.close()
+
+
+def test_a_skipped_sample_is_not_read_ahead() -> None:
+    """Nor one behind the end of an evaluation."""
+    dataset = Counting()
+    loader = make(dataset, reads_ahead=True, skipped=skipped_samples(["3", "6", "15-18"]))
+    wanted: list[list[int]] = []
+    ahead: Any = loader._ahead
+    ahead.will_need = lambda indices: wanted.append(list(indices))
+    loader.global_batch(0, 1, end=19)
+    assert wanted == [[2, 7, 10, 11, 14]]
+    loader.close()
+
+
+class Failing(Counting):
+    """Every sample is an error."""
+
+    def __init__(self, error: BaseException):
+        super().__init__()
+        self._error = error
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (MemoryError(), MemoryError),
+        (StorageError("the store is away"), StorageError),
+        (ConfigurationError("none"), ConfigurationError),
+        (ValueError("odd"), DataError),
+        (OSError(5, "Input/output error"), DataError),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_no_error_of_the_data_stays_what_it_is(
+    error: Exception, raised: type[Exception], num_workers: int
+) -> None:
+    loader = make(Failing(error), num_workers=num_workers)
+    with pytest.raises(raised) as caught:
+        loader.global_batch(0, 1)
+    assert (caught.value is error) == (raised is not DataError)
+    loader.close()
+
+
+@pytest.mark.parametrize("field", ["tokens", "labels"])
+@pytest.mark.parametrize(("token", "wrong"), [(-1, True), (0, False), (4999, False), (5000, True)])
+def test_ids_below_the_vocabulary_and_not_negative(field: str, token: int, wrong: bool) -> None:
+    """Of both fields of the second of two samples, at its third place."""
+
+    class Odd(Counting):
+        def __getitem__(self, index: int) -> Mapping[str, Any]:
+            sample = dict(super().__getitem__(index))
+            sample[field] = sample[field].clone()
+            sample[field][2] = token if index == 3 else 1
+            return sample
+
+    if not wrong:
+        make(Odd()).global_batch(0, 1)
+        return
+    with pytest.raises(
+        DataError, match=rf"^sample 3: token id {token} at position 2 is outside the vocabulary of 5000"
+    ):
+        make(Odd()).global_batch(0, 1)
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_batches_are_pinned_where_it_is_asked_for(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Size] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.shape) or tensor)
+    make(pin_memory=pins).global_batch(0, 1)
+    assert pinned == [torch.Size([2, SEQ])] * 4 * pins
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_a_loader_ends_what_it_reads_ahead_with(reads_ahead: bool) -> None:
+    others = set(threading.enumerate())
+    loader = make(reads_ahead=reads_ahead)
+    loader.global_batch(0, 1)
+    begun = set(threading.enumerate()) - others
+    assert len(begun) == 32 * reads_ahead
+    loader.close()
+    assert_ended(begun)
+
+
+def test_threads_take_what_is_asked_in_its_order_and_not_what_was_taken_back() -> None:
+    """An error of any kind comes to who asked; at the end what has not begun is dropped, and all threads end."""
+    gate, done = threading.Event(), []
+    threads = DaemonThreads(1, "worker")
+    [worker] = threads._threads
+    assert (worker.name, worker.daemon) == ("worker-0", True)
+    first = threads.submit(lambda: gate.wait(20))
+    second, third, broken, last = (threads.submit(one) for one in (
+        lambda: done.append("second"), lambda: done.append("third"), lambda: sys.exit(3), lambda: done.append("last")
+    ))  # fmt: skip
+    assert second.cancel()
+    gate.set()
+    assert first.result(20)
+    with pytest.raises(SystemExit):
+        broken.result(20)
+    last.result(20)
+    assert third.done()
+    assert done == ["third", "last"]
+    threads.close()
+    several = DaemonThreads(3, "several")
+    several.close()
+    assert_ended({worker, *several._threads})
+
+
+def test_what_is_needed_ahead_is_read_once_and_what_is_not_any_more_is_dropped() -> None:
+    """A sample that was dropped is read on the spot; none behind the end is asked for."""
+    gate = threading.Event()
+
+    class Gated(Counting):
+        def __getitem__(self, index: int) -> Mapping[str, Any]:
+            assert gate.wait(20)
+            return super().__getitem__(index)
+
+    dataset = Gated(length=10)
+    ahead = ReadAhead(dataset, threads=1)
+    assert len(ahead) == 10
+    ahead.will_need([0, 1, 2, 9, 10, 11])
+    coming = dict(ahead._coming)
+    assert list(coming) == [0, 1, 2, 9]
+    ahead.will_need([2, 3])
+    assert ahead._coming[2] is coming[2]
+    assert [coming[index].cancelled() for index in (1, 9, 2)] == [True, True, False]
+    ahead._coming[1] = coming[1]  # as a loader's thread sees it meanwhile
+    gate.set()
+    assert [int(ahead[index]["tokens"][0]) for index in (2, 3, 1, 7)] == [2, 3, 1, 7]
+    assert sorted(dataset.reads) in ([0, 1, 2, 3, 7], [1, 2, 3, 7])
+    ahead.close()

@@ -232,3 +232,61 @@ def test_in_a_run(vocabulary: tuple[str, int], gpt2_files: Path):
     assert configure(f"{base} {gpt2} {gpt2_files}/merges.txt".split()).config.data.vocab_size == 1200
     with pytest.raises(ConfigurationError, match="--merge-file none cannot be read"):
         configure(f"{base} {gpt2} none".split())
+
+
+@pytest.mark.parametrize(("special", "cut", "taken"), [(10, 0, True), (10, 1, True), (10, -1, False), (7, 0, True)])
+def test_the_sizes_that_a_tiktoken_file_allows(vocabulary: tuple[str, int], special: int, cut: int, taken: bool):
+    """As many special tokens as there are named ones at least, and as many others as the file has at most."""
+    path, tokens = vocabulary
+    size = tokens + special - cut
+    if not taken:
+        with pytest.raises(ConfigurationError, match=f"less than --vocab-size {size}; use --vocab-size {size - 1}$"):
+            build_tokenizer("TikTokenizer", path, size, tiktoken_num_special_tokens=special)
+        return
+    tokenizer: Any = build_tokenizer("TikTokenizer", path, size, tiktoken_num_special_tokens=special)
+    assert tokenizer.vocab_size == size
+    assert list(tokenizer.special_tokens.items()) == [
+        (text, number)
+        for number, text in enumerate([*SPECIAL, *(f"<SPECIAL_{number}>" for number in range(7, special))])
+    ]
+    assert sorted(tokenizer.ranks.values()) == list(range(special, size))
+    assert tokenizer.eod == 2
+    assert tokenizer.splits_between_words()
+
+
+@pytest.mark.parametrize(("size", "taken"), [(9, False), (10, False), (11, True)])
+def test_special_tokens_leave_room_for_others(vocabulary: tuple[str, int], size: int, taken: bool):
+    if taken:
+        assert build_tokenizer("TikTokenizer", vocabulary[0], size, tiktoken_num_special_tokens=10).vocab_size == 11
+        return
+    with pytest.raises(
+        ConfigurationError, match=f"--vocab-size {size} leaves no room behind --tiktoken-num-special-to"
+    ):
+        build_tokenizer("TikTokenizer", vocabulary[0], size, tiktoken_num_special_tokens=10)
+
+
+def test_another_number_of_special_tokens_is_another_tokenizer(vocabulary: tuple[str, int]):
+    path, tokens = vocabulary
+    built = [
+        build_tokenizer("TikTokenizer", path, tokens, tiktoken_num_special_tokens=count, tiktoken_pattern=pattern)
+        for count in (8, 9)
+        for pattern in ("v1", "v2")
+    ]
+    assert len({json.dumps(tokenizer.identity()) for tokenizer in built}) == 4
+    spaced: Any = build_tokenizer("TikTokenizer", path, tokens, special_tokens=[*SPECIAL, "<a b>"])
+    assert not spaced.splits_between_words()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda entries: entries[300].update(rank=0), "entry 300 is out of place"),
+        (lambda entries: entries[300].update(rank=301), "entry 300 is out of place"),
+        (lambda entries: entries[255].update(token_bytes="YWI="), "entry 255 is out of place"),
+        (lambda entries: entries.__delitem__(slice(200, None)), "entry 200 is out of place"),
+    ],
+)
+def test_a_tiktoken_file_counts_from_0_and_begins_with_the_bytes(
+    tmp_path: Path, vocabulary: tuple[str, int], change: Callable, message: str
+):
+    test_a_damaged_tiktoken_file(tmp_path, vocabulary, change, message)

@@ -1,22 +1,26 @@
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_ext.data.indexed import IndexedWriter
-from megatron_ext.data.inspect import Summary, document_tokens, summarize
+from megatron_ext.data.inspect import Summary, document_tokens, shown, summarize
 from megatron_ext.data.integrity import check_token_ids
+from megatron_ext.data.mask import Mask
 from megatron_ext.data.prepare.merge import Merged, find_prefixes, merge_indexed_files
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.tokenizer.byte import ByteTokenizer
 
 ROOT = Path(__file__).parents[2]
 
 
-def write(prefix: Path, documents: list[list[int]], dtype: type[np.uint16] | type[np.int32] = np.uint16) -> str:
+def write(prefix: Path, documents: list[list[int]], dtype: Any = np.uint16) -> str:
     with IndexedWriter(prefix, dtype) as writer:
         lengths = np.array([len(document) for document in documents])
         writer.add_tokens(np.array([token for document in documents for token in document], dtype).tobytes(), lengths)
@@ -132,3 +136,167 @@ def test_a_huge_count_in_the_header_allocates_nothing(tmp_path: Path):
     Path(f"{prefix}.idx").write_bytes(b"")
     with pytest.raises(DataError, match="has 0 bytes"):
         summarize(prefix)
+
+
+def test_the_shortest_and_the_longest_may_be_anywhere(tmp_path: Path):
+    for documents, shortest, longest in (([[1] * 3, [1], [1] * 2], 1, 3), ([[1], [1] * 5], 1, 5), ([[1] * 4], 4, 4)):
+        found = summarize(write(tmp_path / "data", documents))
+        assert (found.shortest, found.longest) == (shortest, longest)
+        assert sum(found.histogram) == len(documents)
+
+
+@pytest.mark.parametrize(("number", "taken"), [(-1, False), (0, True), (2, True), (3, False)])
+def test_the_documents_that_there_are(tmp_path: Path, number: int, taken: bool):
+    prefix = write(tmp_path / "data", [[5, 6], [], [7]])
+    if taken:
+        assert document_tokens(prefix, number) == [[5, 6], [], [7]][number]
+        return
+    with pytest.raises(ConfigurationError, match=f"document {number} of .*: the documents are 0 to 2$"):
+        document_tokens(prefix, number)
+
+
+@pytest.mark.parametrize("begins", ["10010", "00100", "00000", "11111"])
+@pytest.mark.parametrize("counts", ["00000", "11111", "01100"])
+def test_a_sample_is_shown_with_its_documents(begins: str, counts: str):
+    """Tokens are trained on where the loss of the token before them counts; no document's number is none."""
+    sample = {
+        "tokens": list(b"abcde"),
+        "loss_mask": [float(one) for one in counts],
+        "document_begins": [one == "1" for one in begins],
+    }
+    expected, open_ = "", False
+    for place, letter in enumerate("abcde"):
+        trained = place > 0 and counts[place - 1] == "1"
+        new = place > 0 and begins[place] == "1"
+        if open_ and (new or not trained):
+            expected, open_ = expected + "⟧", False
+        expected += "\n--- document\n" if new else ""
+        if trained and not open_:
+            expected, open_ = expected + "⟦", True
+        expected += letter
+    assert shown(ByteTokenizer(), sample, in_color=False) == expected + "⟧" * open_
+    colored = shown(ByteTokenizer(), sample, in_color=True)
+    assert colored.replace("\x1b[32m", "⟦").replace("\x1b[0m", "⟧") == expected + "⟧" * open_
+
+
+def test_what_a_merge_would_write_over_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By whatever name; and nothing is left of a merge that fails."""
+    prefix = write(tmp_path / "a", [[1]])
+    monkeypatch.chdir(tmp_path)
+    for output in (prefix, "a", "./a", f"{tmp_path}/x/../a"):
+        with pytest.raises(ConfigurationError, match="is among the inputs; choose another name"):
+            merge_indexed_files([prefix], output)
+    other = write(tmp_path / "b", [[1]], np.int16)
+    with pytest.raises(DataError, match=r"b holds int16 tokens, .*a uint16: they were made with different"):
+        merge_indexed_files([prefix, other], str(tmp_path / "c"))
+    with pytest.raises(ConfigurationError, match="is not a folder; give the folder of the"):
+        find_prefixes(f"{prefix}.bin")
+    os.unlink(f"{other}.idx")
+    with pytest.raises(ConfigurationError, match=r"b has only one of its \.bin and \.idx files; copy both"):
+        find_prefixes(str(tmp_path))
+    os.unlink(f"{other}.bin")
+    assert find_prefixes(str(tmp_path)) == [prefix]
+
+
+def _manifest(prefix: str, kind: str | None) -> None:
+    size = os.path.getsize(f"{prefix}.bin")
+    path = Path(f"{prefix}_manifest.json")
+    if kind is None:
+        path.unlink(missing_ok=True)
+        return
+    record = {"type": kind, "sha256": "1", "vocab_size": 9, "eod": 8}
+    path.write_text(json.dumps({"tokenizer": record, "outputs": {prefix: {"token_bytes": size}}}))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "named"),
+    [(("A", "A"), True), (("A", None), False), ((None, "A"), False), ((None, None), False), (("A", "B"), False)],
+)
+@pytest.mark.parametrize("there", [None, "merged", "preprocessed"])
+def test_a_merged_manifest_names_the_one_tokenizer(
+    tmp_path: Path, kinds: tuple[str | None, ...], named: bool, there: str | None
+):
+    """And takes the place of that of an earlier merge, but not of one of another name's preprocessing."""
+    prefixes = [write(tmp_path / name, [[1, 2], [], [3]]) for name in ("a", "b")]
+    for prefix, kind in zip(prefixes, kinds, strict=True):
+        _manifest(prefix, kind)
+    path = tmp_path / "all_manifest.json"
+    old = {"tokenizer": {}, "outputs": {}} | ({"merged": []} if there == "merged" else {})
+    if there:
+        path.write_text(json.dumps(old))
+    merged = merge_indexed_files(prefixes, str(tmp_path / "all"), accept_other_tokenizer=True)
+    assert merged == Merged(documents=6, sequences=4, token_bytes=12)
+    if there == "preprocessed":
+        assert json.loads(path.read_text()) == old
+        return
+    assert path.exists() == named
+    if named:
+        content = json.loads(path.read_text())
+        assert content["merged"] == prefixes
+        assert content["tokenizer"] == {"type": "A", "sha256": "1", "vocab_size": 9, "eod": 8}
+        assert content["outputs"] == {str(tmp_path / "all"): {"documents": 6, "sequences": 4, "token_bytes": 12}}
+    if kinds == ("A", "B"):
+        with pytest.raises(DataError, match=r"b was made with B 1 \(9 ids, end of document 8\), .*a with A 1 \(9 ids"):
+            merge_indexed_files(prefixes, str(tmp_path / "all"))
+
+
+@pytest.mark.parametrize(("packed", "expected"), [((8, 8), 8), ((8, 0), 0), ((0, 0), 0), ((8, 16), 0)])
+def test_merged_masks_are_packed_to_what_all_are(tmp_path: Path, packed: tuple[int, int], expected: int):
+    prefixes = []
+    for name, length in zip("ab", packed, strict=True):
+        with IndexedWriter(tmp_path / name, np.uint16, packed_to=length) as writer:
+            writer.add_tokens(b"\1\0\2\0", [2], np.array([2, 1], np.uint8))
+        prefixes.append(str(tmp_path / name))
+    merge_indexed_files(prefixes, str(tmp_path / "all"))
+    mask = Mask(str(tmp_path / "all"), 4)
+    assert (mask.packed_to, mask.read(0, 4).tolist()) == (expected, [2, 1, 2, 1])
+
+
+def test_what_a_machine_has_that_goes_down_while_files_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing has its name before it is on the disk, and nothing old stands next to something new."""
+    with IndexedWriter(tmp_path / "a", np.uint16, packed_to=0) as writer:
+        writer.add_tokens(b"\1\0\2\0", [2], np.array([2, 1], np.uint8))
+    for suffix in (".idx", ".bin", ".mask"):
+        (tmp_path / f"all{suffix}").write_bytes(b"old")
+    events: list[str] = []
+    replace, fsync, unlink = os.replace, os.fsync, Path.unlink
+
+    def synced(descriptor: int) -> None:
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    def renamed(old: Any, new: Any) -> None:
+        events.append(f"rename {Path(new).name}")
+        replace(old, new)
+
+    def removed(path: Path, **options: Any) -> None:
+        events.append(f"remove {path.name}")
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(Path, "unlink", removed)
+    merge_indexed_files([str(tmp_path / "a")], str(tmp_path / "all"))
+    assert events[:8] == [
+        "sync all.bin.partial",
+        "sync all.idx.partial",
+        "sync all.mask.partial",
+        "remove all.idx",
+        "remove all.mask",
+        "rename all.bin",
+        "rename all.mask",
+        "rename all.idx",
+    ]
+    assert events[-1] == f"sync {tmp_path.name}"
+    events.clear()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for failing in (1, 2, 3):
+        count = iter(range(1, 9))
+        monkeypatch.setattr(os, "fsync", lambda one, failing=failing, count=count: next(count) == failing and full(one))
+        with pytest.raises(OSError, match="No space left"):
+            merge_indexed_files([str(tmp_path / "a")], str(tmp_path / "all"))
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.cli import preprocess_data as cli
-from megatron_ext.data.prepare import encode, preprocess
+from megatron_ext.data.prepare import encode, preprocess, workers
+from megatron_ext.data.prepare.documents import Block, ReadPosition
+from megatron_ext.data.prepare.encode import BlockEncoder
 from megatron_ext.data.prepare.journal import Progress
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
@@ -295,3 +298,206 @@ def test_arrays_of_ids_are_the_lists(tmp_path: Path):
     encode_plainly = plain_encoder(tokenizer)
     for text in probe_texts(tokenizer, 300, 21):
         assert encode_plainly([text])[0].tolist() == tokenizer.encode(text)
+
+
+def _block(lines: list[bytes], first: int = 1) -> Block:
+    content = b"".join(line + b"\n" for line in lines)
+    return Block("in.jsonl", first, content, len(content), ReadPosition(0, len(content), first + len(lines)), 99)
+
+
+def _encoder(
+    on_error: Any = "fail", vocab_size: int = 257, keys: Any = ("text",), append_eod: bool = False
+) -> BlockEncoder:
+    tokenizer: Any = SimpleNamespace(vocab_size=vocab_size, eod=256)
+    return BlockEncoder(tokenizer, plain_encoder(build_tokenizer("ByteTokenizer")), keys, append_eod, on_error)
+
+
+TEN = [b'{"text": "a%d"}' % number for number in range(10)]
+
+
+def test_the_first_of_several_bad_documents_is_named():
+    """Line 9 before line 10, whether it cannot be read or cannot be encoded."""
+    unread, surrogate = b'{"other": 1}', b'{"text": "\\ud800"}'
+    for bad in ((unread, surrogate), (surrogate, unread), (surrogate, surrogate), (unread, unread)):
+        block = _block([*TEN[:8], *bad])
+        with pytest.raises(DataError, match=r"^in\.jsonl:9: "):
+            _encoder()(block)
+        problems = _encoder("skip")(block).problems
+        assert [problem.split(": ")[0] for problem in problems] == ["in.jsonl:9", "in.jsonl:10"]
+        assert _encoder("skip")(block).documents == 8
+
+
+@pytest.mark.parametrize(("vocab_size", "taken"), [(98, False), (99, True)])
+def test_ids_are_below_the_vocabularys_size(vocab_size: int, taken: bool):
+    block = _block([b'{"text": "ab"}'])
+    if taken:
+        assert _encoder(vocab_size=vocab_size)(block).columns[0][0].tolist() == [97, 98]
+        return
+    with pytest.raises(DataError, match=r"^in\.jsonl:1: token ids from 97 to 98 do not fit a vocabulary of 98$"):
+        _encoder(vocab_size=vocab_size)(block)
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+@pytest.mark.parametrize("long_from", [0, 10**9])
+def test_tokens_of_each_column_and_document(append_eod: bool, long_from: int, monkeypatch: pytest.MonkeyPatch):
+    """In the dtype of the vocabulary; a document without tokens gets no end either."""
+    monkeypatch.setattr(encode, "_LONG_DOCUMENT", long_from)
+    block = _block([b'{"text": "ab", "title": ""}', b'{"text": "", "title": "x"}', b'{"text": "c", "title": "yz"}'])
+    found = _encoder(keys=("text", "title"), append_eod=append_eod)(block)
+    end = [256] if append_eod else []
+    texts_, titles = found.columns
+    assert texts_[0].tolist() == [97, 98, *end, 99, *end]
+    assert texts_[1].tolist() == [2 + append_eod, 0, 1 + append_eod]
+    assert titles[0].tolist() == [120, *end, 121, 122, *end]
+    assert {tokens.dtype for tokens, _ in found.columns} == {np.dtype(np.uint16)}
+    assert (found.documents, found.bytes_read, found.text_bytes, found.problems) == (3, 99, block.size, [])
+    wide = _encoder(vocab_size=65500)(_block(TEN[:1]))
+    assert wide.columns[0][0].dtype == np.int32
+
+
+@pytest.mark.parametrize("length", [5, 1023, 1024, 1025, 5000])
+def test_a_sample_is_a_text_and_the_ids_that_were_written(length: int):
+    """Of documents and columns that change from block to block; of a long one its beginning."""
+    seen = set()
+    for first in range(1, 40):
+        fields = [{"text": f"{n}t" + "x" * length, "title": f"{n}b" + "y" * length} for n in range(3)]
+        block = _block([json.dumps(one).encode() for one in fields], first)
+        sample = _encoder(keys=("text", "title"))(block).sample
+        assert sample is not None
+        assert sample.ids == list(sample.text.encode())
+        assert sample.text in [value[:1024] for one in fields for value in one.values()]
+        seen.add(sample.text[:2])
+    assert {one[0] for one in seen} == {"0", "1", "2"}
+    assert {one[1] for one in seen} == {"t", "b"}
+    assert _encoder("skip")(_block([b"1"])).sample is None
+
+
+@pytest.mark.parametrize(
+    ("number", "kept"),
+    [
+        (0, [0]),
+        (63, list(range(64))),
+        (64, list(range(0, 66, 2))),
+        (127, list(range(0, 128, 2))),
+        (128, list(range(0, 132, 4))),
+    ],
+)
+def test_samples_are_spread_evenly_over_an_input_of_any_length(number: int, kept: list[int]):
+    samples: list[Any] = []
+    for block in range(number + 1):
+        preprocess._spread(samples, block, preprocess.Sample(str(block), [block]))
+    assert [place for place, _ in samples] == kept
+    assert all(sample.ids == [place] for place, sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workers": 0}, "--workers 0 must be 1 or more"),
+        ({"seq_length": 1, "data_format": "completion"}, "--seq-length 1 must be 2 or more"),
+        ({"chat_template": "chatml"}, "--chat-template is not read by --data-format text"),
+        ({"train_on_inputs": True}, "--train-on-inputs is not read by --data-format text"),
+        ({"seq_length": 8}, "--seq-length is not read by --data-format text"),
+        (
+            {"data_format": "completion", "chat_template": "x"},
+            "--chat-template is not read by --data-format completion",
+        ),
+        ({"data_format": "completion", "json_keys": ("a", "b")}, "completion reads one column; give one name"),
+        ({"data_format": "alpaca", "json_keys": ("a",)}, "reads instruction, input and output; leave out --json-keys"),
+    ],
+)
+def test_flags_that_a_format_does_not_read(tmp_path: Path, given: dict[str, Any], message: str):
+    with pytest.raises(ConfigurationError, match=f"^{message}|{message}"):
+        encode_files(EncodeJob(("none",), str(tmp_path / "out"), "ByteTokenizer", **given))
+
+
+@pytest.mark.parametrize("given", [{}, {"train_on_inputs": True}, {"seq_length": 2}, {"json_keys": ("body",)}])
+def test_flags_that_a_format_reads(tmp_path: Path, given: dict[str, Any]):
+    """Of completions all but a template."""
+    (tmp_path / "in.jsonl").write_text('{"text": "a", "body": "b"}\n')
+    job = EncodeJob(
+        (str(tmp_path / "in.jsonl"),), str(tmp_path / "out"), "ByteTokenizer", data_format="completion", **given
+    )
+    assert encode_files(job).tokens == given.get("seq_length", 1)
+    manifest = json.loads((tmp_path / "out_manifest.json").read_text())
+    assert manifest["seq_length"] == given.get("seq_length")
+    assert manifest["train_on_inputs"] == given.get("train_on_inputs", False)
+    found = np.fromfile(tmp_path / "out_completion_document.bin", np.uint16)
+    assert found[0] == ord("b" if "json_keys" in given else "a")
+
+
+def test_names_of_what_is_written():
+    def job(**given: Any) -> EncodeJob:
+        return EncodeJob((), "data/out", "ByteTokenizer", **given)
+
+    assert (job().keys, job().packed_to, job().output("text")) == (("text",), None, "data/out_text_document")
+    assert job(json_keys=("a", "b")).keys == ("a", "b")
+    for given, packed_to in (({}, 0), ({"seq_length": 9}, 9)):
+        made = job(data_format="messages", json_keys=("turns",), **given)
+        assert (made.keys, made.packed_to, made.is_text) == (("messages",), packed_to, False)
+
+
+def test_a_manifest_has_each_file_with_its_own_size_and_hash(tmp_path: Path):
+    contents = {"a.jsonl": b'{"text": "one"}\n', "b.jsonl": b'{"text": "another"}\n\n'}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    encode_files(EncodeJob(tuple(str(tmp_path / name) for name in contents), str(tmp_path / "out"), "ByteTokenizer"))
+    assert json.loads((tmp_path / "out_manifest.json").read_text())["inputs"] == [
+        {"path": str(tmp_path / name), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    ]
+
+
+class _Pool:
+    """Runs what it is given when its result is asked for, and counts what waits."""
+
+    def __init__(self, *_: Any, **__: Any):
+        self.waiting = 0
+        self.most: list[int] = []
+        self.ended = False
+        _Pool.made = self
+
+    def submit(self, function: Any, block: Any) -> Any:
+        self.waiting += 1
+        self.most.append(self.waiting)
+
+        def result() -> Any:
+            self.waiting -= 1
+            return f"worker {block.position}"
+
+        return SimpleNamespace(result=result)
+
+    def shutdown(self, cancel_futures: bool) -> None:
+        self.ended = cancel_futures
+
+
+@pytest.mark.parametrize("size", [10, 1 << 23, (1 << 23) + 1])
+def test_blocks_come_back_in_their_order(size: int, monkeypatch: pytest.MonkeyPatch):
+    """Long ones are encoded here, behind all that came before; few others wait at a time."""
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", _Pool)
+    sizes = [10] * 4 + [size] * 3 + [10] * 20
+    blocks: Any = [SimpleNamespace(position=number, size=one) for number, one in enumerate(sizes)]
+    encoder: Any = lambda block: f"here {block.position}"  # noqa: E731
+    found = list(workers.encode_in_processes(2, encoder, lambda: encoder, [], blocks))
+    is_long = size > 1 << 23
+    assert found == [f"{'here' if is_long and 4 <= number < 7 else 'worker'} {number}" for number in range(len(sizes))]
+    assert max(_Pool.made.most) == 6
+    assert _Pool.made.ended
+    large: Any = [SimpleNamespace(position=number, size=1 << 23) for number in range(20)]
+    list(workers.encode_in_processes(8, encoder, lambda: encoder, [], large))
+    assert max(_Pool.made.most) == 5, "of 32 MB at most, and the one that is too much"
+
+
+def test_a_forked_worker_lets_go_of_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers, "_begin", lambda start: begun.append(start()))
+    begun: list[Any] = []
+    files = [open(tmp_path / name, "w") for name in "ab"]  # noqa: SIM115
+    descriptors = [os.dup(file.fileno()) for file in files]
+    encoder: Any = object()
+    workers._adopt(encoder, descriptors)
+    assert begun == [encoder]
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+    for file in files:
+        file.close()

@@ -1,6 +1,8 @@
 """A preprocessing run that is killed goes on when it is started again, and ends with the same bytes."""
 
+import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -8,12 +10,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_ext.data.indexed import IndexedWriter, Written
-from megatron_ext.data.prepare.journal import Progress
+from megatron_ext.data.prepare import documents, preprocess
+from megatron_ext.data.prepare.documents import InputHashes, ReadPosition
+from megatron_ext.data.prepare.encode import Sample
+from megatron_ext.data.prepare.journal import Journal, Progress
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
 
@@ -143,3 +150,94 @@ def test_partial_files_that_are_too_short_are_not_used(tmp_path: Path):
     assert IndexedWriter.holds(tmp_path / "data", written)
     os.truncate(tmp_path / "data.lengths.partial", 4)
     assert not IndexedWriter.holds(tmp_path / "data", written)
+
+
+def test_what_was_noted_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And is forgotten only when the files are whole and have their names."""
+    events: list[str] = []
+    for owner, name in ((IndexedWriter, "commit"), (IndexedWriter, "finish"), (Journal, "save")):
+        real = getattr(owner, name)
+
+        def noted(self: Any, *given: Any, real: Any = real, name: str = name) -> Any:
+            events.append(name)
+            return real(self, *given)
+
+        monkeypatch.setattr(owner, name, noted)
+    unlink = Path.unlink
+
+    def removed(path: Path, **options: Any) -> None:
+        if path.name == "out.partial.json":
+            events.append("forget")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", removed)
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    encode_files(job_of(tmp_path, ["a.jsonl"]))
+    assert events == ["forget", "commit", "save", "finish", "commit", "forget"]
+
+
+def test_a_journal_comes_back_as_it_was(tmp_path: Path):
+    """But for the hash of the file that is being read, of which only a part is known."""
+    journal = Journal(
+        job={"inputs": [["a", 1, 2]]},
+        place=ReadPosition(2, 77, 8),
+        progress=Progress(1, 2, 3, 4, 5, None),
+        written=[Written(10, 2, 1), Written(4, 2, 2)],
+        blocks=9,
+        samples=[(0, Sample("é", [1, 2])), (8, Sample("", []))],
+        hashes=InputHashes({0: ("x", 1), 1: ("y", 2), 2: ("z", 3)}),
+    )
+    journal.save(tmp_path / "journal")
+    found = Journal.load(tmp_path / "journal")
+    assert found is not None
+    assert found.hashes.found == {0: ("x", 1), 1: ("y", 2)}
+    assert dataclasses.replace(found, hashes=journal.hashes) == journal
+    assert Journal.load(tmp_path / "none") is None
+    for content in ("{", "[]", "{}"):
+        (tmp_path / "journal").write_text(content)
+        assert Journal.load(tmp_path / "journal") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"append_eod": True},
+        {"split_on": "x"},
+        {"json_keys": ("title",)},
+        {"data_format": "completion"},
+        {"data_format": "completion", "seq_length": 90000},
+        {"data_format": "completion", "train_on_inputs": True},
+        {"data_format": "completion", "json_keys": ("title",)},
+    ],
+)
+def test_flags_that_change_what_is_written_begin_anew(
+    tmp_path: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Each by itself: a run of another one is not gone on with."""
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 4096)
+    write_corpus(tmp_path, 10)
+    base = {"data_format": "completion"} if len(change) > 1 else {}
+    with pytest.raises(Stop):
+        encode_files(job_of(tmp_path, ["a.jsonl"], **base), stop_after(3))
+    assert (tmp_path / "out.partial.json").exists()
+    notes: list[str] = []
+    encode_files(job_of(tmp_path, ["a.jsonl"], **change), note=notes.append)
+    assert [note for note in notes if "out.partial.json" in note] == [
+        f"{tmp_path}/out.partial.json is of other inputs or flags: starting from the beginning"
+    ]
+    assert not [note for note in notes if "going on" in note]
+
+
+@pytest.mark.parametrize("interval", [0.0, 5.0])
+def test_a_run_notes_how_far_it_is_every_few_seconds(tmp_path: Path, interval: float, monkeypatch: pytest.MonkeyPatch):
+    """A block a second, of which there are ten."""
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(preprocess, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    saved: list[int] = []
+    real = Journal.save
+    monkeypatch.setattr(Journal, "save", lambda journal, path: saved.append(journal.blocks) or real(journal, path))
+    (tmp_path / "a.jsonl").write_text(('{"text": "%s"}\n' % ("x" * 4000)) * 10)
+    job = dataclasses.replace(job_of(tmp_path, ["a.jsonl"]), commit_interval=interval)
+    encode_files(job)
+    assert len(saved) == (saved[-1] if interval == 0.0 else saved[-1] // 5)
+    assert saved[-1] >= 10

@@ -294,3 +294,121 @@ def test_s3_killed_and_continued(s3: Any, tmp_path: Path) -> None:
     assert "going on behind" in done.stderr
     assert {suffix: (tmp_path / f"killed_text_document{suffix}").read_bytes() for suffix in expected} == expected
     shutil.rmtree(tmp_path / "in")
+
+
+@pytest.mark.parametrize(("failures", "taken"), [(0, True), (1, True), (6, True), (7, False)])
+def test_a_read_is_tried_seven_times(failures: int, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(remote, "sleep", pauses.append)
+    calls: list[int] = []
+
+    def read() -> str:
+        calls.append(1)
+        if len(calls) <= failures:
+            raise ConnectionResetError("down")
+        return "content"
+
+    if taken:
+        assert remote.tried_again("what", read) == "content"
+        assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0][:failures]
+        return
+    with pytest.raises(
+        StorageError, match=r"^what failed 7 times in 32 seconds: ConnectionResetError: down\. Start again"
+    ):
+        remote.tried_again("what", read)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (FileNotFoundError("x"), StorageError),
+        (PermissionError("x"), StorageError),
+        (IsADirectoryError("x"), StorageError),
+        (NotImplementedError("x"), StorageError),
+        (ImportError("x"), StorageError),
+        (TypeError("x"), StorageError),
+        (ConfigurationError("x"), ConfigurationError),
+        (DataError("x"), DataError),
+    ],
+)
+def test_what_cannot_change_is_not_tried_again(
+    error: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "sleep", lambda _: pytest.fail("tried again"))
+
+    def read() -> None:
+        raise error
+
+    with pytest.raises(raised) as caught:
+        remote.tried_again("what", read)
+    if raised is StorageError:
+        assert str(caught.value) == f"what: {type(error).__name__}: x. Check the name and the access"
+    else:
+        assert caught.value is error
+
+
+def test_bytes_behind_the_end_are_not_asked_for(store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.pipe("/a", b"0123456789")
+    asked: list[tuple[int, int]] = []
+    cat = MemoryFileSystem.cat_file
+
+    def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
+        asked.append((start, end))
+        return cat(self, path, start=start, end=end)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    file = RemoteFile("memory://a")
+    assert [file.read(*one) for one in ((0, 4), (8, 4), (10, 1), (20, 1), (3, 0))] == [b"0123", b"89", b"", b"", b""]
+    assert asked == [(0, 4), (8, 10)]
+
+
+def test_a_stream_reads_ahead_where_it_is_read_in_order_and_keeps_little(
+    store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four blocks ahead, eight kept; the one that is wanted is never the one that is let go."""
+    monkeypatch.setattr(remote, "_BLOCK", 10)
+    content = bytes(range(200)) + b"end"
+    store.pipe("/a", content)
+    file = RemoteFile("memory://a")
+    stream = RemoteStream(file)
+
+    def held(place: int) -> list[int]:
+        stream.seek(place)
+        buffer = bytearray(1)
+        assert stream.readinto(buffer) == 1
+        assert buffer[0] == content[place]
+        return sorted(stream._blocks)
+
+    assert held(0) == [0, 1, 2, 3, 4]
+    assert held(1) == [0, 1, 2, 3, 4]
+    assert held(15) == [0, 1, 2, 3, 4, 5]
+    assert held(100) == [0, 1, 2, 3, 4, 5, 10]
+    assert held(0) == [0, 1, 2, 3, 4, 5, 10], "from elsewhere none ahead"
+    assert len(held(112)) == 8
+    assert 0 in stream._blocks, "used last but for one"
+    assert len(held(120)) == 8
+    assert {12, 13, 14, 15, 16} <= set(stream._blocks)
+    assert held(202)[-1] == 20
+    assert stream.seek(-3, os.SEEK_END) == 200
+    assert stream.read(9) == b"end"
+    assert stream.seek(-500, os.SEEK_CUR) == 0
+    assert stream.seek(5) == stream.tell() == 5
+    assert stream.seek(2, os.SEEK_CUR) == 7
+    stream.close()
+    assert not stream._blocks
+
+
+@pytest.mark.parametrize(
+    ("info", "version"),
+    [
+        ({"ETag": "e", "mtime": 5}, "e"),
+        ({"mtime": 5, "created": 6}, "5"),
+        ({"LastModified": "now", "created": 6}, "now"),
+        ({"ETag": None, "sha256": "s"}, "s"),
+        ({"created": 0}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_tells_a_content_from_a_later_one(info: dict[str, Any], version: str) -> None:
+    assert remote._version(info) == version

@@ -189,3 +189,69 @@ def test_an_error_of_a_read_ahead_comes_where_it_is_read() -> None:
     with pytest.raises(DataError, match="sample 3 is broken"):
         ahead[3]
     ahead.close()
+
+
+@pytest.mark.usefixtures("pair")
+def test_another_content_of_the_same_size_is_copied_anew() -> None:
+    first = stored.local_file(FAR, ".idx")
+    whole = first.read_bytes()
+    other = bytes(reversed(whole))
+    fsspec.filesystem("memory").pipe("/bucket/corpus.idx", other)
+    stored._copied.cache_clear()
+    second = stored.local_file(FAR, ".idx")
+    assert (first.read_bytes(), second.read_bytes()) == (whole, other)
+    assert first.parent != second.parent
+
+
+def test_one_process_of_a_machine_copies_and_the_others_wait(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waited for the lock finds the copy and reads nothing."""
+    locked: list[int] = []
+    monkeypatch.setattr(stored.fcntl, "flock", lambda file, how: locked.append(how))
+    reads: list[int] = []
+    read = stored.RemoteFile.read
+    monkeypatch.setattr(
+        stored.RemoteFile, "read", lambda file, offset, length: reads.append(offset) or read(file, offset, length)
+    )
+    path = stored.local_file(FAR, ".mask")
+    assert locked == [stored.fcntl.LOCK_EX]
+    assert reads == [0]
+    content = path.read_bytes()
+    path.unlink()
+
+    def other_process(file: Any, how: int) -> None:
+        path.write_bytes(content)
+
+    monkeypatch.setattr(stored.fcntl, "flock", other_process)
+    stored._copied.cache_clear()
+    assert stored.local_file(FAR, ".mask").read_bytes() == content
+    assert reads == [0]
+
+
+def test_a_file_that_changes_while_it_is_copied_is_no_copy(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = stored.RemoteFile.read
+
+    def replaced(file: Any, offset: int, length: int) -> bytes:
+        found = read(file, offset, length)
+        fsspec.filesystem("memory").pipe("/bucket/corpus.idx", found + b"more")
+        return found
+
+    monkeypatch.setattr(stored.RemoteFile, "read", replaced)
+    with pytest.raises(DataError, match=r"memory://bucket/corpus\.idx was replaced while it was read"):
+        stored.local_file(FAR, ".idx")
+    assert not list(stored.cache_root().rglob("*.idx")), "nothing is left under its name"
+
+
+def test_ranges_of_both_kinds_and_the_end_of_their_threads(pair: str) -> None:
+    before = set(threading.enumerate())
+    ranges = [(0, 4), (7990, 100), (100, 0), (16, 2)]
+    whole = Path(f"{pair}.bin").read_bytes()
+    expected = [whole[offset : offset + length] for offset, length in ranges]
+    assert stored.read_many(pair, ranges) == expected
+    assert stored.read_many(FAR, ranges) == expected
+    for _ in range(2000):
+        if set(threading.enumerate()) <= before:
+            break
+        threading.Event().wait(0.01)
+    assert set(threading.enumerate()) <= before
+    assert stored.local_file(FAR, ".nothing").exists() is False
+    assert [stored.exists(FAR, suffix) for suffix in (".bin", ".nothing")] == [True, False]

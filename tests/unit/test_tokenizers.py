@@ -1,14 +1,20 @@
+import base64
 import json
 import shutil
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sentencepiece
+from tokenizers import Tokenizer
 
+from megatron_ext.config.schema.data import TOKENIZER_TYPES
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer import exported
-from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer import build, exported, tiktoken
+from megatron_ext.tokenizer.build import build_tokenizer, tokenizer_from_flags
 from megatron_ext.tokenizer.byte import ByteTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
@@ -129,3 +135,351 @@ def test_the_end_of_a_document_is_no_text_of_an_exported_tokenizer() -> None:
     made = exported._bytes(ByteTokenizer())
     assert made.decode([97, 256, 98]) == "ab"
     assert made.decode([97, 256], skip_special_tokens=False) == "a<|endoftext|>"
+
+
+class Flags:
+    """A value of its own for each flag."""
+
+    tokenizer_type = "type"
+    tokenizer_model = "model"
+    vocab_size = 77
+    vocab_file = "vocab"
+    merge_file = "merges"
+    tokenizer_special_tokens = ("<a>", "<b>")
+    tiktoken_pattern = "v1"
+    tiktoken_num_special_tokens = 9
+
+
+def test_every_flag_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(build, "build_tokenizer", lambda *values, **named: given.append((values, named)))
+    tokenizer_from_flags(Flags())
+    assert given == [
+        (
+            ("type", "model", 77),
+            {
+                "vocab_file": "vocab",
+                "merge_file": "merges",
+                "special_tokens": ("<a>", "<b>"),
+                "tiktoken_pattern": "v1",
+                "tiktoken_num_special_tokens": 9,
+            },
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (1 << 17, "v2", 1000, ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"))),
+        ({"vocab_size": 5}, (5, "v2", 1000, ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"))),
+        (
+            {"tiktoken_pattern": "v1", "tiktoken_num_special_tokens": 3, "special_tokens": ["<x>"]},
+            (1 << 17, "v1", 3, ["<x>"]),
+        ),
+    ],
+)
+def test_what_tiktokenizer_is_built_with(
+    given: dict[str, Any], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(tiktoken, "TikTokenizer", lambda *values: asked.append(values))
+    build_tokenizer("TikTokenizer", SPM, **given)
+    assert asked == [(SPM, *expected)]
+
+
+READ_BY = {
+    "vocab_file": {"GPT2BPETokenizer"},
+    "merge_file": {"GPT2BPETokenizer"},
+    "special_tokens": {"HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer"},
+    "tiktoken_pattern": {"TikTokenizer"},
+}
+
+
+@pytest.mark.parametrize("type", TOKENIZER_TYPES)
+@pytest.mark.parametrize("name", READ_BY)
+def test_a_flag_that_a_type_does_not_read_is_refused(name: str, type: str) -> None:
+    flag = "--tokenizer-special-tokens" if name == "special_tokens" else f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigurationError) as caught:
+        build_tokenizer(type, "no/such/model", 0, **{name: "x"})
+    refused = str(caught.value).startswith(f"{flag} x is not read by --tokenizer-type {type}, only by ")
+    assert refused == (type not in READ_BY[name])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"type": "NullTokenizer", "vocab_size": 0}, "NullTokenizer needs --vocab-size, the number of token ids"),
+        ({"type": "GPT2BPETokenizer"}, "GPT2BPETokenizer needs --vocab-file and --merge-file"),
+        ({"type": "GPT2BPETokenizer", "vocab_file": "x"}, "GPT2BPETokenizer needs --vocab-file and --merge-file"),
+        ({"type": "GPT2BPETokenizer", "merge_file": "x"}, "GPT2BPETokenizer needs --vocab-file and --merge-file"),
+    ],
+)
+def test_what_a_type_cannot_do_without(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^--tokenizer-type {message}"):
+        build_tokenizer(**given)
+    assert build_tokenizer("NullTokenizer", vocab_size=1).vocab_size == 1
+
+
+def test_special_tokens_of_flags_are_appended_in_their_order() -> None:
+    """And are part of what tells a tokenizer from others; those that the vocabulary has keep their ids."""
+    tokenizer: Any = build_tokenizer("HuggingFaceTokenizer", HF, special_tokens=["<b>", "<|endoftext|>", "<a>"])
+    assert tokenizer.encode("<a><b><|endoftext|>") == [1201, 1200, 0]
+    assert tokenizer.vocab_size == 1202
+    assert tokenizer.added_tokens() == ["<|endoftext|>", "<b>", "<a>"]
+    others = [
+        build_tokenizer("HuggingFaceTokenizer", HF, special_tokens=one) for one in (None, ["<b>"], ["<b>", "<a>"])
+    ]
+    assert len({json.dumps(one.identity()) for one in (tokenizer, *others)}) == 4
+    assert tokenizer.decode([1201, 1200, 0]) == "<a><b><|endoftext|>"
+    assert tokenizer.decode_plain([1201, *tokenizer.encode("text"), 0]) == "text"
+
+
+def _changed(tmp_path: Path, model: Any = None, **config: Any) -> Any:
+    """The tokenizer of HF with other settings; `model` changes tokenizer.json."""
+    folder = tmp_path / f"changed{len(list(tmp_path.iterdir()))}"
+    shutil.copytree(HF, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    if model is not None:
+        model(content)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | config
+    settings = {name: value for name, value in settings.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return build_tokenizer("HuggingFaceTokenizer", str(folder))
+
+
+def test_saved_truncation_and_padding_are_not_for_training(tmp_path: Path) -> None:
+    def shorten(content: dict[str, Any]) -> None:
+        content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+        content["padding"] = {
+            "strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+            "pad_type_id": 0, "pad_token": "<|endoftext|>",
+        }  # fmt: skip
+
+    text = "a text of more than three tokens"
+    expected = build_tokenizer("HuggingFaceTokenizer", HF).encode(text)
+    assert 3 < len(expected) < 50
+    assert _changed(tmp_path, shorten).encode(text) == expected
+
+
+def test_what_ends_and_begins_a_document(tmp_path: Path) -> None:
+    """`eos_token`, else `sep_token`; there may be none that begins one."""
+    assert _changed(tmp_path, eos_token="a", sep_token="b").end_of_document == "a"
+    assert _changed(tmp_path, eos_token=None, sep_token="b").end_of_document == "b"
+    assert _changed(tmp_path, eos_token={"content": "c"}).end_of_document == "c"
+    ids = {text: _changed(tmp_path, bos_token=text).bos for text in ("a", "<new>")}
+    assert ids == {"a": build_tokenizer("HuggingFaceTokenizer", HF).encode("a")[0], "<new>": 1200}
+    assert _changed(tmp_path, bos_token={"content": "<new>"}).bos == 1200
+    assert _changed(tmp_path, bos_token=None).bos is None
+
+
+def test_special_tokens_are_characters_where_the_folder_says_so(tmp_path: Path) -> None:
+    ids = [_changed(tmp_path, split_special_tokens=value).encode("<|endoftext|>") for value in (None, False, True)]
+    assert ids[0] == ids[1] == [0]
+    assert 0 not in ids[2]
+
+
+def test_tokens_of_the_config_are_appended_by_number(tmp_path: Path) -> None:
+    """1200 before 999 only as texts; how one is found in a text is its own."""
+    token = {"normalized": False, "special": False}
+    decoder = {
+        "1200": {"content": "<x>", **token, "single_word": True},
+        "999": {"content": "<y>", **token, "rstrip": True},
+        "10000": {"content": "<z>", **token, "lstrip": True},
+    }
+    tokenizer = _changed(tmp_path, added_tokens_decoder=decoder)
+    added = tokenizer._tokenizer.get_added_tokens_decoder()
+    assert [added[number].content for number in (1200, 1201, 1202)] == ["<y>", "<x>", "<z>"]
+    assert [added[number].single_word for number in (1200, 1201, 1202)] == [False, True, False]
+    assert [added[number].rstrip for number in (1200, 1201, 1202)] == [True, False, False]
+    assert [added[number].lstrip for number in (1200, 1201, 1202)] == [False, False, True]
+    assert not any(added[number].special or added[number].normalized for number in (1200, 1201, 1202))
+    unsaid = {"1200": {"content": "<x>"}}
+    assert _changed(tmp_path, added_tokens_decoder=unsaid)._tokenizer.get_added_tokens_decoder()[1200].special
+
+
+def _template(content: dict[str, Any]) -> None:
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "B", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"B": {"id": "B", "ids": [5], "tokens": ["B"]}},
+    }
+
+
+def test_a_rendered_text_has_its_special_tokens_already(tmp_path: Path) -> None:
+    tokenizer = _changed(tmp_path, _template)
+    ids = tokenizer.encode("one two")
+    assert tokenizer.frame() == ([5], [])
+    assert ids[0] == 5
+    rendered, offsets = tokenizer.encode_rendered("one two")
+    assert rendered == ids[1:]
+    assert (offsets[0][0], offsets[-1][1]) == (0, 7)
+    assert build_tokenizer("HuggingFaceTokenizer", HF).frame() == ([], [])  # type: ignore[attr-defined]
+
+
+def _with(name: str, value: Any) -> Any:
+    return lambda content: content.__setitem__(name, value)
+
+
+def _added(**options: Any) -> Any:
+    token = {
+        "id": 1200, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+        "special": True,
+    }  # fmt: skip
+    return lambda content: content["added_tokens"].append(token | options)
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "cuts"),
+    [
+        (None, True),
+        (_added(), True),
+        (_added(content="<x y>"), False),
+        (_added(lstrip=True), False),
+        (_added(rstrip=True), False),
+        (_with("normalizer", {"type": "NFC"}), False),
+        (_with("pre_tokenizer", {**BYTE_LEVEL, "add_prefix_space": True}), False),
+        (_with("pre_tokenizer", {**BYTE_LEVEL, "use_regex": False}), False),
+        (_with("pre_tokenizer", {"type": "Whitespace"}), False),
+        (_template, False),
+    ],
+)
+def test_a_text_may_be_cut_only_where_no_token_looks_around(tmp_path: Path, change: Any, cuts: bool) -> None:
+    assert _changed(tmp_path, change).splits_between_words() == cuts
+
+
+def test_a_file_that_cannot_be_read_is_named_with_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"^--vocab-file none cannot be read for --tokenizer-type GPT2BPETok"):
+        build_tokenizer("GPT2BPETokenizer", vocab_file="none", merge_file=str(tmp_path / "m"))
+    (tmp_path / "v").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"^--merge-file .*/m cannot be read for --tokenizer-type GPT2BPETok"):
+        build_tokenizer("GPT2BPETokenizer", vocab_file=str(tmp_path / "v"), merge_file=str(tmp_path / "m"))
+    with pytest.raises(UnicodeEncodeError):
+        build_tokenizer("SentencePieceTokenizer", SPM).encode("a\ud800")
+
+
+def _sentencepiece(tmp_path: Path, kind: str, **settings: Any) -> str:
+    lines = [json.loads(line)["text"] for line in (GOLDEN / "input.jsonl").read_text().splitlines()][:60]
+    model = BytesIO()
+    options: dict[str, Any] = {"byte_fallback": True, "normalization_rule_name": "identity"} | settings
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in lines for line in text.splitlines() if line),
+        model_writer=model, vocab_size=420, model_type=kind, num_threads=1, minloglevel=2, hard_vocab_limit=False,
+        **options,
+    )  # fmt: skip
+    path = tmp_path / f"{kind}.model"
+    path.write_bytes(model.getvalue())
+    return str(path)
+
+
+EXPORTED_TEXTS = [
+    "", " ", "First Citizen:  two  spaces ", " leading", "trailing  ", "a<sym>b<symbol> c", "</s><s><unk>", "<0x41>",
+    "1234 5 é ß 中文 😀 \n\n\tx", "can't  WE'LL HTTPServer camelCase", "\u00ad\u00a0soft", "▁▁ ▁x", "the the the",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"user_defined_symbols": ["<sym>", "<symbol>"]},
+        {"remove_extra_whitespaces": False, "add_dummy_prefix": False},
+        {"add_dummy_prefix": False},
+        {"byte_fallback": False, "unk_id": 2, "bos_id": 0, "eos_id": 1},
+    ],
+    ids=["plain", "symbols", "as it is", "no prefix", "unknown"],
+)
+def test_a_sentencepiece_model_is_exported_with_its_ids(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    tokenizer = build_tokenizer("SentencePieceTokenizer", _sentencepiece(tmp_path, kind, **settings))
+    assert exported.write_tokenizer(tokenizer, tmp_path) == ["tokenizer.json", "tokenizer_config.json"]
+    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs.encode_special_tokens = True  # as transformers does for split_special_tokens
+    lines = [json.loads(line)["text"] for line in (GOLDEN / "input.jsonl").read_text().splitlines()][60:100]
+    # The name of a control piece is cut in two: a unigram model without bytes then has an unknown on either side.
+    is_apart = kind == "unigram" and "unk_id" in settings
+    for text in [text for text in [*EXPORTED_TEXTS, *lines] if not (is_apart and "</s>" in text)]:
+        assert theirs.encode(text, add_special_tokens=False).ids == tokenizer.encode(text), repr(text)
+    for text in lines:
+        ids = tokenizer.encode(text)
+        assert "unk_id" in settings or theirs.decode(ids) == tokenizer.decode(ids)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"treat_whitespace_as_suffix": True}, "was trained with treat_whitespace_as_suffix"),
+        ({"model_type": "char"}, "is neither unigram nor BPE"),
+    ],
+)
+def test_what_tokenizer_json_cannot_express(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
+    kind = settings.pop("model_type", "bpe")
+    tokenizer = build_tokenizer("SentencePieceTokenizer", _sentencepiece(tmp_path, kind, **settings))
+    with pytest.raises(ConfigurationError, match=f"^the SentencePiece model {problem}, which tokenizer.json cannot"):
+        exported.write_tokenizer(tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["v1", "v2"])
+def test_a_tiktoken_vocabulary_is_exported_with_its_ids(tmp_path: Path, pattern: str) -> None:
+    """Special tokens are found in a text first; one of the same text among the others is never found."""
+    pieces = [b"th", b"the", b" the", b"HT", b"TP", b"HTTP", b"ca", b"can", b"</", b"</s>", b"ab", b"abc", b"bc", b"12"]
+    tokens = [*(bytes([number]) for number in range(256)), *pieces]
+    entries = [
+        {"rank": number, "token_bytes": base64.b64encode(token).decode(), "token_str": ""}
+        for number, token in enumerate(tokens)
+    ]
+    (tmp_path / "vocab.json").write_text(json.dumps(entries))
+    tokenizer: Any = build_tokenizer(
+        "TikTokenizer", str(tmp_path / "vocab.json"), len(tokens) + 9, tiktoken_num_special_tokens=9,
+        tiktoken_pattern=pattern,
+    )  # fmt: skip
+    exported.write_tokenizer(tokenizer, tmp_path)
+    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in [*EXPORTED_TEXTS, "abc abcabc", "x</s>y<SPECIAL_8>", "12 HTTP can't"]:
+        assert theirs.encode(text).ids == tokenizer.encode(text), repr(text)
+        assert theirs.decode(tokenizer.encode(text), skip_special_tokens=False) == tokenizer.decode(
+            tokenizer.encode(text)
+        )
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (config["eos_token"], config["unk_token"]) == ("</s>", "<unk>")
+    assert "split_special_tokens" not in config
+
+
+def test_bytes_are_exported_with_their_ids(tmp_path: Path) -> None:
+    """Each of them; the end of a document is no text. A configuration that is there stays."""
+    tokenizer = ByteTokenizer()
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    exported.write_tokenizer(tokenizer, tmp_path)
+    assert (tmp_path / "tokenizer_config.json").read_text() == "{}"
+    (tmp_path / "tokenizer_config.json").unlink()
+    exported.write_tokenizer(tokenizer, tmp_path)
+    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert theirs.get_vocab_size() == 257
+    theirs.encode_special_tokens = True
+    for text in [*EXPORTED_TEXTS, "".join(map(chr, range(0x180))), "<|endoftext|>"]:
+        assert theirs.encode(text).ids == tokenizer.encode(text)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (config["eos_token"], config["split_special_tokens"]) == ("<|endoftext|>", True)
+    assert exported.write_tokenizer(build_tokenizer("NullTokenizer", vocab_size=9), tmp_path / "none") == []
+
+
+def test_a_tokenizer_of_the_library_is_exported_with_its_end(tmp_path: Path) -> None:
+    tokenizer: Any = build_tokenizer("HuggingFaceTokenizer", HF, special_tokens=["<x>"])
+    exported.write_tokenizer(tokenizer, tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+    again = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    assert again.encode("a<x>b") == tokenizer.encode("a<x>b")
+    assert (again.vocab_size, again.eod) == (tokenizer.vocab_size, tokenizer.eod)

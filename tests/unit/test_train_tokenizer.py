@@ -3,12 +3,13 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.build import build_tokenizer
-from megatron_ext.tokenizer.training import sample_texts
+from megatron_ext.tokenizer.training import sample_texts, train_bytelevel_bpe, train_sentencepiece
 
 TOOLS = Path(__file__).parents[2] / "tools"
 INPUT = str(Path(__file__).parents[1] / "golden" / "preprocess" / "input.jsonl")
@@ -110,3 +111,44 @@ def test_a_corpus_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("no_such_package", "json.tool", "this"):
         with pytest.raises(ConfigurationError, match=f"--package {name} is not installed"):
             tool["main"]([*flags, "--package", name])
+
+
+@pytest.mark.parametrize(("size", "taken"), [(256, False), (257, True), (259, True), (260, False)])
+def test_the_smallest_and_the_largest_vocabulary_of_a_text(tmp_path: Path, size: int, taken: bool):
+    """257 entries are the bytes and the end of a document; `ab ab` has two merges, and no third."""
+    if not taken:
+        with pytest.raises(ConfigurationError, match=r"must be over 256|the text has merges for 259 entries; use 259$"):
+            train_bytelevel_bpe(["ab ab"] * 3, size, tmp_path / "new" / "folder")
+        assert list(tmp_path.iterdir()) == []
+        return
+    train_bytelevel_bpe(["ab ab"] * 3, size, tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(folder))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (size, 0)
+    assert json.loads((folder / "tokenizer_config.json").read_text()) == {
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "unk_token": "<|endoftext|>",
+        "model_max_length": 10**30,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_sentencepiece_takes_a_text_as_it_is(tmp_path: Path, kind: str):
+    """Spaces and characters stay, digits are apart, and what is unknown is bytes."""
+    texts = [json.loads(line)["text"] for line in Path(INPUT).read_text().splitlines()]
+    train_sentencepiece([*texts, "2024 2024 2024 ﬁ\n"] * 2, 700, tmp_path, kind)
+    tokenizer: Any = build_tokenizer("SentencePieceTokenizer", str(tmp_path / "tokenizer.model"))
+    for text in ("a  b   c", "ﬁ", "Å²", "\u2603 \U0001f600", "x\t\ty"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    pieces = [tokenizer.piece(token) for token in tokenizer.encode("2024")]
+    assert pieces[-4:] == ["2", "0", "2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, []), (1.0, ["a", "b", "\ud800"]), (0.4, ["\ud800"]), (0.5, ["b", "\ud800"])]
+)
+def test_a_share_is_of_the_hashes(share: float, expected: list[str]):
+    """CRC-32 of "a" is 0xe8b7be43, of "b" 0x71beeff9, and of "?", which a lone surrogate is here, 0x6464c2b0."""
+    assert list(sample_texts(["a", "b", "\ud800"], share)) == expected

@@ -1,0 +1,425 @@
+"""Records of each format as text, by each named template to the character, and as tokens with their flags."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.data.mask import BEGINS, COUNTS
+from megatron_ext.data.prepare.conversations import ConversationFormat
+from megatron_ext.data.prepare.documents import Block, RawDocument, ReadPosition
+from megatron_ext.data.prepare.encode_conversations import ConversationEncoder, _by_offsets, _bytes
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.tokenizer import chat
+from megatron_ext.tokenizer.byte import ByteTokenizer
+from megatron_ext.tokenizer.chat import END_OF_TEXT, ChatTemplate, Rendered, chat_template, missing_tokens
+from megatron_ext.tokenizer.chat_templates import TEMPLATES
+from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron_ext.tokenizer.library import LibraryTokenizer
+
+TURNS = [
+    {"role": "system", "content": "Be <kind>."},
+    {"role": "user", "content": " Hi \n"},
+    {"role": "assistant", "content": " Hello. \n"},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "No."},
+]
+
+# What is trained on stands between ⟦ and ⟧.
+WRITTEN = {
+    "alpaca": (
+        "<s>Be <kind>.\n\n### Instruction:\n Hi \n\n\n### Response:\n⟦ Hello. \n</s>⟧\n\n"
+        "### Instruction:\nAnd?\n\n### Response:\n⟦No.</s>⟧",
+        "### Response:\n",
+    ),
+    "chatml": (
+        "<|im_start|>system\nBe <kind>.<|im_end|>\n<|im_start|>user\n Hi \n<|im_end|>\n"
+        "<|im_start|>assistant\n⟦ Hello. \n<|im_end|>⟧\n<|im_start|>user\nAnd?<|im_end|>\n"
+        "<|im_start|>assistant\n⟦No.<|im_end|>⟧\n",
+        "<|im_start|>assistant\n",
+    ),
+    "llama2": (
+        "<s>[INST] <<SYS>>\nBe <kind>.\n<</SYS>>\n\n Hi \n [/INST] ⟦ Hello. \n </s>⟧<s>[INST] And? [/INST] ⟦No. </s>⟧",
+        "",
+    ),
+    "llama3": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe <kind>.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Hello.<|eot_id|>⟧"
+        "<|start_header_id|>user<|end_header_id|>\n\nAnd?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦No.<|eot_id|>⟧",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "zephyr": (
+        "<|system|>\nBe <kind>.</s>\n<|user|>\n Hi \n</s>\n<|assistant|>\n⟦ Hello. \n</s>⟧\n<|user|>\nAnd?</s>\n"
+        "<|assistant|>\n⟦No.</s>⟧\n",
+        "<|assistant|>\n",
+    ),
+}
+
+
+def _marked(rendered: Rendered) -> str:
+    text, end, found = rendered.text, 0, ""
+    for first, behind in rendered.spans:
+        found += f"{text[end:first]}⟦{text[first:behind]}⟧"
+        end = behind
+    return found + text[end:]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_named_template_writes(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
+    text, prompt = WRITTEN[name]
+    assert _marked(template.render(TURNS)) == text
+    plain = template.text(TURNS[:2])
+    assert template.text(TURNS[:2], add_generation_prompt=True) == plain + prompt
+    assert plain == text.split("⟦")[0].removesuffix(prompt)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_without_marks_is_read_to_the_same_turns(name: str) -> None:
+    """By the prompts for the assistant; but llama2 has none, and white space at the end is not what was written."""
+    source = TEMPLATES[name].replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    found = ChatTemplate(source, special).render(TURNS)
+    assert found == ChatTemplate(TEMPLATES[name], special).render(TURNS)
+
+
+def test_turns_are_read_from_a_template_without_marks() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    rendered = ChatTemplate(source, {}).render([*TURNS, {"role": "tool", "content": "x"}])
+    assert _marked(rendered) == (
+        "system: Be <kind>.\nuser:  Hi \n\nassistant: ⟦ Hello.⟧ \n\nuser: And?\nassistant: ⟦No.⟧\ntool: x\n"
+    )
+
+
+def test_json_in_a_template_is_as_transformers_writes_it() -> None:
+    value = {"b": "é<", "a": [1, None]}
+
+    def written(call: str) -> str:
+        return ChatTemplate("{{ messages[0].value | " + call + " }}", {}).text([{"value": value}])
+
+    assert written("tojson") == '{"b": "é<", "a": [1, null]}'
+    assert written("tojson(ensure_ascii=True)") == '{"b": "\\u00e9<", "a": [1, null]}'
+    assert written("tojson(separators=(',', ':'))") == '{"b":"é<","a":[1,null]}'
+    assert written("tojson(sort_keys=True)") == '{"a": [1, null], "b": "é<"}'
+    assert written("tojson(indent=1)") == '{\n "b": "é<",\n "a": [\n  1,\n  null\n ]\n}'
+
+
+def test_lines_of_a_template_are_trimmed_as_transformers_trims_them() -> None:
+    source = "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\nend"
+    assert ChatTemplate(source, {}).text([{"content": "a"}, {"content": "b"}]) == "a\nb\nend"
+
+
+@pytest.mark.parametrize(
+    ("source", "refused"),
+    [
+        ("{{ (2 ** 100) % 7 }}", False),
+        ("{{ 2 ** 101 }}", True),
+        ("{{ 2 ** 1000000000 }}", True),
+        ("{{ 'ab' * 33554432 }}", False),
+        ("{{ 'ab' * 33554433 }}", True),
+        ("{{ [1, 2] * 33554433 }}", True),
+        ("{{ messages[0].content + messages[0].content }}", False),
+        ("{{ messages[0].content + messages[0].content + 'x' }}", True),
+        ("{{ '%d' % 1 }}", True),
+        ("{{ 70000001 % 9 }}", True),
+        ("{{ 7 % 4 }}", False),
+    ],
+)
+def test_what_an_operator_may_make(source: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(source.replace("33554432", "512").replace("33554433", "513"), {})
+    monkeypatch.setattr(chat, "_MOST_CHARACTERS", 1024)
+    messages = [{"role": "user", "content": "x" * 512}]
+    if source.startswith("{{ (2"):
+        monkeypatch.setattr(chat, "_MOST_CHARACTERS", 1 << 120)
+    if source.startswith("{{ 2 **"):
+        monkeypatch.setattr(chat, "_MOST_CHARACTERS", 1 << 40)
+    if not refused:
+        template.text(messages)
+        return
+    with pytest.raises(DataError, match="makes too much"):
+        template.text(messages)
+
+
+def test_a_digest_is_of_the_template_and_of_its_tokens() -> None:
+    digests = [
+        ChatTemplate(source, special).digest
+        for source in ("a", "b")
+        for special in ({}, {"eos_token": "</s>"}, {"eos_token": "<s>"}, {"bos_token": "</s>"})
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+def _folder(tmp_path: Path, **settings: Any) -> HuggingFaceTokenizer:
+    model = {"type": "BPE", "vocab": {character: n for n, character in enumerate("abc<>/s")}, "merges": []}
+    special = {"id": 7, "content": "</s>", "single_word": False, "lstrip": False, "rstrip": False}
+    special |= {"normalized": False, "special": True}
+    content = {"version": "1.0", "model": model, "added_tokens": [special]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **settings}))
+    return HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_which_template_a_tokenizer_has(tmp_path: Path) -> None:
+    """A file of its own before tokenizer_config.json; there the one named default of several."""
+
+    def written() -> str:
+        return chat_template("tokenizer", _folder(tmp_path, **settings)).text([])
+
+    settings: dict[str, Any] = {}
+    with pytest.raises(ConfigurationError, match="the tokenizer has no chat template of its own"):
+        written()
+    settings["chat_template"] = "one"
+    assert written() == "one"
+    others = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "usual"}]
+    settings["chat_template"] = others
+    assert written() == "usual"
+    settings["chat_template"] = others[::-1]
+    assert written() == "usual"
+    (tmp_path / "chat_template.jinja").write_text("of the file")
+    assert written() == "of the file"
+    (tmp_path / "chat_template.jinja").unlink()
+    settings["chat_template"] = others[:1]
+    with pytest.raises(ConfigurationError, match="the tokenizer has no chat template of its own"):
+        written()
+
+
+def test_a_template_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_text('{"chat_template": 1}é')
+    (tmp_path / "a.json").write_text('{"chat_template": "of json"}')
+    (tmp_path / "b.json").write_text('{"template": "of json"}')
+    (tmp_path / "c.jinja").write_bytes(b"\xff")
+    tokenizer = ByteTokenizer()
+    assert chat_template(str(tmp_path / "a.jinja"), tokenizer).text([]) == '{"chat_template": 1}é'
+    assert chat_template(str(tmp_path / "a.json"), tokenizer).text([]) == "of json"
+    for name in ("b.json", "c.jinja"):
+        with pytest.raises(ConfigurationError, match=f"the chat template {tmp_path}/{name} cannot be read"):
+            chat_template(str(tmp_path / name), tokenizer)
+    (tmp_path / "d.jinja").write_text("{% if %}")
+    with pytest.raises(
+        ConfigurationError, match=r"--chat-template .*d\.jinja is no jinja template: .*; give --chat-temp"
+    ):
+        chat_template(str(tmp_path / "d.jinja"), tokenizer)
+
+
+def test_the_special_tokens_that_a_template_may_name(tmp_path: Path) -> None:
+    """Those of tokenizer_config.json that are called so, as texts; the end of a document is always there."""
+    tokenizer = _folder(
+        tmp_path,
+        bos_token={"content": "<s>"},
+        pad_token=None,
+        add_bos_token=True,
+        tokenizer_class="X",
+        added_tokens_decoder={},
+        image_token="<image>",
+        chat_template="{{ bos_token }},{{ eos_token }},{{ pad_token }},{{ image_token }},{{ tokenizer_class }}",
+    )
+    assert chat_template("tokenizer", tokenizer).text([]) == "<s>,</s>,,<image>,"
+    bare = tmp_path / "bare.jinja"
+    bare.write_text("[{{ bos_token }}][{{ eos_token }}]")
+    assert chat_template(str(bare), ByteTokenizer()).text([]) == f"[][{END_OF_TEXT}]"
+    (tmp_path / "more").mkdir()
+    assert chat_template(str(bare), _folder(tmp_path / "more")).text([]) == "[][</s>]"
+
+
+@pytest.mark.parametrize(("name", "count"), [("chatml", 2), ("llama3", 4), ("zephyr", 0), ("tokenizer", 0), ("", 0)])
+def test_special_tokens_that_a_tokenizer_lacks(name: str, count: int) -> None:
+    assert len(missing_tokens(name, ByteTokenizer())) == count
+    known: Any = SimpleNamespace(encode=lambda text: [1] if text == "<|im_end|>" else [1, 2])
+    assert missing_tokens("chatml", known) == ["<|im_start|>"]
+
+
+ROLES = ChatTemplate("{% for m in messages %}{{ m | tojson(sort_keys=True) }}\n{% endfor %}", {})
+
+
+def _messages(name: str, fields: dict[str, Any], key: str | None = None) -> list[dict[str, Any]]:
+    record = RawDocument("in.jsonl", 3, json.dumps(fields).encode(), is_json=True)
+    text = ConversationFormat(name, key, ROLES).render(record).text
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_records_become_messages() -> None:
+    system = {"role": "system", "content": "S"}
+    question = {"role": "user", "content": "I\n\nG", "instruction": "I", "input": "G"}
+    answer = {"role": "assistant", "content": "A"}
+    alpaca = {"instruction": "I", "input": "G", "output": "A"}
+    assert _messages("alpaca", alpaca) == [question, answer]
+    assert _messages("alpaca", {**alpaca, "system": "S"}) == [system, question, answer]
+    for empty in ({"input": ""}, {"input": None}, {}):
+        found = _messages("alpaca", {"instruction": "I", "output": "A", "system": "", **empty})
+        assert found == [{"role": "user", "content": "I", "instruction": "I", "input": ""}, answer]
+    names = {
+        "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
+        "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+        "function_call": "assistant",
+    }  # fmt: skip
+    turns = [{"from": name, "value": name} for name in names]
+    expected = [{"role": role, "content": name} for name, role in names.items()]
+    assert _messages("sharegpt", {"conversations": turns}) == expected
+    assert _messages("sharegpt", {"chat": turns, "system": "S"}, "chat") == [system, *expected]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
+    assert _messages("messages", {"messages": [call, answer]}) == [
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+        answer,
+    ]
+    assert _messages("messages", {"turns": [answer]}, "turns") == [answer]
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_a_turn_without_content_or_anything_else_is_refused(content: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r'^in\.jsonl:3: key "content" (is missing|holds NoneType, not text); the keys'):
+        _messages("messages", {"messages": [{"role": "assistant", **content}]})
+
+
+@pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1", "\ufdd2"])
+def test_no_record_holds_a_mark_of_ours(mark: str) -> None:
+    with pytest.raises(DataError, match='key "value" holds one of the noncharacters'):
+        _messages("sharegpt", {"conversations": [{"from": "human", "value": f"a{mark}b"}]})
+
+
+def _completion(fields: dict[str, Any], key: str | None = None) -> Rendered:
+    record = RawDocument("in.jsonl", 3, json.dumps(fields).encode(), is_json=True)
+    return ConversationFormat("completion", key, None).render(record)
+
+
+def test_completions_and_columns() -> None:
+    assert _completion({"prompt": "ab", "completion": "cde"}) == Rendered("abcde", [(2, 5)])
+    assert _completion({"text": "abc", "body": "x"}) == Rendered("abc", [(0, 3)])
+    assert _completion({"text": "abc", "body": "x"}, "body") == Rendered("x", [(0, 1)])
+    for fields in ({"prompt": "ab", "text": "x"}, {"completion": "ab", "text": "x"}):
+        with pytest.raises(DataError, match="is missing"):
+            _completion(fields)
+    columns = {
+        (name, key): ConversationFormat(name, key, None).columns
+        for name in ("alpaca", "sharegpt", "messages", "completion")
+        for key in (None, "other")
+    }
+    assert columns == {
+        ("alpaca", None): ("instruction", "input", "output", "system"),
+        ("alpaca", "other"): ("other", "input", "output", "system"),
+        ("sharegpt", None): ("conversations", "system"),
+        ("sharegpt", "other"): ("other", "system"),
+        ("messages", None): ("messages",),
+        ("messages", "other"): ("other",),
+        ("completion", None): ("prompt", "completion", "text"),
+        ("completion", "other"): ("prompt", "completion", "other"),
+    }
+
+
+def _encoded(
+    records: list[dict[str, Any]], tokenizer: Any = None, template: str | None = None, **settings: Any
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens and flags of each document; COUNTS and BEGINS as they are."""
+    options: dict[str, Any] = {
+        "append_eod": False, "on_error": "fail", "packed_to": 0, "train_on_inputs": False
+    } | settings  # fmt: skip
+    chosen = None if template is None else ChatTemplate(template, {"eos_token": END_OF_TEXT})
+    form = ConversationFormat("completion" if template is None else "messages", None, chosen)
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    found = ConversationEncoder(tokenizer or ByteTokenizer(), form, **options)(
+        Block("in.jsonl", 1, lines, len(lines), ReadPosition(), 0)
+    )
+    [(tokens, lengths)] = found.columns
+    assert found.flags is not None
+    assert found.documents + len(found.problems) == len(records)
+    ends = np.cumsum(lengths)[:-1]
+    return [part.tolist() for part in np.split(tokens, ends)], [part.tolist() for part in np.split(found.flags, ends)]
+
+
+def test_an_end_of_document_counts_as_the_token_before_it() -> None:
+    """Behind an assistant's turn it is trained on, behind a user's not, and where there is one, none is added."""
+    user, assistant = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}"
+        "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    records = [{"messages": one} for one in ([user, assistant], [assistant, user], [user, user])]
+    tokens, flags = _encoded(records, template=template, append_eod=True)
+    assert tokens == [[117, 97, 256], [97, 117, 256], [117, 117, 256]]
+    assert flags == [[BEGINS, COUNTS, COUNTS], [BEGINS, 0, 0], [BEGINS, 0, 0]]
+    ended = template.replace("{{ m.content }}{% endg", "{{ m.content }}{{ eos_token }}{% endg")
+    tokens, flags = _encoded(records[:2], template=ended, append_eod=True)
+    assert tokens == [[117, 97, 256], [97, 256, 117, 256]]
+    assert flags == [[BEGINS, COUNTS, COUNTS], [BEGINS, COUNTS, 0, 0]]
+    assert _encoded(records[:1], template=template)[0] == [[117, 97]]
+    assert _encoded([{"text": ""}, {"text": "a"}], append_eod=True) == ([[], [97, 256]], [[], [BEGINS, COUNTS]])
+
+
+@pytest.mark.parametrize("train_on_inputs", [False, True])
+def test_inputs_are_trained_on_where_it_is_asked_for(train_on_inputs: bool) -> None:
+    """But for the first token, which nothing predicts."""
+    _, [flags] = _encoded([{"prompt": "abc", "completion": "de"}], train_on_inputs=train_on_inputs)
+    assert flags == [BEGINS, *[COUNTS if train_on_inputs else 0] * 2, COUNTS, COUNTS]
+
+
+def test_documents_are_packed_by_first_fit_the_longest_first() -> None:
+    """In their order within a sequence; what is left of it is a document that counts in nothing."""
+    texts = ["aa", "bbbb", "c", "ddddd", "", "ee", "ffff"]
+    tokens, flags = _encoded([{"text": text} for text in texts], packed_to=5)
+    assert [bytes(part).decode() for part in tokens] == ["ddddd", "bbbbc", "ffff\0", "aaee\0"]
+    one = [BEGINS, COUNTS, COUNTS, COUNTS, COUNTS]
+    assert flags == [
+        one,
+        [*one[:4], BEGINS],
+        [*one[:4], BEGINS],
+        [BEGINS, COUNTS, BEGINS, COUNTS, BEGINS],
+    ]
+    tokens, flags = _encoded([{"text": "abc"}], packed_to=8)
+    assert tokens == [[97, 98, 99, 0, 0, 0, 0, 0]]
+    assert flags == [[BEGINS, COUNTS, COUNTS, BEGINS, 0, 0, 0, 0]]
+
+    class EndIs0(ByteTokenizer):
+        eod = 0
+
+    assert _encoded([{"text": "abc"}], EndIs0(), packed_to=5)[0] == [[97, 98, 99, 1, 1]], "filled with no end"
+
+
+@pytest.mark.parametrize(("length", "fits"), [(4, True), (5, True), (6, False)])
+def test_a_document_as_long_as_a_sequence_fits(length: int, fits: bool) -> None:
+    record = {"text": "a" * length}
+    if fits:
+        assert len(_encoded([record], packed_to=5)[0]) == 1
+        return
+    with pytest.raises(DataError, match=rf"^in\.jsonl:1: the document has {length} tokens, more than --seq-length 5;"):
+        _encoded([record], packed_to=5)
+    assert _encoded([record, {"text": "b"}], packed_to=5, on_error="skip")[0] == [[98, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("spans", "trained"),
+    [
+        ([(2, 4)], [0, 1, 0, 0]),
+        ([(0, 2)], [1, 0, 0, 0]),
+        ([(3, 5)], [0, 1, 1, 0]),
+        ([(1, 3)], [1, 1, 0, 0]),
+        ([(1, 2), (6, 8)], [1, 0, 0, 1]),
+        ([(2, 2)], [0, 0, 0, 0]),
+        ([], [0, 0, 0, 0]),
+    ],
+)
+def test_a_token_is_trained_on_where_it_holds_a_beginning(spans: list[tuple[int, int]], trained: list[int]) -> None:
+    """Tokens of two characters: one that begins in a part, or that a part begins in, and not one behind it."""
+    tokenizer: Any = object.__new__(LibraryTokenizer)
+    tokenizer.encode_rendered = lambda text: ([5, 6, 7, 8], [(0, 2), (2, 4), (4, 6), (6, 8)])
+    tokenizer.frame = lambda: ([1, 2], [3])
+    ids, found = _by_offsets(tokenizer, Rendered("aabbccdd", spans), in_a_frame=False)
+    assert (ids.tolist(), found.tolist()) == ([5, 6, 7, 8], [bool(one) for one in trained])
+    ids, found = _by_offsets(tokenizer, Rendered("aabbccdd", spans), in_a_frame=True)
+    assert ids.tolist() == [1, 2, 5, 6, 7, 8, 3]
+    assert found.tolist() == [False, False, *(bool(one) for one in trained), True]
+
+
+def test_bytes_are_trained_on_in_their_part_alone() -> None:
+    text = f"é{END_OF_TEXT}b{END_OF_TEXT}"
+    ids, trained = _bytes(Rendered(text, [(1, 3)]), 256)
+    assert ids.tolist() == [0xC3, 0xA9, 256, 98, 256]
+    assert trained.tolist() == [False, False, True, True, False]
+    ids, trained = _bytes(Rendered("abc", [(0, 1), (2, 3)]), 256)
+    assert trained.tolist() == [True, False, True]
