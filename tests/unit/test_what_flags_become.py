@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config import help_text
 from megatron_ext.config.arguments import parse, read
 from megatron_ext.config.help_text import about, default_text
 from megatron_ext.config.megatron_options import MegatronOption
@@ -143,6 +144,24 @@ def test_what_is_wrong_is_said_once(
         assert typed.problems[0] == "unexpected argument 'b' after --config"
     else:
         assert list(typed.problems) == [problem.format(file=tmp_path / "run.yaml") for problem in problems]
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"num_layers: 4 # \xff\n")
+    [problem] = read(["--config", str(tmp_path / "run.yaml")]).problems
+    assert problem.startswith(f"--config {tmp_path}/run.yaml is not valid YAML: 'utf-8' codec can't decode byte 0xff")
+
+
+@pytest.mark.parametrize(("length", "own_line"), [(10, False), (41, False), (42, True), (43, True), (44, True)])
+def test_sentences_of_the_help_stand_in_one_column(length: int, own_line: bool) -> None:
+    """Two blanks at least after the flag; one that is longer has a line of its own."""
+    flag = "--" + "x" * (length - 2)
+    found = help_text._entry(flag, "word " * 40)
+    assert found[0] == f"  {flag}" if own_line else found[0].startswith(f"  {flag}   ")
+    for line in found[own_line:]:
+        assert line[:46].replace(flag, "").strip() == ""
+        assert line[46:].startswith("word word")
+        assert len(line) <= 120
 
 
 def test_unknown_flags_and_names_are_left_out_where_asked(tmp_path: Path) -> None:
