@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import help_text
+from megatron_ext.config import help_text, megatron_options, old_spellings
 from megatron_ext.config.arguments import parse, read
 from megatron_ext.config.help_text import about, default_text
 from megatron_ext.config.megatron_options import MegatronOption
 from megatron_ext.config.options import options_by_flag, options_by_name, read_texts, read_yaml_value
+from megatron_ext.config.other_defaults import other_default
 from megatron_ext.config.other_programs import advice
 from megatron_ext.config.words import listed
 
@@ -84,7 +85,7 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
         assert len(typed.problems) == 1
         return
     assert typed.problems == ()
-    assert typed.values == values
+    assert (typed.values, typed.warnings) == (values, ())
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,15 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
             "--local-rank 1 2 3",
             None,
             [f"unexpected argument '{word}' after --local-rank" for word in "23"],
+            set(),
+        ),
+        (
+            "--mtp-num-layers 1 2",
+            None,
+            [
+                "unexpected argument '2' after --mtp-num-layers",
+                "--mtp-num-layers 1 is not supported: multi-token prediction is not in this version; leave it out",
+            ],
             set(),
         ),
         ("--local-rank", None, ["--local-rank needs a value"], set()),
@@ -305,6 +315,36 @@ def test_every_spelling_of_a_flag_is_known() -> None:
         assert about(option.flag.upper()) == about(option.flag)
     with pytest.raises(ValueError, match="'gelu' is not one of none, linear, sqrt"):
         read_texts(options_by_name()["lr_scale_rule"], ["gelu"])
+
+
+def test_the_tables_of_megatrons_options() -> None:
+    """Of switches, of one value, of many, and of values that ask for nothing."""
+    tables = (((("one", "--a, --b N,\n  --c N..."),), True), ((("two", "--d =x;y, --e N =1"),), False))
+    found = {name: vars(option) for name, option in megatron_options._read_tables(*tables).items()}
+    expected = [
+        ("--a", "one", True, 0, None, False),
+        ("--b", "one", True, 1, None, True),
+        ("--c", "one", True, 1_000_000, None, False),
+        ("--d", "two", False, 0, "x;y", False),
+        ("--e", "two", False, 1, "1", True),
+    ]
+    assert [tuple(values.values()) for values in found.values()] == expected
+    with pytest.raises(AssertionError, match="--a is listed twice"):
+        megatron_options._read_tables(((("one", "--a"), ("two", "--a N")), True))
+    known = [megatron_options.find(flag) for flag in ("--use-mcore-models", "--extra-vocab-size", "--seed")]
+    assert [None if option is None else option.flag for option in known] == [
+        "--use-mcore-models",
+        "--extra-vocab-size",
+        None,
+    ]
+    assert old_spellings.find("--encoder-num-layers") == ("num_layers", None)
+    assert old_spellings.find("--wandb-name") == ("wandb_exp_name", None)
+    assert old_spellings.taken_value("tokenizer_type", "Llama2Tokenizer") == ("SentencePieceTokenizer", None)
+    assert old_spellings.taken_value("tokenizer_type", "llama2tokenizer") == ("llama2tokenizer", None)
+    assert old_spellings.taken_value("normalization", "rmsnorm") == ("RMSNorm", None)
+    assert other_default("--exit-signal-handler") is not None
+    assert other_default("--transformer-impl") is not None
+    assert other_default("--hidden-size") is None
 
 
 @pytest.mark.parametrize(
