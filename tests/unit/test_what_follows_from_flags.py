@@ -24,6 +24,7 @@ BASE = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "seq_lengt
     [
         ({}, {}, {"world_size": 1, "ffn_hidden_size": 192, "kv_channels": 8, "num_query_groups": 6}),
         ({}, {"world_size": 4}, {"world_size": 4, "global_batch_size": 8}),
+        ({}, {"world_size": 0}, {"world_size": 0, "global_batch_size": None}),
         ({"world_size": 8}, {"world_size": 4}, {"world_size": 8, "global_batch_size": 16}),
         (
             {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "pipeline_model_parallel_size": 2},
