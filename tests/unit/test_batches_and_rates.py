@@ -101,12 +101,34 @@ def test_samples_of_the_first_steps(training: dict[str, Any]) -> None:
         consumed += batch.global_batch_size(config, consumed)
 
 
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        ({}, [(12, 0, 9)]),
+        ({"train_iters": None, "train_samples": 35}, [(12, 0, 2)]),
+        ({"rampup_batch_size": (4, 4, 16), "train_iters": 9}, [(4, 0, 2), (8, 8, 1), (12, 16, 6)]),
+        ({"rampup_batch_size": (4, 4, 16), "train_iters": 3}, [(4, 0, 2), (8, 8, 1)]),
+        ({"step_batch_size_schedule": "0:4 320:12", "train_iters": 5}, [(4, 0, 3), (12, 12, 2)]),
+        (
+            {"step_batch_size_schedule": "0:4 320:12", "train_iters": None, "train_samples": 30},
+            [(4, 0, 3), (12, 12, 1)],
+        ),
+    ],
+)
+def test_a_run_as_phases(training: dict[str, Any], expected: list[tuple[int, int, int]]) -> None:
+    """By hand: size, first sample, steps."""
+    config = _config(training=training)
+    found = [(one.global_batch_size, one.first_sample, one.steps) for one in batch.batch_phases(config)]
+    assert found == expected
+    assert batch.training_steps(config) == sum(steps for _, _, steps in expected)
+
+
 def test_batches_of_an_evaluation_and_of_replicas() -> None:
     own = {"eval_global_batch_size": 6, "eval_micro_batch_size": 3}
     assert [batch.evaluation_batch(_config(training=training)) for training in ({}, own)] == [(12, 2), (6, 3)]
     layout = {"world_size": 12, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    config = _config(MIXTURE, {**layout, "expert_model_parallel_size": 4, "context_parallel_size": 2})
-    assert config.layout.data_parallel_size == 3
+    config = _config(MIXTURE, {**layout, "expert_model_parallel_size": 2, "context_parallel_size": 2})
+    assert (config.layout.data_parallel_size, config.layout.expert_data_parallel_size) == (3, 6)
     assert (batch.num_microbatches(config, 12), batch.num_microbatches(config, 12, 1)) == (2, 4)
     with pytest.raises(AssertionError):
         batch.num_microbatches(config, 13)

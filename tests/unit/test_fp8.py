@@ -1,7 +1,8 @@
 """Products in FP8 against float64: what is rounded how, by which scale, and that nothing else is lost."""
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -116,6 +117,53 @@ def test_a_block_that_is_cut_has_the_largest_value_of_its_own_ranks(
     again = quantize(x, block, E4M3, cut=cut, largest=found.largest)
     assert seen == asked
     assert torch.equal(again.scales, found.scales)
+
+
+def _groups(tensor: int, context: int) -> Any:
+    return SimpleNamespace(**{name: _Ranks(name, size) for name, size in (("tp", tensor), ("cp", context))})
+
+
+class _Ranks(NamedTuple):
+    name: str
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+
+@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize(
+    ("tensor", "sequence_parallel", "divides", "over"),
+    [
+        (1, False, "outputs", {}),
+        (1, False, "inputs", {}),
+        (2, False, "outputs", {"outputs_over": ["tp"], "sums_over": "tp"}),
+        (2, True, "outputs", {"outputs_over": ["tp"], "gathers_over": "tp"}),
+        (2, False, "inputs", {"inputs_over": ["tp"]}),
+        (2, True, "inputs", {"inputs_over": ["tp"]}),
+    ],
+)
+@pytest.mark.parametrize(("format_", "gradients"), [("hybrid", E5M2), ("e4m3", E4M3)])
+def test_who_finds_a_scale_together_and_who_gathers_or_sums(
+    format_: str,
+    gradients: torch.dtype,
+    tensor: int,
+    sequence_parallel: bool,
+    divides: str,
+    over: dict[str, Any],
+    context: int,
+) -> None:
+    layout = {"world_size": 4, "tensor_model_parallel_size": tensor, "sequence_parallel": sequence_parallel}
+    training = {"fp8_format": format_, "fp8_recipe": "rowwise", "gradient_accumulation_fusion": context == 2}
+    how = fp8.products_of(small_config(layout=layout, training=training), _groups(tensor, context), divides=divides)
+    found = {
+        name: [group.name for group in value] if isinstance(value, list) else value and value.name
+        for name in ("tokens_over", "inputs_over", "outputs_over", "gathers_over", "sums_over")
+        for value in [getattr(how, name)]
+    }
+    nobody = {"tokens_over": [], "inputs_over": [], "outputs_over": [], "gathers_over": None, "sums_over": None}
+    assert found == {**nobody, "tokens_over": ["cp"] * (context == 2), **over}
+    assert (how.recipe, how.gradients, how.adds_to_main_gradient) == (RECIPES["rowwise"], gradients, context == 2)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -99,7 +99,7 @@ def test_each_rank_masks_its_columns_of_padding(vocabulary: int, rank: int, expe
 def test_the_loss_of_an_output_layer_is_of_whole_sequences(
     tensor: int, sequence_parallel: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And of a weight that is there by then; the second rank's rows begin with the fourth, and the third one has padding
+    """And of a weight that is there by then; the second rank's rows begin with the fourth, and the third has padding
     alone."""
     seen: list[Any] = []
 

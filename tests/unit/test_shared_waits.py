@@ -3,6 +3,8 @@ processes are stand-ins; tests/distributed/test_shared_memory.py has real ones."
 
 import itertools
 import os
+import pickle
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.device.shared_memory import any_source, segment, waiting
+from megatron_ext.device.shared_memory import any_source, meeting, peers, record, replaced, segment, waiting
 from megatron_ext.device.shared_memory.any_source import MessageFromAnyone
 from megatron_ext.device.shared_memory.meeting import Members
 from megatron_ext.device.shared_memory.segment import LARGEST, MAIL_SLOTS, SLOTS, Layout, Segment
+from megatron_ext.device.shared_memory.work import SharedWork
 
 MEMBERS = Members(rank=0, processes=(500, 501, 502), names=(4, 6, 8))
 
@@ -232,3 +235,218 @@ def test_rows_are_read_in_the_type_that_is_asked_for(memory: Segment, monkeypatc
     for count in range(1, 30):
         assert len(memory.rows(torch.uint8, start, count, row_size)[1]) == count
         assert len(memory._rows) <= 5
+
+
+@pytest.mark.parametrize(("value", "shared"), [(None, True), ("0", True), ("1", False)])
+def test_a_rank_may_leave_its_groups_to_gloo(value: str | None, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(meeting.OFF, raising=False)
+    if value is not None:
+        monkeypatch.setenv(meeting.OFF, value)
+    monkeypatch.setattr(meeting.futex, "is_available", lambda: True)
+    monkeypatch.setattr(meeting.peers, "machine", lambda: "this one")
+    assert meeting._machine() == ("this one" if shared else "")
+    monkeypatch.setattr(meeting.futex, "is_available", lambda: False)
+    assert meeting._machine() == ""
+
+
+def test_containers_of_one_machine_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(["pid:[1]", "pid:[2]"])
+    monkeypatch.setattr(peers.os, "readlink", lambda _path: next(names))
+    first, second = peers.machine(), peers.machine()
+    assert first != second
+    assert first.rpartition(" ")[0] == second.rpartition(" ")[0]
+
+
+class Store(dict[str, bytes]):
+    """A store that another rank has written to."""
+
+    def set(self, key: str, text: str) -> None:
+        self[key] = text.encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self[key] for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("machine", "said", "meets", "warned"),
+    [("m", "-", True, None), ("other", "-", False, None), ("m", "no room", False, "no room")],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_ranks_tell_each_other_when_they_meet(
+    rank: int,
+    machine: str,
+    said: str,
+    meets: bool,
+    warned: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Both are this process here, whose file they map; the first rank says why there is no shared memory."""
+    file = os.memfd_create("test")
+    os.ftruncate(file, Layout(2).size)
+    monkeypatch.setattr(meeting, "_create", lambda _ranks: file)
+    monkeypatch.setattr(meeting, "_machine", lambda: "m")
+    monkeypatch.setattr(meeting.futex, "is_available", lambda: True)
+    monkeypatch.setattr(meeting.peers, "watch", lambda _process: None)
+    store, other, here = Store(), 1 - rank, os.getpid()
+    store[f"shared-memory/{other}"] = f"{machine}|{here}|{-1 if other else file}".encode()
+    store[f"shared-memory-mapped/{other}"] = said.encode()
+    met = meeting.meet(store, rank, 2, [])
+    assert (met is not None) == meets
+    assert store[f"shared-memory/{rank}"] == f"m|{here}|{-1 if rank else file}".encode()
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == (
+        [warned] if warned and rank == 0 else []
+    )
+    if met is not None:
+        assert (met[1].rank, met[1].processes, met[1].names) == (rank, (here, here), (0, 1))
+    if rank == 1:
+        os.close(file)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.close(file)
+
+
+def test_why_a_file_cannot_be_mapped() -> None:
+    assert meeting._map(os.getpid(), -1, 2) == (None, "rank 0 could not create a file in memory")
+    found, problem = meeting._map(os.getpid(), 10**6, 2)
+    assert found is None
+    assert "No such file" in problem
+
+
+def test_operations_are_noted_as_torch_notes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of time among torch's, with what has ended."""
+    monkeypatch.setattr(record, "_entries", deque(maxlen=2))
+    dump = pickle.dumps({"version": "x", "entries": [{"time_created_ns": 20, "of": "gloo"}]})
+    assert record.with_shared_memory(dump) == dump
+    times = iter([5, 10, 30])
+    monkeypatch.setattr(record.time, "time_ns", lambda: next(times))
+    group = SimpleNamespace(group_desc="TP")
+    of_group = record.Record(_Referable(group), "3")
+    of_group.begin("forgotten", 0, [])
+    of_group.begin("all_reduce", 7, [torch.zeros(2, 3, dtype=torch.bfloat16)]).has_ended = True
+    of_group.begin("send 0->1", 8, [torch.zeros(4)], is_message=True)
+    found = pickle.loads(record.with_shared_memory(dump))
+    assert found["version"] == "x"
+    assert [entry["time_created_ns"] for entry in found["entries"]] == [10, 20, 30]
+    first, _, last = found["entries"]
+    names = ("profiling_name", "collective_seq_id", "is_p2p", "input_sizes", "input_dtypes", "state", "retired")
+    assert [first[name] for name in names] == [
+        *("shared memory:all_reduce", 7, False, [[2, 3]], ["Bfloat16"], "completed", True)
+    ]
+    assert [last[name] for name in names] == [
+        *("shared memory:send 0->1", 8, True, [[4]], ["Float32"], "scheduled", False)
+    ]
+    assert first["process_group"] == ("3 through shared memory", "undefined"), "the group has gone"
+
+
+class _Referable:
+    def __init__(self, group: Any):
+        self.group_desc = group.group_desc
+
+
+class _Trial(SharedWork):
+    """Work that is ready from the second question on, or fails."""
+
+    def __init__(self, *, fails: bool = False):
+        super().__init__("all_reduce", [torch.ones(1)])
+        self.asked, self.fails, self.read = 0, fails, 0
+
+    def is_ready(self) -> bool:
+        self.asked += 1
+        return self.asked > 1
+
+    def await_ready(self, timeout: timedelta | None) -> None:
+        if self.fails:
+            raise RuntimeError("rank 1 was lost")
+
+    def finish(self) -> None:
+        self.read += 1
+        self.end()
+
+
+def test_what_torchs_callers_ask_of_a_work() -> None:
+    work = _Trial()
+    assert not work.is_completed()
+    assert not work.is_success()
+    assert work.is_completed()
+    assert (work.is_success(), work.exception(), work.read) == (True, None, 1)
+    assert work.complete()
+    assert work.read == 1, "once"
+    assert work.get_future().wait() == work.result()
+    lost = _Trial(fails=True)
+    with pytest.raises(RuntimeError, match="rank 1 was lost"):
+        lost.synchronize()
+    assert (lost.is_completed(), lost.is_success(), str(lost.exception())) == (True, False, "rank 1 was lost")
+    with pytest.raises(RuntimeError, match="rank 1 was lost"):
+        _Trial(fails=True).get_future().wait()
+
+
+class Group:
+    """Stands for torch's group."""
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Group:
+    """A group of one rank."""
+    group = Group()
+    monkeypatch.setattr(replaced, "_of_one_rank", {id(group)})
+    return group
+
+
+def test_a_group_of_one_rank_copies(alone: Group) -> None:
+    """Of every shape, as long as there are as many numbers; and asks gloo where torch would refuse."""
+    to_gloo: list[str] = []
+
+    def gloos(name: str) -> Any:
+        return lambda *_given: to_gloo.append(name)
+
+    given, output = torch.arange(6.0).view(2, 3), torch.zeros(6)
+    gather = replaced.all_gather(gloos("gather"))
+    assert gather(alone, output, given, None).is_success()
+    assert output.tolist() == given.flatten().tolist()
+    gather(alone, torch.zeros(7), given, None)
+    scatter = replaced.reduce_scatter(gloos("scatter"))
+    output = torch.zeros(3, 2)
+    assert scatter(alone, output, given, torch.distributed.ReduceScatterOptions()).is_success()
+    assert output.flatten().tolist() == given.flatten().tolist()
+    options, broadcast = torch.distributed.BroadcastOptions(), replaced.broadcast(gloos("broadcast"))
+    options.rootRank = 0
+    assert broadcast(alone, [given], options).is_success()
+    options.rootRank = 1
+    broadcast(alone, [given], options)
+    reduce, mean = replaced.all_reduce(gloos("reduce")), torch.distributed.AllreduceOptions()
+    mean.reduceOp = torch.distributed.ReduceOp.AVG
+    assert reduce(alone, [given], mean).is_success()
+    reduce(alone, [torch.ones(2, dtype=torch.int64)], mean)
+    with replaced.left_to_gloo():
+        with replaced.left_to_gloo():
+            reduce(alone, [given], mean)
+        reduce(alone, [given], mean)
+    assert reduce(alone, [given], mean).is_success()
+    assert to_gloo == ["gather", "broadcast", *["reduce"] * 3]
+
+
+def test_what_may_go_through_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, issued = Group(), list[str]()
+    channel = SimpleNamespace(ranks=3, issue=lambda work, size: issued.append(f"{work} of {size}"))
+    incoming = {1: SimpleNamespace(receive=lambda tensor: "from 1"), 2: None}
+    ends = SimpleNamespace(
+        channel=channel, incoming=incoming, outgoing={1: SimpleNamespace(send=lambda tensor: "to 1")}
+    )
+    monkeypatch.setattr(replaced, "_by_group", {id(group): ends})
+    monkeypatch.setattr(replaced.collectives, "Barrier", lambda channel: "barrier")
+    monkeypatch.setattr(replaced, "MessageFromAnyone", lambda boxes, tensor: "from anyone")
+    barrier = replaced.barrier(lambda *_given: "gloo")
+    barrier(group)
+    assert issued == ["barrier of 0"]
+    tensor = torch.ones(2)
+    anyone = replaced.receive_from_anyone(lambda *_given: "gloo")
+    sends, receives = replaced.send(lambda *_given: "gloo"), replaced.receive(lambda *_given: "gloo")
+    assert [anyone(group, [tensor], tag) for tag in (0, 1)] == ["from anyone", "gloo"]
+    assert [sends(group, [tensor], 1, tag) for tag in (0, 1)] == ["to 1", "gloo"]
+    assert [receives(group, [tensor], 1, tag) for tag in (0, 1)] == ["from 1", "gloo"]
+    large, empty = torch.zeros(LARGEST + 1, dtype=torch.uint8), torch.zeros(0)
+    assert [sends(group, [one], 1, 0) for one in (large, large[:-1], empty)] == ["gloo", "to 1", "gloo"]
+    assert sends(group, [tensor.to_sparse()], 1, 0) == "gloo"
+    with replaced.left_to_gloo():
+        assert (barrier(group), anyone(group, [tensor], 0), sends(group, [tensor], 1, 0)) == ("gloo",) * 3
+    assert barrier(Group()) == "gloo"

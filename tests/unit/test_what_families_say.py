@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.families import FAMILIES, state_dict_mapping
+from megatron_ext.config.families import FAMILIES, family_of, obstacles, state_dict_mapping
 from megatron_ext.config.families.reading import Reading
+from megatron_ext.config.families.state_dict_mapping import _grouped
 from megatron_ext.config.hf_config import differences, hf_config, read_hf_config
+from megatron_ext.config.layers import Attention
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, DataConfig, LayoutConfig, ModelConfig
 from megatron_ext.errors import ConfigurationError
@@ -453,6 +455,16 @@ def test_what_is_no_difference_between_flags_and_a_folder() -> None:
     assert differences(everywhere, {"add_qkv_bias": False, "group_query_attention": True}) == []
 
 
+@pytest.mark.parametrize(("experts", "in_the_way"), [(5, ["no --moe-router-load-balancing-type sinkhorn"]), (None, [])])
+def test_a_router_that_no_family_has_is_in_the_way_where_there_is_one(
+    experts: int | None, in_the_way: list[str]
+) -> None:
+    model = {"position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm", "num_experts": experts}
+    config = _config(**model, moe_router_load_balancing_type=("sinkhorn",), moe_aux_loss_coeff=(0.0,))
+    assert obstacles(config, FAMILIES["mixtral" if experts else "llama"]) == in_the_way
+    assert family_of(_config(**model)).model_type == ("mixtral" if experts else "llama")
+
+
 def test_shapes_of_the_tensors_there(tmp_path: Path) -> None:
     """Of a Llama with biases and padding: fused matrices apart, the vocabulary without its padding."""
     values = _read(tmp_path, {**WRITTEN, "model_type": "llama", "attention_bias": True, "mlp_bias": True})
@@ -486,9 +498,27 @@ def test_gpt_2s_matrices_lie_transposed_and_its_biases_do_not() -> None:
     assert shapes["transformer.h.0.mlp.c_proj.weight"] == (50, 48)
     assert shapes["transformer.wte.weight"] == (77, 48)
     assert shapes["transformer.wpe.weight"] == (99, 48)
+    assert {part.transposed for part in mappings if part.parameter.name.endswith("bias")} == {False}
     [qkv] = [part for part in mappings if part.parameter.name.endswith("linear_qkv.weight")]
     first = [(span.tensor_start, span.start, span.count) for span in qkv.ranges[:4]]
     assert first == [(0, 0, 8), (48, 8, 8), (96, 16, 8), (8, 24, 8)], "queries, keys and values lie one above the other"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_rows_of_heads_whose_values_have_a_size_of_their_own(fused: bool) -> None:
+    """Two groups of three query heads; keys have 10 channels and values 4."""
+    attention = Attention(
+        **{"kind": "grouped_query", "query_heads": 6, "groups": 2, "head_size": 10, "value_head_size": 4},
+        **{"window": None, "rotary": None, "qk_norm": None, "qkv_bias": False, "output_bias": False},
+    )
+    names = ["qkv"] if fused else ["q", "k", "v"]
+    found = [(span.tensor, span.tensor_start, span.start, span.count) for span in _grouped(names, attention)]
+    keys, values = (60, 80) if fused else (0, 0)
+    q, k, v = names * 3 if fused else names
+    assert found == [
+        *((q, 0, 0, 30), (k, keys, 30, 10), (v, values, 40, 4)),
+        *((q, 30, 44, 30), (k, keys + 10, 74, 10), (v, values + 4, 84, 4)),
+    ]
 
 
 def _gpt2_values() -> dict[str, Any]:

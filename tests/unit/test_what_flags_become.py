@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config import help_text, megatron_options, old_spellings
 from megatron_ext.config.arguments import parse, read
 from megatron_ext.config.help_text import about, default_text
 from megatron_ext.config.megatron_options import MegatronOption
 from megatron_ext.config.options import options_by_flag, options_by_name, read_texts, read_yaml_value
+from megatron_ext.config.other_defaults import other_default
 from megatron_ext.config.other_programs import advice
 from megatron_ext.config.words import listed
 
@@ -47,13 +49,31 @@ def _typed(line: str, file: str | None = None, folder: Path | None = None) -> An
         ),
         ("--seed 3", "checkpoint-activations: false\nactivations-checkpoint-method:\n", {"seed": 3}),
         ("--sequence-parallel=false", "hidden_dropout: 0\nuse_cpu_initialization: false\n", {"hidden_dropout": 0.0}),
-        ("--tensor-model-parallel-size 2", "sequence_parallel: false\n", {"sequence_parallel": False}),
-        ("--vocab-file a --merge-file b", None, {"tokenizer_type": "GPT2BPETokenizer"}),
+        (
+            "--tensor-model-parallel-size 2",
+            "sequence_parallel: false\n",
+            {"tensor_model_parallel_size": 2, "sequence_parallel": False},
+        ),
+        (
+            "--vocab-file a --merge-file b",
+            None,
+            {"vocab_file": "a", "merge_file": "b", "tokenizer_type": "GPT2BPETokenizer"},
+        ),
+        (
+            "--recompute-num-layers 5 --checkpoint-activations --recompute-method block",
+            None,
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 5},
+        ),
+        (
+            "--position-embedding-type learned_absolute --use-rotary-position-embeddings",
+            None,
+            {"position_embedding_type": "rope"},
+        ),
         ("--vocab-file a", None, {"vocab_file": "a"}),
         ("--data-path a=b=c", None, {"data_path": ("a=b=c",)}),
         ("--data-path=a=b c", None, {"data_path": ("a=b", "c")}),
         ("--global_batch_size 3", None, {"global_batch_size": 3}),
-        ("--save x --save-interval 2 --save-interval 3", None, {"save_interval": 3}),
+        ("--save x --save-interval 2 --save-interval 3", None, {"save": "x", "save_interval": 3}),
         ("--rampup-batch-size 2 -1 .5", None, None),
         ("--lr -.5", None, {"lr": -0.5}),
     ],
@@ -65,9 +85,7 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
         assert len(typed.problems) == 1
         return
     assert typed.problems == ()
-    assert {name: typed.values[name] for name in values} == values
-    if file is not None and "seed" in line:
-        assert typed.values == values
+    assert (typed.values, typed.warnings) == (values, ())
 
 
 @pytest.mark.parametrize(
@@ -103,6 +121,24 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
         ("", "micro-batch-size: 2\nmicro_batch_size: 3\n", 1, set()),
         ("", "mtp_num_layers: 0\n", 1, set()),
         ("--deepspeed_config x", None, 1, set()),
+        ("--use-mcore-models 1", None, ["unexpected argument '1' after --use-mcore-models"], set()),
+        (
+            "--local-rank 1 2 3",
+            None,
+            [f"unexpected argument '{word}' after --local-rank" for word in "23"],
+            set(),
+        ),
+        (
+            "--mtp-num-layers 1 2",
+            None,
+            [
+                "unexpected argument '2' after --mtp-num-layers",
+                "--mtp-num-layers 1 is not supported: multi-token prediction is not in this version; leave it out",
+            ],
+            set(),
+        ),
+        ("--local-rank", None, ["--local-rank needs a value"], set()),
+        ("--use-rotary-position-embeddings 1", None, 1, set()),
         ("--per-split-data-args-path /proc/self/nowhere/x", None, 0, set()),
         ("--data-args-path /dev/null/x", None, ["--data-args-path /dev/null/x cannot be read: Not a directory"], set()),
     ],
@@ -118,6 +154,24 @@ def test_what_is_wrong_is_said_once(
         assert typed.problems[0] == "unexpected argument 'b' after --config"
     else:
         assert list(typed.problems) == [problem.format(file=tmp_path / "run.yaml") for problem in problems]
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"num_layers: 4 # \xff\n")
+    [problem] = read(["--config", str(tmp_path / "run.yaml")]).problems
+    assert problem.startswith(f"--config {tmp_path}/run.yaml is not valid YAML: 'utf-8' codec can't decode byte 0xff")
+
+
+@pytest.mark.parametrize(("length", "own_line"), [(10, False), (41, False), (42, True), (43, True), (44, True)])
+def test_sentences_of_the_help_stand_in_one_column(length: int, own_line: bool) -> None:
+    """Two blanks at least after the flag; one that is longer has a line of its own."""
+    flag = "--" + "x" * (length - 2)
+    found = help_text._entry(flag, "word " * 40)
+    assert found[0] == f"  {flag}" if own_line else found[0].startswith(f"  {flag}   ")
+    for line in found[own_line:]:
+        assert line[:46].replace(flag, "").strip() == ""
+        assert line[46:].startswith("word word")
+        assert len(line) <= 120
 
 
 def test_unknown_flags_and_names_are_left_out_where_asked(tmp_path: Path) -> None:
@@ -261,6 +315,36 @@ def test_every_spelling_of_a_flag_is_known() -> None:
         assert about(option.flag.upper()) == about(option.flag)
     with pytest.raises(ValueError, match="'gelu' is not one of none, linear, sqrt"):
         read_texts(options_by_name()["lr_scale_rule"], ["gelu"])
+
+
+def test_the_tables_of_megatrons_options() -> None:
+    """Of switches, of one value, of many, and of values that ask for nothing."""
+    tables = (((("one", "--a, --b N,\n  --c N..."),), True), ((("two", "--d =x;y, --e N =1"),), False))
+    found = {name: vars(option) for name, option in megatron_options._read_tables(*tables).items()}
+    expected = [
+        ("--a", "one", True, 0, None, False),
+        ("--b", "one", True, 1, None, True),
+        ("--c", "one", True, 1_000_000, None, False),
+        ("--d", "two", False, 0, "x;y", False),
+        ("--e", "two", False, 1, "1", True),
+    ]
+    assert [tuple(values.values()) for values in found.values()] == expected
+    with pytest.raises(AssertionError, match="--a is listed twice"):
+        megatron_options._read_tables(((("one", "--a"), ("two", "--a N")), True))
+    known = [megatron_options.find(flag) for flag in ("--use-mcore-models", "--extra-vocab-size", "--seed")]
+    assert [None if option is None else option.flag for option in known] == [
+        "--use-mcore-models",
+        "--extra-vocab-size",
+        None,
+    ]
+    assert old_spellings.find("--encoder-num-layers") == ("num_layers", None)
+    assert old_spellings.find("--wandb-name") == ("wandb_exp_name", None)
+    assert old_spellings.taken_value("tokenizer_type", "Llama2Tokenizer") == ("SentencePieceTokenizer", None)
+    assert old_spellings.taken_value("tokenizer_type", "llama2tokenizer") == ("llama2tokenizer", None)
+    assert old_spellings.taken_value("normalization", "rmsnorm") == ("RMSNorm", None)
+    assert other_default("--exit-signal-handler") is not None
+    assert other_default("--transformer-impl") is not None
+    assert other_default("--hidden-size") is None
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,9 @@ def _ends(group: Any, *tensors: torch.Tensor) -> _Ends | None:
         tensors: what this rank gives, and what it gets, if that is another one.
     """
     ends = _by_group.get(id(group))
-    if ends is None or _left_to_gloo or not 0 < tensors[0].nbytes <= LARGEST:
+    if ends is None or _left_to_gloo or not _are_plain(tensors):
         return None
-    return ends if _are_plain(tensors) else None
+    return ends if 0 < tensors[0].nbytes <= LARGEST else None  # a sparse tensor does not know its bytes
 
 
 def _is_alone(group: Any, *tensors: torch.Tensor) -> bool:

@@ -1,0 +1,292 @@
+"""What stands in for CUDA and for gloo in a CPU process, one function at a time, on stand-ins for what it calls.
+tests/distributed/test_adaptation.py shows that each row is needed."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import ProcessGroupGloo
+
+from megatron_ext import device
+from megatron_ext.device import adaptation, external_kernels, fusions, gloo
+from megatron_ext.device.adaptation import (
+    _gathers_one_by_one,
+    _gathers_unequal_parts,
+    _made_on_cpu,
+    _mesh_of_cpus,
+    _names_cuda,
+    _splits_as_numbers,
+    _type_as_on_cuda,
+)
+from megatron_ext.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("named", "is_cuda"),
+    [
+        ("cuda", True),
+        ("cuda:1", True),
+        (torch.device("cuda", 1), True),
+        (0, True),
+        (3, True),
+        ("cpu", False),
+        ("meta", False),
+    ],
+)
+def test_what_names_a_gpu_is_made_on_the_cpu(named: Any, is_cuda: bool) -> None:
+    assert _names_cuda(named) == is_cuda
+    made: list[Any] = []
+
+    def factory(*given: Any, **named: Any) -> torch.Tensor:
+        made.append((given, named))
+        return torch.zeros(1)
+
+    _made_on_cpu(factory)(2, 3, device=named, dtype=torch.int8)
+    _made_on_cpu(factory)(4)
+    assert made == [((2, 3), {"device": "cpu" if is_cuda else named, "dtype": torch.int8}), ((4,), {})]
+
+
+def test_types_have_the_names_that_the_engine_compares() -> None:
+    answers = iter(["torch.FloatTensor", "torch.cuda.HalfTensor", torch.ones(1)])
+    type_ = _type_as_on_cuda(lambda *_given: next(answers))
+    assert [type_(None), type_(None)] == ["torch.cuda.FloatTensor", "torch.cuda.HalfTensor"]
+    assert type_(None, torch.float32).tolist() == [1.0]
+
+
+def test_sizes_of_parts_are_numbers() -> None:
+    seen: list[Any] = []
+    exchange = _splits_as_numbers(lambda *given, **named: seen.append((given, named)))
+    exchange("out", "in", output_split_sizes=torch.tensor([1, 2]), input_split_sizes=torch.tensor([3]), group="ranks")
+    exchange("out", "in", output_split_sizes=[1], input_split_sizes=None)
+    assert seen == [
+        (("out", "in"), {"output_split_sizes": [1, 2], "input_split_sizes": [3], "group": "ranks"}),
+        (("out", "in"), {"output_split_sizes": [1], "input_split_sizes": None}),
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 0), (2, 2, 2)])
+def test_parts_of_unequal_sizes_are_gathered_from_their_beginnings(sizes: tuple[int, ...]) -> None:
+    """In the group that is named, by parts of one size."""
+    whole = [torch.arange(2.0 * size).view(size, 2) + 10 * rank for rank, size in enumerate(sizes)]
+    asked: list[Any] = []
+
+    def gather(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **named: Any) -> str:
+        asked.append((group, {len(part) for part in (*parts, own)}, own[: sizes[0]].tolist(), named))
+        for part, given in zip(parts, whole, strict=True):
+            part.fill_(-1.0)
+            part[: len(given)] = given
+        return "work"
+
+    parts = [torch.full((size, 2), torch.nan) for size in sizes]
+    result = _gathers_unequal_parts(gather)(parts, whole[0], group="ranks", async_op=len(set(sizes)) == 1)
+    assert all(map(torch.equal, parts, whole))
+    equal = len(set(sizes)) == 1
+    named = {"async_op": True} if equal else {}
+    assert asked == [("ranks", {max(sizes)}, whole[0].tolist(), named)]
+    assert result == ("work" if equal else None)
+
+
+def test_meshes_are_of_cpus() -> None:
+    seen: list[Any] = []
+    _mesh_of_cpus(lambda *given, **named: seen.append((given, named)))("group", "cuda", "mesh", names=("dp",))
+    assert seen == [(("group", "cpu", "mesh"), {"names": ("dp",)})]
+
+
+@pytest.mark.parametrize("reduces", ["none", "one", "all"])
+def test_coalesced_gathers_are_issued_one_by_one(reduces: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on the group, waited for as the caller asked; where one of them reduces, all are torch's."""
+    issued: list[Any] = []
+
+    def call(name: str, reduced: bool) -> Any:
+        def op(*given: Any, **named: Any) -> str:
+            issued.append((name, given, named))
+            return f"work of {name}"
+
+        return SimpleNamespace(op=op, tensor="in", dst_tensor=None if reduced else "out", redop=1 if reduced else None)
+
+    calls = [call("first", reduces != "none"), call("second", reduces == "all")]
+    state: dict[str, list[Any]] = {"ranks": []}
+    monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_coalesce_state=state))
+    seen: list[Any] = []
+
+    @contextmanager
+    def original(group: Any, _device: Any, async_ops: bool) -> Any:
+        works: list[Any] = []
+        yield works
+        seen.append((async_ops, len(state[group])))
+        state[group].clear()
+
+    with _gathers_one_by_one(original)("ranks", None, async_ops=True) as works:
+        state["ranks"] += calls
+    if reduces == "none":
+        assert [name for name, _, _ in issued] == ["first", "second"]
+        assert {(given, tuple(named.items())) for _, given, named in issued} == {
+            (("out", "in"), (("group", "ranks"), ("async_op", True)))
+        }
+        assert works == ["work of first", "work of second"]
+    assert seen == [(True, 0 if reduces == "none" else 2)]
+    assert bool(issued) == (reduces == "none")
+
+
+def test_every_row_says_why() -> None:
+    rows = (*adaptation.REPLACEMENTS, *adaptation._FOR_GLOO)
+    assert len({row.name for row in rows}) == len(rows)
+    assert all(row.why for row in rows)
+
+
+def test_later_groups_share_the_first_ones_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless torch is to reconfigure them; every one joins the shared memory."""
+    joined: list[Any] = []
+    monkeypatch.setattr(gloo, "join", lambda made_of, group: joined.append((made_of.group_id, group)))
+
+    class Group:
+        def __init__(self, *given: Any) -> None:
+            self.given, self.options = given, SimpleNamespace()
+
+        _Options = staticmethod(SimpleNamespace)
+
+    monkeypatch.setattr(gloo, "ProcessGroupGloo", Group)
+    originals = iter(["its devices", "others", "more"])
+
+    def made(name: str, **more: Any) -> Any:
+        of = {"enable_reconfigure": False, "group_rank": 1, "group_size": 2, "timeout": 77, "store": f"store {name}"}
+        return SimpleNamespace(**{**of, "group_id": name, "global_ranks_in_group": [4, 6], **more})
+
+    def original(_made_of: Any, _options: Any) -> Any:
+        return SimpleNamespace(options=SimpleNamespace(_devices=[next(originals)]))
+
+    create = gloo.create_on_one_device(original)
+    first, second = create(made("a"), None), create(made("b"), None)
+    third, fourth = create(made("c", enable_reconfigure=True), None), create(made("d"), None)
+    assert (first.options._devices, third.options._devices) == (["its devices"], ["others"])
+    for group, name in ((second, "b"), (fourth, "d")):
+        *place, options = group.given
+        assert place == [f"store {name}", 1, 2]
+        assert (options._devices, options._threads, options._timeout) == (["its devices"], 2, 77)
+        assert (group.options.global_ranks_in_group, group.options.group_name) == ([4, 6], name)
+    assert joined == [("a", first), ("b", second), ("c", third), ("d", fourth)]
+    assert ProcessGroupGloo is not Group
+
+
+@pytest.mark.parametrize(("rank", "seen", "works"), [("1", 2, True), ("2", 2, False), ("0", 0, False)])
+def test_a_gpu_for_every_local_rank(rank: str, seen: int, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_ext.device import cuda
+
+    monkeypatch.setattr(device, "_current", None)
+    monkeypatch.setattr(device.sys, "modules", {"megatron_ext.device.cuda": cuda, "torch": torch})
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(device, "_quiet_engine", lambda: None)
+    left: list[Any] = []
+    monkeypatch.setattr(device, "leave_out", left.append)
+    monkeypatch.setattr(cuda, "CudaDevice", lambda local: f"GPU {local}")
+    monkeypatch.setattr(
+        device, "_choose_kernels", lambda local, fuses, own_kernels: left.append((local, fuses, own_kernels)) or True
+    )
+    if not works:
+        with pytest.raises(ConfigurationError, match=f"local rank {rank} needs GPU {rank}, but torch sees {seen}"):
+            device.install("cuda", kernels=("apex",))
+        return
+    assert device.install("cuda", fuses=False, own_kernels=True, kernels=("apex",)) == f"GPU {rank}"
+    assert left == [("apex",), (1, False, True)]
+
+
+def test_a_process_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    here: Any = SimpleNamespace(kind="cpu")
+    monkeypatch.setattr(device, "_current", here)
+    assert device.install("cpu") is here
+    assert device.install("auto") is here
+    with pytest.raises(RuntimeError, match="device 'cpu' is installed; it cannot become 'cuda'"):
+        device.install("cuda")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_of_a_machine_warns(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fusions, "missing_for_kernels", lambda: "there is none")
+    assert not device._can_fuse(rank)
+    assert bool(capsys.readouterr().err) == (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "compiler", "missing"),
+    [
+        (("gcc",), None, None),
+        (("clang",), None, None),
+        ((), "/opt/cc", None),
+        (("c++",), None, "there is no C compiler (gcc or clang)"),
+    ],
+)
+def test_any_c_compiler_will_do(
+    found: tuple[str, ...], compiler: str | None, missing: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(fusions.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(fusions.shutil, "which", lambda name: name if name in found else None)
+    monkeypatch.setattr(fusions.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.delenv("CC", raising=False)
+    if compiler is not None:
+        monkeypatch.setenv("CC", compiler)
+    assert fusions.missing_for_kernels() == missing
+    (tmp_path / "Python.h").unlink()
+    assert fusions.missing_for_kernels() == (missing or "Python's header files are not installed (python3-dev)")
+
+
+def test_the_compiler_is_as_it_was() -> None:
+    genuine = torch.compile
+    fusions.leave_uncompiled()
+    assert torch.compile is genuine
+
+
+@pytest.mark.parametrize(
+    ("imported", "installed", "asked", "used", "left"),
+    [
+        ((), (), (), [], []),
+        ((), ("apex",), (), [], ["apex"]),
+        ((), ("apex",), ("apex",), ["apex"], []),
+        ((), (), ("apex",), [], []),
+        (("transformer_engine",), ("apex",), ("apex",), ["apex", "transformer_engine"], []),
+        ((), ("apex", "transformer_engine"), ("transformer_engine",), ["transformer_engine"], ["apex"]),
+        ((), ("apex", "transformer_engine"), (), [], ["apex", "transformer_engine"]),
+    ],
+)
+def test_packages_that_nobody_asked_for_are_as_if_they_were_not_there(
+    imported: tuple[str, ...],
+    installed: tuple[str, ...],
+    asked: tuple[str, ...],
+    used: list[str],
+    left: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that are not installed too; one that is imported already stays."""
+    modules: dict[str, Any] = {name: object() for name in imported}
+    monkeypatch.setattr(external_kernels.sys, "modules", modules)
+    monkeypatch.setattr(external_kernels, "_used", [])
+    monkeypatch.setattr(external_kernels, "_left_out", [])
+    monkeypatch.setattr(
+        external_kernels.importlib.util, "find_spec", lambda name: object() if name in installed else None
+    )
+    external_kernels.leave_out(asked)
+    assert (external_kernels._used, external_kernels._left_out) == (used, left)
+    hidden = {name for name, module in modules.items() if module is None}
+    kept = {*imported, *asked}
+    expected = {name for package, names in external_kernels._MODULES.items() if package not in kept for name in names}
+    assert hidden == expected
+    text = external_kernels.kernels_text()
+    titles = {"apex": "apex", "transformer_engine": "Transformer Engine"}
+    if used:
+        assert text == f"Adam, norm and clipping are {' and '.join(titles[name] for name in used)}'s, where it has them"
+    elif not left:
+        assert text is None
+    else:
+        verb = "is" if len(left) == 1 else "are"
+        flags = " or ".join(f"--external-kernels {name}" for name in left)
+        assert text == (
+            f"Adam, norm and clipping are torch's; {' and '.join(titles[name] for name in left)} {verb} installed and "
+            f"not used ({flags} takes it)"
+        )
