@@ -13,6 +13,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.config.layers import stack
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
+from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.estimate import at_least, formula_at_least, pass_times, step_time
 from megatron_ext.plan.evaluation import as_text, evaluate_config
 from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_flops, parameters_without_embeddings
@@ -195,6 +196,26 @@ CASES = {
 }
 
 
+_RAMP = "--rampup-batch-size 8 8 1000 --train-samples 100000"
+DRY_RUNS = {
+    "one device": CASES["one device"],
+    "padding, FP8 in some layers": Case(
+        1, f"{_PLAIN} --bf16 --fp8-format hybrid --fp8-recipe rowwise --first-last-layers-bf16 --global-batch-size 4"
+    ),
+    "a batch that grows": Case(4, f"{_LLAMA} --global-batch-size 32 {_RAMP}"),
+    "64 ranks": Case(64, f"{_LLAMA} --tensor-model-parallel-size 8 {_SP} {_PP2} --global-batch-size 64"),
+    "72 ranks, 3 of a stage": Case(
+        72, f"{_LLAMA} --num-layers 24 --pipeline-model-parallel-size 24 --global-batch-size 72"
+    ),
+    "128 ranks": Case(
+        128, f"{_LLAMA} {_PP4} --num-virtual-stages-per-pipeline-rank 2 {_TP2} {_SP} {_ZERO1} --global-batch-size 128"
+    ),
+    **{title: CASES[title] for title in ("host memory", "FSDP2 in host memory", "PP4, uneven", "EP4, all-to-all")},
+    **{title: CASES[title] for title in ("EP2 ETP1 TP2 PP2, stages between", "experts with gradients of squares")},
+}
+"""Launches whose layout `--dry-run` describes."""
+
+
 def config_of(case: Case) -> Config:
     values = parse(shlex.split(case.flags)).values
     facts = Facts(cuda_available=case.device != "cpu")
@@ -265,5 +286,10 @@ def _named(values: dict[str, float]) -> str:
     return " ".join(f"{name} {value:.10g}" for name, value in values.items())
 
 
+def dry_run(title: str) -> str:
+    """What `--dry-run` prints of a launch."""
+    return f"## dry run: {title}\n\n{describe(config_of(DRY_RUNS[title]))}\n"
+
+
 def golden_text() -> str:
-    return "\n".join(numbers(title) for title in CASES)
+    return "\n".join([*map(numbers, CASES), *map(dry_run, DRY_RUNS)])
