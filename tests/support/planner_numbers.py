@@ -137,8 +137,10 @@ CASES = {
         f"{_LLAMA} --context-parallel-size 4 {_TP2} --recompute-granularity selective --global-batch-size 8",
         gpus_per_node=4,
     ),
+    # On the first of two stages no loss needs more than what is computed anew.
     **{
-        f"recomputed: {way}": Case(4, f"{_LLAMA} {_TP2} {_SP} --global-batch-size 16 {flags}")
+        f"recomputed{title}: {way}": Case(4, f"{_LLAMA} {stages} {_TP2} {_SP} --global-batch-size 16 {flags}")
+        for title, stages in (("", ""), (", PP2", _PP2))
         for way, flags in {
             "full": f"{_FULL} 1 --recompute-method uniform",
             "full by threes": f"{_FULL} 3 --recompute-method uniform",
@@ -151,11 +153,23 @@ CASES = {
     "norms after, recomputed on CPU ranks": Case(
         2, f"{_OLMO2} {_FULL} 1 --recompute-method uniform --device cpu --global-batch-size 4", "cpu", cores=2
     ),
+    "norms after, recomputed on CPU ranks, PP2": Case(
+        2, f"{_OLMO2} {_PP2} {_FULL} 1 --recompute-method uniform --device cpu --global-batch-size 4", "cpu"
+    ),
+    "norms before, recomputed on CPU ranks, PP2": Case(
+        2, f"{_LLAMA} {_PP2} {_FULL} 1 --recompute-method uniform --device cpu --global-batch-size 4", "cpu"
+    ),
     "norms of heads": Case(4, f"{_LLAMA} --qk-layernorm {_TP2} {_SP} --global-batch-size 16"),
     "fewer groups than ranks": Case(
         8, f"{_LLAMA} --tensor-model-parallel-size 8 {_SP} --rotary-percent 0.5 --global-batch-size 8"
     ),
     "experts on one device": Case(1, f"{_SHARED} --global-batch-size 4"),
+    "experts, gathers kept": Case(
+        4, f"{_EXPERTS} {_TP2} {_SP} --sequence-parallel-keep-gathered --global-batch-size 8"
+    ),
+    "shared experts, gathers kept": Case(
+        4, f"{_SHARED} {_TP2} {_SP} --sequence-parallel-keep-gathered --global-batch-size 8"
+    ),
     "EP4, all-to-all": Case(
         16,
         f"{_SHARED} --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall {_ZERO1} "
