@@ -149,6 +149,9 @@ CASES = {
             "norms and MLP": "--recompute-granularity selective --recompute-modules layernorm mlp",
         }.items()
     },
+    "recomputed without sequence parallelism": Case(
+        4, f"{_LLAMA} {_PP2} {_TP2} {_FULL} 1 --recompute-method uniform --global-batch-size 16"
+    ),
     "norms after, over the projection": Case(4, f"{_OLMO2} {_TP2} --global-batch-size 16"),
     "norms after, recomputed on CPU ranks": Case(
         2, f"{_OLMO2} {_FULL} 1 --recompute-method uniform --device cpu --global-batch-size 4", "cpu", cores=2
