@@ -56,6 +56,7 @@ _FULL = "--recompute-granularity full --recompute-num-layers"
 
 CASES = {
     "one device": Case(1, f"{_LLAMA} --global-batch-size 4"),
+    "one rank that shards": Case(1, f"{_LLAMA} --use-distributed-optimizer --global-batch-size 4"),
     "one device, GPT-2 with dropout in fp32": Case(1, f"{_PLAIN} --global-batch-size 4", "a100"),
     "one device, TF32, padding": Case(1, f"{_PLAIN} --tf32 --attention-dropout 0 --global-batch-size 4", "b200"),
     "DDP over two nodes, tied": Case(16, f"{_PLAIN} --bf16 --global-batch-size 32", "a100-40"),
@@ -87,6 +88,9 @@ CASES = {
         )
         for kind in ("optim", "optim_grads", "optim_grads_params")
     },
+    "Megatron-FSDP in fp16, gradients of 4 bytes": Case(
+        8, f"{_PLAIN} --fp16 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --global-batch-size 16"
+    ),
     "Megatron-FSDP no_shard": Case(
         8, f"{_LLAMA} --use-megatron-fsdp --data-parallel-sharding-strategy no_shard --global-batch-size 16"
     ),

@@ -19,18 +19,18 @@ from megatron_ext.plan.calibrate import believed, corrected, read_metrics, saved
 from megatron_ext.plan.constants import ASSUMED_RANGE, CALIBRATED_RANGE, CPU, RANGE, Constants
 from megatron_ext.plan.costs import Prices, _hours, cost, count_of_tokens, lines
 from megatron_ext.plan.estimate import Times, _in_turn, step_time
-from megatron_ext.plan.evaluation import _alike, _communication
+from megatron_ext.plan.evaluation import _alike, _communication, as_candidate, evaluate_config
 from megatron_ext.plan.goodput import Failures, daly, useful_share, young
 from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
 from megatron_ext.plan.limits import _winner
 from megatron_ext.plan.links import latency, span, transfer
 from megatron_ext.plan.memory import MemoryEstimate
-from megatron_ext.plan.presentation import _gb
+from megatron_ext.plan.presentation import _gb, name, simpler, why
 from megatron_ext.plan.preview import _shown
 from megatron_ext.plan.question import placeholders, question
 from megatron_ext.plan.relief import described, helpful_flags, host_bytes, kept_at_least
 from megatron_ext.plan.schedule import few_microbatches, most_held, order
-from megatron_ext.plan.search import fewest_ranks
+from megatron_ext.plan.search import fewest_ranks, with_offloads
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.simulate import by_formula, shortest, simulate
 from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline, duration, size, slow_stages
@@ -349,9 +349,9 @@ def test_what_was_not_said_of_a_run_is_taken_from_the_layout() -> None:
 
 def test_numbers_to_plan_for_are_above_0_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    for name in ("over_devices", "over_lengths"):
+    for over in ("over_devices", "over_lengths"):
         monkeypatch.setattr(
-            economics, name, lambda _question, numbers, _wanted, name=name: asked.append((name, numbers))
+            economics, over, lambda _question, numbers, _wanted, over=over: asked.append((over, numbers))
         )
     economics._groups(None, options(over_devices=[8, 1, 8], over_seq_lengths=[3, 2]), None)  # pyright: ignore
     assert asked == [("over_devices", [1, 8]), ("over_lengths", [2, 3])]
@@ -494,6 +494,7 @@ _AGAIN = "--recompute-granularity full --recompute-method uniform --recompute-nu
         ("recomputed: full", 4e9, []),
         ("one device, GPT-2 with dropout in fp32", 4e9, [_AGAIN, "--bf16"]),
         ("one device", 1e9, ["--optimizer-cpu-offload"]),
+        ("one rank that shards", 1e9, ["--optimizer-cpu-offload"]),
         ("fp16", 1e9, ["--use-torch-fsdp2 in place of --use-distributed-optimizer"]),
         ("FSDP2", 1e9, []),
         ("host memory", 1e9, ["--use-torch-fsdp2 in place of --use-distributed-optimizer"]),
@@ -757,3 +758,53 @@ def test_one_overlap_hides_what_is_its_own() -> None:
     sums, both = hidden(flags), hidden(flags, overlap_param_gather=True)
     assert hidden(plain) == 0.0 < sums < both
     assert hidden(plain, overlap_param_gather=True) == pytest.approx(both - sums)
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "rest"),
+    [
+        ("one device", "TP1 CP1 PP1 DP1", ""),
+        ("PP4 VPP2, ZeRO-1, TP2 SP", "TP2+SP CP1 PP4x2 DP2", ""),
+        ("CP2, a2a", "TP2+SP CP2 PP1 DP4", ""),
+        ("TP2, tied, dropout", "TP2 CP1 PP1 DP2", ""),
+        ("EP4, all-to-all", "TP1 CP1 PP1 DP16 EP4", ""),
+        ("experts on one device", "TP1 CP1 PP1 DP1 EP1", ""),
+        ("host memory", "TP1 CP1 PP1 DP8", ", optimizer in host memory"),
+        ("FSDP2 in host memory", "TP1 CP1 PP1 DP8", ", weights and optimizer in host memory"),
+    ],
+)
+def test_a_layout_is_named_by_its_sizes(case: str, sizes: str, rest: str) -> None:
+    found = as_candidate(evaluate_config(config_of(CASES[case]), machine_of(CASES[case]), 1.0))
+    assert name(found) == f"{sizes}, as given, recompute as given, micro batch 1{rest}"
+    assert name(replace(found, recomputation="none", sharding="DDP")) == f"{sizes}, DDP, micro batch 1{rest}"
+
+
+def test_what_is_in_host_memory_is_not_moved_there_again() -> None:
+    """A layout that has the optimizer in host memory, or all of it, has no further such flag to try."""
+    asked: Any = None
+    for case in ("host memory", "FSDP2 in host memory"):
+        found = as_candidate(evaluate_config(config_of(CASES[case]), machine_of(CASES[case]), 1.0))
+        assert with_offloads(asked, found) == {}
+
+
+def test_what_fits_exactly_is_said_to_fit() -> None:
+    found = as_candidate(evaluate_config(config_of(CASES["one device"]), machine_of(CASES["one device"]), 1.0))
+    asked = question({"global_batch_size": 4}, Facts(), 1, Machine(hardware("h100")), 0.5)
+    for usable, words in ((found.memory.total, "fits"), (found.memory.total - 1, "does not fit")):
+        said = simpler([replace(found, recomputation="full")], replace(asked, usable_bytes=usable))
+        assert said[1].startswith(f"    {'as given, recompute full':<24}{words}, 4.0 GB: ")
+    assert simpler([found], asked)[1].startswith(f"    {'as given':<24}")
+
+
+def test_why_the_first_is_first() -> None:
+    case = CASES["one device"]
+    found = as_candidate(evaluate_config(config_of(case), machine_of(case), 1.0))
+    assert found.time is not None
+    asked = question({"global_batch_size": 4}, Facts(), 1, Machine(hardware("h100")), 0.5)
+    slower = {
+        share: replace(found, time=replace(found.time, pp=found.seconds * share)) for share in (0.0009, 0.005, 0.02)
+    }
+    assert why([found], asked).endswith("% of its time is matrix products")
+    assert why([found, slower[0.0009]], asked).endswith("is matrix products. 2 takes as long, and is less simple")
+    assert ". 2 takes 0.5% longer: pp 0 s -> 0.000114" in why([found, slower[0.005]], asked)
+    assert ". 2 takes 2.0% longer: pp 0 s -> 0.000456" in why([found, slower[0.02]], asked)
