@@ -184,6 +184,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         *(f"{_PP4} --decoder-last-pipeline-num-layers {last}" for last in (2, 3)),
         *(f"{_PP4} {_MIDDLE} 3 --decoder-last-pipeline-num-layers {last}" for last in (1, 2, 3, 5)),
         f"{_PP4} --num-layers 15 {_MIDDLE} 3 --decoder-last-pipeline-num-layers 3 --num-layers 13",
+        f"{_PP4} --num-layers 22 {_MIDDLE} 3 --decoder-last-pipeline-num-layers 4 {_VPP2} --global-batch-size 4",
         f"{_PP2} {_MIDDLE} 9 --decoder-last-pipeline-num-layers 1",
         f"{_PP2} {_MIDDLE} 6 --decoder-last-pipeline-num-layers 2 {_VPP2} --global-batch-size 2",
         f"{_PP2} {_MIDDLE} 6 {_VPP2} --global-batch-size 2",

@@ -15,6 +15,7 @@ from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import calibrate, choices, economics, scaling, schedule, sensitivity
+from megatron_ext.plan import verdict as verdicts
 from megatron_ext.plan.calibrate import believed, corrected, read_metrics, saved_values
 from megatron_ext.plan.constants import ASSUMED_RANGE, CALIBRATED_RANGE, CPU, RANGE, Constants
 from megatron_ext.plan.costs import Prices, _hours, cost, count_of_tokens, lines
@@ -670,9 +671,11 @@ def test_a_layout_fits_up_to_what_may_be_filled() -> None:
     assert not replace(found, usable_bytes=needs - 1).fits
     assert "stages over it: 0" in "\n".join(planner_numbers.as_text(replace(found, usable_bytes=needs - 1)))
     config = config_of(CASES["one device"])
-    gigabytes = found.stages[0].total / 1e9 / 0.92
-    assert verdict(config, device_memory_gb=gigabytes * (1 + 1e-12))[1]
-    assert not verdict(config, device_memory_gb=gigabytes * (1 - 1e-9))[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verdicts, "USABLE", 0.5)  # whose product with a size is exact
+        gigabytes = 2 * (found.stages[0].total / 1e9)
+        assert verdict(config, device_memory_gb=gigabytes)[1]
+        assert not verdict(config, device_memory_gb=math.nextafter(gigabytes, 0.0))[1]
     assert verdict(config)[1]
     assert "of 36.8 GB (92% of 40)" in verdict(config, device_memory_gb=40.0, device_name="h100")[0][1]
     assert verdict(config, device_name="h100")[0][1].startswith("on h100              fits: ")
