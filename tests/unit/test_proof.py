@@ -157,6 +157,12 @@ def test_nan_is_a_difference_everywhere(field: str) -> None:
     assert proof(**{field: wrong}).first_difference() is not None
 
 
+def test_a_first_loss_of_nan_is_told_as_a_loss() -> None:
+    found = proof(losses=[math.nan, 4.0, 3.0]).first_difference()
+    assert found is not None
+    assert found.what == "loss"
+
+
 def test_outputs_that_a_layout_does_not_have_alike_are_not_compared() -> None:
     """A module that is not there, or of another shape: nothing is said of it, and of the others everything."""
     found = proof(outputs={"two": [np.full((1, 2, 2), 3.0, np.float32)]})
