@@ -184,6 +184,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         *(f"{_PP4} --decoder-last-pipeline-num-layers {last}" for last in (2, 3)),
         *(f"{_PP4} {_MIDDLE} 3 --decoder-last-pipeline-num-layers {last}" for last in (1, 2, 3, 5)),
         f"{_PP4} --num-layers 15 {_MIDDLE} 3 --decoder-last-pipeline-num-layers 3 --num-layers 13",
+        f"{_PP4} --num-layers 22 {_MIDDLE} 3 --decoder-last-pipeline-num-layers 4 {_VPP2} --global-batch-size 4",
         f"{_PP2} {_MIDDLE} 9 --decoder-last-pipeline-num-layers 1",
         f"{_PP2} {_MIDDLE} 6 --decoder-last-pipeline-num-layers 2 {_VPP2} --global-batch-size 2",
         f"{_PP2} {_MIDDLE} 6 {_VPP2} --global-batch-size 2",
@@ -274,6 +275,9 @@ NEAR: dict[str, tuple[str, ...]] = {
         "--num-experts 12 --expert-model-parallel-size 6",
         "--world-size 12 --use-distributed-optimizer --num-distributed-optimizer-instances 4 --disable-bias-linear "
         "--num-experts 12 --expert-model-parallel-size 3",
+        "--world-size 12 --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
+        "--num-distributed-optimizer-instances 3 --disable-bias-linear --num-experts 12 --expert-model-parallel-size 3 "
+        "--expert-tensor-parallel-size 1",
         "--world-size 2 --use-torch-fsdp2 --check-weight-hash-across-dp-replicas-interval 0",
     ),
     "batches": (
@@ -331,6 +335,7 @@ NEAR: dict[str, tuple[str, ...]] = {
             for method, n in (("block", 8), ("uniform", 9), ("uniform", 1))
         ),
         *(f"{_PP4} {_MIDDLE} 2 {_FULL} block --recompute-num-layers {n}" for n in (2, 3)),
+        *(f"{_PP4} {_MIDDLE} 5 {_FULL} block --recompute-num-layers {n}" for n in (5, 6)),
         f"{_PP2} {_FULL} uniform --recompute-num-layers 5",
         f"{_PP2} --num-layers 2 {_FULL} uniform --recompute-num-layers 2",
         f"{_FULL} uniform",

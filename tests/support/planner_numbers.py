@@ -13,6 +13,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.config.layers import stack
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
+from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.estimate import at_least, formula_at_least, pass_times, step_time
 from megatron_ext.plan.evaluation import as_text, evaluate_config
 from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_flops, parameters_without_embeddings
@@ -55,6 +56,7 @@ _FULL = "--recompute-granularity full --recompute-num-layers"
 
 CASES = {
     "one device": Case(1, f"{_LLAMA} --global-batch-size 4"),
+    "one rank that shards": Case(1, f"{_LLAMA} --use-distributed-optimizer --global-batch-size 4"),
     "one device, GPT-2 with dropout in fp32": Case(1, f"{_PLAIN} --global-batch-size 4", "a100"),
     "one device, TF32, padding": Case(1, f"{_PLAIN} --tf32 --attention-dropout 0 --global-batch-size 4", "b200"),
     "DDP over two nodes, tied": Case(16, f"{_PLAIN} --bf16 --global-batch-size 32", "a100-40"),
@@ -86,6 +88,9 @@ CASES = {
         )
         for kind in ("optim", "optim_grads", "optim_grads_params")
     },
+    "Megatron-FSDP in fp16, gradients of 4 bytes": Case(
+        8, f"{_PLAIN} --fp16 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --global-batch-size 16"
+    ),
     "Megatron-FSDP no_shard": Case(
         8, f"{_LLAMA} --use-megatron-fsdp --data-parallel-sharding-strategy no_shard --global-batch-size 16"
     ),
@@ -136,8 +141,10 @@ CASES = {
         f"{_LLAMA} --context-parallel-size 4 {_TP2} --recompute-granularity selective --global-batch-size 8",
         gpus_per_node=4,
     ),
+    # On the first of two stages no loss needs more than what is computed anew.
     **{
-        f"recomputed: {way}": Case(4, f"{_LLAMA} {_TP2} {_SP} --global-batch-size 16 {flags}")
+        f"recomputed{title}: {way}": Case(4, f"{_LLAMA} {stages} {_TP2} {_SP} --global-batch-size 16 {flags}")
+        for title, stages in (("", ""), (", PP2", _PP2))
         for way, flags in {
             "full": f"{_FULL} 1 --recompute-method uniform",
             "full by threes": f"{_FULL} 3 --recompute-method uniform",
@@ -146,15 +153,30 @@ CASES = {
             "norms and MLP": "--recompute-granularity selective --recompute-modules layernorm mlp",
         }.items()
     },
+    "recomputed without sequence parallelism": Case(
+        4, f"{_LLAMA} {_PP2} {_TP2} {_FULL} 1 --recompute-method uniform --global-batch-size 16"
+    ),
     "norms after, over the projection": Case(4, f"{_OLMO2} {_TP2} --global-batch-size 16"),
     "norms after, recomputed on CPU ranks": Case(
         2, f"{_OLMO2} {_FULL} 1 --recompute-method uniform --device cpu --global-batch-size 4", "cpu", cores=2
+    ),
+    "norms after, recomputed on CPU ranks, PP2": Case(
+        2, f"{_OLMO2} {_PP2} {_FULL} 1 --recompute-method uniform --device cpu --global-batch-size 4", "cpu"
+    ),
+    "norms before, recomputed on CPU ranks, PP2": Case(
+        2, f"{_LLAMA} {_PP2} {_FULL} 1 --recompute-method uniform --device cpu --global-batch-size 4", "cpu"
     ),
     "norms of heads": Case(4, f"{_LLAMA} --qk-layernorm {_TP2} {_SP} --global-batch-size 16"),
     "fewer groups than ranks": Case(
         8, f"{_LLAMA} --tensor-model-parallel-size 8 {_SP} --rotary-percent 0.5 --global-batch-size 8"
     ),
     "experts on one device": Case(1, f"{_SHARED} --global-batch-size 4"),
+    "experts, gathers kept": Case(
+        4, f"{_EXPERTS} {_TP2} {_SP} --sequence-parallel-keep-gathered --global-batch-size 8"
+    ),
+    "shared experts, gathers kept": Case(
+        4, f"{_SHARED} {_TP2} {_SP} --sequence-parallel-keep-gathered --global-batch-size 8"
+    ),
     "EP4, all-to-all": Case(
         16,
         f"{_SHARED} --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall {_ZERO1} "
@@ -193,6 +215,26 @@ CASES = {
     ),
     "short moments": Case(8, f"{_LLAMA} {_ZERO1} --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16 --global-batch-size 16"),
 }
+
+
+_RAMP = "--rampup-batch-size 8 8 1000 --train-samples 100000"
+DRY_RUNS = {
+    "one device": CASES["one device"],
+    "padding, FP8 in some layers": Case(
+        1, f"{_PLAIN} --bf16 --fp8-format hybrid --fp8-recipe rowwise --first-last-layers-bf16 --global-batch-size 4"
+    ),
+    "a batch that grows": Case(4, f"{_LLAMA} --global-batch-size 32 {_RAMP}"),
+    "64 ranks": Case(64, f"{_LLAMA} --tensor-model-parallel-size 8 {_SP} {_PP2} --global-batch-size 64"),
+    "72 ranks, 3 of a stage": Case(
+        72, f"{_LLAMA} --num-layers 24 --pipeline-model-parallel-size 24 --global-batch-size 72"
+    ),
+    "128 ranks": Case(
+        128, f"{_LLAMA} {_PP4} --num-virtual-stages-per-pipeline-rank 2 {_TP2} {_SP} {_ZERO1} --global-batch-size 128"
+    ),
+    **{title: CASES[title] for title in ("host memory", "FSDP2 in host memory", "PP4, uneven", "EP4, all-to-all")},
+    **{title: CASES[title] for title in ("EP2 ETP1 TP2 PP2, stages between", "experts with gradients of squares")},
+}
+"""Launches whose layout `--dry-run` describes."""
 
 
 def config_of(case: Case) -> Config:
@@ -265,5 +307,10 @@ def _named(values: dict[str, float]) -> str:
     return " ".join(f"{name} {value:.10g}" for name, value in values.items())
 
 
+def dry_run(title: str) -> str:
+    """What `--dry-run` prints of a launch."""
+    return f"## dry run: {title}\n\n{describe(config_of(DRY_RUNS[title]))}\n"
+
+
 def golden_text() -> str:
-    return "\n".join(numbers(title) for title in CASES)
+    return "\n".join([*map(numbers, CASES), *map(dry_run, DRY_RUNS)])

@@ -43,7 +43,7 @@ def _rows(*steps: tuple[float, int]) -> str:
 
 QUESTIONS = {
     "a node with room": Asked("--world-size 8 --number 4", f"{_SMALL} --global-batch-size 64"),
-    "little memory": Asked("--world-size 4 --device-memory-gb 6", f"{_SMALL} --global-batch-size 16"),
+    "little memory": Asked("--world-size 4 --device-memory-gb 6 --limits", f"{_SMALL} --global-batch-size 16"),
     "host memory": Asked("--world-size 1 --device-memory-gb 10", f"{_SMALL} --global-batch-size 4"),
     "host memory that was declined": Asked(
         "--world-size 1 --device-memory-gb 10", f"{_SMALL} --global-batch-size 4 --optimizer-cpu-offload=false"

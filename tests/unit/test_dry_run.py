@@ -13,6 +13,8 @@ from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.verdict import USABLE, verdict
 from megatron_ext.train import configure as configuring
 from megatron_ext.train.configure import Configured, configure
+from tests.support import planner_numbers
+from tests.support.golden_text import section
 from tests.support.wrong_flags import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,3 +145,9 @@ def test_a_model_that_does_not_fit_ends_with_1():
 
 def test_facts_are_left_alone_where_nothing_is_asked_of_the_machine():
     assert dry(f"{MOCK} --device cpu").config == configure(shlex.split(f"{MODEL} {MOCK} --device cpu --dry-run")).config
+
+
+@pytest.mark.parametrize("title", planner_numbers.DRY_RUNS)
+def test_no_line_of_a_description_changes_unseen(title: str) -> None:
+    expected = section("planner.txt", f"dry run: {title}")
+    assert planner_numbers.dry_run(title).rstrip() == expected, "python tests/golden/regenerate.py"

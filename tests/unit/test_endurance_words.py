@@ -30,6 +30,9 @@ def test_the_largest_difference_is_over_all_rows_and_metrics() -> None:
     rows = [{**ROW, "lm_loss": 4.0 * (1 + 5e-7)}, {**ROW, "lm_loss": 4.0 * (1 + 2e-7), "world_size": 1}]
     largest, found = endurance.largest_difference(rows, [ROW, ROW])
     assert (largest, found) == (pytest.approx(5e-7, rel=1e-6), [])
+    assert endurance.largest_difference([{**ROW, "lm_loss": 4.000008}], [ROW])[1] == [
+        "row 1: lm_loss 4.0 became 4.000008"
+    ]
     assert endurance.largest_difference([{**ROW, "lm_loss": math.nan}], [ROW]) == (
         math.inf,
         ["row 1: lm_loss 4.0 became nan"],
@@ -81,6 +84,13 @@ def test_steps_lost_are_those_between_the_kill_and_the_resumption() -> None:
     assert Kill("a step", [0], 9, resumed_at=6).lost == 3
     assert Kill("a step", [0], 9, resumed_at=12).lost == 0
     assert Trial("a", "b", "c", seed=3).as_row()["seed"] == 3
+
+
+def test_the_summary_has_the_middle_and_the_tail_of_the_seconds() -> None:
+    kills = [Kill("a step", [0], 9, 9, float(seconds)) for seconds in range(21, 0, -1)]
+    found = endurance.summary([Trial("DP2", "save", "forkserver", kills=kills).as_row()])
+    assert found["seconds_to_resume"] == {"median": 11.0, "95th percentile": 20.0, "longest": 21.0}
+    assert found["goodput"] is None
 
 
 def test_the_last_iteration_is_that_of_the_last_whole_line(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_results_are_kept_once_whole_and_those_that_failed_are_not(
 def test_lines_are_followed_until_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line may arrive in pieces, and the last ones after the end was seen to come."""
     texts = iter([['{"name": "a"}\n', '{"na'], ['me": "b"}\n'], [], ['{"name": "c"}\n', '{"part']])
-    ends = iter([None, None, None, 0])
+    ends = iter([None, None, None, 1])
     monkeypatch.setattr(commits.time, "sleep", lambda _seconds: None)
 
     class Lines:

@@ -107,6 +107,14 @@ def test_padding_that_is_not_zero_is_a_flaw() -> None:
     assert assemble(small_config(LLAMA), shards)[1] == ["output_layer.weight: vocabulary padding is not zero"]
 
 
+def test_padding_begins_behind_the_last_entry_of_the_vocabulary() -> None:
+    """250 entries: rank 1 of 2 has the rows from 128 on."""
+    for row, flaws in ((121, []), (122, ["output_layer.weight: vocabulary padding is not zero"])):
+        shards = _shards(2)
+        _spoil(shards, "output_layer.weight", rank=1, row=row)
+        assert assemble(small_config(LLAMA), shards)[1] == flaws
+
+
 def test_ranks_that_disagree_are_a_flaw() -> None:
     shards = _shards(2)
     _spoil(shards, "decoder.final_layernorm.weight", rank=1, row=0)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from megatron_ext.config.options import options
-from megatron_ext.verify import gather
+from megatron_ext.verify import activations, gather
 from megatron_ext.verify.activations import LOSS, ModuleOutput, assemble_outputs, forward_order
 from megatron_ext.verify.gather import Shard
 from megatron_ext.verify.proof import Comparison, Proof, comparison, relative, to_flags
@@ -154,6 +155,12 @@ def test_nan_is_a_difference_everywhere(field: str) -> None:
     else:
         wrong = {**value, "b": np.full(2, math.nan, np.float32)}
     assert proof(**{field: wrong}).first_difference() is not None
+
+
+def test_a_first_loss_of_nan_is_told_as_a_loss() -> None:
+    found = proof(losses=[math.nan, 4.0, 3.0]).first_difference()
+    assert found is not None
+    assert found.what == "loss"
 
 
 def test_outputs_that_a_layout_does_not_have_alike_are_not_compared() -> None:
@@ -351,3 +358,66 @@ def test_a_copy_shares_no_memory_with_the_tensor() -> None:
     copy = gather.copied(tensor)
     tensor += 1
     assert copy.tolist() == [0.0, 0.0, 0.0]
+
+
+class Layer(torch.nn.Module):
+    """A layer with two of the modules whose outputs are compared, and one whose are not."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.layer_number = number
+        self.input_layernorm, self.other = torch.nn.Identity(), torch.nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.other(self.input_layernorm(hidden) + self.layer_number), None
+
+
+class Chunk(torch.nn.Module):
+    """The layers 3 and 4 of a model, with the loss of every token, [samples, sequence], behind them."""
+
+    def __init__(self, *, post_process: bool):
+        super().__init__()
+        self.decoder, self.post_process = torch.nn.Module(), post_process
+        self.decoder.layers = torch.nn.ModuleList([Layer(3), Layer(4)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.decoder.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            hidden, _ = layer(hidden)
+        return hidden[:, :, 0].t() if self.post_process else hidden
+
+
+@pytest.mark.parametrize("post_process", [False, True])
+def test_outputs_are_copied_with_their_global_names_and_places(
+    post_process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "unwrapped", lambda chunks: chunks)
+    group = {name: SimpleNamespace(rank=lambda rank=rank: rank) for rank, name in enumerate(("tp", "cp", "dp"), 5)}
+    chunk = Chunk(post_process=post_process)
+    taps = activations.Taps(SimpleNamespace(groups=SimpleNamespace(**group), chunks=[chunk]))  # pyright: ignore
+    for microbatch in range(2):
+        chunk(torch.full((4, 2, 3), 10.0 * microbatch))
+    taps.close()
+    chunk(torch.zeros(4, 2, 3))
+    names = [
+        "decoder.layers.2.input_layernorm",
+        "decoder.layers.2",
+        "decoder.layers.3.input_layernorm",
+        "decoder.layers.3",
+    ]
+    names += [LOSS] if post_process else []
+    assert [(part.name, part.microbatch) for part in taps.parts] == [(n, m) for m in range(2) for n in names]
+    assert {part.place for part in taps.parts} == {(5, 6, 7)}
+    for part in taps.parts:
+        assert part.values_SBW.shape == ((4, 2, 1) if part.name == LOSS else (4, 2, 3))
+    assert [part.values_SBW[0, 0, 0] for part in taps.parts][:4] == [0.0, 3.0, 3.0, 7.0]
+
+
+def test_what_is_recomputed_in_a_backward_pass_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "unwrapped", lambda chunks: chunks)
+    group = SimpleNamespace(rank=lambda: 0)
+    chunk = Chunk(post_process=False)
+    run: Any = SimpleNamespace(groups=SimpleNamespace(tp=group, cp=group, dp=group), chunks=[chunk])
+    taps = activations.Taps(run)
+    hidden = torch.zeros(4, 2, 3, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(chunk, hidden, use_reentrant=False).sum().backward()
+    assert len(taps.parts) == 4

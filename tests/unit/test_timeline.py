@@ -198,3 +198,13 @@ def _shell(command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("title", plans.PICTURES)
 def test_each_picture_is_drawn_as_before(title: str) -> None:
     assert plans.picture(title).rstrip() == section("pipelines.txt", title), "python tests/golden/regenerate.py"
+
+
+def test_a_phase_that_is_thinner_than_a_line_has_no_border() -> None:
+    for begins, borders in ((0.0005, 2), (0.002, 3)):
+        lanes = (
+            Lane("stage 0", (Pass(True, 0, 0, 0.0, 0.5),)),
+            Lane("stage 1", (Pass(True, 0, 0, begins, 1.0),)),
+        )
+        drawing = svgs(as_page(Timeline("two", lanes, 1, 1.0)))[0]
+        assert sum(path.attrib["class"] == "phase" for path in drawing.iter("path")) == borders
