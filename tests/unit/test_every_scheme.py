@@ -231,7 +231,8 @@ class _Ranks:
     def __init__(self, dtype: torch.dtype, grads_on: str, exchange: Exchange):
         self.ranks, self.exchange, self.dtype = 3, exchange, dtype
         self.rank = local()
-        self.barrier, self.sent = Barrier(3), [None] * 3
+        self.barrier = Barrier(3)
+        self.sent: list[Any] = [None] * 3
         self.groups: list[Any] = []
         self.weights = [
             {name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SIZES.items()}
@@ -260,9 +261,9 @@ class _Ranks:
     ) -> None:
         rank = self.rank.number
         self.groups.append(group.name)
-        self.sent[rank] = list(given.split(sends))  # pyright: ignore[reportArgumentType]
+        self.sent[rank] = list(given.split(sends))
         self.barrier.wait(20)
-        found = [everyones[rank] for everyones in self.sent]  # pyright: ignore[reportOptionalSubscript]
+        found = [everyones[rank] for everyones in self.sent]
         assert [len(one) for one in found] == receives
         out.copy_(torch.cat(found))
         self.barrier.wait(20)
