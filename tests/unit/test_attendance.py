@@ -26,7 +26,7 @@ class Meeting:
     def __init__(self) -> None:
         self.store: Any = HashStore()
         self.connections: list[tuple[Any, ...]] = []
-        self.sleeps: Callable[[], None] = lambda: None
+        self.sleeps: Callable[[], object] = lambda: None
         self.ranks: list[Attendance] = []
 
     def connect(self, host: str, port: int, *, is_master: bool, wait_for_workers: bool, timeout: timedelta) -> Any:
@@ -326,7 +326,7 @@ def test_who_is_to_blame(signed: dict[int, str], dead: list[int], said: str, mee
             ranks[rank].enter(passed)
             ranks[rank].leave(passed)
         ranks[rank].enter(stage)
-    meeting.sleeps = lambda: [ranks[0]._beats.add(f"beat/{rank}", 1) for rank in range(3) if rank not in dead] and None
+    meeting.sleeps = lambda: [ranks[0]._beats.add(f"beat/{rank}", 1) for rank in range(3) if rank not in dead]
     part = exercise(ranks[0])
     part._stage = signed[0]
     failure = part._diagnosis()
@@ -348,7 +348,7 @@ def test_stages_are_signed_before_and_after_and_an_error_in_one_is_judged(
         raise RuntimeError("no route to host")
 
     again = meeting.join(0, WORLD_SIZE="1", TORCHELASTIC_RESTART_COUNT="1")
-    meeting.sleeps = lambda: again._beats.add("beat/0", 1) and None
+    meeting.sleeps = lambda: again._beats.add("beat/0", 1)
     monkeypatch.setattr(_Exercise, "_ring", fail)
     with pytest.raises(PeerLostError, match=r"^ring: all ranks are there, but rank 0 .*\(no route to host\)"):
         exercise(again).watch()
