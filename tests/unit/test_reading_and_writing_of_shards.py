@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from megatron_ext.checkpoint import checksums, copying
 from megatron_ext.checkpoint.copying import FilePart, Files, Literal, SkippedBytes, gather, scatter
 from megatron_ext.checkpoint.dtypes import code_of
-from megatron_ext.checkpoint.native import manifest, safe_reading, save, tensors, torch_dist, verify
+from megatron_ext.checkpoint.native import manifest, safe_reading, save, saved_rows, tensors, torch_dist, verify
 from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, tensor_pickle
@@ -525,3 +525,36 @@ def test_the_first_plan_serves_all_saves(monkeypatch: pytest.MonkeyPatch) -> Non
         planned = ("plan", metadata)
         assert made._get_save_and_finalize_callbacks("writer", planned, "mcore") == ("writer", planned, "mcore")
         assert (made.cached_global_metadata, made.validated_cache_reuse) == (kept, True)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of the checkpoint, as far as rows are cut from it."""
+
+    local_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: tuple[int, ...] = (5, 6)
+    prepend_axis_num: int = 2
+    key: str = ""
+    data: Any = None
+    dtype: Any = None
+    axis_fragmentations: Any = "some"
+
+
+def test_rows_of_stacked_experts_are_whole_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three experts of 4 by 5 in a layer, a rank has the second and third; none of the first is written."""
+    parts = [_Part((4, 5), (3, expert, 8, 0)) for expert in range(3)]
+    monkeypatch.setattr(saved_rows, "_parts", lambda weight: parts)
+    rows = torch.arange(40.0).view(2, 4, 5)
+    shard: Any = SimpleNamespace(first=1, stop=3, shape=(3, 4, 5), replica=7)
+    found: Any = saved_rows.pieces(None, shard, rows, "name")  # pyright: ignore
+    assert list(found) == ["0", "1"]
+    for number, piece in enumerate(found.values()):
+        assert torch.equal(piece.data, rows[number][None, None])
+        assert (piece.global_offset, piece.local_shape) == ((3, number + 1, 8, 0), (1, 1, 4, 5))
+        assert (piece.key, piece.replica_id, piece.prepend_axis_num) == ("name", (5, 7), 0)
+    shard = SimpleNamespace(first=6, stop=10, shape=(12, 5), replica=0)
+    found = saved_rows.pieces(None, shard, torch.arange(20.0).view(4, 5), "name")  # pyright: ignore
+    assert [(piece.global_offset, tuple(piece.data.shape)) for piece in found.values()] == [
+        ((3, 1, 10, 0), (1, 1, 2, 5)), ((3, 2, 8, 0), (1, 1, 2, 5))
+    ]  # fmt: skip
