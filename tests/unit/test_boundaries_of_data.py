@@ -105,8 +105,9 @@ def test_an_order_of_several_epochs_depends_on_how_many_samples_are_taken(
     shuffled: Any = object.__new__(ShuffledDataset)
     shuffled._dataset = parts[0]
     if len(parts) > 1:
-        shuffled._dataset = object.__new__(BlendedDataset)
-        shuffled._dataset.datasets = parts
+        blend: Any = object.__new__(BlendedDataset)
+        blend.datasets = parts
+        shuffled._dataset = blend
     shuffled._num_samples = samples
     assert shuffled.order_depends_on == expected
 
@@ -142,7 +143,7 @@ def _record(**changes: Any) -> dict[str, Any]:
     return {**order, "num_samples": 100, "files": files, **changes}
 
 
-def _file(prefix: str, weight: float | None = None, **content: str) -> dict[str, Any]:
+def _file(prefix: str, weight: Any = None, **content: str) -> dict[str, Any]:
     return {"prefix": prefix, "weight": weight, ".idx": "1", ".bin": "2", **content}
 
 

@@ -300,3 +300,13 @@ def test_what_a_machine_has_that_goes_down_while_files_are_merged(tmp_path: Path
         with pytest.raises(OSError, match="No space left"):
             merge_indexed_files([str(tmp_path / "a")], str(tmp_path / "all"))
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_mask_that_becomes_shorter_is_named(tmp_path: Path):
+    with IndexedWriter(tmp_path / "a", np.uint16, packed_to=0) as writer:
+        writer.add_tokens(bytes(8), [4], np.array([2, 1, 0, 1], np.uint8))
+    mask = Mask(str(tmp_path / "a"), 4)
+    os.truncate(tmp_path / "a.mask", 16 + 2)
+    assert (mask.read(0, 2).tolist(), mask.read(1, 0).tolist()) == ([2, 1], [])
+    with pytest.raises(DataError, match=r"a\.mask ends before token 4: it was truncated during the run"):
+        mask.read(1, 3)

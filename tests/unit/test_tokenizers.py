@@ -200,8 +200,9 @@ READ_BY = {
 @pytest.mark.parametrize("name", READ_BY)
 def test_a_flag_that_a_type_does_not_read_is_refused(name: str, type: str) -> None:
     flag = "--tokenizer-special-tokens" if name == "special_tokens" else f"--{name.replace('_', '-')}"
+    given: dict[str, Any] = {name: "x"}
     with pytest.raises(ConfigurationError) as caught:
-        build_tokenizer(type, "no/such/model", 0, **{name: "x"})
+        build_tokenizer(type, "no/such/model", 0, **given)
     refused = str(caught.value).startswith(f"{flag} x is not read by --tokenizer-type {type}, only by ")
     assert refused == (type not in READ_BY[name])
 
