@@ -2,7 +2,7 @@
 Sizes differ wherever two could be mistaken for each other."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -105,9 +105,16 @@ def test_a_layer_is_what_the_flags_say() -> None:
     assert first == Layer(
         number=0,
         attention=Attention(
-            **{"kind": "grouped_query", "query_heads": 6, "groups": 2, "head_size": 10, "value_head_size": 10},
-            **{"window": None, "rotary": first.attention.rotary, "qk_norm": "projection"},
-            **{"qkv_bias": True, "output_bias": False},
+            kind="grouped_query",
+            query_heads=6,
+            groups=2,
+            head_size=10,
+            value_head_size=10,
+            window=None,
+            rotary=first.attention.rotary,
+            qk_norm="projection",
+            qkv_bias=True,
+            output_bias=False,
         ),
         mlp=Experts(3, 2, Mlp(True, "silu", 24, False), Mlp(True, "silu", 56, False)),
         norm=Norm("RMSNorm", 0.25),
@@ -158,7 +165,8 @@ MIXTURE = {
 def test_the_catalogue_of_a_layer() -> None:
     """Every field of every parameter, of a model with biases and one with experts."""
     sp = {"sequence_parallel": True}
-    normal, small = ("normal", 0.03), ("normal", 0.03 / 8**0.5)
+    normal: tuple[Literal["normal"], float] = ("normal", 0.03)
+    small: tuple[Literal["normal"], float] = ("normal", 0.03 / 8**0.5)
     found = [parameter for parameter in parameters(_config({"swiglu": True})) if parameter.stage == 2]
     at = "decoder.layers.2"
     assert sorted(found, key=lambda one: one.name) == sorted(

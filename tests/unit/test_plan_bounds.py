@@ -259,6 +259,7 @@ def test_the_correction_is_that_of_the_measured_layout_and_batch() -> None:
         (calibrate.Measured(2 * estimate, 64, 16), {**values, "global_batch_size": 16}),
     ):
         found = corrected(replace(machine, correction=7.0), known, facts, measured)
+        assert found.measured_ratio is not None
         assert found.measured_ratio == pytest.approx(2.0, rel=1e-9)
         assert found.correction == believed(found.measured_ratio)
     assumed = Machine(hardware("b200"))

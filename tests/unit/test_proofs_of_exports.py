@@ -128,6 +128,7 @@ class Letters:
     """A tokenizer of letters; some texts have other ids, and some decode into another text."""
 
     eod = 0
+    vocab_size = 128
 
     def __init__(self, ids: dict[str, list[int]] | None = None, texts: dict[str, str] | None = None):
         self.ids, self.texts = ids or {}, texts or {}
@@ -139,7 +140,7 @@ class Letters:
         text = "".join(map(chr, ids))
         return self.texts.get(text, text)
 
-    def identity(self) -> dict[str, str]:
+    def identity(self) -> dict[str, str | int]:
         return {"type": "Letters"}
 
 

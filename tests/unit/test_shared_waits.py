@@ -193,13 +193,13 @@ def test_nothing_lies_on_another_in_the_memory(ranks: int) -> None:
     busy = [layout.bell, *of_ranks, *of_pairs]
     assert len({word // 8 for word in busy}) == len(busy), "a cache line has 8 words"
     kinds = [(kind, slot) for kind, (_, count) in enumerate(SLOTS) for slot in range(count)]
-    calls = [layout.call(*place, rank) for place in kinds for rank in range(ranks)]
-    labels = [layout.label(*pair, slot) for pair in pairs for slot in range(MAIL_SLOTS)]
+    calls = [layout.call(kind, slot, rank) for kind, slot in kinds for rank in range(ranks)]
+    labels = [layout.label(source, target, slot) for source, target in pairs for slot in range(MAIL_SLOTS)]
     words = [*busy, *calls, *labels]
     assert len(set(words)) == len(words)
     assert calls == sorted(calls)
-    spans = [(layout.slot(*place), ranks * SLOTS[place[0]][0]) for place in kinds]
-    spans += [(layout.message(*pair, slot), LARGEST) for pair in pairs for slot in range(MAIL_SLOTS)]
+    spans = [(layout.slot(kind, slot), ranks * SLOTS[kind][0]) for kind, slot in kinds]
+    spans += [(layout.message(source, target, slot), LARGEST) for source, target in pairs for slot in range(MAIL_SLOTS)]
     spans.sort()
     assert 8 * max(words) + 8 <= spans[0][0]
     assert spans[0][0] % 4096 == 0

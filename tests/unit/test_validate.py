@@ -312,6 +312,7 @@ def test_a_bound_is_the_least_value_that_works(name: str) -> None:
     option = options_by_name()[name]
     base = resolve(parse(shlex.split(BASE)).values, Facts())
     group = getattr(base, option.group)
+    assert option.at_least is not None
     for value, refused in ((option.at_least, False), (option.at_least - 1, True), (option.at_least - 0.5, True)):
         config = replace(base, **{option.group: replace(group, **{name: value})})
         shown = f"{value:g}" if isinstance(value, float) else value
