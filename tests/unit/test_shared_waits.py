@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.device.shared_memory import any_source, meeting, peers, record, replaced, segment, waiting
+import megatron_ext.device.shared_memory.record as operations
+from megatron_ext.device.shared_memory import any_source, meeting, peers, replaced, segment, waiting
 from megatron_ext.device.shared_memory.any_source import MessageFromAnyone
 from megatron_ext.device.shared_memory.meeting import Members
 from megatron_ext.device.shared_memory.segment import LARGEST, MAIL_SLOTS, SLOTS, Layout, Segment
@@ -314,17 +315,17 @@ def test_why_a_file_cannot_be_mapped() -> None:
 
 def test_operations_are_noted_as_torch_notes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of time among torch's, with what has ended."""
-    monkeypatch.setattr(record, "_entries", deque(maxlen=2))
+    monkeypatch.setattr(operations, "_entries", deque(maxlen=2))
     dump = pickle.dumps({"version": "x", "entries": [{"time_created_ns": 20, "of": "gloo"}]})
-    assert record.with_shared_memory(dump) == dump
+    assert operations.with_shared_memory(dump) == dump
     times = iter([5, 10, 30])
-    monkeypatch.setattr(record.time, "time_ns", lambda: next(times))
+    monkeypatch.setattr(operations.time, "time_ns", lambda: next(times))
     group = SimpleNamespace(group_desc="TP")
-    of_group = record.Record(_Referable(group), "3")
+    of_group = operations.Record(_Referable(group), "3")
     of_group.begin("forgotten", 0, [])
     of_group.begin("all_reduce", 7, [torch.zeros(2, 3, dtype=torch.bfloat16)]).has_ended = True
     of_group.begin("send 0->1", 8, [torch.zeros(4)], is_message=True)
-    found = pickle.loads(record.with_shared_memory(dump))
+    found = pickle.loads(operations.with_shared_memory(dump))
     assert found["version"] == "x"
     assert [entry["time_created_ns"] for entry in found["entries"]] == [10, 20, 30]
     first, _, last = found["entries"]
