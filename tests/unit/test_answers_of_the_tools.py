@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native import tensors as native_tensors
@@ -61,6 +62,41 @@ def test_checkpoints_of_a_folder_are_listed(tmp_path: Path, capsys: pytest.Captu
     assert second.endswith("  manifest")
     with pytest.raises(ConfigurationError, match="holds no checkpoint; give a --save folder"):
         inspect_checkpoint.main(["ls", str(tmp_path / "iter_0000005" / "tokenizer")])
+
+
+class _OneTensor:
+    """What `show` asks of a checkpoint: 10,001 ones in 16 bits, whose sum of squares has no place there."""
+
+    def __init__(self, path: Path):
+        self.one = torch.ones(73, 137, dtype=torch.bfloat16)
+
+    def common(self) -> dict[str, Any]:
+        return {"train_state": {"iteration": 5}, "optimizer_step": 4}
+
+    def names(self) -> list[str]:
+        return ["a.weight"]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.one.dtype
+
+    def shape(self, name: str) -> torch.Size:
+        return self.one.shape
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.one
+
+
+def test_norms_of_16_bits_are_shown_to_all_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_ext.checkpoint.native.tensors.Tensors", _OneTensor)
+    assert inspect_checkpoint.main(["show", str(_saved(tmp_path, 5, listed=False))]) == 0
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        ["iteration", "5"],
+        ["adam_updates", "4"],
+        ["a.weight", "bfloat16", "73", "x", "137", "norm", "1.000050e+02"],
+    ]
 
 
 def test_a_checkpoint_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,14 @@ def test_what_no_number_of_ranks_mends_is_left_to_the_check_of_the_flags() -> No
 
 @pytest.mark.parametrize(
     ("rank", "local", "here", "takes_part", "left_here"),
-    [(0, 0, 2, True, 2), (1, 1, 2, True, 2), (2, 0, 2, True, 1), (3, 1, 2, False, 2)],
+    [
+        (0, 0, 2, True, 2),
+        (1, 1, 2, True, 2),
+        (2, 0, 2, True, 1),
+        (3, 1, 2, False, 2),
+        (1, 1, 4, True, 3),
+        (2, 2, 4, True, 3),
+    ],
 )
 def test_the_first_ranks_train_and_know_how_many_they_are(
     monkeypatch: pytest.MonkeyPatch, rank: int, local: int, here: int, takes_part: bool, left_here: int

@@ -120,6 +120,17 @@ def test_a_rank_waits_in_the_oldest_of_what_is_under_way(tmp_path: Path) -> None
     )
 
 
+def test_what_is_handed_over_behind_a_collective_is_not_begun(tmp_path: Path) -> None:
+    """The device of rank 0 has another one to do behind that in which it waits; it is behind the others all the same."""
+    done = [operation("0", 1, "all_reduce"), operation("0", 2, "all_reduce")]
+    others = {rank: [*done, operation("0", 3, "all_reduce", "started")] for rank in (1, 2)}
+    for behind in ([], [operation("0", 3, "all_reduce", "scheduled")]):
+        cause = said(tmp_path, {0: [*WAITS, *behind], **others})[0]
+        assert cause.startswith(
+            "rank 0 did not come to collective 3 of the group of all ranks: it has begun 2, and waits"
+        )
+
+
 def test_a_message_after_a_collective_leaves_its_count_as_it_is(tmp_path: Path) -> None:
     """Messages are not counted: rank 1 has begun what the others wait in, and then sent a message."""
     sent = operation("0", 0, "send 1->2", is_p2p=True, p2p_seq_id=1)

@@ -143,6 +143,13 @@ def test_what_the_norm_leaves_out_is_found_again_when_other_weights_have_gradien
         expected = [weight.grad for weight in part.weights[::2] if weight.grad is not None]
         assert len(asked) == times
         assert [id(gradient) for gradient in outside] == [id(gradient) for gradient in expected]
+    # As many have a gradient as before, and others: layers that take turns.
+    part.weights[1].grad, one_less = None, part.weights[1].grad
+    list(outside_norm(chained))
+    part.weights[2].grad, part.weights[1].grad = None, one_less
+    found = [id(gradient) for gradient in outside_norm(chained)]
+    assert found == [id(weight.grad) for weight in part.weights[::2] if weight.grad is not None]
+    assert len(asked) == 4
 
 
 def test_routers_are_reset_where_there_are_experts(monkeypatch: pytest.MonkeyPatch) -> None:

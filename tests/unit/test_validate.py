@@ -553,3 +553,11 @@ def test_each_rule_of_a_room_is_asked() -> None:
         assert rules - {"split_is_right"} == {rule.__name__ for rule in room.RULES}
         assert set(room.RULES) <= set(RULES)
     assert len(set(RULES)) == len(RULES)
+
+
+@pytest.mark.parametrize("minutes", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_that_a_program_gives_is_a_time(minutes: float) -> None:
+    """The command line takes no inf; a configuration that is made in Python has whatever it was given."""
+    values = {**parse(shlex.split(BASE)).values, "distributed_timeout_minutes": minutes}
+    said = f"--distributed-timeout-minutes {minutes:g} is not above 0; use --distributed-timeout-minutes 10"
+    assert said in problems(resolve(values, Facts()), Facts())
