@@ -121,7 +121,7 @@ def test_a_rank_waits_in_the_oldest_of_what_is_under_way(tmp_path: Path) -> None
 
 
 def test_what_is_handed_over_behind_a_collective_is_not_begun(tmp_path: Path) -> None:
-    """The device of rank 0 has another one to do behind that in which it waits; it is behind the others all the same."""
+    """The device of rank 0 has another one to do behind that in which it waits, and is behind the others."""
     done = [operation("0", 1, "all_reduce"), operation("0", 2, "all_reduce")]
     others = {rank: [*done, operation("0", 3, "all_reduce", "started")] for rank in (1, 2)}
     for behind in ([], [operation("0", 3, "all_reduce", "scheduled")]):
