@@ -31,3 +31,12 @@ def test_memory_is_that_of_all_generations_and_the_highest_of_all_looks(monkeypa
     peaks = [0]
     process_tree._watch(7, ended, peaks)
     assert peaks == [673]
+
+
+def test_what_ends_between_two_looks_has_the_peak_that_the_kernel_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_tree, "_watch", lambda pid, ended, peaks: None)
+    measured = process_tree.measure(["sh", "-c", "echo out; echo err >&2; exit 3"])
+    assert (measured.exit_code, sorted(measured.output.split())) == (3, ["err", "out"])
+    assert measured.peak_bytes > 100_000, "of a shell, in bytes"
+    monkeypatch.setattr(process_tree, "_watch", lambda pid, ended, peaks: peaks.__setitem__(0, 1 << 40))
+    assert process_tree.measure(["true"]).peak_bytes == 1 << 40
