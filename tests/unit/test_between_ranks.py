@@ -264,6 +264,7 @@ def test_angles_are_those_of_a_ranks_positions(rank: int, expected: list[int]) -
     assert not torch.equal(scaled, 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16.0) / 4.0)
     known = torch.tensor(expected)[:, None] * scaled
     torch.testing.assert_close(table.get_emb(8), torch.stack((known.cos(), known.sin())), rtol=1e-5, atol=1e-6)
+    assert table.get_emb(1).tolist() == [[[1.0] * 8], [[0.0] * 8]], "one token is divided among no ranks"
 
 
 @pytest.mark.parametrize("tied", [False, True])

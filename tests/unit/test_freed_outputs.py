@@ -11,7 +11,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random
 from torch.utils import cpp_extension
 
-from megatron_ext.device.freed_outputs import share_or_copy
+from megatron_ext.device.freed_outputs import _copy, share_or_copy
 
 
 def gradients(*, freed: bool) -> list[torch.Tensor]:
@@ -79,6 +79,14 @@ def test_where_it_can_be_built_the_memory_is_shared(monkeypatch: pytest.MonkeyPa
     assert owners(storage) == before + 1
     del view
     assert owners(storage) == before
+
+
+def test_a_copy_is_of_the_whole_memory_that_a_part_lies_in() -> None:
+    """The computed tensor may be a view, as the freed one was of memory that is laid out alike."""
+    computed, freed = torch.arange(6.0)[2:4], torch.zeros(6)[2:4]
+    freed.untyped_storage().resize_(0)
+    _copy(freed, computed)
+    assert freed.tolist() == [2.0, 3.0]
 
 
 def owners(storage: torch.UntypedStorage) -> int:

@@ -67,10 +67,11 @@ def test_a_step_is_told_of_when_the_next_one_has_its_gradients() -> None:
     assert (watch.is_of_these_gradients(evidence), watch.is_of_these_gradients(after)) == (False, True)
 
 
-def test_a_bad_loss_comes_after_everything() -> None:
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_bad_loss_comes_after_everything(bad: float) -> None:
     loss = torch.tensor(0.0)
     watch, evidence = _watch(loss)
-    loss.fill_(torch.nan)  # written when the forward passes are done
+    loss.fill_(bad)  # written when the forward passes are done
     watch.before_reduction(_bucket(watch, {LAST: torch.full((3,), torch.nan)}))
     found = watch.diagnose(evidence)
     assert found is not None

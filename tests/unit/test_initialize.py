@@ -225,11 +225,14 @@ def test_an_embedding_begins_as_a_matrix_unless_it_has_a_deviation_of_its_own(ow
     assert deviation == pytest.approx(0.03 if init == "normal" else (2.0 / (256 + 64)) ** 0.5)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_each_weight_is_filled_as_the_part_that_its_ranks_hold(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows from their first one on, as 16-bit weights where these are computed with; an expert's matrix as the part of
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_each_weight_is_filled_as_the_part_that_its_ranks_hold(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows from their first one on, as bf16 weights where these are computed with; an expert's matrix as the part of
     the ranks that divide experts."""
-    config = small_config({"num_experts": 4, "disable_bias_linear": True}, training={"bf16": bf16, "seed": 17})
+    config = small_config(
+        {"num_experts": 4, "disable_bias_linear": True},
+        training={"bf16": precision == "bf16", "fp16": precision == "fp16", "seed": 17},
+    )
     dense, stacked = (
         "decoder.layers.1.self_attention.linear_proj.weight",
         "decoder.layers.0.mlp.experts.2:4.linear_fc2.weight",
@@ -261,7 +264,7 @@ def test_each_weight_is_filled_as_the_part_that_its_ranks_hold(bf16: bool, monke
         ("decoder.final_layernorm.weight", (64,), 17, 1, 2, {}),
     ]
     held: Any = rows
-    assert held.row_shard.local.unique().tolist() == [1.0 if bf16 else 1.0 + 2.0**-9]
+    assert held.row_shard.local.unique().tolist() == [1.0 if precision == "bf16" else 1.0 + 2.0**-9]
     assert experts.unique().tolist() == [1.0 + 2.0**-9]
 
 

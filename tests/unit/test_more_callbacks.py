@@ -295,3 +295,12 @@ def test_without_a_usual_loss_the_worst_microbatch_is_guilty(
     spikes._data(trainer.run, "it", Verdict(results, [], []), loss, math.inf)
     written = (tmp_path / "spike-7" / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["sample"] for line in written] == guilty
+
+
+def test_the_first_64_samples_of_a_spike_have_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spikes, "tokenizer_of_run", lambda config: SimpleNamespace(decode=lambda tokens: "text"))
+    monkeypatch.setattr(spikes, "describe_sample", lambda train, sample: "place")
+    loaders = SimpleNamespace(skipped=SkippedSamples(()), samples=[{"tokens": []}] * 70)
+    run: Any = SimpleNamespace(config=None, loaders=loaders)
+    rows = spikes._samples(run, [{"losses": [9.0], "samples": range(70)}])
+    assert ["text" in row for row in rows] == [True] * 64 + [False] * 6

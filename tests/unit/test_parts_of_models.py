@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_ext.config.layers import stack
 from megatron_ext.config.parameters import parameters
-from megatron_ext.model import gpt, linear_cross_entropy
+from megatron_ext.model import gpt, linear_cross_entropy, spec
 from megatron_ext.model.attention import SDPAttention
 from megatron_ext.model.gpt import GPT
 from megatron_ext.model.layer import PostNormLayer, PreNormLayer
@@ -61,7 +61,7 @@ def test_the_first_chunk_embeds_and_the_last_has_the_output_layer(
     monkeypatch.setattr(gpt, "_mask_vocabulary_padding", lambda made, config, tp: masked.append(made))
     interleaved = {"num_virtual_stages_per_pipeline_rank": chunks} if chunks > 1 else {}
     layout = {"pipeline_model_parallel_size": 2, "world_size": 2, **interleaved}
-    config = small_config({"num_layers": 2 * chunks}, layout=layout)
+    config = small_config({"num_layers": 2 * chunks, "max_position_embeddings": 48}, layout=layout)
     groups: Any = SimpleNamespace(pp=_group(rank, 2), tp=_group(0, 1))
     core: Any = SimpleNamespace(
         gradient_accumulation_fusion=False, use_cpu_initialization=True, params_dtype=None, recompute_modules=None
@@ -74,6 +74,7 @@ def test_the_first_chunk_embeds_and_the_last_has_the_output_layer(
         for chunk in range(chunks)
     ]
     assert masked == ([_Recorded.made[-1]] if rank == 1 else [])
+    assert {one.given["max_sequence_length"] for one in _Recorded.made} == {48}, "of which the text is a part"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,17 @@ def test_a_layers_own_spec_is_made_of_its_own_description() -> None:
     after = layer_spec(next(iter(stack(small_config(OLMO2)))), _group(0, 1))
     norms = [getattr(after.submodules, name) for name in ("input_layernorm", "pre_mlp_layernorm")]
     assert (after.module, norms) == (PostNormLayer, [IdentityOp, IdentityOp])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_transformer_engine_has_norms_of_queries_and_keys_where_the_model_has(
+    normed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, bool]] = []
+    monkeypatch.setattr(spec, "get_gpt_layer_with_transformer_engine_spec", lambda **given: asked.append(given))
+    [(kind, _)] = stack(small_config({**LLAMA, "qk_layernorm": normed})).kinds
+    spec._transformer_engine_spec(kind)
+    assert asked == [{"qk_layernorm": normed}]
 
 
 def test_gradients_of_a_shared_vocabulary_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from megatron_ext.sharding.ddp import DataParallel
 from megatron_ext.sharding.flat_shards import FlatPart, _spans
 from megatron_ext.sharding.gradient_buffers import completed
 from megatron_ext.sharding.host_memory import HostOptimizer
-from megatron_ext.sharding.megatron_fsdp import MegatronFSDP
+from megatron_ext.sharding.megatron_fsdp import MegatronFSDP, MegatronFSDPChunk
 from tests.support.small_models import small_config
 
 
@@ -225,3 +225,21 @@ def test_flags_come_from_the_first_whole_checkpoint_unless_it_is_forbidden(
     search = resume.look({"load": "folder", **flags})
     assert search is not None
     assert search.resume == chosen
+
+
+@pytest.mark.parametrize(("has_masters", "first"), [(True, 2), (False, 0)])
+def test_rows_of_megatrons_fsdp_are_those_that_are_updated(has_masters: bool, first: int) -> None:
+    """Of the masters, where there are any: the weights that are computed with may be whole on each rank."""
+
+    def buffer(start: int, stop: int) -> Any:
+        return SimpleNamespace(param_idx={weight: 0}, _get_item_slice_in_shard=lambda index: (start, stop))
+
+    weight = torch.nn.Parameter(torch.zeros(4, 3))
+    masters, whole = buffer(6, 12) if has_masters else None, buffer(0, 12)
+    group = SimpleNamespace(main_weight_buffer=masters, model_weight_buffer=whole, is_expert_param=False)
+    chunk: Any = object.__new__(MegatronFSDPChunk)
+    vars(chunk).update(strategy="optim", divides_copies=False)
+    vars(chunk)["param_and_grad_buffer"] = SimpleNamespace(parameter_groups=[group], param_to_param_group={weight: 0})
+    sharded = SimpleNamespace(orig_param=weight, _local_tensor=torch.zeros(2 if has_masters else 4, 3))
+    found = chunk._rows(sharded, _groups(4))
+    assert (found.first, found.shape, found.replica, found.group.name) == (first, (4, 3), 2, "intra_dp_cp")

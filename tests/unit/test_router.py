@@ -98,3 +98,25 @@ def test_experts_matrices_have_the_engines_marks(gated: bool) -> None:
     assert marks(0, ep=1, expt_tp=2, tp=2) == (True, 1, stride, True)
     assert marks(1, ep=2, expt_tp=2, tp=2) == (True, 2, stride, False)
     assert marks(1, ep=1, expt_tp=1, tp=2) == (True, 2, stride, False)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_experts_are_as_wide_as_the_ranks_that_divide_experts_leave(gated: bool) -> None:
+    """Of 12 on 3 ranks each has 4, whoever divides the other layers; the second rank's experts are the next two."""
+    config: Any = SimpleNamespace(
+        add_bias_linear=False,
+        moe_ffn_hidden_size=12,
+        hidden_size=6,
+        gated_linear_unit=gated,
+        moe_grouped_gemm=False,
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+    )
+    sizes = {"ep": 2, "expt_tp": 3, "tp": 2}
+    groups: Any = SimpleNamespace(
+        **{name: SimpleNamespace(size=lambda size=size: size, rank=lambda: 1) for name, size in sizes.items()}
+    )
+    experts = GroupedExperts(2, config, pg_collection=groups)
+    assert experts.local_experts == range(2, 4)
+    assert experts.linear_fc1.weight.shape == (2, 8 if gated else 4, 6)
+    assert experts.linear_fc2.weight.shape == (2, 6, 4)

@@ -294,10 +294,18 @@ def test_what_torchs_fsdp_is_asked_for(
     monkeypatch.setattr(fsdp2, "_units", lambda module, tied: [*units, module])
     monkeypatch.setattr(fsdp2, "_mesh", lambda groups, kind: (groups, kind))
     monkeypatch.setattr(fsdp2, "FSDPModule", (_Unit, _Model))
-    monkeypatch.setattr(fsdp2, "fully_shard", lambda unit, **named: asked.append((unit, named)))
     monkeypatch.setattr(fsdp2, "DTensor", torch.nn.Parameter)
     monkeypatch.setattr(fsdp2, "_rows", lambda parameter, groups: "rows")
     model: Any = _Model()
+
+    def shard(unit: Any, **named: Any) -> None:
+        """Put another parameter in the place of each, as torch does."""
+        asked.append((unit, named))
+        if unit is model:
+            for layer in (model.first, model.second):
+                layer.weight = torch.nn.Parameter(layer.weight.detach())
+
+    monkeypatch.setattr(fsdp2, "fully_shard", shard)
     model.set_gradient_divide_factor = _Unit.set_gradient_divide_factor.__get__(model)
     model.set_force_sum_reduction_for_comms = _Unit.set_force_sum_reduction_for_comms.__get__(model)
     layout = {"use_torch_fsdp2": True, "torch_fsdp2_cpu_offload": offload, "world_size": 2}

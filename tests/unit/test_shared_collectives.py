@@ -226,8 +226,9 @@ def test_parts_that_are_not_equal_are_gloos(taken: list[str]) -> None:
     exchange("group", torch.ones(6, 2), torch.ones(6, 2), [], [], None)
     exchange("group", torch.ones(4, 3), torch.ones(4, 3), [], [], None)
     exchange("group", torch.ones(6, 2), torch.ones(6, 2), [1, 2, 3], [1, 2, 3], None)
+    exchange("group", torch.ones(6, 2), torch.ones(6, 2), [], [1, 2, 3], None)
     exchange("group", torch.ones(9), torch.ones(6), [], [], None)
-    assert taken == ["ReduceScatter of 24", "gloo", "AllToAll of 48", "gloo", "gloo", "gloo"]
+    assert taken == ["ReduceScatter of 24", "gloo", "AllToAll of 48", "gloo", "gloo", "gloo", "gloo"]
 
 
 @pytest.mark.parametrize("given", [None, timedelta(0), timedelta(seconds=3)])

@@ -250,3 +250,27 @@ def test_a_mean_is_of_numbers_that_have_one() -> None:
     ):
         found = replaced._operation(SimpleNamespace(reduceOp=operation), torch.zeros(1, dtype=dtype))
         assert (found is not None) == done, (operation, dtype)
+
+
+def test_the_launchers_own_store_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torchrun hosts it, its port is taken, also by rank 0."""
+    _launched(monkeypatch, 0, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(sockets, "rendezvous", lambda place, timeout: iter([(place, 0, 2)]))
+    assert sockets.open_store(timedelta(seconds=5)) == ("env://", 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "here"),
+    [
+        ({"MASTER_ADDR": "localhost"}, True),
+        ({"MASTER_ADDR": "node1"}, False),
+        ({"MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False),
+        ({"MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.0.0.1", "WORLD_SIZE": "2"}, False),
+        ({"MASTER_ADDR": "node1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, True),
+        ({"MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, False),
+    ],
+)
+def test_which_ranks_are_on_one_machine(environment: dict[str, str], here: bool) -> None:
+    assert sockets.is_one_machine(environment) == here

@@ -242,6 +242,7 @@ DROPPED: list[tuple[str, list[str]]] = [
     ("--expert-tensor-parallel-size 2 --moe-grouped-gemm --use-checkpoint-args --load x", []),
     ("--vocab-file a --tokenizer-type NullTokenizer", ["vocab_file"]),
     ("--vocab-file a", []),
+    ("--sequence-parallel --tensor-model-parallel-size 0", []),
     ("--vocab-file a --merge-file b --tokenizer-type GPT2BPETokenizer", []),
     ("--tiktoken-pattern v2 --tokenizer-type TikTokenizer --merge-file b", ["merge_file"]),
     ("--recompute-granularity full --recompute-modules moe", ["recompute_modules"]),
