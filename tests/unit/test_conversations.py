@@ -371,6 +371,7 @@ def test_documents_are_packed_by_first_fit_the_longest_first() -> None:
         [*one[:4], BEGINS],
         [BEGINS, COUNTS, BEGINS, COUNTS, BEGINS],
     ]
+    assert [bytes(part) for part in _encoded([{"text": "c"}, {"text": "bbbb"}], packed_to=5)[0]] == [b"cbbbb"]
     tokens, flags = _encoded([{"text": "abc"}], packed_to=8)
     assert tokens == [[97, 98, 99, 0, 0, 0, 0, 0]]
     assert flags == [[BEGINS, COUNTS, COUNTS, BEGINS, 0, 0, 0, 0]]
