@@ -284,6 +284,12 @@ def test_no_record_holds_a_mark_of_ours(mark: str) -> None:
         _messages("sharegpt", {"conversations": [{"from": "human", "value": f"a{mark}b"}]})
 
 
+def test_an_error_begins_with_the_place_also_where_the_record_names_it() -> None:
+    record = RawDocument("a", 7, json.dumps({"conversations": [{"from": "a:7", "value": "x"}]}).encode(), is_json=True)
+    with pytest.raises(DataError, match=r'^a:7: "conversations" has a turn from "a:7"'):
+        ConversationFormat("sharegpt", None, ROLES).render(record)
+
+
 def _completion(fields: dict[str, Any], key: str | None = None) -> Rendered:
     record = RawDocument("in.jsonl", 3, json.dumps(fields).encode(), is_json=True)
     return ConversationFormat("completion", key, None).render(record)
