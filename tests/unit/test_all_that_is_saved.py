@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_ext.checkpoint.local import agreement, rank_state, writer
 from megatron_ext.checkpoint.native import contents, load, manifest, optimizer_state
@@ -269,6 +270,44 @@ def test_state_of_every_optimizer_goes_back_to_its_own_weight(optimizer: str) ->
     }
     optimizer_state.set_step_count(parts, config, 4)
     assert optimizer_state.step_count(parts) == (4 if traits_of(config).counts_updates else 0)
+
+
+def test_a_number_of_updates_is_each_weights_own() -> None:
+    """Also where what was loaded is one tensor for all: torch would advance it once for each weight."""
+    config = OptimizerConfig(optimizer="adam", lr=0.1)
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    part = _part(config, weights, divides=False)
+    optimizer_state.initialize_state(part, config)
+    [optimizer], shared = part.updater.torch_optimizers, torch.tensor(0.0)
+    for weight in weights:
+        optimizer.state[weight]["step"] = shared
+    optimizer_state.set_step_count([part], config, 4)
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    optimizer.step()
+    assert [optimizer.state[weight]["step"].item() for weight in weights] == [5.0] * 3
+
+
+def test_averages_begin_in_the_dtype_that_is_asked_for() -> None:
+    config = OptimizerConfig(optimizer="adam", lr=0.1, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp32")
+    weight = torch.nn.Parameter(torch.zeros(2))
+    part = _part(config, [weight], divides=False)
+    optimizer_state.initialize_state(part, config)
+    [optimizer] = part.updater.torch_optimizers
+    found = {name: tensor.dtype for name, tensor in optimizer.state[weight].items()}
+    assert (found["exp_avg"], found["exp_avg_sq"]) == (torch.bfloat16, torch.float32)
+
+
+def test_rows_of_state_are_counted_from_this_ranks_first() -> None:
+    """Rows 4 and 5, and 6 and 7, of a weight of eight."""
+    weight = ShardedTensor.from_rank_offsets("weight", torch.zeros(8, 2), replica_id=(0, 0, 0))
+    shards = [RowShard(torch.zeros(2, 2), first, (8, 2), None) for first in (4, 6)]
+    found = optimizer_state._pieces(weight, shards, torch.arange(8.0).view(4, 2), "exp_avg.weight")
+    data = {key: torch.as_tensor(piece.data).tolist() for key, piece in found.items()}
+    assert {key: (piece.global_offset, data[key]) for key, piece in found.items()} == {
+        "0": ((4, 0), [[0.0, 1.0], [2.0, 3.0]]),
+        "1": ((6, 0), [[4.0, 5.0], [6.0, 7.0]]),
+    }
 
 
 def test_a_snapshot_holds_every_number(monkeypatch: pytest.MonkeyPatch) -> None:

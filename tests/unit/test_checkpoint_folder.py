@@ -131,7 +131,10 @@ def test_a_manifest_names_files_of_the_checkpoint(name: str, tmp_path: Path) -> 
         manifest.read(path)
 
 
-@pytest.mark.parametrize("entry", [None, [], {"bytes": "6", "crc32": "0"}, {"bytes": -1, "crc32": "0"}, {"bytes": 6}])
+@pytest.mark.parametrize(
+    "entry",
+    [None, [], {"bytes": "6", "crc32": "0"}, {"bytes": -1, "crc32": "0"}, {"bytes": True, "crc32": "0"}, {"bytes": 6}],
+)
 def test_a_manifest_has_sizes_and_checksums(entry: object, tmp_path: Path) -> None:
     _manifest(tmp_path, {"a": entry})
     with pytest.raises(ValueError, match=r"manifest\.json has no size and checksum of 'a'"):

@@ -284,6 +284,12 @@ def test_no_record_holds_a_mark_of_ours(mark: str) -> None:
         _messages("sharegpt", {"conversations": [{"from": "human", "value": f"a{mark}b"}]})
 
 
+def test_an_error_begins_with_the_place_also_where_the_record_names_it() -> None:
+    record = RawDocument("a", 7, json.dumps({"conversations": [{"from": "a:7", "value": "x"}]}).encode(), is_json=True)
+    with pytest.raises(DataError, match=r'^a:7: "conversations" has a turn from "a:7"'):
+        ConversationFormat("sharegpt", None, ROLES).render(record)
+
+
 def _completion(fields: dict[str, Any], key: str | None = None) -> Rendered:
     record = RawDocument("in.jsonl", 3, json.dumps(fields).encode(), is_json=True)
     return ConversationFormat("completion", key, None).render(record)
@@ -371,6 +377,7 @@ def test_documents_are_packed_by_first_fit_the_longest_first() -> None:
         [*one[:4], BEGINS],
         [BEGINS, COUNTS, BEGINS, COUNTS, BEGINS],
     ]
+    assert [bytes(part) for part in _encoded([{"text": "c"}, {"text": "bbbb"}], packed_to=5)[0]] == [b"cbbbb"]
     tokens, flags = _encoded([{"text": "abc"}], packed_to=8)
     assert tokens == [[97, 98, 99, 0, 0, 0, 0, 0]]
     assert flags == [[BEGINS, COUNTS, COUNTS, BEGINS, 0, 0, 0, 0]]

@@ -1,6 +1,7 @@
 """Folders of checkpoints of every shape, against rules that are written here once more: what counts as a checkpoint,
 which one is taken, which may go, and what of a manifest is said."""
 
+import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -98,6 +99,14 @@ def test_which_checkpoints_are_tried_in_which_order(release: bool, tmp_path: Pat
                 for place, step in enumerate(expected)
             ]
             assert places.find_latest(folder) == (found[0] if found else None)
+
+
+def test_a_link_to_a_checkpoint_is_that_checkpoint(tmp_path: Path) -> None:
+    path = iteration_folder(tmp_path / "saved", 7)
+    _fill(path, ".metadata", "metadata.json")
+    (tmp_path / "best").symlink_to(path)
+    assert find_to_load(tmp_path / "best") == [Found(path, 7)]
+    assert places.load_problem(str(tmp_path / "best"), None) is None
 
 
 def test_the_step_that_is_asked_for_is_the_only_one(tmp_path: Path) -> None:
@@ -235,6 +244,7 @@ def test_every_byte_of_a_manifest_counts(tmp_path: Path) -> None:
     _with_manifest(tmp_path)
     path, before = tmp_path / manifest.MANIFEST, manifest.name_of(tmp_path)
     content = path.read_bytes()
+    assert before == hashlib.sha256(content).hexdigest()[:16], "as snapshots have noted it since"
     for place in range(0, len(content), 11):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         assert manifest.name_of(tmp_path) != before

@@ -119,6 +119,17 @@ def test_a_row_may_be_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> No
     assert [(item.offsets, item.sizes, item.length) for item in found] == [((row, 0), (1, 4), 16) for row in range(3)]
 
 
+def test_the_tokenizer_of_a_saved_model_is_the_copy_that_lies_with_it(saved: Path) -> None:
+    """The one of the training may be gone, or another by now."""
+    path = saved / "iter_0000000"
+    with (path / "config.yaml").open("a") as file:
+        file.write("\ntokenizer_type: HuggingFaceTokenizer\ntokenizer_model: /elsewhere\n")
+    assert SavedModel(saved).config.data.tokenizer_model == "/elsewhere"
+    (path / "tokenizer").mkdir()
+    (path / "tokenizer" / "tokenizer.json").write_text("{}")
+    assert SavedModel(saved).config.data.tokenizer_model == str(path / "tokenizer")
+
+
 @pytest.mark.parametrize("with_tokenizer", [False, True])
 @pytest.mark.parametrize("files", [(), ("tokenizer.json",)])
 def test_what_an_export_has_next_to_the_weights(

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.mask import BEGINS, COUNTS, Mask, header, mask_path
 from megatron_ext.data.mixture import Mixture
 from megatron_ext.data.permutation import Permutation
-from megatron_ext.data.splits import split_bounds
+from megatron_ext.data.splits import split_bounds, split_files
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.byte import ByteTokenizer
 
@@ -88,6 +89,18 @@ def test_a_blend_is_exact_at_every_position(weights: Sequence[float]):
 def test_shares_of_a_split_are_megatron_cores():
     for split in ("969,30,1", "80,15,5", "1", "1,1,1", "99.5,0.5,0", "7,0,3", "0.1,0.2,0.7"):
         assert split_bounds(split) == convert_split_vector_to_split_matrix(parse_and_normalize_split(split)), split
+
+
+def test_a_weight_of_the_only_files_of_a_split_is_left_out():
+    """As in megatron-core, where it would change the number of epochs."""
+    data = DataConfig(train_data_path=("3", "a"), valid_data_path=("3", "a", "1", "b"), test_data_path=("a",))
+    config: Any = SimpleNamespace(data=data)
+    files = [split_files(config, split) for split in ("train", "valid", "test")]
+    assert [one and (one.flag, one.blend.prefixes, one.blend.weights) for one in files] == [
+        ("--train-data-path", ("a",), None),
+        ("--valid-data-path", ("a", "b"), (3.0, 1.0)),
+        ("--test-data-path", ("a",), None),
+    ]
 
 
 def write(prefix: Path, first: int, documents: int, seed: int = 0, dtype: Any = np.uint16) -> list[list[int]]:

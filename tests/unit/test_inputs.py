@@ -2,11 +2,13 @@ import bz2
 import glob
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -141,6 +143,16 @@ def test_standard_input(tmp_path: Path):
         assert (tmp_path / f"a_text_document.{suffix}").read_bytes() == (
             tmp_path / f"b_text_document.{suffix}"
         ).read_bytes()
+
+
+def test_standard_input_stays_open(monkeypatch: pytest.MonkeyPatch):
+    """It is the process's, which may have more to read from it."""
+    stdin = io.BytesIO(LINES)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
+    [file] = find_files(["-"])
+    with inputs.open_input(file) as (source, _):
+        assert source.read() == LINES
+    assert not stdin.closed
 
 
 def test_what_the_fast_json_reader_refuses_the_exact_one_judges():

@@ -58,6 +58,15 @@ def test_lengths_and_the_index_of_keys_say_the_same_as_the_runs(size: int) -> No
     assert keys == (list(range(SAMPLES.numel())) if documents.key_index is None else documents.key_index.tolist())
 
 
+def test_equal_lengths_stay_one_object_wherever_they_are_moved() -> None:
+    """By which torch's cuDNN kernel knows them as equal."""
+    for size, same in ((1, True), (4, False)):
+        documents = documents_of(SAMPLES, EOD, size - 1, size)
+        moved = documents.map(torch.clone)
+        assert [one.key_ends is one.query_ends for one in (documents, moved)] == [same, same]
+        assert torch.equal(moved.key_ends, documents.key_ends)
+
+
 def batch(view: StageView) -> Batch:
     rows = [{**padding_sample(LENGTH), "tokens": row, "labels": row.roll(-1)} for row in SAMPLES]
     return divide(collate(rows, view), view)

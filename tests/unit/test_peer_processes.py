@@ -66,6 +66,7 @@ def test_how_a_process_ended(peers: PeerProcesses, command: str, text: str, coll
     process.wait()
     assert (rank, exit_text(status)) == (5, text)
     assert peers.ended(0.0) == {}, "an end is told once"
+    assert peers._poll.poll(0) == [], "nor is the next one waited for with its closed descriptor, which is always ready"
 
 
 def test_a_stopped_process_is_seen_and_can_be_ended() -> None:

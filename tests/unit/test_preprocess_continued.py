@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -101,6 +102,15 @@ def stop_after(count: int):
 def job_of(folder: Path, inputs: list[str], **options) -> EncodeJob:
     paths = tuple(str(folder / name) for name in inputs)
     return EncodeJob(paths, str(folder / "out"), "ByteTokenizer", commit_interval=0, **options)
+
+
+def test_standard_input_cannot_be_continued_so_nothing_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b'{"text": "one"}\n' * 3)))
+    saved: list[Path] = []
+    monkeypatch.setattr(Journal, "save", lambda journal, path: saved.append(path))
+    job = dataclasses.replace(job_of(tmp_path, []), inputs=("-",))
+    assert encode_files(job).documents == 3
+    assert saved == []
 
 
 def test_other_flags_or_inputs_start_from_the_beginning(tmp_path: Path):

@@ -26,7 +26,9 @@ def test_flags_without_bearing_are_taken_with_a_warning_each(tmp_path: Path, cap
     assert [line.split()[1] for line in warnings] == [word for word in OLD.split() if word.startswith("--")][:-1]
 
 
-@pytest.mark.parametrize("flag", ["--split-sentences", "--find-optimal-num-workers", "--max-documents 5"])
+@pytest.mark.parametrize(
+    "flag", ["--split-sentences", "--find-optimal-num-workers", "--max-documents 5", "--workers-to-check 1 2 4"]
+)
 def test_what_would_write_other_documents_is_refused(flag: str, tmp_path: Path):
     line = f"--input in --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer --partitions 2 {flag}"
     with pytest.raises(ConfigurationError, match=f"^{flag.split()[0]} is not supported"):

@@ -98,6 +98,14 @@ def test_a_header_is_not_believed(listed: object, said: str, tmp_path: Path) -> 
         rank_file.restore(path, {"a": torch.zeros(2)})
 
 
+@pytest.mark.parametrize(("more", "read"), [(0, True), (-1, False)])
+def test_the_largest_header_is_read(more: int, read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path)
+    (length,) = struct.unpack("<Q", path.read_bytes()[8:16])
+    monkeypatch.setattr(rank_file, "_LARGEST_HEADER", length + more)
+    assert (rank_file.read_header(path) is not None) == read
+
+
 def test_a_pipe_in_the_place_of_a_snapshot_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "rank_00000"
     os.mkfifo(path)

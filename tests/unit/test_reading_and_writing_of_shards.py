@@ -21,6 +21,7 @@ from megatron_ext.checkpoint import checksums, copying
 from megatron_ext.checkpoint.copying import FilePart, Files, Literal, SkippedBytes, gather, scatter
 from megatron_ext.checkpoint.dtypes import code_of
 from megatron_ext.checkpoint.native import manifest, safe_reading, save, saved_rows, tensors, torch_dist, verify
+from megatron_ext.checkpoint.native.part_reading import read_part
 from megatron_ext.checkpoint.native.safe_reading import SafeReader
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, tensor_pickle
@@ -285,6 +286,17 @@ def test_the_part_that_is_asked_for_goes_to_its_place(monkeypatch: pytest.Monkey
     monkeypatch.setattr(safe_reading, "read_part", lambda file, *given: None)
     assert not reader._read(io.BytesIO(), item, planner)
     assert not reader._read(io.BytesIO(), _item("w", (6, 7), LoadItemType.BYTE_IO), planner)
+
+
+def test_a_part_is_read_up_to_the_end_of_the_file_and_not_behind_it() -> None:
+    values = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
+    content = b"head" + values.numpy().tobytes()
+    for begin, lengths in (((1, 1, 1), (1, 2, 3)), ((0, 0, 0), (2, 3, 4)), ((0, 2, 3), (2, 1, 1))):
+        part = values[tuple(slice(at, at + length) for at, length in zip(begin, lengths, strict=True))]
+        found = read_part(io.BytesIO(content), 4, values.shape, torch.float32, begin, lengths)
+        assert found is not None
+        assert torch.equal(found, part)
+        assert read_part(io.BytesIO(content[:-1]), 4, values.shape, torch.float32, begin, lengths) is None
 
 
 def test_what_cannot_be_read_in_place_of_all_files_is_left_to_torch(

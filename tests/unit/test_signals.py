@@ -184,6 +184,21 @@ def test_a_forked_helper_is_ended_by_sigterm():
     assert not watcher.requested
 
 
+def test_a_helper_of_a_helper_is_ended_as_well(monkeypatch: pytest.MonkeyPatch):
+    """Its parent is a helper, and not the process that watches."""
+    before, killed = signal.getsignal(signal.SIGTERM), []
+    with SignalWatcher() as watcher:
+        handle = signal.getsignal(signal.SIGTERM)
+        assert callable(handle)
+        monkeypatch.setattr(os, "getpid", lambda: 3)
+        monkeypatch.setattr(os, "getppid", lambda: 2)
+        monkeypatch.setattr(os, "kill", lambda *asked: killed.append((*asked, signal.getsignal(signal.SIGTERM))))
+        handle(signal.SIGTERM, None)
+    assert killed == [(3, signal.SIGTERM, signal.SIG_DFL)]
+    assert not watcher.requested
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_stop_file_stops_this_run_and_not_the_next(tmp_path: Path):
     file = tmp_path / "stop"
     watcher = SignalWatcher(stop_file=file)

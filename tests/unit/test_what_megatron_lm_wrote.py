@@ -18,10 +18,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_ext.checkpoint.megatron_lm import arguments
 from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
-from megatron_ext.checkpoint.native import torch_dist
+from megatron_ext.checkpoint.native import load, torch_dist
 from megatron_ext.checkpoint.native.torch_dist import Chunk
 from megatron_ext.config.options import options_by_name
 from megatron_ext.config.schema import Config
+from megatron_ext.errors import DataError
 from tests.support.small_models import small_config
 
 YES_NO = (False, True)
@@ -133,6 +134,25 @@ def _same(config: Config) -> dict[str, Any]:
 
 def _different(config: Config, **changed: Any) -> list[str]:
     return megatron_lm.different_flags({"args": Namespace(**{**_same(config), **changed})}, config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"), [({}, True), ({"no_load_optim": True}, False), ({"finetune": True}, False)]
+)
+def test_an_optimizer_in_flat_buffers_matters_only_where_it_is_read(flags: dict[str, bool], refused: bool) -> None:
+    config = small_config()
+    config = replace(config, checkpoint=replace(config.checkpoint, **flags))
+    common = {
+        "args": Namespace(**_same(config)),
+        "optimizer": [{"param_state": {"param_state_sharding_type": "dp_reshardable"}}],
+        "iteration": 3,
+    }
+    run: Any = SimpleNamespace(config=config)
+    if refused:
+        with pytest.raises(DataError, match=r"^the checkpoint a, .* flat buffers .* or add --no-load-optim to go on"):
+            load._as_ours(run, Path("a"), common)
+    else:
+        assert load._as_ours(run, Path("a"), common)["train_state"]["iteration"] == 3
 
 
 def test_every_other_flag_is_named_with_both_values() -> None:
