@@ -214,8 +214,8 @@ def test_a_phase_that_is_thinner_than_a_line_has_no_border() -> None:
 
 def test_text_that_goes_to_no_terminal_has_no_colours(capsys: pytest.CaptureFixture[str]) -> None:
     """The last group of microbatches may be as large as the others."""
-    words = "--stages 2 --chunks 2 --microbatches 4 --group 2 --width 80"
-    assert draw_pipeline.main(words.split()) == 0
+    words = ["--stages", "2", "--chunks", "2", "--microbatches", "4", "--group", "2", "--width", "80"]
+    assert draw_pipeline.main(words) == 0
     assert capsys.readouterr().out == "\n".join(as_text(equal_stages(2, 2, 4, 2), 80)) + "\n"
 
 
