@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.inference import generation
 from megatron_ext.inference.generation import _Batch, _dealt, _Row, check_prompts
 from megatron_ext.inference.sampling import Sampler, Sampling, narrowed, penalized
 
@@ -139,6 +141,28 @@ def test_prompts_are_dealt_in_turn_and_numbered_through_a_session(monkeypatch: p
     batch = _Batch(_model(2, 1), dealt, Sampling(), 5)
     assert (numbers, batch.longest, batch.together) == ([7, 5], 2, 3)
     assert isinstance(batch.rows[0], _Row)
+
+
+def test_every_prompt_is_generated_from_once_whatever_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas with two rows each have four prompts at work, then the rest."""
+    batches: list[list[list[int]]] = []
+
+    class Batch:
+        def __init__(self, model: Any, dealt: list[list[_Row]], sampling: Sampling, first: int):
+            batches.append([[row.number for row in rows] for rows in dealt])
+            self.rows = dealt[model.replica]
+
+        def run(self, cached: bool, on_token: Any) -> None:
+            pass
+
+    monkeypatch.setattr(generation, "_Batch", Batch)
+    monkeypatch.setattr(generation, "_of_all_replicas", lambda model, made: made)
+    monkeypatch.setattr(generation, "_finished", lambda model, row, sampling: row.number)
+    model = _model(2, 1)
+    model.at_work = nullcontext
+    made = generation.generate(model, [[number] for number in range(7)], Sampling(max_new_tokens=1), rows=2)
+    assert batches == [[[0, 1], [2, 3]], [[4, 5], [6, -1]]]
+    assert made == [2, 3, 6]
 
 
 def test_prompts_and_tokens_must_fit() -> None:

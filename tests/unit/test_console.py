@@ -246,9 +246,28 @@ def test_a_training_goes_on_without_its_terminal(tmp_path: Path) -> None:
     assert '"iteration": 4' in metrics.read_text().splitlines()[-1]
 
 
-def test_what_finds_no_room_is_said_when_there_is_some(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO])
+def test_what_is_said_to_nobody_goes_nowhere_from_then_on(number: int, tmp_path: Path) -> None:
+    """The end of a pipe, and a terminal that is gone."""
+
+    class Left(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(number, os.strerror(number))
+
+        def fileno(self) -> int:
+            return file.fileno()
+
+    with (tmp_path / "was").open("w") as file:
+        stream = lasting_output._Lasting(Left())
+        assert stream.write("said") == 4
+        os.write(file.fileno(), b"what the stream still holds")
+    assert (tmp_path / "was").read_text() == ""
+
+
+@pytest.mark.parametrize("full", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_what_finds_no_room_is_said_when_there_is_some(full: int) -> None:
     class Disk(io.StringIO):
-        error: int | None = errno.ENOSPC
+        error: int | None = full
 
         def write(self, text: str) -> int:
             if self.error is not None:

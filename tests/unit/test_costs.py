@@ -195,6 +195,9 @@ def test_the_tool_says_all_of_it(tmp_path: Path) -> None:
         (["--over-devices", "0"], "--over-devices 0 is not above 0"),
         (["--html", "x.html"], "--over-devices or --over-seq-lengths"),
         (["--mtbf-hours", "0"], "--mtbf-hours 0"),
+        (["--efficiency", "1.5"], "--efficiency 1.5 is above 1, a share of the whole"),
+        (["--link-efficiency", "1.5"], "--link-efficiency 1.5 is above 1, a share of the whole"),
+        (["--memory-share", "1.5"], "--memory-share 1.5 is above 1, a share of the whole"),
         (["--watts", "700"], "--watts is part of what a whole run costs; add --tokens"),
     ],
 )

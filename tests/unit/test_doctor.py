@@ -100,6 +100,19 @@ def test_variables_that_do_not_do_what_is_hoped(mistake: variables.Mistake):
     assert not mistake.values or not wrong(variables.known_mistakes(Launch({mistake.name: "none of them"})))
 
 
+@pytest.mark.parametrize("value", ["TRACE", "trace", "Trace"])
+def test_nccl_reads_its_levels_in_any_case(value: str):
+    assert only(variables.known_mistakes(Launch({"NCCL_DEBUG": value}))).what == f"NCCL_DEBUG={value}"
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [(512, "0.5 kB"), (32e6, "32.0 MB"), (1e6, "1.0 MB"), (64e9, "64.0 GB"), (1e9, "1.0 GB"), (2.5e12, "2.5 TB")],
+)
+def test_sizes_are_shown_in_the_largest_unit_that_they_reach(amount: float, text: str):
+    assert machine._size(amount) == text
+
+
 def test_more_threads_than_cores():
     cores = len(os.sched_getaffinity(0))
     assert "is not set" in only(variables.threads_fit_the_cores(Launch({}, ranks=2))).what

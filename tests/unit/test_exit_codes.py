@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext import errors, lasting_output
+from megatron_ext.cli import pretrain as program
 from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes
 from megatron_ext.errors import ConfigurationError, TrainingError
 
@@ -257,3 +258,28 @@ def test_another_failure_is_told(call: str, stream: _Stream) -> None:
     with pytest.raises(OSError, match="failed"):
         lasting.write("text") if call == "write" else lasting.flush()
     assert _goes_to(stream) == "output"
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        ("--save runs --lr 1", "runs"),
+        ("--lr 1 --save=runs", "runs"),
+        ("--save runs --dry-run", None),
+        ("--lr 1", None),
+        ("--save", None),
+        ("--save --load", None),
+        ("--save --load ckpt", None),
+    ],
+)
+def test_the_folder_of_the_record_is_what_the_command_line_names(
+    words: str, folder: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A flag that follows --save is no folder: what lies in one of that name is left alone."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs", "--load"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "exit.json").write_text("{}")
+    assert program._save_folder(words.split()) == folder
+    kept = {path.parent.name for path in tmp_path.glob("*/exit.json")}
+    assert kept == {"runs", "--load"} - {folder}

@@ -7,12 +7,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_ext.cli.import_config import main as import_config
-from megatron_ext.cli.import_config import report
+from megatron_ext.cli.import_config import report, samples_of_epoch
 from megatron_ext.cli.preprocess_data import main as preprocess
 from megatron_ext.config.arguments import parse
+from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import open_index
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign.meanings import MIXED_PRECISION, Fact, Flags
@@ -627,3 +629,11 @@ def test_leaves_and_flags_of_texts() -> None:
     ]  # fmt: skip
     assert split_flags("--a 1 '2 3' --b --c=4") == {"--a": "1 '2 3'", "--b": "", "--c=4": ""}
     assert Translation((), solve({}, 1, 1), {"--a": "1 '2 3'", "--b": ""}).words() == ["--a", "1", "2 3", "--b"]
+
+
+@pytest.mark.parametrize(("tokens", "samples"), [(5, 1), (100, 9), (101, 10), (110, 10), (111, 11)])
+def test_the_last_sample_of_an_epoch_needs_the_token_after_it(tokens: int, samples: int, tmp_path: Path) -> None:
+    """Of samples of 10 tokens: each predicts the next token, too."""
+    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
+        writer.add_tokens(bytes(2 * tokens), [tokens])
+    assert samples_of_epoch(str(tmp_path / "data"), 10, "1") == samples

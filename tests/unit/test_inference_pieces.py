@@ -1,5 +1,6 @@
 """What inference is made of, each alone: lists of tasks, windows, streams, choices of tokens."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from megatron_ext.inference.generation import _stop_in, text_after
 from megatron_ext.inference.sampling import Sampling
 from megatron_ext.inference.scoring import Score
 from megatron_ext.inference.streaming import Stream
-from megatron_ext.inference.tasks import _choice_results
+from megatron_ext.inference.tasks import _choice_results, _multiple_choice
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.library import LibraryTokenizer
 from megatron_ext.train import trained_model
@@ -239,3 +240,24 @@ def test_a_trained_model_has_neither_dropout_nor_gradients(monkeypatch: pytest.M
     assert trained_model.load_trained(configured) == ([chunk], 3)
     assert not any(module.training for module in chunk.modules())
     assert not any(weight.requires_grad for weight in chunk.parameters())
+
+
+def _questions(folder: Path, **item: Any) -> EvalTask:
+    line = {"prompt": "Is it so?", "choices": [" yes", " no"], "answer": 0, **item}
+    (folder / "questions.jsonl").write_text(json.dumps(line))
+    return EvalTask("asked", "MULTIPLE_CHOICE", (str(folder / "questions.jsonl"),))
+
+
+@pytest.mark.parametrize("answer", [True, False, -1, 2, 1.0, "yes", None])
+def test_what_is_no_answer_to_a_question(answer: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=re.escape(f"answer is {answer!r}; give the number of a choice, from 0")):
+        _multiple_choice(ByteTokenizer(), _questions(tmp_path, answer=answer), 64)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_choice_that_is_too_long_is_named_by_its_number(wrong: int, tmp_path: Path) -> None:
+    """Choices are numbered as answers are: from 0."""
+    choices = [" yes", " no"]
+    choices[wrong] = " maybe" * 20
+    with pytest.raises(DataError, match=f"choice {wrong} has 120 tokens to score, and the model is given 64"):
+        _multiple_choice(ByteTokenizer(), _questions(tmp_path, choices=choices), 64)

@@ -176,6 +176,7 @@ def test_the_flags_decide_the_identity(vocabulary: tuple[str, int], gpt2_files: 
         ({"type": "GPT2BPETokenizer", "vocab_file": "none", "merge_file": "M"}, "--vocab-file none cannot be read"),
         ({"type": "GPT2BPETokenizer", "vocab_file": "M", "merge_file": "V"}, "are not the vocab.json and merges.txt"),
         ({"type": "HuggingFaceTokenizer", "vocab_file": "x"}, "x is not read by --tokenizer-type HuggingFaceTokenizer"),
+        ({"type": "HuggingFaceTokenizer", "tiktoken_pattern": "v1"}, "v1 is not read by --tokenizer-type HuggingFace"),
         ({"type": "ByteTokenizer", "special_tokens": ["<x>"]}, "--tokenizer-special-tokens <x> is not read by"),
         ({"type": "ByteTokenizer", "tiktoken_pattern": "v1"}, "only by TikTokenizer; leave --tiktoken-pattern out"),
         ({"type": "TikTokenizer"}, "needs --tokenizer-model, a tiktoken vocabulary in JSON"),

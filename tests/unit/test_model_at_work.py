@@ -44,6 +44,10 @@ def test_everything_is_as_it_was_before() -> None:
     assert [chunk.sequence_parallel for chunk in chunks] == flags
     assert [chunk.scatter_to_sequence_parallel for chunk in chunks] == flags
     assert [chunk.config.sequence_parallel for chunk in chunks] == flags
+    for frozen in chunks[:2]:
+        frozen.requires_grad_(False)
+    with _model(chunks).at_work():
+        assert not torch.is_inference_mode_enabled(), "some of the weights are trained"
     with _model([chunk.requires_grad_(False) for chunk in chunks]).at_work():
         assert torch.is_inference_mode_enabled()
 

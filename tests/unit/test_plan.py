@@ -206,6 +206,24 @@ def test_traffic_between_nodes_takes_longer() -> None:
     assert inside.compute == across.compute
 
 
+def test_the_sum_of_tied_embeddings_takes_its_time_whichever_stage_is_the_busiest() -> None:
+    """The first and the last stage wait for it, and so does the step, also where most layers lie between them."""
+    layout = "--micro-batch-size 1 --pipeline-model-parallel-size 4"
+    uneven = "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2"
+    untied = "--untie-embeddings-and-output-weights"
+    machine = Machine(hardware("h100"), 8, 0.5, 0.8)
+
+    def seconds(flags: str, model: str) -> float:
+        config = _config(f"{model} {layout} {flags}", 8)
+        return step_time(config, Shapes(config), machine).parts["pp"]
+
+    assert untied in SEVEN_BILLION
+    tied = SEVEN_BILLION.replace(untied, "")
+    even = seconds("", tied) - seconds("", SEVEN_BILLION)
+    assert even > 0.0
+    assert seconds(uneven, tied) - seconds(uneven, SEVEN_BILLION) == pytest.approx(even)
+
+
 def test_nothing_fits_says_what_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Nor does what the optimizer keeps in host memory.
     options = ["--world-size", "8", "--device-memory-gb", "4", "--json", str(tmp_path / "plan.json")]

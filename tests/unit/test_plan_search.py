@@ -323,3 +323,17 @@ def test_what_keeps_anything_from_fitting_is_named_also_where_it_is_the_default(
     assert main(["--world-size", "2", "--device-memory-gb", "1", "--", *line.split()]) == 1
     leave = "  leave to the planner: --context-parallel-size 1 --use-distributed-optimizer=false"
     assert leave in capsys.readouterr().out.splitlines()
+
+
+def test_what_fills_the_memory_to_the_byte_does_not_end_the_larger_micro_batches() -> None:
+    """They may fit with more recomputation, and are counted by themselves."""
+    sizes = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 1 --context-parallel-size 1"
+    line = f"{SMALL} --global-batch-size 4 {sizes} --sequence-parallel"
+    [smallest] = search(asked(8, f"{line} --micro-batch-size 1", 500.0), 2).best
+
+    def fitting(flags: str) -> int:
+        return search(replace(asked(8, f"{line} {flags}", 500.0), usable_bytes=smallest.memory.total), 1).fitting
+
+    assert smallest.recomputation == "none"
+    assert [fitting(f"--micro-batch-size {micro}") for micro in (1, 2, 4)] == [1, 1, 1]
+    assert fitting("") == 3

@@ -287,3 +287,13 @@ def test_steps_are_taken_once_more(begins: str, monkeypatch: pytest.MonkeyPatch)
     assert heard == ["start here", *loads, "release", "close", "destroy"]
     with pytest.raises(ConfigurationError, match=r"^the run ends after step 7; give a step of it$"):
         replay._steps(configured, 8, 3, rows)
+
+
+def test_samples_of_a_step_are_shown_from_the_first_to_the_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = replay.Replayed(small_config(), 3, [replay.Step(4, range(24, 32), 2.5, 0.5, 2.5, 0.5)], [])
+    monkeypatch.setattr(replay, "replay", lambda *_, **__: found)
+    assert main(["run", "4"]) == 0
+    row = capsys.readouterr().out.splitlines()[2]
+    assert row.split() == ["4", "24-31", "2.5", "2.5", "0.5", "0.5"]

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.plan.preview import equal_stages
 from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Block, Pass, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
 from megatron_ext.plan.timeline_text import as_text
+from megatron_ext.rules.profiling import recorded_steps_are_trained
 from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep, merged, read, timeline, write
 from megatron_ext.train.callbacks import schedule
@@ -297,3 +299,16 @@ def test_traces_lie_next_to_the_checkpoints(save: str | None, events: str | None
         logging=dataclasses.replace(config.logging, tensorboard_dir=events),
     )
     assert schedule.folder(config) == Path(expected) / schedule_record.FOLDER
+
+
+@pytest.mark.parametrize(("trained", "is_refused"), [(0, False), (4, True), (5, False), (6, False), (None, False)])
+def test_a_range_that_begins_with_the_last_step_is_recorded(trained: int | None, is_refused: bool) -> None:
+    """Steps are counted from 1: of 5, the fifth is one."""
+    config = small_config()
+    steps = {"record_schedule": True, "profile_step_start": 5, "profile_step_end": 7}
+    config = dataclasses.replace(
+        config,
+        profiling=dataclasses.replace(config.profiling, **steps),
+        training=dataclasses.replace(config.training, train_iters=trained),
+    )
+    assert bool(list(recorded_steps_are_trained(config, Facts()))) is is_refused

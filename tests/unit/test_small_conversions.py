@@ -22,6 +22,7 @@ from megatron_ext.cli import convert_checkpoint
 from megatron_ext.config.families import state_dict_mapping
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from tests.support.crashes import Disk
 
@@ -182,3 +183,10 @@ def test_the_tool_writes_the_precision_that_is_asked_for(
     assert convert_checkpoint.main([*line, *words, "--skip-tokenizer-check"]) == 0
     how = {"dtype": code, "max_shard_size": 2 * 10**6, "with_tokenizer": False, "check_tokenizer": None}
     assert asked == [("model", how)]
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_check_reads_at_least_one_sample(number: int) -> None:
+    line = ["to-hf", "--load", "ckpt", "--save", "model", "--check-samples", str(number)]
+    with pytest.raises(ConfigurationError, match=f"--check-samples {number} must be positive; leave it out for 64"):
+        convert_checkpoint.main(line)

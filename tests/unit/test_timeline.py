@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.cli import draw_pipeline
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.estimate import step_time
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.memory import memory
@@ -208,3 +210,17 @@ def test_a_phase_that_is_thinner_than_a_line_has_no_border() -> None:
         )
         drawing = svgs(as_page(Timeline("two", lanes, 1, 1.0)))[0]
         assert sum(path.attrib["class"] == "phase" for path in drawing.iter("path")) == borders
+
+
+def test_text_that_goes_to_no_terminal_has_no_colours(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last group of microbatches may be as large as the others."""
+    words = ["--stages", "2", "--chunks", "2", "--microbatches", "4", "--group", "2", "--width", "80"]
+    assert draw_pipeline.main(words) == 0
+    assert capsys.readouterr().out == "\n".join(as_text(equal_stages(2, 2, 4, 2), 80)) + "\n"
+
+
+@pytest.mark.parametrize(("microbatches", "group", "left"), [(5, 2, 1), (4, 3, 1), (2, 1, 0)])
+def test_interleaved_groups_need_a_microbatch_a_stage(microbatches: int, group: int, left: int) -> None:
+    words = f"--stages 2 --chunks 2 --microbatches {microbatches} --group {group}"
+    with pytest.raises(ConfigurationError, match=f"--microbatches {microbatches} in groups of {group} leave {left}"):
+        draw_pipeline.main(words.split())

@@ -24,7 +24,7 @@ from megatron_ext.resilience import elastic, launch
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.tokenizer import build, gpt2, huggingface, sentencepiece, tiktoken
 from megatron_ext.train import configure as train_configure
-from megatron_ext.train import pretrain
+from megatron_ext.train import extensions, pretrain
 from megatron_ext.train.configure import Configured
 from megatron_ext.train.extensions import NONE
 from megatron_ext.verify import parity, proof
@@ -232,6 +232,20 @@ def test_a_dry_run(
     ]
     shown = f"{scaled}\n\n" if scaled else ""
     assert capsys.readouterr().out == f"described\n\n{shown}memory\nof it\n"
+
+
+def test_a_dry_run_is_of_the_users_own_parts(requests: Requests) -> None:
+    """An own optimizer takes the place of the flags'."""
+    typed = Typed({}, dry_run=True)
+    config, applied = small_config(), small_config({"hidden_size": 48})
+    assert applied != config
+    requests.take(extensions.Extensions, "applied", applied)
+    requests.take(plan_verdict, "verdict", (["memory"], True))
+    requests.take(dry_run, "describe", "described")
+    assert program._describe(Configured(config, typed, typed), None, {"loss": lambda *_: None}) == 0
+    assert requests.of("applied")["config"] is config
+    assert requests.of("verdict")["config"] is applied
+    assert requests.of("describe")["config"] is applied
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,14 +1,16 @@
 """How texts are cut into sequences to score: every token once, in any stride and length."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from megatron_ext import inference
 from megatron_ext.cli import tasks as cli_tasks
 from megatron_ext.cli.generate import encoder
 from megatron_ext.config.eval_tasks import EvalTask
@@ -182,3 +184,34 @@ def test_flags_of_the_tool_reach_what_evaluates(monkeypatch: pytest.MonkeyPatch)
     options = cli_tasks._parser().parse_args(line.split())
     model: Any = SimpleNamespace(rank=0, config=SimpleNamespace(training=SimpleNamespace(micro_batch_size=3)))
     assert cli_tasks._harness(model, options) == (["arc"], 3, "folder", 5, 70)
+
+
+def test_results_of_the_harness_are_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole ones too; names, and what it could not compute, are texts and are left out."""
+    asked: list[dict[str, Any]] = []
+    metrics = {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": "N/A", "sample_len": 70}
+
+    def simple_evaluate(**named: Any) -> dict[str, Any]:
+        asked.append(named)
+        return {"results": {"arc": metrics}}
+
+    parts: dict[str, dict[str, Any]] = {
+        "lm_eval": {"simple_evaluate": simple_evaluate},
+        "lm_eval.api": {},
+        "lm_eval.api.instance": {"Instance": object},
+        "lm_eval.api.model": {"LM": object},
+        "lm_eval.tasks": {"TaskManager": lambda include_path: ("tasks of", include_path)},
+    }
+    for name, held in parts.items():  # as the module is, where it is installed
+        monkeypatch.setitem(sys.modules, name, cast(ModuleType, SimpleNamespace(**held)))
+    spec = importlib.util.spec_from_file_location("of_a_stand_in", Path(inference.__file__).with_name("harness.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    harness = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(harness)
+    monkeypatch.setattr(harness, "HarnessModel", lambda leader, rows: (leader, rows))
+    found = harness.evaluate("leader", ("arc",), 3, include_path="folder", shots=5, limit=70)
+    assert found == {"arc": {"acc,none": 0.5, "sample_len": 70}}
+    [named] = asked
+    assert (named["model"], named["tasks"], named["task_manager"]) == (("leader", 3), ["arc"], ("tasks of", "folder"))
+    assert (named["num_fewshot"], named["limit"]) == (5, 70)
