@@ -65,6 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from megatron_ext import device
     from megatron_ext.lasting_imports import kept_from_the_collector
+    from megatron_ext.verify import ranks
+
+    # A rank imports the file of its test and with it pytest: a tenth of a second, for some hundreds of ranks.
+    ranks.PRELOADED.append("pytest")
 
     # Torch, the engine and some thousand tests stay as long as the process: half a second for each look through them.
     _collection.enter_context(kept_from_the_collector())

@@ -16,7 +16,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_PRELOAD = "megatron_ext.verify.preload"
+PRELOADED = ["megatron_ext.verify.preload"]
+"""Modules that the forkserver imports before the first rank is forked; whoever tests adds what its modules import."""
 
 
 class RankError(AssertionError):
@@ -82,7 +83,7 @@ def run_ranks(
 def forkserver() -> Any:
     """Return the context of processes that are forked from a server with torch and the program loaded."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_PRELOAD])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
