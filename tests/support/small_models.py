@@ -1,5 +1,6 @@
 """Small resolved configurations for tests, and the model that one of them describes."""
 
+import dataclasses
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -50,6 +51,12 @@ def small_config(
         training=TrainingConfig(**{"micro_batch_size": 2, "global_batch_size": 4, **(training or {})}),
         data=DataConfig(vocab_size=vocab_size),
     )
+
+
+def config_of_two(layout: dict[str, Any] | None = None, **optimizer: Any) -> Config:
+    """Return the small model's configuration for two ranks, with these flags of the layout and of the optimizer."""
+    config = small_config(layout={"world_size": 2, **(layout or {})})
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **optimizer))
 
 
 def build_small_model(config: Config) -> tuple[list[GPT], ProcessGroupCollection]:
