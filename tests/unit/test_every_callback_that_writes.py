@@ -1,5 +1,5 @@
-"""What each small callback that writes what a run does, or tells of it, does when it hears of a step, of a failure and of
-the end: on which ranks, and at which."""
+"""What each small callback that writes of a run, or tells of it, does when it hears of a step, of a failure and of the
+end: on which ranks, and at which."""
 
 import dataclasses
 from collections.abc import Iterable
