@@ -1,5 +1,5 @@
-"""What a model writes is what a plain loop over a model that is a table writes, however many prompts are at work; and what
-the first rank asks for is what all ranks do."""
+"""What a model writes is what a plain loop over a model that is a table writes, however many prompts are at work; and
+what the first rank asks for is what all ranks do."""
 
 import dataclasses
 import itertools
