@@ -23,7 +23,6 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +30,7 @@ from typing import Any, Protocol
 from megatron_ext.errors import PeerLostError
 from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.board import Board
+from megatron_ext.resilience.pauses import Pauses
 from megatron_ext.resilience.peer_processes import PeerProcesses, ProcessName, exit_text, ranks_of_this_machine
 from megatron_ext.resilience.process_end import RunStatus, end_from_thread
 from megatron_ext.resilience.progress import FOLLOWS_DEVICE, Wait
@@ -48,7 +48,6 @@ _BETWEEN_ANSWERS = 0.2
 # The store: where its holder is seen to be stopped or gone; where it is not, after the timeout; and before it.
 _FOR_A_STOPPED_BOARD, _FOR_A_LATE_BOARD, _FOR_A_SLOW_BOARD = 1.3, 3.1, 15.0
 _FOR_THE_VERDICT = 6.0
-_A_PAUSE = 3.0  # a look that is so late: no processor was ever so busy
 _FOR_THE_OTHERS = 0.5  # to read the verdict, where this process holds the store
 _FOR_THE_LAST_BEAT = 3.0  # without it, an end with exit code 0 looks like a death
 # After SIGTERM or a death: how long a rank waits at least, and how long one that is silent has said nothing: one that
@@ -113,7 +112,7 @@ class Watch:
         self._noticed_at: float | None = None
         self._first_step: int | None = None
         self._beat = 0
-        self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # when each ended, and its seconds
+        self._pauses = Pauses()
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, name="watch", daemon=True),
@@ -166,7 +165,7 @@ class Watch:
             due = time.monotonic() + pause
             for rank, status in self._processes.ended(pause).items():
                 self._see_end(rank, status)
-            self._note_pause(time.monotonic(), due)
+            self._pauses.note(time.monotonic(), due)
             if signal.SIGTERM in self._wake_up.signals():
                 self.terminated_at = self.terminated_at or time.monotonic()
                 self._noticed_at = self._noticed_at or time.monotonic()
@@ -186,18 +185,8 @@ class Watch:
         wait = self._waits_in()
         if not self._names and self._board is not None:
             return min(_BETWEEN_LOOKS, _UNTIL_INTRODUCED * 2**self._beat)
-        left = _BETWEEN_LOOKS if wait is None else self._timeout - self._waited(wait, time.monotonic())
+        left = _BETWEEN_LOOKS if wait is None else self._timeout - self._pauses.time_run(wait.began, time.monotonic())
         return min(_BETWEEN_LOOKS, max(left, _SHORTEST_PAUSE))
-
-    def _note_pause(self, now: float, due: float) -> None:
-        """Note that this whole process did not run for a while, as with a job that the scheduler suspends: nobody is to
-        blame for what was not done then."""
-        if now - due > _A_PAUSE:
-            self._pauses.append((now, now - due))
-
-    def _waited(self, wait: Wait, now: float) -> float:
-        """Return the seconds of a wait in which this process ran."""
-        return now - wait.began - sum(seconds for end, seconds in self._pauses if end > wait.began)
 
     def _look(self) -> None:
         board = self._board
@@ -274,7 +263,7 @@ class Watch:
             wait = self._device_waits_in()  # not in the first step: kernels are compiled; torch's own timeout holds
         if wait is None:
             return False
-        if self._waited(wait, now) >= self._timeout:
+        if self._pauses.time_run(wait.began, now) >= self._timeout:
             return True
         if self._noticed_at is None:
             return False
@@ -427,7 +416,7 @@ class Watch:
             asked, pause = asking, _BETWEEN_LOOKS if asking is None else _BETWEEN_LOOKS / 2
             if wait is None or asking is None or self._closing.is_set():
                 continue
-            waited = self._waited(wait, time.monotonic())
+            waited = self._pauses.time_run(wait.began, time.monotonic())
             enough = self._timeout if self._noticed_at is None else min(self._timeout, _AFTER_NOTICE)
             if waited >= enough and silent >= self._patience_with_the_board(waited):
                 if _the_launcher_holds_the_store():

@@ -3,7 +3,12 @@
 The numbers of a line are all different, so that two flags that are swapped show.
 """
 
+import importlib
+import shlex
+from collections.abc import Callable
 from typing import Any
+
+from megatron_ext.cli.main import COMMANDS
 
 TOKENIZER = (
     "--tokenizer-type TikTokenizer --tokenizer-model model.json --vocab-size 31 --vocab-file v.json --merge-file m.txt "
@@ -88,3 +93,13 @@ LINES: dict[str, list[str]] = {
     "completion": ["words convert", "zsh"],
 }
 WITHOUT_FLAGS_OF_THEIR_OWN = {"pretrain", "prepare-cache"}
+
+
+def line_of(program: str, number: int = 0) -> list[str]:
+    """Return the words of one of a tool's lines."""
+    return shlex.split(LINES[program][number])
+
+
+def main_of(program: str) -> Callable[[list[str]], int]:
+    """Return the `main` of a tool."""
+    return importlib.import_module(f"megatron_ext.cli.{COMMANDS[program][0]}").main

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_ext.foreign.meanings import Cases, Meaning
-from megatron_ext.foreign.translate import SOURCES, translate
+from megatron_ext.foreign.translate import SOURCES, Translation, translate
 
 _OTHER = {"learning_rate": 0.25, "betas": [0.5, 0.75]}
 """A value that no case names, where it is not a 7."""
@@ -23,6 +23,11 @@ def nested(key: str, value: Any) -> Any:
     for name in reversed(key.split(".")):
         value = [value] if name == "*" else {name: value}
     return value
+
+
+def by_name(translation: Translation) -> dict[str, str]:
+    """Return what became of each key of a file."""
+    return {key.name: key.became for key in translation.keys}
 
 
 def _lines() -> Iterator[str]:

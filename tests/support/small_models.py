@@ -1,16 +1,17 @@
-"""Small resolved configurations for tests, and the model that one of them describes."""
+"""Small resolved configurations for tests, and the model that one of them describes.
 
-from typing import Any
+Only who builds the model loads torch: tests of the rooms without it use the configurations.
+"""
 
-from megatron.core import tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
-from megatron_ext import device
 from megatron_ext.config.schema import Config, DataConfig, LayoutConfig, ModelConfig, TrainingConfig
-from megatron_ext.model.config import transformer_config
-from megatron_ext.model.gpt import GPT, build_model
-from megatron_ext.model.initialize import initialize
-from megatron_ext.parallel import groups
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_ext.model.gpt import GPT
 
 LLAMA: dict[str, Any] = {
     "group_query_attention": True,
@@ -22,6 +23,11 @@ LLAMA: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
 }
 OLMO2 = {**LLAMA, "norm_position": "after", "qk_layernorm": True, "qk_layernorm_over": "projection"}
+MIXTURE = {
+    **{"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "disable_bias_linear": True},
+    **{"moe_shared_expert_intermediate_size": 32, "swiglu": True},
+}
+"""Experts for `distinct_config`."""
 
 
 def small_config(
@@ -52,8 +58,41 @@ def small_config(
     )
 
 
-def build_small_model(config: Config) -> tuple[list[GPT], ProcessGroupCollection]:
+def distinct_config(
+    model: dict[str, Any] | None = None, layout: dict[str, Any] | None = None, training: dict[str, Any] | None = None
+) -> Config:
+    """Return a configuration whose sizes differ wherever two could be mistaken for each other."""
+    sizes: dict[str, Any] = {
+        **{"num_layers": 4, "hidden_size": 48, "ffn_hidden_size": 40, "num_attention_heads": 6, "kv_channels": 10},
+        **{"num_query_groups": 2, "group_query_attention": True, "max_position_embeddings": 99, "seq_length": 32},
+        **{"padded_vocab_size": 128, "init_method_std": 0.03},
+    }
+    return Config(
+        model=ModelConfig(**{**sizes, **(model or {})}),
+        layout=LayoutConfig(**{"world_size": 1, **(layout or {})}),
+        training=TrainingConfig(
+            **{"micro_batch_size": 2, "global_batch_size": 12, "train_iters": 9, **(training or {})}
+        ),
+        data=DataConfig(vocab_size=100),
+    )
+
+
+def config_of_two(layout: dict[str, Any] | None = None, **optimizer: Any) -> Config:
+    """Return the small model's configuration for two ranks, with these flags of the layout and of the optimizer."""
+    config = small_config(layout={"world_size": 2, **(layout or {})})
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **optimizer))
+
+
+def build_small_model(config: Config) -> "tuple[list[GPT], ProcessGroupCollection]":
     """Start the groups of `config.layout` in this process, and build and initialize its chunks."""
+    from megatron.core import tensor_parallel
+
+    from megatron_ext import device
+    from megatron_ext.model.config import transformer_config
+    from megatron_ext.model.gpt import build_model
+    from megatron_ext.model.initialize import initialize
+    from megatron_ext.parallel import groups
+
     pg_collection = groups.initialize(config.layout, device.current())
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
     chunks = build_model(config, transformer_config(config, "cpu"), pg_collection)

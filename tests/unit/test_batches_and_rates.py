@@ -8,31 +8,8 @@ import pytest
 from megatron_ext.config import batch
 from megatron_ext.config.lr_scale import scale, scaling_text
 from megatron_ext.config.optimizers import OPTIMIZERS, has_own_optimizer, run_by, traits_of
-from megatron_ext.config.schema import Config, DataConfig, LayoutConfig, ModelConfig, OptimizerConfig, TrainingConfig
-
-
-def _config(
-    model: dict[str, Any] | None = None, layout: dict[str, Any] | None = None, training: dict[str, Any] | None = None
-) -> Config:
-    sizes: dict[str, Any] = {
-        **{"num_layers": 4, "hidden_size": 48, "ffn_hidden_size": 40, "num_attention_heads": 6, "kv_channels": 10},
-        **{"num_query_groups": 2, "group_query_attention": True, "max_position_embeddings": 99, "seq_length": 32},
-        **{"padded_vocab_size": 128, "init_method_std": 0.03},
-    }
-    return Config(
-        model=ModelConfig(**{**sizes, **(model or {})}),
-        layout=LayoutConfig(**{"world_size": 1, **(layout or {})}),
-        training=TrainingConfig(
-            **{"micro_batch_size": 2, "global_batch_size": 12, "train_iters": 9, **(training or {})}
-        ),
-        data=DataConfig(vocab_size=100),
-    )
-
-
-MIXTURE = {
-    **{"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "disable_bias_linear": True},
-    **{"moe_shared_expert_intermediate_size": 32, "swiglu": True},
-}
+from megatron_ext.config.schema import OptimizerConfig
+from tests.support.small_models import MIXTURE, distinct_config
 
 
 @pytest.mark.parametrize(
@@ -52,11 +29,11 @@ MIXTURE = {
 def test_the_next_batch(consumed: int, ramp: int, schedule: int) -> None:
     """A ramp of two steps of 4 over 200 samples; a schedule whose thresholds are 32 and 64 samples, in tokens."""
     training = {"rampup_batch_size": (4, 4, 200)}
-    assert batch.global_batch_size(_config(training=training), consumed) == ramp
+    assert batch.global_batch_size(distinct_config(training=training), consumed) == ramp
     training = {"step_batch_size_schedule": "0:4 1024:8 2.079K:12"}
     expected = 12 if consumed >= 64 else schedule
-    assert batch.global_batch_size(_config(training=training), consumed) == expected
-    assert batch.global_batch_size(_config(), consumed) == 12
+    assert batch.global_batch_size(distinct_config(training=training), consumed) == expected
+    assert batch.global_batch_size(distinct_config(), consumed) == 12
 
 
 @pytest.mark.parametrize(
@@ -95,7 +72,7 @@ def test_schedules_of_batches(text: str, expected: Any) -> None:
 )
 def test_samples_of_the_first_steps(training: dict[str, Any]) -> None:
     """Counted one step after another."""
-    config, consumed = _config(training=training), 0
+    config, consumed = distinct_config(training=training), 0
     for step in range(60):
         assert batch.samples_at_iteration(config, step) == consumed
         consumed += batch.global_batch_size(config, consumed)
@@ -117,7 +94,7 @@ def test_samples_of_the_first_steps(training: dict[str, Any]) -> None:
 )
 def test_a_run_as_phases(training: dict[str, Any], expected: list[tuple[int, int, int]]) -> None:
     """By hand: size, first sample, steps."""
-    config = _config(training=training)
+    config = distinct_config(training=training)
     found = [(one.global_batch_size, one.first_sample, one.steps) for one in batch.batch_phases(config)]
     assert found == expected
     assert batch.training_steps(config) == sum(steps for _, _, steps in expected)
@@ -125,9 +102,9 @@ def test_a_run_as_phases(training: dict[str, Any], expected: list[tuple[int, int
 
 def test_batches_of_an_evaluation_and_of_replicas() -> None:
     own = {"eval_global_batch_size": 6, "eval_micro_batch_size": 3}
-    assert [batch.evaluation_batch(_config(training=training)) for training in ({}, own)] == [(12, 2), (6, 3)]
+    assert [batch.evaluation_batch(distinct_config(training=training)) for training in ({}, own)] == [(12, 2), (6, 3)]
     layout = {"world_size": 12, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    config = _config(MIXTURE, {**layout, "expert_model_parallel_size": 2, "context_parallel_size": 2})
+    config = distinct_config(MIXTURE, {**layout, "expert_model_parallel_size": 2, "context_parallel_size": 2})
     assert (config.layout.data_parallel_size, config.layout.expert_data_parallel_size) == (3, 6)
     assert (batch.num_microbatches(config, 12), batch.num_microbatches(config, 12, 1)) == (2, 4)
     with pytest.raises(AssertionError):
@@ -175,7 +152,7 @@ def test_rates_that_are_scaled(given: dict[str, Any], rates: list[float]) -> Non
 )
 def test_how_a_rate_came_about(training: dict[str, Any], whose: str) -> None:
     optimizer = OptimizerConfig(lr=0.5, min_lr=0.25, lr_scale_rule="sqrt")
-    config = replace(_config(training=training), optimizer=optimizer)
+    config = replace(distinct_config(training=training), optimizer=optimizer)
     assert scaling_text({"lr": 1.0, "lr_scale_base_batch_size": 48}, config) == (
         "learning rate        0.5 = --lr 1 x sqrt(12 / 48), lowest 0.25 (--lr-scale-rule sqrt: "
         f"{whose} over the base batch)"

@@ -20,8 +20,9 @@ from megatron_ext.config.parameters import (
 )
 from megatron_ext.config.pipeline import core_layout, is_uneven, read_pipeline_layout
 from megatron_ext.config.ranks import coordinates, expert_coordinates, rank_of
-from megatron_ext.config.schema import Config, DataConfig, LayoutConfig, ModelConfig, TrainingConfig
+from megatron_ext.config.schema import DataConfig, LayoutConfig
 from megatron_ext.errors import ConfigurationError
+from tests.support.small_models import MIXTURE, distinct_config
 
 
 @pytest.mark.parametrize(
@@ -74,24 +75,6 @@ def test_places_of_ranks(mapping: bool) -> None:
         assert (place.etp, place.ep < 3, place.edp < 10, place.pp < 7) == (0, True, True, True)
 
 
-def _config(
-    model: dict[str, Any] | None = None, layout: dict[str, Any] | None = None, training: dict[str, Any] | None = None
-) -> Config:
-    sizes: dict[str, Any] = {
-        **{"num_layers": 4, "hidden_size": 48, "ffn_hidden_size": 40, "num_attention_heads": 6, "kv_channels": 10},
-        **{"num_query_groups": 2, "group_query_attention": True, "max_position_embeddings": 99, "seq_length": 32},
-        **{"padded_vocab_size": 128, "init_method_std": 0.03},
-    }
-    return Config(
-        model=ModelConfig(**{**sizes, **(model or {})}),
-        layout=LayoutConfig(**{"world_size": 1, **(layout or {})}),
-        training=TrainingConfig(
-            **{"micro_batch_size": 2, "global_batch_size": 12, "train_iters": 9, **(training or {})}
-        ),
-        data=DataConfig(vocab_size=100),
-    )
-
-
 def test_a_layer_is_what_the_flags_say() -> None:
     model = {
         **{"position_embedding_type": "rope", "rotary_base": 7.0, "rotary_percent": 0.35, "swiglu": True},
@@ -101,7 +84,7 @@ def test_a_layer_is_what_the_flags_say() -> None:
         **{"disable_bias_linear": True, "add_qkv_bias": True, "num_experts": 3, "moe_ffn_hidden_size": 24},
         **{"moe_router_topk": 2, "moe_shared_expert_intermediate_size": 56},
     }
-    first = layers(_config({**model, "use_rope_scaling": True}))[0]
+    first = layers(distinct_config({**model, "use_rope_scaling": True}))[0]
     assert first == Layer(
         number=0,
         attention=Attention(
@@ -129,25 +112,25 @@ def test_a_layer_is_what_the_flags_say() -> None:
     assert replace(first, norm_places="both").norm_count == 4
     assert first.every_token == Mlp(True, "silu", 56, False)
     assert first.inner == Mlp(True, "silu", 24, False)
-    plain = layers(_config({**model, "num_experts": None}))[0]
+    plain = layers(distinct_config({**model, "num_experts": None}))[0]
     assert plain.attention.rotary == replace(rotary, scaling=None)
     assert (plain.mlp, plain.every_token, plain.experts) == (Mlp(True, "silu", 40, False),) * 2 + (None,)
     values = replace(first.attention, value_head_size=4)
     assert (values.key_size, values.value_size, values.context_size) == (20, 8, 24)
     assert values.core_flops(8) == 2 * 6 * (10 + 4) * 4.0
     assert [replace(values, window=window).mean_keys(8) for window in (None, 4, 8, 100)] == [4.0, 3.0, 4.0, 4.0]
-    assert residual_std(_config()) == 0.03 / 8**0.5
+    assert residual_std(distinct_config()) == 0.03 / 8**0.5
     for flags, activation in (
         ({}, "gelu"),
         ({"openai_gelu": True}, "gelu_tanh"),
         ({"squared_relu": True}, "squared_relu"),
         ({"swiglu": True}, "silu"),
     ):
-        assert layers(_config(flags))[0].inner.activation == activation
+        assert layers(distinct_config(flags))[0].inner.activation == activation
 
 
 def test_slices_of_layers_are_one_object_and_share_their_kinds() -> None:
-    whole = stack(_config())
+    whole = stack(distinct_config())
     part = whole[1:3]
     assert part is whole[1:3]
     assert [layer.number for layer in part] == [1, 2]
@@ -156,18 +139,12 @@ def test_slices_of_layers_are_one_object_and_share_their_kinds() -> None:
     assert (whole.count(lambda layer: layer.experts), whole.total(lambda _: 1.5)) == (0, 6.0)
 
 
-MIXTURE = {
-    **{"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "disable_bias_linear": True},
-    **{"moe_shared_expert_intermediate_size": 32, "swiglu": True},
-}
-
-
 def test_the_catalogue_of_a_layer() -> None:
     """Every field of every parameter, of a model with biases and one with experts."""
     sp = {"sequence_parallel": True}
     normal: tuple[Literal["normal"], float] = ("normal", 0.03)
     small: tuple[Literal["normal"], float] = ("normal", 0.03 / 8**0.5)
-    found = [parameter for parameter in parameters(_config({"swiglu": True})) if parameter.stage == 2]
+    found = [parameter for parameter in parameters(distinct_config({"swiglu": True})) if parameter.stage == 2]
     at = "decoder.layers.2"
     assert sorted(found, key=lambda one: one.name) == sorted(
         [
@@ -190,7 +167,7 @@ def test_the_catalogue_of_a_layer() -> None:
         ],
         key=lambda one: one.name,
     )
-    found = [one for one in parameters(_config({**MIXTURE, "norm_position": "after"})) if one.stage == 2]
+    found = [one for one in parameters(distinct_config({**MIXTURE, "norm_position": "after"})) if one.stage == 2]
     by_name = {one.name.removeprefix(f"{at}."): one for one in found}
     assert by_name["mlp.router.weight"] == Parameter(f"{at}.mlp.router.weight", (6, 48), 2, *normal, **sp)
     assert by_name["mlp.experts.0.linear_fc1.weight"] == Parameter(
@@ -205,7 +182,9 @@ def test_the_catalogue_of_a_layer() -> None:
 
 
 def test_counts_are_those_of_the_whole_catalogue() -> None:
-    config = _config(MIXTURE, {"world_size": 4, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2})
+    config = distinct_config(
+        MIXTURE, {"world_size": 4, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    )
     assert config.layout.expert_tensor_size == 2
     whole = parameters(config)
     assert count(config) == sum(one.size for one in whole)
@@ -225,14 +204,14 @@ def test_counts_are_those_of_the_whole_catalogue() -> None:
     assert count_per_rank(config, experts=False) == [local[0]]
     assert count_per_rank(config, experts=True) == [local[1] // 2]
     assert count_per_rank(config) == [local[0] + local[1] // 2]
-    own = _config(MIXTURE, {"world_size": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1})
+    own = distinct_config(MIXTURE, {"world_size": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1})
     assert [tensor_size(own, one) for one in (dense[0], routed[0])] == [2, 1]
 
 
 @pytest.mark.parametrize(("size", "untied", "expected"), [(1, False, [0]), (2, False, [0, 1]), (2, True, [0])])
 def test_stages_of_word_embeddings(size: int, untied: bool, expected: list[int]) -> None:
     layout = {"world_size": size, "pipeline_model_parallel_size": size}
-    config = _config({"untie_embeddings_and_output_weights": untied}, layout)
+    config = distinct_config({"untie_embeddings_and_output_weights": untied}, layout)
     embeddings, positions = parameters(config)[:2]
     assert (stages(config, embeddings), stages(config, positions)) == (expected, [0])
     assert stages(config, parameters(config)[-1]) == [size - 1]
@@ -257,14 +236,14 @@ def test_stages_of_word_embeddings(size: int, untied: bool, expected: list[int])
     ],
 )
 def test_how_matrices_and_embeddings_begin(model: dict[str, Any], matrix: Any, embedding: Any) -> None:
-    by_name = {one.name: (one.init, one.std) for one in parameters(_config(model))}
+    by_name = {one.name: (one.init, one.std) for one in parameters(distinct_config(model))}
     assert by_name["decoder.layers.1.self_attention.linear_qkv.weight"] == matrix
     assert by_name["embedding.word_embeddings.weight"] == embedding
 
 
 @pytest.mark.parametrize(("vocabulary", "rows"), [(100, 100), (128, None)])
 def test_rows_that_stand_for_entries(vocabulary: int, rows: int | None) -> None:
-    config = replace(_config(), data=DataConfig(vocab_size=vocabulary))
+    config = replace(distinct_config(), data=DataConfig(vocab_size=vocabulary))
     assert parameters(config)[0].true_rows == rows
 
 
@@ -285,7 +264,7 @@ def test_rows_that_stand_for_entries(vocabulary: int, rows: int | None) -> None:
     ],
 )
 def test_own_parameters_that_cannot_be_are_refused(parameter: Parameter, problem: str | None) -> None:
-    config = _config({}, {"world_size": 2, "tensor_model_parallel_size": 2})
+    config = distinct_config({}, {"world_size": 2, "tensor_model_parallel_size": 2})
     with own_parameters.in_every_layer(lambda _config, layer: [parameter] if layer.number == 3 else []):
         if problem is None:
             [found] = [one for one in parameters(config) if one.name.endswith(".mix")]
@@ -332,9 +311,9 @@ def test_norms_and_biases_do_not_decay() -> None:
     ],
 )
 def test_layers_that_multiply_in_fp8(training: dict[str, Any], chosen: list[int]) -> None:
-    assert list(layers_in_fp8(_config(training=training))) == chosen
+    assert list(layers_in_fp8(distinct_config(training=training))) == chosen
     sides = {
-        recipe: multiple_of(_config(training={"fp8_recipe": recipe}))
+        recipe: multiple_of(distinct_config(training={"fp8_recipe": recipe}))
         for recipe in ("tensorwise", "rowwise", "blockwise")
     }
     assert sides == {"tensorwise": 16, "rowwise": 16, "blockwise": 128}
@@ -350,11 +329,13 @@ def test_layers_that_multiply_in_fp8(training: dict[str, Any], chosen: list[int]
     ],
 )
 def test_where_a_kernel_of_attention_can_be_chosen(device: str, backend: str, impl: str, nothing: bool) -> None:
-    config = _config({"transformer_impl": impl}, {"device": device})
+    config = distinct_config({"transformer_impl": impl}, {"device": device})
     assert (attention_kernels.chooses_nothing(config, backend) is not None) == nothing
     mixed = {"context_parallel_size": 2, "world_size": 2}
     for kinds, by_name in ((("p2p",), True), (("a2a",), False), (("p2p", "a2a", "p2p", "p2p"), False)):
-        assert (attention_kernels.kernels_by_name(_config({}, {**mixed, "cp_comm_type": kinds})) is not None) == by_name
+        assert (
+            attention_kernels.kernels_by_name(distinct_config({}, {**mixed, "cp_comm_type": kinds})) is not None
+        ) == by_name
     asked = {"attention_backend": "local", "flash_attention_version": 3, "seed": 4}
     assert attention_kernels.asked_for(asked) == ["flash_attention_version"]
     assert attention_kernels.asked_for({"attention_backend": "auto"}) == []

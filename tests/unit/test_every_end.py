@@ -17,6 +17,7 @@ from megatron_ext import errors
 from megatron_ext.errors import ConfigurationError, StoppedBefore
 from megatron_ext.resilience import deadline, elastic, exit_record, launch, process_end, watch, watch_words
 from megatron_ext.resilience.deadline import StopDeadline
+from megatron_ext.resilience.pauses import Pauses
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.progress import Progress, Wait
 from megatron_ext.resilience.verdict import RankReport, numbers_text
@@ -354,7 +355,7 @@ def _watch(**given: Any) -> Any:
     made: Any = object.__new__(Watch)
     made._status = RunStatus(rank=1, save=None, iteration=7)
     made._progress, made._timeout, made._board = Progress(), 90.0, None
-    made._names, made._beats, made._ends, made._heard, made._pauses = {}, {}, {}, {}, []
+    made._names, made._beats, made._ends, made._heard, made._pauses = {}, {}, {}, {}, Pauses()
     made._noticed_at = made._first_end = made._first_step = None
     made._runs_ahead = False
     for name, value in given.items():

@@ -1,12 +1,7 @@
-"""What each sharding scheme hands on, keeps in memory, frees and saves: with stand-ins for the engine, ranks as
-threads."""
+"""What each sharding scheme hands on, keeps in memory and frees: with stand-ins for the engine."""
 
-import dataclasses
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import pairwise
-from threading import Barrier, local
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,27 +10,19 @@ import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.config.schema import Config
 from megatron_ext.parallel.rows import RowShard, mark, row_shard
-from megatron_ext.sharding import fsdp2, host_memory, megatron_fsdp, row_shards
+from megatron_ext.sharding import fsdp2, megatron_fsdp
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.sharding.ddp import DataParallel
-from megatron_ext.sharding.flat_shards import FlatPart
 from megatron_ext.sharding.fsdp2 import FSDP2, TorchFSDP
 from megatron_ext.sharding.gradients import outside_norm
-from megatron_ext.sharding.host_memory import HostOptimizer, InHostMemory
+from megatron_ext.sharding.host_memory import InHostMemory
 from megatron_ext.sharding.megatron_fsdp import MegatronFSDP, MegatronFSDPChunk, MegatronFSDPOptimizer
-from megatron_ext.sharding.parts import IN_PLACE, MASTER, Exchange
-from megatron_ext.sharding.row_shards import HostRowOptimizer, RowShardOptimizer, local_gradient
-from tests.support.small_models import small_config
+from megatron_ext.sharding.row_shards import RowShardOptimizer, local_gradient
+from tests.support.small_models import config_of_two, small_config
 
 CPU: Any = SimpleNamespace(torch_device=torch.device("cpu"), kind="cpu")
 NOTHING: Any = None
-
-
-def _config(layout: dict[str, Any] | None = None, **optimizer: Any) -> Config:
-    config = small_config(layout={"world_size": 2, **(layout or {})})
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **optimizer))
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -53,279 +40,12 @@ def test_the_scheme_that_the_flags_ask_for(
     layout: dict[str, Any], kind: type, on_meta: bool, on_host: bool, offload: bool
 ) -> None:
     """An optimizer in host memory changes nothing of where the weights are; every flag that moves something is told."""
-    scheme = sharding_of(_config(layout, optimizer_cpu_offload=offload))
+    scheme = sharding_of(config_of_two(layout, optimizer_cpu_offload=offload))
     inner = scheme._scheme if isinstance(scheme, InHostMemory) else scheme
     assert (type(inner), isinstance(scheme, InHostMemory)) == (kind, offload)
     assert (scheme.builds_on_meta, scheme.lives_on_host) == (on_meta, on_host)
     flags = ["--optimizer-cpu-offload"] * offload + ["--torch-fsdp2-cpu-offload"] * on_host
     assert list(scheme.host_memory_flags) == flags
-
-
-HANDED_ON = {
-    "shard": ("chunks", "core", "groups", "device"),
-    "gathered": ("chunks",),
-    "gathered_before_update": ("chunks",),
-    "weights_in_place": ("chunks",),
-    "reduced_gradients": ("chunk",),
-    "watch": ("chunk", "watcher"),
-    "holders_of_one_copy": ("optimizer", "groups"),
-    "held_weights": ("chunk",),
-    "held_gradients": ("chunk",),
-    "clip": ("optimizer", 2.0, 5.0),
-}
-"""Methods of a scheme that an optimizer in host memory changes nothing of, with arguments."""
-
-
-@pytest.mark.parametrize("name", HANDED_ON)
-def test_the_rest_of_a_scheme_is_its_own(name: str) -> None:
-    heard: list[Any] = []
-    methods: dict[str, Any] = {
-        one: lambda *given, one=one: heard.append((one, given)) or f"result of {one}" for one in HANDED_ON
-    }
-    scheme: Any = SimpleNamespace(config=small_config(), builds_on_meta=True, lives_on_host=False, **methods)
-    result = getattr(InHostMemory(scheme), name)(*HANDED_ON[name])
-    assert heard == [(name, HANDED_ON[name])]
-    assert result == (None if name in ("watch", "clip") else f"result of {name}")
-
-
-def test_what_only_the_update_needed_is_freed_by_both() -> None:
-    done: list[Any] = []
-    parts = [
-        SimpleNamespace(core=SimpleNamespace(optimizer=SimpleNamespace(release=lambda name=name: done.append(name))))
-        for name in ("first", "second")
-    ]
-    scheme: Any = SimpleNamespace(
-        config=small_config(),
-        builds_on_meta=False,
-        lives_on_host=False,
-        parts=lambda optimizer: parts,
-        finish_update=lambda optimizer: done.append(optimizer),
-    )
-    optimizer: Any = "the scheme's"
-    InHostMemory(scheme).finish_update(optimizer)
-    assert done == ["the scheme's", "first", "second"]
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_each_part_of_the_optimizer_updates_in_host_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is pinned for a device; the part's updater is what has taken the place."""
-    parts = [SimpleNamespace(core=SimpleNamespace(optimizer="built"), updater=None) for _ in range(2)]
-    monkeypatch.setattr(host_memory, "HostOptimizer", lambda part, config, pin: ("in host memory", config, pin))
-    config = small_config()
-    built: Any = "optimizer"
-    scheme: Any = SimpleNamespace(
-        config=config,
-        builds_on_meta=False,
-        lives_on_host=False,
-        optimizer=lambda *given: built if given == ("chunks", "groups", device) else None,
-        parts=lambda optimizer: parts,
-    )
-    device: Any = SimpleNamespace(kind=kind)
-    chunks: Any = "chunks"
-    groups: Any = "groups"
-    here = InHostMemory(scheme)
-    assert here.optimizer(chunks, groups, device) == built
-    expected = ("in host memory", config.optimizer, kind == "cuda")
-    assert [part.core.optimizer for part in parts] == [expected, expected]
-    assert [part.updater for part in here.parts(built)] == [expected, expected]
-
-
-@pytest.mark.parametrize("pin", [False, True])
-@pytest.mark.parametrize(
-    ("flags", "pinned", "other"),
-    [
-        ({}, (True, True), {}),
-        ({"no_pin_cpu_grads": True}, (False, True), {}),
-        ({"no_pin_cpu_params": True}, (True, False), {}),
-        ({"optimizer_offload_fraction": 0.25}, (True, True), {"offload_fraction": 0.25}),
-        ({"overlap_cpu_optimizer_d2h_h2d": True}, (True, True), {"overlap_cpu_optimizer_d2h_h2d": True}),
-    ],
-)
-def test_flags_of_an_optimizer_in_host_memory(
-    flags: dict[str, Any], pinned: tuple[bool, bool], other: dict[str, Any], pin: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gradients and weights are pinned each by its own flag, and only where there is a device."""
-    asked: list[dict[str, Any]] = []
-    released: list[bool] = []
-    monkeypatch.setattr(
-        host_memory.HybridDeviceOptimizer, "__init__", lambda self, groups, **named: asked.append(named)
-    )
-    monkeypatch.setattr(HostOptimizer, "release", lambda self: released.append(True))
-    monkeypatch.setattr(host_memory, "torch_optimizer", lambda config: "torch's")
-    monkeypatch.setattr(host_memory, "_device_optimizer", lambda built, config, groups: (built, config, groups))
-    short, long = torch.nn.Parameter(torch.zeros(1).bfloat16()), torch.nn.Parameter(torch.zeros(1))
-    master = torch.zeros(1)
-    part: Any = SimpleNamespace(
-        core=SimpleNamespace(optimizer=SimpleNamespace(param_groups=["groups"])),
-        main_parameters=lambda: iter([(short, master), (long, long)]),
-    )
-    config = _config(**flags).optimizer
-    made: Any = HostOptimizer(part, config, pin=pin)
-    [named] = asked
-    on_device = named.pop("gpu_optimizer_cls")
-    assert on_device("groups") == (part.core.optimizer, config, "groups")
-    gradients, weights = pinned
-    assert named == {
-        "offload_fraction": 1.0,
-        "overlap_cpu_optimizer_d2h_h2d": False,
-        **other,
-        "cpu_optimizer_cls": "torch's",
-        "pin_cpu_grads": pin and gradients,
-        "pin_cpu_params": pin and weights,
-    }
-    assert made._pin_masters is (pin and weights)
-    assert (made._masters, released) == ({id(master)}, [True]), "of 16-bit weights; there is no update under way"
-
-
-@pytest.mark.parametrize(
-    ("asked", "torchs", "replaced"), [(False, False, False), (True, False, True), (True, True, False)]
-)
-def test_what_stays_on_the_device_is_updated_by_what_was_built(
-    asked: bool, torchs: bool, replaced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_memory, "is_torchs", lambda built, config: torchs)
-    monkeypatch.setattr(host_memory, "over", lambda groups, config: ("torch's", groups))
-    built: Any = SimpleNamespace(param_groups="of all")
-    groups: Any = "of the rest"
-    config = _config(use_torch_optimizer_for_cpu_offload=asked).optimizer
-    found = host_memory._device_optimizer(built, config, groups)
-    assert found == (("torch's", "of the rest") if replaced else built)
-    assert built.param_groups == ("of all" if replaced else "of the rest")
-
-
-def test_who_updates_a_tensor_in_host_memory_or_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its copy in host memory where there is one; masters that are there alone are away from the device."""
-    weight, master, stays = (torch.full((2,), float(number)) for number in range(3))
-    copies = {one: one + 10.0 for one in (weight, master)}
-    on_host = SimpleNamespace(param_groups=[{"params": [copies[weight]]}, {"params": [copies[master]]}])
-    on_device = SimpleNamespace(param_groups=[{"params": [stays]}])
-
-    def init(self: Any) -> None:
-        self.cpu_optimizers, self.gpu_optimizer = [on_host], on_device
-
-    monkeypatch.setattr(host_memory.HybridDeviceOptimizer, "_init_sub_optimizers", init)
-    made: Any = HostOptimizer.__new__(HostOptimizer)
-    made.param_to_inner_param, made.gpu_params_map_cpu_copy = {**copies, stays: stays}, copies
-    made._masters = {id(master)}
-    made._init_sub_optimizers()
-    for main, updater, tensor in (
-        (weight, on_host, copies[weight]),
-        (master, on_host, copies[master]),
-        (stays, on_device, stays),
-    ):
-        found, inner = made.updated_by(main)
-        assert found is updater
-        assert inner is tensor
-    assert [made.master_of(one) is kept for one, kept in ((weight, weight), (master, copies[master]), (stays, stays))]
-    assert [id(one) for one in made._away] == [id(master)]
-    assert (made.torch_optimizers, made.host_optimizers) == ([on_host, on_device], [on_host])
-
-
-SIZES = {"a": (3,), "b": (2, 4), "c": (1,), "d": (2, 2)}
-"""Of 16 elements, which three ranks divide in shards of 6, with two of padding."""
-
-
-class _Ranks:
-    """Three ranks as threads, each with its part of two buckets of weights and of their states."""
-
-    def __init__(self, dtype: torch.dtype, grads_on: str, exchange: Exchange):
-        self.ranks, self.exchange, self.dtype = 3, exchange, dtype
-        self.rank = local()
-        self.barrier = Barrier(3)
-        self.sent: list[Any] = [None] * 3
-        self.groups: list[Any] = []
-        self.weights = [
-            {name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SIZES.items()}
-            for _ in range(2)
-        ]
-        sizes = [weight.numel() for weight in self.weights[0].values()]
-        ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-        self.places = list(pairwise(ends))
-        names = ["exp_avg", "exp_avg_sq", MASTER]
-        self.values = [
-            {name: torch.arange(18.0) + 100.0 * number + 1000.0 * bucket for number, name in enumerate(names)}
-            for bucket in range(2)
-        ]
-        self.buckets = [
-            SimpleNamespace(
-                # The engine lists weights from the last to the first.
-                params_list=list(reversed(weights.values())),
-                param_to_index=dict(zip(weights.values(), self.places, strict=True)),
-                grad_data=torch.zeros(18, device=grads_on),
-            )
-            for weights in self.weights
-        ]
-
-    def all_to_all(
-        self, out: torch.Tensor, given: torch.Tensor, receives: list[int], sends: list[int], group: Any
-    ) -> None:
-        rank = self.rank.number
-        self.groups.append(group.name)
-        self.sent[rank] = list(given.split(sends))
-        self.barrier.wait(20)
-        found = [everyones[rank] for everyones in self.sent]
-        assert [len(one) for one in found] == receives
-        out.copy_(torch.cat(found))
-        self.barrier.wait(20)
-
-    def saved(self, rank: int) -> tuple[dict[str, dict[str, Any]], int | None]:
-        """What a rank saves, by the names of the weights and of their states."""
-        self.rank.number = rank
-        begin, end = 6 * rank, 6 * rank + 6
-        states, maps = {}, []
-        for weights, values in zip(self.weights, self.values, strict=True):
-            of_rank = {}
-            for weight, (first, last) in zip(weights.values(), self.places, strict=True):
-                low, high = max(first, begin), min(last, end)
-                if low < high:
-                    of_rank[weight] = {"gbuf_local": SimpleNamespace(start=low - begin, end=high - begin)}
-                    states[id(weight)] = {name: whole[low:high] for name, whole in values.items()}
-            maps.append({"param_map": of_rank})
-        group = SimpleNamespace(name="training", rank=lambda: rank, size=lambda: 3)
-        core = SimpleNamespace(
-            data_parallel_group=group,
-            buffers=[SimpleNamespace(param_dtype=self.dtype, buckets=self.buckets)],
-            gbuf_ranges=[{"dtypes": maps}],
-            optimizer=None,
-        )
-        part: Any = FlatPart(core)  # pyright: ignore[reportArgumentType]
-        found, writer = part.to_save(states, ["exp_avg", "exp_avg_sq"], self.exchange)
-        names = {id(w): f"{name}{n}" for n, weights in enumerate(self.weights) for name, w in weights.items()}
-        return {names[key]: state for key, state in found.items()}, writer
-
-
-def _other(group: Any) -> Any:
-    return SimpleNamespace(name=f"not {group.name}", rank=group.rank, size=group.size)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("grads_on", "exchange", "group"),
-    [("cpu", IN_PLACE, "training"), ("meta", Exchange(_other, torch.device("cpu")), "not training")],
-)
-def test_flat_shards_are_saved_as_whole_weights(
-    grads_on: str, exchange: Exchange, group: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each by the rank whose shard has its beginning; masters of 16-bit weights alone; by the groups that may be used,
-    on the device that they need."""
-    ranks = _Ranks(dtype, grads_on, exchange)
-    monkeypatch.setattr(torch.distributed, "all_to_all_single", ranks.all_to_all)
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(ranks.saved, range(3)))
-    assert [(sorted(states), writer) for states, writer in found] == [
-        (["a0", "a1", "b0", "b1"], 0),
-        (["c0", "c1"], 1),
-        (["d0", "d1"], 2),
-    ]
-    names = ["exp_avg", "exp_avg_sq", *([MASTER] if dtype != torch.float32 else [])]
-    for states, _ in found:
-        for name, state in states.items():
-            (first, last), bucket = ranks.places[list(SIZES).index(name[0])], int(name[1])
-            assert list(state) == names
-            for kind, tensor in state.items():
-                expected = ranks.values[bucket][kind][first:last].view(SIZES[name[0]])
-                assert torch.equal(tensor, expected), (name, kind)
-    assert set(ranks.groups) == {group}
 
 
 class _Dense:
@@ -365,40 +85,16 @@ def test_one_copy_of_rows_is_held_by_those_whose_norms_are_summed() -> None:
     """By experts' rows, too; a gradient that is divided is gathered whole."""
     core = SimpleNamespace(get_grad_stats_parallel_group=lambda: "the norm's")
     optimizer: Any = SimpleNamespace(chained_optimizers=[core])
-    for scheme in (FSDP2(_config({"use_torch_fsdp2": True})), MegatronFSDP(_config({"use_megatron_fsdp": True}))):
+    for scheme in (
+        FSDP2(config_of_two({"use_torch_fsdp2": True})),
+        MegatronFSDP(config_of_two({"use_megatron_fsdp": True})),
+    ):
         assert scheme.holders_of_one_copy(optimizer, NOTHING) == ("the norm's", "the norm's")
         weight = _weight(torch.ones(2, 2), torch.full((2, 2), 3.0))
         chunk: Any = SimpleNamespace(parameters=lambda weight=weight: [weight])
         [(parameter, gradient)] = scheme.reduced_gradients(chunk)
         assert parameter is weight
         assert gradient.tolist() == [[3.0] * 2] * 2
-
-
-@pytest.mark.parametrize("torchs", [False, True])
-def test_rows_in_host_memory_are_updated_by_torch(torchs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a package has built is for GPUs alone. The norm of all gradients is one number on the device."""
-
-    def init(self: Any, optimizer: Any, dtype: Any, groups: Any) -> None:
-        assert (dtype, groups) == (torch.bfloat16, "groups")
-        self.optimizer = optimizer
-
-    monkeypatch.setattr(RowShardOptimizer, "__init__", init)
-    monkeypatch.setattr(row_shards, "is_torchs", lambda built, config: torchs)
-    monkeypatch.setattr(row_shards, "over", lambda groups, config: ("torch's", groups, config))
-    built: Any = SimpleNamespace(param_groups="groups of it")
-    groups: Any = "groups"
-    config: Any = "config"
-    made: Any = HostRowOptimizer(built, torch.bfloat16, groups, torch.device("meta"), config)
-    assert made.optimizer == (built if torchs else ("torch's", "groups of it", "config"))
-    gradients = [torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])]
-    monkeypatch.setattr(
-        row_shards.FP32Optimizer, "get_grads_for_grad_norm", lambda self, group=None: gradients if group is None else []
-    )
-    [norm] = made.get_grads_for_grad_norm()
-    assert (norm.device.type, norm.shape) == ("meta", (1,))
-    made._device = torch.device("cpu")
-    assert made.get_grads_for_grad_norm()[0].tolist() == [13.0]
-    assert made.get_grads_for_grad_norm("another") == []
 
 
 def test_gradients_outside_of_the_norm_are_found_anew_where_more_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,7 +181,7 @@ def test_who_clips_under_torchs_fsdp(on_host: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fsdp2.RowSharding, "clip", lambda self, *given: done.append(given))
     parts = [SimpleNamespace(clip=lambda *given, n=n: done.append((n, *given))) for n in range(2)]
     optimizer: Any = SimpleNamespace(chained_optimizers=parts)
-    scheme = FSDP2(_config({"use_torch_fsdp2": True, "torch_fsdp2_cpu_offload": on_host}))
+    scheme = FSDP2(config_of_two({"use_torch_fsdp2": True, "torch_fsdp2_cpu_offload": on_host}))
     scheme.clip(optimizer, 2.0, 5.0)
     assert done == ([(0, 2.0, 5.0), (1, 2.0, 5.0)] if on_host else [(optimizer, 2.0, 5.0)])
 
@@ -537,7 +233,7 @@ def test_megatron_fsdp_is_wired_into_the_schedule(monkeypatch: pytest.MonkeyPatc
     core: Any = SimpleNamespace()
     groups: Any = "groups"
     given: Any = models
-    wrapped: Any = MegatronFSDP(_config({"use_megatron_fsdp": True})).shard(given, core, groups, CPU)
+    wrapped: Any = MegatronFSDP(config_of_two({"use_megatron_fsdp": True})).shard(given, core, groups, CPU)
     assert [one.reads_output_weight for one in models] == [False, False]
     assert core.no_sync_func == ["no_sync a", "no_sync b"]
     assert core.grad_sync_func == ["start a", "start b"]
@@ -565,7 +261,7 @@ def test_nothing_that_was_gathered_is_kept(strategy: str) -> None:
     MegatronFSDPChunk._finish_grad_sync(chunk, True)
     assert done == [("finish", True), *frees]
     done.clear()
-    scheme = MegatronFSDP(_config({"use_megatron_fsdp": True}))
+    scheme = MegatronFSDP(config_of_two({"use_megatron_fsdp": True}))
     with scheme.gathered([chunk, chunk]):
         done.append("read")
     assert done == ["weights", "weights", "read", "shards", "shards", *frees, *frees]
@@ -609,7 +305,7 @@ def test_what_megatron_fsdp_holds() -> None:
     ]
     chunk: Any = MegatronFSDPChunk.__new__(MegatronFSDPChunk)
     object.__setattr__(chunk, "__dict__", {"param_and_grad_buffer": SimpleNamespace(parameter_groups=groups)})
-    scheme = MegatronFSDP(_config({"use_megatron_fsdp": True}))
+    scheme = MegatronFSDP(config_of_two({"use_megatron_fsdp": True}))
     gathered = [f"weights gathered {number}" for number in range(2)]
     assert list(scheme.held_weights(chunk)) == ["weight", "weights", *gathered, "second weights"]
     expected = ["gradients", "gradients gathered 0", "second gradients", "plain"]

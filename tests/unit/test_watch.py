@@ -250,8 +250,6 @@ def test_who_waits_for_the_names_of_others_asks_less_and_less(status: RunStatus,
 
 def test_what_the_process_did_not_run_is_no_wait(status: RunStatus, store: SlowStore) -> None:
     watch = watch_of(status, store, ProcessName.own())
-    watch._note_pause(1000.0, 900.0)
-    watch._note_pause(1100.0, 1098.0)  # a busy machine
-    earlier, later = (SimpleNamespace(began=began) for began in (800.0, 1050.0))
-    waits: list[Any] = [earlier, later]
-    assert [watch._waited(wait, 1200.0) for wait in waits] == [300.0, 150.0]
+    watch._pauses.note(1000.0, 900.0)
+    watch._pauses.note(1100.0, 1098.0)  # a busy machine
+    assert [watch._pauses.time_run(began, 1200.0) for began in (800.0, 1050.0)] == [300.0, 150.0]

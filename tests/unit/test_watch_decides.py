@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from megatron_ext.resilience import exit_record, watch
 from megatron_ext.resilience.board import Board
+from megatron_ext.resilience.pauses import Pauses
 from megatron_ext.resilience.peer_processes import ProcessName
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE, Progress, Wait
@@ -52,7 +53,7 @@ def made(board: Any = None, **given: Any) -> Any:
     found.ending, found._closing = threading.Event(), threading.Event()
     found._status = RunStatus(rank=1, save=None, iteration=7)
     found._progress, found._timeout, found._board = Progress(phase="the save"), 90.0, board
-    found._names, found._beats, found._ends, found._heard, found._pauses = {}, {}, {}, {}, []
+    found._names, found._beats, found._ends, found._heard, found._pauses = {}, {}, {}, {}, Pauses()
     found._noticed_at = found._first_end = found._flight_recorder = None
     found._first_step, found._runs_ahead, found._beat = 3, False, 0
     found._process = ProcessName(7, "node1", "boot", 5).as_json()
@@ -72,7 +73,9 @@ def waiting(since: float, operation: str = "allreduce") -> Progress:
 def test_a_wait_is_overdue_after_the_timeout_in_which_the_process_ran(
     since: float, paused: float, overdue: bool, said: list[str | None]
 ) -> None:
-    pauses = [(NOW - 10.0, paused), (NOW - 200.0, 50.0)]  # the second ended before the wait began
+    pauses = Pauses()
+    pauses.note(NOW - 200.0, NOW - 250.0)  # before the wait began
+    pauses.note(NOW - 10.0, NOW - 10.0 - paused)
     assert made(progress=waiting(since), pauses=pauses)._is_overdue() == overdue
 
 
@@ -368,7 +371,7 @@ def test_sigterm_is_noticed_once_and_an_end_is_the_last_word(monkeypatch: pytest
     now = itertools.count(1000)
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
     store: Any = HashStore()
-    found = made(board_of(1, 2, store), until_the_next_look=lambda: 5.0, note_pause=lambda *_: None)
+    found = made(board_of(1, 2, store), until_the_next_look=lambda: 5.0)
     found.terminated_at = None
     signals = iter((b"\0", bytes([signal.SIGTERM]), bytes([signal.SIGTERM])))
     times: list[tuple[float | None, float | None]] = []
