@@ -248,6 +248,8 @@ def decoupled_rates_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
         if lowest is not None:
             yield f"--decoupled-min-lr {lowest:g} belongs to --decoupled-lr; add that, or leave it out"
         return
+    if peak < 0:
+        return  # the flag's own bound says that, and no other rate would be right beside it
     if (optimizer.min_lr if lowest is None else lowest) > peak:
         flag = f"--min-lr {optimizer.min_lr:g}" if lowest is None else f"--decoupled-min-lr {lowest:g}"
         yield f"{flag} is above --decoupled-lr {peak:g}; use --decoupled-min-lr {peak / 10:g}"

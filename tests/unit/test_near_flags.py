@@ -18,8 +18,6 @@ NOT_ALONE = (
     "--no-position-embedding with --position-embedding-type none",
     "--load a: nothing is there",
     "--load None: nothing is there",
-    # A rate below 0, which no warmup is below: the rate itself is wrong.
-    "--lr-warmup-init 0 is above --decoupled-lr -",
 )
 """Beginnings of messages whose advice, one part of it followed by itself, changes nothing."""
 
