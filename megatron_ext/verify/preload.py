@@ -21,6 +21,8 @@ import megatron.core.pipeline_parallel  # noqa: E402, F401
 import megatron_ext.checkpoint.huggingface.exporter  # noqa: E402
 import megatron_ext.checkpoint.native.load  # noqa: E402
 import megatron_ext.checkpoint.native.save  # noqa: E402
+import megatron_ext.data.nodes  # noqa: E402
+import megatron_ext.data.shuffled  # noqa: E402
 import megatron_ext.lasting_output  # noqa: E402
 import megatron_ext.resilience.launcher_watch  # noqa: E402
 import megatron_ext.resilience.operation_marks  # noqa: E402
