@@ -15,7 +15,7 @@ from megatron_ext.verify.ranks import run_ranks
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --swiglu --seq-length 16 --max-position-embeddings 16 --mock-data --vocab-size 61
-    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 12 --lr 1e-3
+    --make-vocab-size-divisible-by 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 12 --lr 1e-3
     --attention-dropout 0 --hidden-dropout 0 --eval-interval 0 --device cpu
 """)
 STEPS = 2
