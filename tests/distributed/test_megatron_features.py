@@ -246,7 +246,8 @@ def _collections(run: Any) -> tuple[list[int], bool, bool, int]:
 
 
 def test_garbage_is_collected_on_all_ranks_at_the_same_steps():
-    ranks = run_ranks(2, _in_run, [*_flags("sinkhorn", "--manual-gc --global-batch-size 4"), "--device", "cpu"], _collections)
+    flags = [*_flags("sinkhorn", "--manual-gc --global-batch-size 4"), "--device", "cpu"]
+    ranks = run_ranks(2, _in_run, flags, _collections)
     assert ranks == [([0, 3, 4, 6, 8, 9, 12], False, True, 0)] * 2
 
 
@@ -295,7 +296,8 @@ def _evaluations(run: Any) -> tuple[list[tuple[int, float]], int, int]:
 
 def test_evaluation_alone_trains_and_saves_nothing(tmp_path: Path):
     folders = f"--save {tmp_path / 'saved'}"
-    flags = [*_flags("sinkhorn", "--global-batch-size 4 --start-eval-at-iter 8 --no-save-optim --log-interval 1"), "--device", "cpu"]
+    words = "--global-batch-size 4 --start-eval-at-iter 8 --no-save-optim --log-interval 1"
+    flags = [*_flags("sinkhorn", words), "--device", "cpu"]
     [(trained, steps, saved)] = run_ranks(1, _in_run, [*flags, *folders.split()], _evaluations)
     assert [iteration for iteration, _ in trained] == [8, 12, 12]
     assert (steps, saved) == (12, 1)
