@@ -59,7 +59,7 @@ def _reads(flags: list[str], folder: str) -> tuple[int, list[float]]:
 
     SafeReader.read_data = counted
     try:
-        losses = resave(flags, folder, f"{folder}/again")
+        losses = resave(flags, folder, None)
     finally:
         SafeReader.read_data = original
     return sum(read), losses
@@ -83,10 +83,10 @@ def test_ranks_read_together_what_they_hold_in_common(words: str, tmp_path: Path
 def test_a_rank_reads_its_own_part_of_the_optimizers_state(tmp_path: Path) -> None:
     """Buckets of a few weights: every rank has a part of nearly every weight."""
     flags = [*FLAGS, "--use-distributed-optimizer", "--ddp-bucket-size", "3000"]
-    saved = saved_by((4, "--use-distributed-optimizer"), FLAGS, None, tmp_path)
-    ranks = run_ranks(4, _reads, flags, saved.folder)
+    saved = saved_by((2, "--use-distributed-optimizer"), FLAGS, None, tmp_path)
+    ranks = run_ranks(2, _reads, flags, saved.folder)
     [(alone, losses)] = run_ranks(1, _reads, FLAGS, saved.folder)
-    assert [own for _, own in ranks] == [losses] * 4 or losses == pytest.approx(ranks[0][1], rel=1e-6)
+    assert [own for _, own in ranks] == [losses] * 2 or losses == pytest.approx(ranks[0][1], rel=1e-6)
     weights = alone / 3  # beside two moments
     for read, _ in ranks:
-        assert weights + 2 * weights / 4 * 0.7 < read < weights + 2 * weights / 4 * 1.4
+        assert weights * (1 + 0.7) < read < weights * (1 + 1.4)
