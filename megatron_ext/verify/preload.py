@@ -10,6 +10,8 @@ if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # and n
     end_at_once()
 device.install("cpu")
 
+import megatron.core.datasets.blended_megatron_dataset_builder  # noqa: E402
+import megatron.core.datasets.gpt_dataset  # noqa: E402
 import megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader  # noqa: E402
 import megatron.core.dist_checkpointing.strategies.state_dict_saver  # noqa: E402
 import megatron.core.distributed  # noqa: E402
@@ -37,6 +39,7 @@ import megatron_ext.train.pretrain  # noqa: E402
 import megatron_ext.train.replicas  # noqa: E402
 import megatron_ext.train.trainer  # noqa: E402
 import megatron_ext.train.watching  # noqa: E402
+import megatron_ext.verify.activations  # noqa: E402
 import megatron_ext.verify.gather  # noqa: E402, F401
 
 # What is loaded stays: the collector of a rank need not look at it, which would also copy its pages.

@@ -97,7 +97,8 @@ def test_the_fp32_copies_of_bf16_weights_go_along(tmp_path: Path) -> None:
 def test_what_shards_saved_goes_to_one_process_and_back_to_others(tmp_path: Path) -> None:
     """Three ranks do not divide the rows evenly; SwiGLU's first matrix is cut in the middle of gate and up, and of the
     two rows of a query norm the last rank has none."""
-    flags = [*FLAGS, "--bf16", "--global-batch-size", "6", "--qk-layernorm", "--kv-channels", "2"]
+    batch = ["--micro-batch-size", "1", "--global-batch-size", "6"]
+    flags = [*FLAGS, "--bf16", *batch, "--qk-layernorm", "--kv-channels", "2"]
     saved = saved_by((3, "--use-torch-fsdp2"), flags, None, tmp_path / "shards", steps=0)
     whole = saved_by((1, ""), flags, saved.folder, tmp_path / "whole", steps=0)
     assert_same_tensors(whole, saved)

@@ -17,7 +17,7 @@ FLAGS = (
     "--global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
     "--eval-iters 0 --make-vocab-size-divisible-by 16 --attention-dropout 0 --hidden-dropout 0 "
 )
-TP2 = "--tensor-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --global-batch-size 2"
 LATE = "read late: "
 """Begins flags whose run reads its numbers after the update, as on a GPU."""
 ZERO_1 = "--use-distributed-optimizer"
@@ -88,7 +88,8 @@ LAYOUTS: dict[str, tuple[int, str, list[Plant]]] = {
     ),
     "interleaved pipeline": (  # layers 0 and 2 on one rank, 1 and 3 on the other
         2,
-        "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--global-batch-size 2",
         [
             Plant(0, PROJ_BIAS),
             Plant(0, "decoder.layers.2.input_layernorm.bias", INF, microbatch=-1),
@@ -98,7 +99,7 @@ LAYOUTS: dict[str, tuple[int, str, list[Plant]]] = {
             Plant(1, WORDS, element=-1),
         ],
     ),
-    "context parallel": (2, "--context-parallel-size 2", on_each(2, NORM)),
+    "context parallel": (2, "--context-parallel-size 2 --global-batch-size 2", on_each(2, NORM)),
     "optimizer instances": (
         4,
         f"{ZERO_1} --num-distributed-optimizer-instances 2",
@@ -395,8 +396,8 @@ def _overflowing(flags: str, plants: Sequence[Plant]) -> list[tuple[bool, bool, 
         saboteur.arm(plant)
         result = trainer.step()
         found.append((result.updated, before == _weights(trainer.run), result.loss_scale))
-    assert places == [0, 4, 8, 12], "the data goes on"
-    assert (trainer.run.state.consumed_samples, trainer.run.state.scheduled_samples) == (16, 4)
+    assert places == [0, 2, 4, 6], "the data goes on"
+    assert (trainer.run.state.consumed_samples, trainer.run.state.scheduled_samples) == (8, 2)
     return found
 
 

@@ -1,5 +1,6 @@
 """One flipped bit in one copy of a weight: found in the interval, on every rank, with rank and parameter named."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.in_turn import in_turn
+from tests.support.selection import marked
 
 FLAGS = (
     "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
@@ -22,8 +25,12 @@ EMBEDDINGS = "embedding.word_embeddings.weight"
 NORM = "decoder.layers.0.pre_mlp_layernorm.weight"
 
 
-def _train(flags: str, good_steps: int, damage: Callable[[Any], None]) -> tuple[str, int, int]:
-    """Good steps, then damage, then steps until the error. Returns its text, exit code and the steps completed."""
+Found = tuple[str, int, int]
+"""The text of the error, its exit code and the steps completed."""
+
+
+def _train(flags: str, good_steps: int, damage: Callable[[Any], None]) -> Found:
+    """Good steps, then damage, then steps until the error."""
     from megatron_ext import device
     from megatron_ext.errors import NumericError
     from megatron_ext.train.build import build_run
@@ -106,67 +113,100 @@ def _nothing(run: Any) -> None:
     pass
 
 
-def test_minority_of_three_replicas_is_named() -> None:
-    results = run_ranks(3, _train, f"{THREE} {DP} 4", 1, _flip_on_rank_1)
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+TP2_EP2 = (
+    "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --disable-bias-linear "
+    "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel"
+)
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+PP3 = "--pipeline-model-parallel-size 3 --num-layers 3 --use-distributed-optimizer --bf16"
+TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+Case = tuple[int, str, int, Callable[[Any], None]]
+CASES: dict[str, Case] = {
+    "three replicas": (3, f"{THREE} {DP} 4", 1, _flip_on_rank_1),
+    "without a flag": (3, THREE, 1, _flip_on_rank_1_before_step_1000),
+    "within a step": (2, f"{OVERLAP} --bf16 {DP} 1 {TP} 1", 2, _flip_in_the_next_forward_pass),
+    "tensor parallel": (4, f"{TP2} --use-distributed-optimizer {DP} 1 {TP} 2", 4, _drift_on_tensor_parallel_rank_1),
+    "experts": (4, f"{TP2_EP2} {DP} 1 {TP} 1", 3, _flip_an_expert_on_rank_3),
+    "FSDP2": (4, f"{TP2} --use-torch-fsdp2 {TP} 1", 3, _drift_on_tensor_parallel_rank_1),
+    "Megatron-FSDP": (4, f"{TP2} --use-megatron-fsdp {TP} 1", 3, _drift_on_tensor_parallel_rank_1),
+    "tied embeddings": (6, f"{PP3} {DP} 1 {TP} 1", 4, _drift_on_the_last_stage),
+    "nothing wrong": (4, f"{TP2_PP2} --hidden-dropout 0.1 {DP} 1 {TP} 1", 1, _nothing),
+}
+"""Ranks, flags, steps before the damage, and the damage."""
+
+SLOW = {"Megatron-FSDP"}
+
+
+def _found(name: str) -> Found:
+    return _train(*CASES[name][1:])
+
+
+@pytest.fixture(scope="module")
+def found(pytestconfig: pytest.Config) -> Callable[[str], list[Found]]:
+    """What each rank finds; all cases of as many ranks are trained by the same ones."""
+    left_out = set() if pytestconfig.getoption("--all") else SLOW
+
+    @functools.cache
+    def of_ranks(size: int) -> dict[str, list[Found]]:
+        names = [name for name, case in CASES.items() if case[0] == size and name not in left_out]
+        by_rank = run_ranks(size, in_turn, _found, names)
+        return dict(zip(names, map(list, zip(*by_rank, strict=True)), strict=True))
+
+    return lambda name: of_ranks(CASES[name][0])[name]
+
+
+def _of_all(results: list[Found]) -> Found:
     assert len(set(results)) == 1, "ranks tell different stories"
-    error, exit_code, iteration = results[0]
+    return results[0]
+
+
+FindingsOf = Callable[[str], list[Found]]
+
+
+def test_minority_of_three_replicas_is_named(found: FindingsOf) -> None:
+    error, exit_code, iteration = _of_all(found("three replicas"))
     assert f"rank 1 differs from ranks 0, 2 in {FC1} (data-parallel replicas); found at iteration 4" in error
     assert "At iteration 0 they were equal." in error
     assert (exit_code, iteration) == (70, 3)
 
 
-def test_replicas_are_compared_every_1000_steps_where_no_flag_says_so() -> None:
-    [(error, exit_code, iteration)] = set(run_ranks(3, _train, THREE, 1, _flip_on_rank_1_before_step_1000))
+def test_replicas_are_compared_every_1000_steps_where_no_flag_says_so(found: FindingsOf) -> None:
+    error, exit_code, iteration = _of_all(found("without a flag"))
     assert f"rank 1 differs from ranks 0, 2 in {FC1} (data-parallel replicas); found at iteration 1000" in error
     assert (exit_code, iteration) == (70, 999)
 
 
-def test_flip_within_a_step_of_the_distributed_optimizer_is_found_in_that_step() -> None:
-    flags = f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 {DP} 1 {TP} 1"
-    results = run_ranks(2, _train, flags, 6, _flip_in_the_next_forward_pass)
-    assert len(set(results)) == 1
-    error, exit_code, iteration = results[0]
+def test_flip_within_a_step_of_the_distributed_optimizer_is_found_in_that_step(found: FindingsOf) -> None:
+    error, exit_code, iteration = _of_all(found("within a step"))
     assert f"ranks 0, 1 do not agree, and no majority says who is right, in {FC1}" in error
-    assert "At iteration 5 they were equal." in error
-    assert (exit_code, iteration) == (70, 6)
+    assert "At iteration 1 they were equal." in error
+    assert (exit_code, iteration) == (70, 2)
 
 
-def test_drift_between_tensor_parallel_ranks_is_found_where_replicas_agree() -> None:
-    flags = f"--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer {DP} 1 {TP} 2"
-    results = run_ranks(4, _train, flags, 4, _drift_on_tensor_parallel_rank_1)
-    assert len(set(results)) == 1
-    error, exit_code, iteration = results[0]
+def test_drift_between_tensor_parallel_ranks_is_found_where_replicas_agree(found: FindingsOf) -> None:
+    error, exit_code, iteration = _of_all(found("tensor parallel"))
     for ranks in ("ranks 0, 1", "ranks 2, 3"):
         assert f"{ranks} do not agree, and no majority says who is right, in {NORM} (tensor-parallel copies)" in error
     assert (exit_code, iteration) == (70, 5)
 
 
-def test_experts_are_compared_with_the_replicas_of_experts() -> None:
+def test_experts_are_compared_with_the_replicas_of_experts(found: FindingsOf) -> None:
     """TP2, EP2 and expert-data-parallel 2: ranks 1 and 3 hold the same experts, ranks 0 and 2 others."""
-    flags = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --disable-bias-linear"
-    flags += f" --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel {DP} 1 {TP} 1"
-    results = run_ranks(4, _train, flags, 3, _flip_an_expert_on_rank_3)
-    assert len(set(results)) == 1
-    error, exit_code, iteration = results[0]
+    error, exit_code, iteration = _of_all(found("experts"))
     assert f"ranks 1, 3 do not agree, and no majority says who is right, in {EXPERTS} (data-" in error
     assert (exit_code, iteration) == (70, 3)
 
 
-@pytest.mark.parametrize("sharding", ["--use-torch-fsdp2", pytest.param("--use-megatron-fsdp", marks=pytest.mark.slow)])
-def test_drift_is_found_in_the_rows_that_a_rank_keeps(sharding: str) -> None:
-    flags = f"--tensor-model-parallel-size 2 --sequence-parallel {sharding} {TP} 1"
-    results = run_ranks(4, _train, flags, 3, _drift_on_tensor_parallel_rank_1)
-    assert len(set(results)) == 1
-    error, exit_code, iteration = results[0]
+@pytest.mark.parametrize("sharding", marked(["FSDP2", "Megatron-FSDP"], slow=SLOW))
+def test_drift_is_found_in_the_rows_that_a_rank_keeps(sharding: str, found: FindingsOf) -> None:
+    error, exit_code, iteration = _of_all(found(sharding))
     assert f"in {NORM} (tensor-parallel copies)" in error
     assert (exit_code, iteration) == (70, 3)
 
 
-def test_drift_between_the_tied_embeddings_of_two_stages_is_found() -> None:
-    flags = "--pipeline-model-parallel-size 3 --num-layers 3 --use-distributed-optimizer --bf16 --micro-batch-size 1"
-    results = run_ranks(6, _train, f"{flags} {DP} 1 {TP} 1", 4, _drift_on_the_last_stage)
-    assert len(set(results)) == 1
-    error, exit_code, iteration = results[0]
+def test_drift_between_the_tied_embeddings_of_two_stages_is_found(found: FindingsOf) -> None:
+    error, exit_code, iteration = _of_all(found("tied embeddings"))
     for ranks in ("ranks 0, 4", "ranks 1, 5"):
         text = f"{ranks} do not agree, and no majority says who is right, in {EMBEDDINGS} (tied embeddings of the first"
         assert text in error
@@ -174,6 +214,5 @@ def test_drift_between_the_tied_embeddings_of_two_stages_is_found() -> None:
     assert (exit_code, iteration) == (70, 4)
 
 
-def test_nothing_is_found_where_nothing_is_wrong() -> None:
-    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2 --hidden-dropout 0.1"
-    assert run_ranks(4, _train, f"{flags} {DP} 1 {TP} 1", 5, _nothing) == [("nothing found", 0, 10)] * 4
+def test_nothing_is_found_where_nothing_is_wrong(found: FindingsOf) -> None:
+    assert found("nothing wrong") == [("nothing found", 0, 6)] * 4

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "bf16, distributed optimizer": (2, [*GPT2, *BF16, *DP2_OVERLAPPED]),
     "fp16, distributed optimizer": (2, [*LLAMA, *FP16, *DP2_OVERLAPPED]),
     "FP8, TP2": (2, [*GPT2, *FP8_TP2]),
-    "bf16, TP2 PP2 VPP2, tied": (4, [*GPT2, *BF16, *TP2_PP2_VPP2]),
+    "bf16, TP2 PP2 VPP2, tied": (4, [*GPT2, *BF16, *TP2_PP2_VPP2, "--micro-batch-size", "2"]),
     "fp32, TP2 PP2 VPP2 DP2": (8, [*LLAMA, *TP2_PP2_VPP2]),
     "bf16, TP2 PP2 VPP2 DP2, tied": (8, [*GPT2, *BF16, *TP2_PP2_VPP2]),
 }

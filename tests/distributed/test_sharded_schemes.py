@@ -21,7 +21,7 @@ quiet_transformers()
 convert = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"))["main"]
 # Three ranks would not divide it evenly; of SwiGLU's first matrix two ranks hold gate and up, four hold halves.
 FLAGS = shlex.split("""
-    --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
     --seq-length 16 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1
     --global-batch-size 8 --train-iters 10 --lr 1e-2 --attention-dropout 0.1 --hidden-dropout 0.1 --eval-interval 0

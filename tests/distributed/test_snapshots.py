@@ -14,7 +14,7 @@ from tests.support.program import Ended, run_program
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
     --attention-dropout 0.1 --hidden-dropout 0.1 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16
-    --micro-batch-size 1 --global-batch-size 4 --train-iters 8 --lr 1e-2 --lr-warmup-iters 4 --eval-interval 0
+    --micro-batch-size 1 --global-batch-size 2 --train-iters 8 --lr 1e-2 --lr-warmup-iters 4 --eval-interval 0
     --log-interval 3
 """)
 SNAPSHOTS = shlex.split("--non-persistent-save-interval 2 --non-persistent-ckpt-type local")

@@ -15,7 +15,7 @@ from megatron_ext.verify.ranks import run_ranks
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --swiglu --seq-length 16 --max-position-embeddings 16 --mock-data --vocab-size 61
-    --make-vocab-size-divisible-by 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 12 --lr 1e-3
+    --make-vocab-size-divisible-by 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 12 --lr 1e-3
     --attention-dropout 0 --hidden-dropout 0 --eval-interval 0 --device cpu
 """)
 STEPS = 2
@@ -29,8 +29,8 @@ class Saved:
     """Of the steps after the save."""
 
 
-def resave(flags: list[str], load: str | None, save: str, steps: int = STEPS) -> list[float]:
-    """Load, or take two steps; save; and go on for some steps more, whose losses are returned."""
+def resave(flags: list[str], load: str | None, save: str | None, steps: int = STEPS) -> list[float]:
+    """Load, or take two steps; save, where there is a folder; and go on for some steps, whose losses are returned."""
     from megatron_ext import device
     from megatron_ext.checkpoint.native.load import load_checkpoint
     from megatron_ext.checkpoint.native.save import save_checkpoint
@@ -45,7 +45,8 @@ def resave(flags: list[str], load: str | None, save: str, steps: int = STEPS) ->
             trainer.step()
     else:
         assert load_checkpoint(run, load) == 2
-    save_checkpoint(run, save)
+    if save is not None:
+        save_checkpoint(run, save)
     return [trainer.step().loss for _ in range(steps)]
 
 
