@@ -109,7 +109,7 @@ LAYOUTS = {
 OF_WHOLE_LAYERS = ("PP2", "DP2 overlapped", "FSDP2")
 """Layouts that divide no product, and so no sum before it is rounded."""
 PLAIN_RUN = {("tensorwise", "TP2 SP"), ("rowwise", "CP2"), ("rowwise", "TP2, fused gradients"), ("tensorwise", "FSDP2")}
-STEPS = 8
+STEPS = 4
 
 
 class Curves:

@@ -16,6 +16,7 @@ BASE = shlex.split("""
     --global-batch-size 4 --train-iters 8 --lr 1e-2 --clip-grad 0.1 --attention-dropout 0.1 --hidden-dropout 0.1
     --eval-interval 0 --log-num-zeros-in-grad --use-torch-fsdp2 --device cpu
 """)
+STEPS = 3
 LAYOUTS = {
     "fp32": (2, ""),
     "bf16": (2, "--bf16"),
@@ -61,7 +62,7 @@ def _train(words: str) -> Trace:
     parallel_state.destroy_model_parallel()
     run = build_run(configure([*BASE, *words.split()]).config, device.current())
     trainer = Trainer(run, [])
-    results: list[Any] = [trainer.step() for _ in range(4)]
+    results: list[Any] = [trainer.step() for _ in range(STEPS)]
     run.loaders.close()
     [chunk] = run.chunks
     policies: set[str] = set()
@@ -85,7 +86,7 @@ def test_host_memory_holds_all_and_changes_nothing(layout: str) -> None:
     ranks, words = LAYOUTS[layout]
     for without, offloaded in run_ranks(ranks, _trace, words):
         assert offloaded.steps == without.steps
-        assert len({loss for loss, _, _ in without.steps}) == 4
+        assert len({loss for loss, _, _ in without.steps}) == STEPS
         assert all(float.fromhex(norm) > 0.1 for _, norm, _ in without.steps)  # so that gradients are clipped
         assert (without.policies, offloaded.policies) == ({"OffloadPolicy"}, {"CPUOffloadPolicy"})
         assert offloaded.norm_from == [1] != without.norm_from  # one number goes to the device
