@@ -117,7 +117,8 @@ class Curves:
 
     def __init__(self, folder: Path) -> None:
         model = MODELS["learned positions, biases"]
-        self.flags = [*RECIPE.split(), *model.split(), *write_corpus(folder), "--ffn-hidden-size", "128"]
+        smaller = "--num-layers 2 --ffn-hidden-size 128 --eval-interval 0"
+        self.flags = [*RECIPE.split(), *model.split(), *write_corpus(folder), *smaller.split()]
         self.alone: dict[str, RunRecord] = {}
 
     def run(self, flags: str, ranks: int = 1) -> RunRecord:
