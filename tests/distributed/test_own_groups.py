@@ -102,7 +102,7 @@ def of_played() -> list[list[tuple[Made, Made]]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_groups_are_those_of_megatron_core(layout: str, real: list[list[Made]], of_played: Any) -> None:
-    """megatron-core's own are made by ranks that are played, which costs a tenth of 8 ranks that connect each group."""
+    """Those of megatron-core are made by ranks that are played: eight that connect every group take long."""
     number = list(LAYOUTS).index(layout)
     for rank, (of_rank, of_played_rank) in enumerate(zip(real, of_played, strict=True)):
         own, everyones = of_rank[number], of_played_rank[number][1]
