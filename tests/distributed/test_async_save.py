@@ -11,9 +11,11 @@ import pytest
 from megatron_ext.checkpoint.native.folder import TRACKER, saved_iterations
 from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
+from tests.support import checkpoints
+from tests.support.checkpoints import build, file_hashes, load, save_at
 from tests.support.selection import marked
 
+FLAGS = [*checkpoints.FLAGS, "--num-layers", "1"]
 LAYOUTS = {
     "fp32": [*FLAGS, "--hidden-dropout", "0.1"],
     "bf16, distributed optimizer": [*FLAGS, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce"],

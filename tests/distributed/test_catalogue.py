@@ -73,6 +73,8 @@ ALL_MODELS = {
     **MODELS,
     EXPERTS: {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 32},
 }
+FEW, MANY = 2, 4
+"""Layers of one chunk a stage, and of two."""
 CASES = [(layout, model) for model in MODELS for layout in LAYOUTS] + [(layout, EXPERTS) for layout in EXPERT_LAYOUTS]
 
 
@@ -133,16 +135,20 @@ def _shard(whole: torch.Tensor, tp_dim: int | None, stride: int, tp_rank: int, t
 
 
 @pytest.fixture(scope="module")
-def whole_model() -> dict[str, dict[str, torch.Tensor]]:
-    [models] = run_ranks(1, in_turn, _values, [small_config(model) for model in ALL_MODELS.values()])
-    return dict(zip(ALL_MODELS, models, strict=True))
+def whole_model() -> dict[tuple[str, int], dict[str, torch.Tensor]]:
+    """By name and number of layers."""
+    cases = [(name, layers) for name in ALL_MODELS for layers in (FEW, MANY) if (name, layers) != (EXPERTS, MANY)]
+    configs = [small_config({**ALL_MODELS[name], "num_layers": layers}) for name, layers in cases]
+    [models] = run_ranks(1, in_turn, _values, configs)
+    return dict(zip(cases, models, strict=True))
 
 
 def _config(layout: str, model: str) -> Config:
     sizes = dict((EXPERT_LAYOUTS if model == EXPERTS else LAYOUTS)[layout])
     tp, pp = sizes.get("tensor_model_parallel_size", 1), sizes.get("pipeline_model_parallel_size", 1)
     world_size = tp * pp * sizes.pop("data_parallel_size", 1)
-    return small_config(ALL_MODELS[model], {**sizes, "world_size": world_size})
+    layers = MANY if "num_virtual_stages_per_pipeline_rank" in sizes else FEW
+    return small_config({**ALL_MODELS[model], "num_layers": layers}, {**sizes, "world_size": world_size})
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +175,7 @@ def test_catalogue_is_the_model(layout: str, model: str, whole_model: Any, descr
             if place.pp not in stages(config, parameter) or not _holds(config, parameter, place.ep):
                 continue
             size, index = tensor_size(config, parameter), place.tp if parameter.expert is None else place.etp
-            whole = whole_model[model][parameter.name]
+            whole = whole_model[model, config.model.num_layers][parameter.name]
             expected[parameter.name] = Built(
                 shape=parameter.local_shape(size),
                 tp_dim=parameter.tp_dim,
@@ -219,10 +225,10 @@ def _holds(config: Config, parameter: Parameter, ep_rank: int) -> bool:
 
 
 def test_bf16_weights_are_the_rounded_fp32_ones(whole_model: Any) -> None:
-    configs = [small_config(model, training={"bf16": True}) for model in ALL_MODELS.values()]
+    configs = [small_config({**model, "num_layers": FEW}, training={"bf16": True}) for model in ALL_MODELS.values()]
     [models] = run_ranks(1, in_turn, _values, configs)
     for model, values in zip(ALL_MODELS, models, strict=True):
-        assert values.keys() == whole_model[model].keys()
+        assert values.keys() == whole_model[model, FEW].keys()
         for name, value in values.items():
             assert value.dtype == torch.bfloat16
-            assert torch.equal(value, whole_model[model][name].bfloat16()), (model, name)
+            assert torch.equal(value, whole_model[model, FEW][name].bfloat16()), (model, name)

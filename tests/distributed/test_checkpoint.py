@@ -14,7 +14,10 @@ from megatron_ext.checkpoint.native.folder import TRACKER, find_latest, iteratio
 from megatron_ext.checkpoint.native.load import _reason
 from megatron_ext.errors import DataError
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.support.checkpoints import FLAGS, build, file_hashes, load, save_at
+from tests.support import checkpoints
+from tests.support.checkpoints import build, file_hashes, load, save_at
+
+FLAGS = [*checkpoints.FLAGS, "--num-layers", "1"]
 
 
 def _kill_at(call: str, folder: str, iterations: list[int], flags: list[str]) -> None:

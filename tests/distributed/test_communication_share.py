@@ -82,7 +82,7 @@ def test_known_waits() -> None:
 
 
 FLAGS = shlex.split("""
-    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
     --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 --eval-interval 0 --log-interval 2
     --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --use-distributed-optimizer
 """)

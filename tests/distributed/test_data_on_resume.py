@@ -21,7 +21,7 @@ from tools.inspect_dataset import main as inspect_dataset
 
 SEQ = 8
 MODEL = f"""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ} --lr 1e-3 --log-interval 1
+    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length {SEQ} --lr 1e-3 --log-interval 1
     --tokenizer-type NullTokenizer --vocab-size 61 --make-vocab-size-divisible-by 16 --eval-interval 0
 """
 # The sources have 29 and 17 windows: 48 samples go through both of them more than once.

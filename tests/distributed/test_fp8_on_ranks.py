@@ -109,7 +109,7 @@ LAYOUTS = {
 OF_WHOLE_LAYERS = ("PP2", "DP2 overlapped", "FSDP2")
 """Layouts that divide no product, and so no sum before it is rounded."""
 PLAIN_RUN = {("tensorwise", "TP2 SP"), ("rowwise", "CP2"), ("rowwise", "TP2, fused gradients"), ("tensorwise", "FSDP2")}
-STEPS = 8
+STEPS = 4
 
 
 class Curves:
@@ -117,7 +117,8 @@ class Curves:
 
     def __init__(self, folder: Path) -> None:
         model = MODELS["learned positions, biases"]
-        self.flags = [*RECIPE.split(), *model.split(), *write_corpus(folder), "--ffn-hidden-size", "128"]
+        smaller = "--num-layers 2 --ffn-hidden-size 128 --eval-interval 0"
+        self.flags = [*RECIPE.split(), *model.split(), *write_corpus(folder), *smaller.split()]
         self.alone: dict[str, RunRecord] = {}
 
     def run(self, flags: str, ranks: int = 1) -> RunRecord:

@@ -64,7 +64,7 @@ def _joined(config: Config, results: list[tuple[float, dict[str, torch.Tensor]]]
 
 def _config(model: str, tp: int, sequence_parallel: bool) -> Config:
     layout = {"tensor_model_parallel_size": tp, "world_size": tp, "sequence_parallel": sequence_parallel}
-    return small_config(MODELS[model], layout)
+    return small_config({**MODELS[model], "num_layers": 2}, layout)
 
 
 # Four ranks without sequence parallelism: left to --all.

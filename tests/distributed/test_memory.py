@@ -12,7 +12,7 @@ from tests.support.in_turn import end_layout
 from tests.support.selection import chosen, marked
 
 BASE = (
-    "--device cpu --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--device cpu --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
     "--global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --vocab-size 512 --eval-interval 0 "
 )
 BF16, FP32 = (2, 4, 12), (4, 4, 8)
@@ -22,7 +22,7 @@ BF16_LION = (2, 4, 8)
 
 
 def _bytes(runs: list[str]) -> list[tuple[int, Bytes, tuple[float, float, float]]]:
-    """The number of parameters, the bytes after two steps, and those of a parameter by --dry-run, run by run."""
+    """The number of parameters, the bytes after a step, and those of a parameter by --dry-run, run by run."""
     from megatron_ext import device
 
     here = device.install("cpu")
@@ -36,9 +36,7 @@ def _bytes(runs: list[str]) -> list[tuple[int, Bytes, tuple[float, float, float]
     found = []
     for flags in runs:
         run = build_run(configure((BASE + flags).split()).config, here)
-        trainer = Trainer(run, [])
-        trainer.step()
-        trainer.step()
+        Trainer(run, []).step()
         found.append((count(run.config), bytes_per_rank(run), state_bytes(run.config).sizes))
         run.loaders.close()
         end_layout()

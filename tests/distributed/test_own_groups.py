@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.in_turn import end_layout
+from tests.support.in_turn import in_turn
 
 LAYOUTS = {
     "TP2 PP4": LayoutConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=4),
@@ -27,11 +27,14 @@ LAYOUTS = {
     ),
     "DP8, two instances": LayoutConfig(num_distributed_optimizer_instances=2),
 }
-Group = tuple[str, list[int], float]
+Made = dict[str, Any]
 
 
-def _groups(layout: LayoutConfig) -> dict[str, Any]:
-    """Make the groups of a layout; return description, ranks and sum over the ranks of each, and what was called."""
+def _groups(layout: LayoutConfig) -> Made:
+    """Make the groups of a layout; return description, ranks and sum over the ranks of each, and what was called.
+
+    A rank that is played sums up alone, and its sum is taken from the list of ranks.
+    """
     import torch
     from torch.distributed.distributed_c10d import _world
 
@@ -57,64 +60,60 @@ def _groups(layout: LayoutConfig) -> dict[str, Any]:
         if name not in known:
             total = torch.tensor(float(torch.distributed.get_rank()))
             torch.distributed.all_reduce(total, group=by_name[name])
-            made.append((purpose, ranks, total.item()))
+            is_played = torch.distributed.get_backend() == "fake"
+            made.append((purpose, ranks, float(sum(ranks)) if is_played else total.item()))
     return {"made": made, "calls": calls[0], "counted": _world.group_count - before}
 
 
-def _of_all_layouts() -> list[list[dict[str, Any]]]:
-    """Each layout with this rank's groups alone, and as megatron-core has it."""
+def _of_all_layouts() -> list[Made]:
+    """The groups of this rank alone, layout by layout."""
+    return in_turn(_groups, list(LAYOUTS.values()))
+
+
+def _played() -> list[list[tuple[Made, Made]]]:
+    """By rank and layout, each rank played by this process: its groups alone, and as megatron-core has it."""
     from megatron_ext.parallel import groups as process_groups
+    from megatron_ext.verify.rehearsal.world import played
 
     found = []
     ours = process_groups.own_groups_only
-    for layout in LAYOUTS.values():
-        pair = []
-        for context in (ours, nullcontext):
-            process_groups.own_groups_only = context
-            pair.append(_groups(layout))
-            end_layout()
-        found.append(pair)
-    return found
-
-
-def _played() -> list[list[list[Group]]]:
-    from megatron_ext import device
-    from megatron_ext.parallel import groups as process_groups
-    from megatron_ext.verify.rehearsal.rank import groups_made
-    from megatron_ext.verify.rehearsal.world import played
-
-    here = device.install("cpu")
-    found = []
     for rank in range(8):
         of_rank = []
         for layout in LAYOUTS.values():
-            with played(rank, 8):
-                process_groups.initialize(layout, here)
-                made = [(purpose, ranks, float(sum(ranks))) for purpose, ranks in groups_made().values()]
-                of_rank.append([group for group in made if group[0] != "default_pg"])
+            pair = []
+            for context in (ours, nullcontext):
+                process_groups.own_groups_only = context
+                with played(rank, 8):
+                    pair.append(_groups(layout))
+            of_rank.append(tuple(pair))
         found.append(of_rank)
     return found
 
 
 @pytest.fixture(scope="module")
-def real() -> list[list[list[dict[str, Any]]]]:
+def real() -> list[list[Made]]:
     return run_ranks(8, _of_all_layouts)
 
 
+@pytest.fixture(scope="module")
+def of_played() -> list[list[tuple[Made, Made]]]:
+    return run_ranks(1, _played)[0]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_groups_are_those_of_megatron_core(layout: str, real: list[list[list[dict[str, Any]]]]) -> None:
+def test_the_groups_are_those_of_megatron_core(layout: str, real: list[list[Made]], of_played: Any) -> None:
+    """Those of megatron-core are made by ranks that are played: eight that connect every group take long."""
     number = list(LAYOUTS).index(layout)
-    for rank, of_rank in enumerate(real):
-        own, everyones = of_rank[number]
+    for rank, (of_rank, of_played_rank) in enumerate(zip(real, of_played, strict=True)):
+        own, everyones = of_rank[number], of_played_rank[number][1]
         assert own["made"] == everyones["made"]
         assert own["counted"] == everyones["counted"] == everyones["calls"]
         assert own["calls"] == len(own["made"]) < everyones["calls"]
         assert all(rank in ranks and total == sum(ranks) for _, ranks, total in own["made"])
 
 
-def test_a_played_rank_has_the_groups_of_a_real_one(real: list[list[list[dict[str, Any]]]]) -> None:
-    (of_played,) = run_ranks(1, _played)
-    assert of_played == [[own["made"] for own, _ in of_rank] for of_rank in real]
+def test_a_played_rank_has_the_groups_of_a_real_one(real: list[list[Made]], of_played: Any) -> None:
+    assert [[own for own, _ in of_rank] for of_rank in of_played] == real
 
 
 def test_ranks_are_listed_as_megatron_core_lists_them() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.verify.memory import Bytes
 from megatron_ext.verify.ranks import run_ranks
-from tests.support.selection import marked
+from tests.support.selection import chosen, marked
 
 BASE = shlex.split("""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --seq-length 16
@@ -16,6 +16,7 @@ BASE = shlex.split("""
     --global-batch-size 4 --train-iters 8 --lr 1e-2 --clip-grad 0.1 --attention-dropout 0.1 --hidden-dropout 0.1
     --eval-interval 0 --log-num-zeros-in-grad --use-torch-fsdp2 --device cpu
 """)
+STEPS = 3
 LAYOUTS = {
     "fp32": (2, ""),
     "bf16": (2, "--bf16"),
@@ -38,12 +39,12 @@ class Trace:
     """torch's, of what is gathered at a time."""
 
 
-def _trace(words: str) -> tuple[Trace, Trace]:
-    """Without and with the flag."""
+def _traces(all_words: list[str]) -> list[tuple[Trace, Trace]]:
+    """Without and with the flag, layout by layout."""
     from megatron_ext import device
 
     device.install("cpu")
-    return _train(words), _train(f"{words} --torch-fsdp2-cpu-offload")
+    return [(_train(words), _train(f"{words} --torch-fsdp2-cpu-offload")) for words in all_words]
 
 
 def _train(words: str) -> Trace:
@@ -61,7 +62,7 @@ def _train(words: str) -> Trace:
     parallel_state.destroy_model_parallel()
     run = build_run(configure([*BASE, *words.split()]).config, device.current())
     trainer = Trainer(run, [])
-    results: list[Any] = [trainer.step() for _ in range(4)]
+    results: list[Any] = [trainer.step() for _ in range(STEPS)]
     run.loaders.close()
     [chunk] = run.chunks
     policies: set[str] = set()
@@ -80,12 +81,22 @@ def _train(words: str) -> Trace:
     )
 
 
+@pytest.fixture(scope="module")
+def traces(request: pytest.FixtureRequest) -> dict[str, list[tuple[Trace, Trace]]]:
+    """By layout, of each rank; the same ranks train in all layouts of as many."""
+    found = {}
+    for size in (2, 4):
+        layouts = [layout for layout in chosen(request, "layout") if LAYOUTS[layout][0] == size]
+        by_rank = run_ranks(size, _traces, [LAYOUTS[layout][1] for layout in layouts]) if layouts else []
+        found |= dict(zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True))
+    return found
+
+
 @pytest.mark.parametrize("layout", marked(LAYOUTS, slow={"fp32", "SGD"}))
-def test_host_memory_holds_all_and_changes_nothing(layout: str) -> None:
-    ranks, words = LAYOUTS[layout]
-    for without, offloaded in run_ranks(ranks, _trace, words):
+def test_host_memory_holds_all_and_changes_nothing(layout: str, traces: dict[str, list[tuple[Trace, Trace]]]) -> None:
+    for without, offloaded in traces[layout]:
         assert offloaded.steps == without.steps
-        assert len({loss for loss, _, _ in without.steps}) == 4
+        assert len({loss for loss, _, _ in without.steps}) == STEPS
         assert all(float.fromhex(norm) > 0.1 for _, norm, _ in without.steps)  # so that gradients are clipped
         assert (without.policies, offloaded.policies) == ({"OffloadPolicy"}, {"CPUOffloadPolicy"})
         assert offloaded.norm_from == [1] != without.norm_from  # one number goes to the device

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron_ext.verify.ranks import RankError, run_ranks
-from tests.support.checkpoints import FLAGS, build, save_at
+from tests.support import checkpoints
+from tests.support.checkpoints import build, save_at
 
-BF16 = [*FLAGS, "--bf16"]
+BF16 = [*checkpoints.FLAGS, "--num-layers", "1", "--bf16"]
 
 
 @dataclass(frozen=True)

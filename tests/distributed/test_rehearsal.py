@@ -1,5 +1,6 @@
 """One process plays ranks of a world of 64, and all ranks of a world of 4 for the plan of their checkpoint."""
 
+import gc
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.verify.ranks import run_ranks
 
 MODEL = """
-    --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
     --tokenizer-type NullTokenizer --vocab-size 61 --make-vocab-size-divisible-by 16 --micro-batch-size 1
     --train-iters 3 --lr 1e-3 --eval-interval 2 --eval-iters 1 --num-workers 0 --device cpu --bf16
     --use-distributed-optimizer --tensor-model-parallel-size 2
@@ -26,6 +27,7 @@ def _phases(data: str) -> list[dict[str, dict[str, Any]]]:
     told: list[bytes] = []
     found = []
     for rank in RANKS:
+        gc.freeze()  # each phase begins with a collection, and a rehearsal ends with an unfreeze
         rehearsed = rehearse(flags, 64, rank, told)
         told = told or rehearsed.told
         found.append({phase.name: asdict(phase) for phase in rehearsed.phases})

@@ -34,6 +34,8 @@ LAYOUTS = (
     "--pipeline-model-parallel-size 2",
 )
 FP32 = 2.0**-24
+Found = dict[tuple[str, str], Any]
+"""What one rank computed, by what was asked and flags."""
 
 
 def _counted(layout: str) -> list[Any]:
@@ -50,13 +52,13 @@ def _counted(layout: str) -> list[Any]:
     return [*found, state.iteration, state.consumed_samples, state.consumed_tokens, state.scheduled_samples]
 
 
-def test_counts_do_not_depend_on_the_layout() -> None:
-    [[expected]] = run_ranks(1, in_turn, _counted, [""])
+def test_counts_do_not_depend_on_the_layout(alone: Found, divided: list[Found]) -> None:
+    expected = alone["counted", ""]
     assert expected[0][:2] == (4 * 16, 4)
     assert expected[2:] == [2, 8, 2 * 4 * 16, 8]
-    for rank in run_ranks(2, in_turn, _counted, LAYOUTS):
-        for layout, found in zip(LAYOUTS, rank, strict=True):
-            assert found == expected, layout
+    for rank in divided:
+        for layout in LAYOUTS:
+            assert rank["counted", layout] == expected, layout
 
 
 EXPERTS = (
@@ -78,6 +80,13 @@ TIED_ENDS = (
     f"{TIED} --tensor-model-parallel-size 2",
     f"{TIED} --use-torch-fsdp2",
 )
+ALONE = (EXPERTS, OF_SAMPLES, TIED, f"{TIED} --bf16", f"{TIED} --fp16 --initial-loss-scale 1024", UNBALANCED)
+DIVIDED = {
+    **dict.fromkeys(OF_EXPERTS, EXPERTS),
+    f"{OF_SAMPLES} --context-parallel-size 2": OF_SAMPLES,
+    **dict.fromkeys(TIED_ENDS, TIED),
+}
+"""Layouts of two ranks, and what is the same alone."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +108,8 @@ def _measured(layout: str) -> Measured:
     from megatron_ext.train.trainer import Trainer
 
     run = build([*FLAGS, *layout.split()])
-    weights = [weight.detach() for chunk in run.chunks for weight in chunk.parameters()]
-    squares = [local_part(weight).double().square().sum() for weight in weights]
+    weights = [local_part(weight).detach() for chunk in run.chunks for weight in chunk.parameters()]
+    squares = [weight.double().square().sum() for weight in weights]
     norm, trainer = parameters_norm(run), Trainer(run, [])
     first, second = trainer.step(), trainer.step()
     run.loaders.close()
@@ -110,13 +119,12 @@ def _measured(layout: str) -> Measured:
     return Measured(norm, first.grad_norm, auxiliary.load_balancing, auxiliary.z, next_step.z, exact)
 
 
-def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout() -> None:
+def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout(alone: Found, divided: list[Found]) -> None:
     """Weights that ranks hold together count once, be they divided, whole, tied, or experts; losses are means. A loss
     scale, and 16 bits, change gradients by their roundings alone."""
-    alone = (EXPERTS, OF_SAMPLES, TIED, f"{TIED} --bf16", f"{TIED} --fp16 --initial-loss-scale 1024", UNBALANCED)
-    [known] = run_ranks(1, in_turn, _measured, alone)
-    experts, of_samples, tied, in_bf16, in_fp16, unbalanced = known
-    for one in known:
+    known = {layout: alone["measured", layout] for layout in ALONE}
+    experts, of_samples, tied, in_bf16, in_fp16, unbalanced = known.values()
+    for one in known.values():
         assert one.weights == pytest.approx(one.exact, rel=1e-6), "in fp64, of 16-bit weights too"
     assert (experts.balance or 0.0) > 1.0
     assert (of_samples.balance or 0.0) > 0.0
@@ -124,20 +132,16 @@ def test_norms_and_auxiliary_losses_do_not_depend_on_the_layout() -> None:
     assert (unbalanced.balance, unbalanced.z) == (None, None)
     for one in (in_bf16, in_fp16):
         assert one.gradients == pytest.approx(tied.gradients, rel=2.0**-6)
-    divided = {
-        **dict.fromkeys(OF_EXPERTS, experts),
-        f"{OF_SAMPLES} --context-parallel-size 2": of_samples,
-        **dict.fromkeys(TIED_ENDS, tied),
-    }
-    for rank in run_ranks(2, in_turn, _measured, list(divided)):
-        for (layout, expected), found in zip(divided.items(), rank, strict=True):
+    for rank in divided:
+        for layout, same_alone in DIVIDED.items():
+            expected, found = known[same_alone], rank["measured", layout]
             same = dataclasses.astuple(dataclasses.replace(found, exact=expected.exact))
             numbers = [value or 0.0 for value in dataclasses.astuple(expected)]  # None of a dense model
             assert [value or 0.0 for value in same] == pytest.approx(numbers, rel=1e-5), layout
             assert found.weights == pytest.approx(expected.weights, rel=1e-6), layout
 
 
-def _losses_with_dropout(evaluations: int) -> tuple[list[str], list[str]]:
+def _losses_with_dropout(evaluations: str) -> tuple[list[str], list[str]]:
     """The losses of three steps, and those of evaluations in training and between the steps."""
     from megatron_ext.train.evaluate import evaluate
     from megatron_ext.train.trainer import Trainer
@@ -147,20 +151,20 @@ def _losses_with_dropout(evaluations: int) -> tuple[list[str], list[str]]:
     assert run.loaders.valid is not None
     trainer, losses, evaluated = Trainer(run, []), [], []
     for _ in range(3):
-        evaluated += [evaluate(run, run.loaders.valid).hex() for _ in range(evaluations)]
+        evaluated += [evaluate(run, run.loaders.valid).hex() for _ in range(int(evaluations))]
         losses.append(trainer.step().loss.hex())
     run.loaders.close()
     return losses, evaluated
 
 
-def test_dropout_is_off_in_an_evaluation_and_on_after_it_as_if_there_had_been_none() -> None:
-    [[(expected, _), (losses, evaluated)]] = run_ranks(1, in_turn, _losses_with_dropout, [0, 2])
+def test_dropout_is_off_in_an_evaluation_and_on_after_it_as_if_there_had_been_none(alone: Found) -> None:
+    (expected, _), (losses, evaluated) = alone["dropout", "0"], alone["dropout", "2"]
     assert losses == expected
     assert evaluated[::2] == evaluated[1::2], "no mask is drawn"
     assert len(set(evaluated)) == 3
 
 
-def _loss_of_divided_logits() -> float:
+def _loss_of_divided_logits(_: str) -> float:
     """How far the losses of TP2 in bf16 are from the fp64 cross-entropy of the same logits of both ranks."""
     layout = {"tensor_model_parallel_size": 2, "world_size": 2}
     config = small_config({**LLAMA, "padded_vocab_size": 256}, layout, {"bf16": True})
@@ -281,51 +285,68 @@ def _far_from_the_sum(scheme: str) -> dict[str, float]:
     return far
 
 
-def _sixteen_bits(asked: tuple[str, str]) -> Any:
-    what, scheme = asked
-    if what == "loss":
-        return _loss_of_divided_logits()
-    return _masters_and_update(scheme) if what == "update" else _far_from_the_sum(scheme)
+UPDATED = ("", "--use-torch-fsdp2")
+_COMPUTED = {
+    "counted": _counted,
+    "measured": _measured,
+    "dropout": _losses_with_dropout,
+    "loss": _loss_of_divided_logits,
+    "update": _masters_and_update,
+    "sum": _far_from_the_sum,
+}
+
+
+def _found(asked: tuple[str, str]) -> Any:
+    what, flags = asked
+    return _COMPUTED[what](flags)
+
+
+def _on_ranks(ranks: int, asked: list[tuple[str, str]]) -> list[Found]:
+    """By rank; all in one go, as what torch keeps of DTensor's operations takes each new process half a second."""
+    return [dict(zip(asked, found, strict=True)) for found in run_ranks(ranks, in_turn, _found, asked)]
 
 
 @pytest.fixture(scope="module")
-def by_scheme() -> list[Any]:
-    """What each of two ranks finds, the gradients of each scheme last."""
-    updates = [("loss", ""), ("update", ""), ("update", "--use-torch-fsdp2")]
-    return run_ranks(2, in_turn, _sixteen_bits, [*updates, *(("sum", scheme) for scheme in SCHEMES)])
+def alone() -> Found:
+    return _on_ranks(
+        1, [("counted", ""), *(("measured", layout) for layout in ALONE), ("dropout", "0"), ("dropout", "2")]
+    )[0]
 
 
 @pytest.fixture(scope="module")
-def sixteen_bits(by_scheme: list[Any]) -> list[Any]:
-    return [found[:3] for found in by_scheme]
+def divided() -> list[Found]:
+    """What each of two ranks finds."""
+    asked = {"counted": LAYOUTS, "measured": DIVIDED, "loss": [""], "update": UPDATED, "sum": SCHEMES}
+    return _on_ranks(2, [(what, flags) for what, of_what in asked.items() for flags in of_what])
 
 
-def test_the_loss_of_divided_bf16_logits_is_fp32(sixteen_bits: list[Any]) -> None:
+def test_the_loss_of_divided_bf16_logits_is_fp32(divided: list[Found]) -> None:
     """A sum of 250 exponentials, each rounded to fp32: 2^-24 of it for each; and 16 for two terms of up to 8."""
-    for loss, *_ in sixteen_bits:
-        assert loss < (250 + 16) * FP32
+    for rank in divided:
+        assert rank["loss", ""] < (250 + 16) * FP32
 
 
-def test_masters_are_the_rounded_weights_and_are_updated_in_fp32(sixteen_bits: list[Any]) -> None:
+def test_masters_are_the_rounded_weights_and_are_updated_in_fp32(divided: list[Found]) -> None:
     """The update has some 8 roundings to fp32, of numbers up to the weight and the learning rate."""
-    for _, *schemes in sixteen_bits:
-        for far in schemes:
+    for rank in divided:
+        for far in (rank["update", scheme] for scheme in UPDATED):
             assert far["initial masters"] == 0.0
             assert far["masters"] <= 8.0
             assert far["weights"] == 0.0
 
 
-def test_bf16_gradients_are_added_in_fp32(sixteen_bits: list[Any]) -> None:
+def test_bf16_gradients_are_added_in_fp32(divided: list[Found]) -> None:
     """Two microbatches on each of two ranks, and the division: 4 roundings to fp32 of the sum of their sizes, none of
     which changes most sums of so few 16-bit numbers."""
-    for _, far, _ in sixteen_bits:
+    for far in (rank["update", ""] for rank in divided):
         assert far["compared"] > 10
         assert far["gradients"] <= 4.0
 
 
-def test_bf16_gradients_are_reduced_in_fp32_by_every_scheme(by_scheme: list[Any]) -> None:
+def test_bf16_gradients_are_reduced_in_fp32_by_every_scheme(divided: list[Found]) -> None:
     """As above: 4 roundings to fp32. One to bf16 would be 2^16 of them."""
-    for found in by_scheme:
-        for scheme, far in zip(SCHEMES, found[3:], strict=True):
+    for rank in divided:
+        for scheme in SCHEMES:
+            far = rank["sum", scheme]
             assert len(far) > 10
             assert max(far.values()) <= 4.0, scheme

@@ -35,9 +35,8 @@ def _losses_and_sum(config) -> list[Found]:
 def _results(padded: int, tp: int) -> list[list[list[Found]]]:
     """By rank: of a model with tied, and of one with untied embeddings."""
     layout = {"tensor_model_parallel_size": tp, "world_size": tp}
-    models = [
-        {**LLAMA, "untie_embeddings_and_output_weights": untied, "padded_vocab_size": padded} for untied in UNTIED
-    ]
+    sizes = {"num_layers": 1, "padded_vocab_size": padded}
+    models = [{**LLAMA, **sizes, "untie_embeddings_and_output_weights": untied} for untied in UNTIED]
     configs = [small_config(model, layout, vocab_size=VOCAB_SIZE) for model in models]
     return run_ranks(tp, in_turn, _losses_and_sum, configs)
 
