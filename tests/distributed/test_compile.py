@@ -41,12 +41,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Expe
 
 def without_kernels() -> None:
     """Let torch's own operators run the compiler's graphs, forward and backward: its C++ takes a minute to compile."""
-    import torch._functorch.config
-
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    torch._functorch.config.cse = False  # of repeated operators; for it every rank imports the compiler of kernels
-    # As on a GPU. Where it is not set, the engine warns, and all that calls its linear layer is traced twice.
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 
 
 def test_graphs_of_compiled_layers_train_as_eager_ones(experiment: Callable[[int], Experiment]) -> None:
