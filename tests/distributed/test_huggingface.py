@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_ext.checkpoint.native.tensors import Tensors
+from megatron_ext.verify import huggingface
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.hf_models import (
     MODELS,
@@ -23,6 +24,7 @@ from tests.support.hf_models import (
     write_model,
 )
 from tests.support.in_turn import in_turn
+from tests.support.plain_process import in_plain_process
 
 quiet_transformers()
 
@@ -238,7 +240,16 @@ def test_training_goes_on_from_either_way_in(imported: dict[str, str], models: d
     assert (whole_vocabulary([direct[0][1]]) - models["Qwen3"][1]).abs().max() > 0.01, "three steps change the model"
 
 
-def test_a_trained_model_exports(models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def _kept_interpreter(world_size: int, function: Callable[..., Any], *arguments: Any, fresh: bool = False) -> list[Any]:
+    """Stands in for `run_ranks` with `fresh`, which the quickstart (test_examples.py) has as it is."""
+    assert (world_size, fresh) == (1, True)
+    return [in_plain_process(function, *arguments)]
+
+
+def test_a_trained_model_exports(
+    models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "run_ranks", _kept_interpreter)
     saved, written = tmp_path / "saved", tmp_path / "hf"
     arguments = flags(["--load-hf", str(models["Qwen3"][0])], tp=2, pp=2)
     parts = [logits for _, logits in run_ranks(4, _train, arguments, str(saved))]

@@ -13,7 +13,6 @@ import pytest
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.evaluated import NEW_TOKENS, narrowed_alike, our_results, their_results, write_tasks
 from tests.support.hf_models import quiet_transformers
-from tests.support.in_turn import end_layout
 from tests.support.plain_process import in_plain_process
 from tests.support.terminal_session import at_terminal
 from tests.support.trained_models import FAMILIES, TEXT, export, train_families, write_corpus
@@ -69,7 +68,7 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     tokens = {family: NEW_TOKENS if family == "Llama" else FEW_TOKENS for family in FAMILIES}
-    return Trained(tmp_path_factory.mktemp("trained"), 30, tokens)
+    return Trained(tmp_path_factory.mktemp("trained"), 20, tokens)
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +140,11 @@ def _ways_to_ask(folder: str) -> tuple[list[str], list[list[Any]]]:
     """On ranks: what the screen shows, and what is made of prompts from a file, standard input, and a terminal."""
     from megatron_ext.cli.generate import main
     from megatron_ext.parallel import groups
+    from megatron_ext.train import trained_model
 
-    groups.destroy = end_layout  # for the next call
+    model = trained_model.load_trained(["--load", f"{folder}/Llama", "--device", "cpu", *TP2])
+    trained_model.load_trained = lambda _argv: model  # for all calls
+    groups.destroy = lambda: None
     flags = ["--load", f"{folder}/Llama", "--device", "cpu", *TP2, *SAMPLED.split()]
     place, screens = Path(folder), []
 

@@ -24,25 +24,28 @@ from tools import show_run
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_pipeline.py"
 FLAGS = shlex.split("""
-    --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
-    --micro-batch-size 1 --train-iters 4 --lr 1e-3 --eval-interval 2 --eval-iters 1 --log-interval 1
+    --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 61
+    --micro-batch-size 1 --train-iters 3 --lr 1e-3 --eval-interval 2 --eval-iters 1 --log-interval 1
 """)
 RECORD = "--record-schedule --profile-step-start 2 --profile-step-end 4"
 LAYOUTS = {
-    "PP2": (2, "--pipeline-model-parallel-size 2 --global-batch-size 5"),
+    "PP2": (2, "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 5"),
     "PP2 x 2": (
         2,
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6 "
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--global-batch-size 6 "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "PP4 x 2": (
         4,
-        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8 "
+        "--num-layers 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+        "--global-batch-size 8 "
         "--timing-log-level 2 --log-communication-share",
     ),
     "PP2 TP2": (
         4,
-        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 2 "
+        "--num-layers 2 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--global-batch-size 2 "
         "--use-distributed-optimizer",
     ),
 }

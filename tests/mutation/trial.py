@@ -26,7 +26,7 @@ _VARIABLES_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZ
 _AT_IMPORT = "import"
 BY_HAND = "by hand"
 """The operator of mistakes that somebody has thought of."""
-_INTERPRETERS = ("subprocess", "launched", "sys.executable", "fresh=True")
+_INTERPRETERS = ("subprocess", "launched", "sys.executable", "fresh=True", "plain_process")
 
 
 @dataclass

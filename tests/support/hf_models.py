@@ -14,7 +14,7 @@ TOKENS = [[(7919 * position + 101 * row) % VOCABULARY for position in range(LENG
 _DECODER: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 80,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
@@ -31,7 +31,7 @@ _SCALING: dict[str, Any] = {
 _GPT2: dict[str, Any] = {
     "n_embd": 48,
     "n_inner": 100,
-    "n_layer": 4,
+    "n_layer": 2,
     "n_head": 6,
     "vocab_size": VOCABULARY,
     "n_positions": 80,
@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama 3.1": {
         "model_type": "llama",
         **_DECODER,
+        "num_hidden_layers": 4,  # more than stages
         "rope_theta": 500000.0,
         "rope_scaling": _SCALING,
         "tie_word_embeddings": False,

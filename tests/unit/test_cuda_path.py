@@ -21,6 +21,7 @@ from megatron_ext.device import fusions
 from megatron_ext.device.triton import choice
 from megatron_ext.model.config import transformer_config
 from megatron_ext.parallel import groups
+from tests.support.plain_process import plain_python
 from tests.support.small_models import small_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,11 +35,10 @@ COMPILED = "_torchdynamo_orig_callable"
 
 def run_there(*flags: str) -> None:
     """Run FAKE in a process of its own: here the CPU stands in for whatever is called CUDA, and Triton compiles."""
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", *flags, *FAKE]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout
-    assert " passed" in ran.stdout
+    command = ["-m", "pytest", "--noconftest", "-p", "no:cacheprovider", *flags, *FAKE]
+    ended = plain_python(command, ROOT, TRITON_INTERPRET="1")
+    assert ended.code == 0, ended.output
+    assert " passed" in ended.output
 
 
 def test_on_fake_gpus_and_in_tritons_interpreter() -> None:

@@ -1,13 +1,10 @@
 """apex and Transformer Engine stand in as packages beside the real engine: it takes their kernels only where asked."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.plain_process import plain_python
 
 # What megatron-core imports of each when it is imported itself, with the names that it looks for.
 STAND_INS = {
@@ -25,27 +22,16 @@ STAND_INS = {
         "def multi_tensor_scale(*arguments): pass\ndef multi_tensor_scale_tensor(*arguments): pass\n"
     ),
 }
-# A process for each setting, forked once torch is there: importing it takes longer than all that is asked.
+
+
 PROGRAM = """
-import os
 import sys
-
-import torch._dynamo
-
-for asked in sys.argv[1:]:
-    pid = os.fork()
-    if pid == 0:
-        break
-    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0:
-        sys.exit(f"--external-kernels {asked} has failed")
-else:
-    sys.exit()
 
 from megatron_ext import device
 from megatron_ext.device.external_kernels import asked_for, kernels_text
 from megatron_ext.config.schema import Config, ModelConfig
 
-config = Config(model=ModelConfig(external_kernels=asked))
+config = Config(model=ModelConfig(external_kernels=sys.argv[1]))
 device.install("cpu", kernels=asked_for(config))
 from megatron.core.optimizer import Adam, clip_grads, optimizer
 
@@ -65,13 +51,13 @@ def engine_takes(folder: Path, packages: tuple[str, ...], *settings: str) -> lis
         if name.split("/")[0] in (*packages, *(["amp_C.py"] if "apex" in packages else [])):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, *settings]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert ended.returncode == 0, ended.stderr
-    lines = ended.stdout.splitlines()
-    assert len(lines) == 5 * len(settings)
-    return [lines[5 * number : 5 * number + 5] for number in range(len(settings))]
+    (folder / "program.py").write_text(PROGRAM)  # which finds what lies next to it
+    said = []
+    for asked in settings:
+        ended = plain_python([str(folder / "program.py"), asked], folder)
+        assert ended.code == 0, ended.output
+        said.append(ended.output.splitlines()[-5:])
+    return said
 
 
 def test_what_is_installed_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -149,7 +149,8 @@ def no_code_from_files(checkpoint: Path) -> Iterator[None]:
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([_inert(kind) for kind in added if _module(kind).startswith(_HARMLESS)])
     try:
-        yield
+        with torch_dist.kept_while_loading():
+            yield
     finally:
         engine_torch.FileSystemReader = reader
         torch.serialization.clear_safe_globals()

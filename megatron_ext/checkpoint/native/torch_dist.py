@@ -6,7 +6,8 @@ torch's own objects from it.
 """
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeGuard
@@ -70,6 +71,22 @@ class Saved:
     """Where what is no tensor lies; without offsets and sizes."""
 
 
+_kept: list[tuple[bytes, Saved]] | None = None
+"""Holds what was read last, with what it says; None where nothing is kept."""
+
+
+@contextmanager
+def kept_while_loading() -> Iterator[None]:
+    """Keep what is read inside: megatron-core asks three times for the same metadata, whose parsing is what takes
+    time."""
+    global _kept
+    before, _kept = _kept, []
+    try:
+        yield
+    finally:
+        _kept = before
+
+
 def read(file: IO[bytes]) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint. Raises as `read_all` does."""
     return read_all(file).tensors
@@ -90,10 +107,16 @@ def read_all(file: IO[bytes]) -> Saved:
     content = file.read(_LARGEST + 1)
     if len(content) > _LARGEST:
         raise pickle.UnpicklingError(f".metadata is larger than {_LARGEST:,} bytes")
+    for known, saved in _kept or ():
+        if known == content:
+            return saved
     try:
-        return _saved(read_inert(content, ALLOWED))
+        saved = _saved(read_inert(content, ALLOWED))
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(f".metadata {error}") from None
+    if _kept is not None:
+        _kept[:] = [(content, saved)]
+    return saved
 
 
 def check_name(name: Any) -> None:
