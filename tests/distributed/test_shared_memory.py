@@ -300,6 +300,9 @@ class Pair:
     def end(self) -> None:
         os.kill(self.child, signal.SIGKILL)
         os.waitpid(self.child, 0)
+        for poster in (self.channel._poster, self.outgoing._poster):
+            with poster._lock:
+                poster._waiting.clear()  # whose thread would go on looking for a free slot
 
 
 def _come_once_and_leave(pair: Pair) -> None:

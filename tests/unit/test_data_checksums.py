@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ext.data import checksums as background
 from megatron_ext.data.checksums import (
     BLOCK,
     BackgroundCheck,
@@ -30,6 +31,7 @@ from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import DataError
 from megatron_ext.train import data_check
 from megatron_ext.train.callbacks import data_check as callback
+from tests.support.of_one_module import replace_in
 
 
 @pytest.fixture
@@ -111,7 +113,8 @@ def test_the_background_takes_a_hundredth_of_a_core(tmp_path: Path) -> None:
 def test_the_processes_of_a_machine_share_the_hundredth(
     prefix: str, processes: int, rest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "thread_time", itertools.count().__next__)  # a second from one reading to the next
+    a_second_later = itertools.count().__next__  # at each reading
+    replace_in(monkeypatch, background, "time", thread_time=a_second_later)
     rests: list[float] = []
     check = BackgroundCheck(known_blocks(prefix), lambda seconds: not rests.append(seconds), processes=processes)
     check._thread.join(20)

@@ -1,6 +1,5 @@
 """What the devices say of a machine: memory, GPUs and their links, clocks. Stand-ins take the machine's place."""
 
-import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from megatron_ext.device import cpu, cuda, host_memory, survey
 from megatron_ext.device.cpu import CpuDevice, CpuMark
 from megatron_ext.device.cuda import CudaDevice
 from megatron_ext.device.protocol import DeviceMemory
+from tests.support.of_one_module import replace_in
 
 GB = 10**9
 
@@ -70,11 +70,10 @@ def test_a_cpus_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     device, clock = CpuDevice(), iter([10.0, 10.5, 20.0, 20.25, 30.0, 30.75])
     first, last = CpuMark(1.0, 0.5), CpuMark(4.0, 1.25)
     assert (device.seconds_between(first, last), device.seconds_run_between(first, last)) == (3.0, 0.75)
-    monkeypatch.setattr(cpu.time, "thread_time", lambda: next(clock))
+    replace_in(monkeypatch, cpu, "time", thread_time=lambda: next(clock))
     assert device.seconds_of_a_fixed_loop() == 0.25, "the quickest round"
-    monkeypatch.setattr(os, "open", lambda path, _flags: 77)
-    monkeypatch.setattr(os, "read", lambda _file, _most: b"9000000000 2500000000 12\n")
-    monkeypatch.setattr(os, "close", lambda _file: None)
+    read = {"open": lambda path, _flags: 77, "read": lambda _file, _most: b"9000000000 2500000000 12\n"}
+    replace_in(monkeypatch, cpu, "os", **read, close=lambda _file: None)
     assert device.seconds_without_processor() == 2.5
 
 

@@ -20,6 +20,7 @@ from megatron_ext.verify import cases
 from megatron_ext.verify.losses import commits, golden, layouts, run
 from megatron_ext.verify.losses.commits import commit_hash
 from megatron_ext.verify.losses.compare import different_files, first_difference
+from tests.support.of_one_module import replace_in
 
 STAGE = {
     "rows": [
@@ -269,7 +270,7 @@ def test_lines_are_followed_until_the_process_ends(monkeypatch: pytest.MonkeyPat
     """A line may arrive in pieces, and the last ones after the end was seen to come."""
     texts = iter([['{"name": "a"}\n', '{"na'], ['me": "b"}\n'], [], ['{"name": "c"}\n', '{"part']])
     ends = iter([None, None, None, 1])
-    monkeypatch.setattr(commits.time, "sleep", lambda _seconds: None)
+    replace_in(monkeypatch, commits, "time", sleep=lambda _seconds: None)
 
     class Lines:
         def __iter__(self) -> Any:

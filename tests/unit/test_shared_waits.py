@@ -19,6 +19,7 @@ from megatron_ext.device.shared_memory.any_source import MessageFromAnyone
 from megatron_ext.device.shared_memory.meeting import Members
 from megatron_ext.device.shared_memory.segment import LARGEST, MAIL_SLOTS, SLOTS, Layout, Segment
 from megatron_ext.device.shared_memory.work import SharedWork
+from tests.support.of_one_module import replace_in
 
 MEMBERS = Members(rank=0, processes=(500, 501, 502), names=(4, 6, 8))
 
@@ -29,8 +30,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, slept: float):
         self.now, self.slept, self.at = 100.0, slept, dict[float, Any]()
         for module in (waiting, any_source):
-            monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-            monkeypatch.setattr(module.time, "sleep", lambda _seconds: self.sleep())
+            replace_in(monkeypatch, module, "time", monotonic=lambda: self.now, sleep=lambda _seconds: self.sleep())
         monkeypatch.setattr(waiting.futex, "sleep", lambda _address, _value: self.sleep())
 
     def sleep(self) -> None:
@@ -252,7 +252,7 @@ def test_a_rank_may_leave_its_groups_to_gloo(value: str | None, shared: bool, mo
 
 def test_containers_of_one_machine_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(["pid:[1]", "pid:[2]"])
-    monkeypatch.setattr(peers.os, "readlink", lambda _path: next(names))
+    replace_in(monkeypatch, peers, "os", readlink=lambda _path: next(names))
     first, second = peers.machine(), peers.machine()
     assert first != second
     assert first.rpartition(" ")[0] == second.rpartition(" ")[0]
@@ -319,7 +319,7 @@ def test_operations_are_noted_as_torch_notes_its_own(monkeypatch: pytest.MonkeyP
     dump = pickle.dumps({"version": "x", "entries": [{"time_created_ns": 20, "of": "gloo"}]})
     assert operations.with_shared_memory(dump) == dump
     times = iter([5, 10, 30])
-    monkeypatch.setattr(operations.time, "time_ns", lambda: next(times))
+    replace_in(monkeypatch, operations, "time", time_ns=lambda: next(times))
     group = SimpleNamespace(group_desc="TP")
     of_group = operations.Record(_Referable(group), "3")
     of_group.begin("forgotten", 0, [])

@@ -15,6 +15,7 @@ from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.parallel import groups, meeting, own_groups, sockets
 from megatron_ext.parallel.operations import WrappedMethods, group_title
 from megatron_ext.parallel.rows import RowShard, local_part, mark, row_shard
+from tests.support.of_one_module import replace_in
 
 
 def test_a_whole_is_put_together_from_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +180,7 @@ def test_the_launchers_store_is_shared_by_attempts(monkeypatch: pytest.MonkeyPat
 
 def test_pauses_grow_to_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(meeting.time, "sleep", slept.append)
+    replace_in(monkeypatch, meeting, "time", sleep=slept.append)
     pause = 0.01
     for _ in range(12):
         pause = meeting._wait(pause)
