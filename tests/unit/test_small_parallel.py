@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_ext.device.shared_memory import replaced
 from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.parallel import groups, meeting, own_groups, sockets
 from megatron_ext.parallel.operations import WrappedMethods, group_title
@@ -239,18 +238,6 @@ def test_variables_that_a_launcher_has_left_out_are_named(monkeypatch: pytest.Mo
     with pytest.raises(ConfigurationError) as raised:
         sockets.open_store(timedelta(seconds=5))
     assert [problem.split()[0] for problem in raised.value.problems] == ["$WORLD_SIZE", "$MASTER_ADDR"]
-
-
-def test_a_mean_is_of_numbers_that_have_one() -> None:
-    """gloo refuses that of integers; a sum of them is done here."""
-    operations = torch.distributed.ReduceOp
-    for operation, dtype, done in (
-        (operations.AVG, torch.float32, True),
-        (operations.AVG, torch.int64, False),
-        (operations.SUM, torch.int64, True),
-    ):
-        found = replaced._operation(SimpleNamespace(reduceOp=operation), torch.zeros(1, dtype=dtype))
-        assert (found is not None) == done, (operation, dtype)
 
 
 def test_the_launchers_own_store_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
