@@ -148,8 +148,9 @@ def _answer_streaming(leader: "Leader", prompt: str, encode: "Encoder", sampling
     """Write the answer to the only prompt token by token, and return it. The model has a tokenizer."""
     from megatron_ext.inference.streaming import Stream
 
-    ids = encode(prompt)
-    stream = Stream(leader.model.tokenizer, ids, sampling.stop, lambda piece: print(piece, end="", flush=True))
+    ids, tokenizer = encode(prompt), leader.model.tokenizer
+    assert tokenizer is not None
+    stream = Stream(tokenizer, ids, sampling.stop, lambda piece: print(piece, end="", flush=True))
     [made] = leader.generate([ids], sampling, 1, stream)
     stream.finish(_words(made))
     print(flush=True)
