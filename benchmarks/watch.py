@@ -37,9 +37,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.launchers import ForkedRanks
 from benchmarks.recording import heading, keep, sentence
 from megatron_ext.config.resolve import STEPS_BETWEEN_REPLICA_CHECKS
-from megatron_ext.verify.launchers import ForkedRanks
 from megatron_ext.verify.ranks import run_ranks
 
 FLAGS = (

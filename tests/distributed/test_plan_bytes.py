@@ -64,8 +64,8 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
-    from megatron_ext.verify.saved_bytes import HeldForBackward
     from megatron_ext.verify.traffic import Traffic
+    from tests.support.saved_bytes import HeldForBackward
 
     found = []
     for flags in runs:
