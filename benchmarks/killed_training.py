@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.launchers import LAUNCHERS, Launcher
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.metrics import MEASURED_FIELDS
-from megatron_ext.verify.losses.run import tensor_hashes
+from tests.support.losses.run import tensor_hashes
 
 STEPS, SAVED_EVERY = 40, 3
 FLAGS = (
