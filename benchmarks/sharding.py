@@ -6,8 +6,8 @@
 
 Runs on CPU processes of this machine: bytes are the same on GPUs. Kept bytes are counted at the tensors' storages after
 a step (benchmarks/memory.py), sent bytes at the intercepted collectives of one step (benchmarks/traffic.py), and the
-formulas are those of plan/state_bytes.py and plan/traffic.py. The rank that is farthest from its formula is shown. Exit codes:
-0 every count is within 2% of its formula or the table says why not, 1 one is not, 64 the flags cannot work.
+formulas are those of plan/state_bytes.py and plan/traffic.py. The rank that is farthest from its formula is shown. Exit
+codes: 0 every count is within 2% of its formula or the table says why not, 1 one is not, 64 the flags cannot work.
 """
 
 import json

@@ -27,7 +27,7 @@ from megatron_ext.cli import (
     tasks,
 )
 from megatron_ext.data.prepare.journal import Progress
-from megatron_ext.device import survey
+from megatron_ext.device import gpu_inventory
 from megatron_ext.doctor import collectives
 from megatron_ext.errors import ConfigurationError, DataError, PeerLostError
 from megatron_ext.inference.generation import Generated
@@ -215,7 +215,7 @@ def test_a_comparison_of_layouts_in_words() -> None:
 @pytest.mark.parametrize(("gpus", "enough"), [(None, False), (3, False), (4, True), (5, True)])
 def test_each_rank_of_a_comparison_has_a_gpu(gpus: int | None, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = None if gpus is None else SimpleNamespace(gpus=["gpu"] * gpus)
-    monkeypatch.setattr(survey, "survey", lambda: found)
+    monkeypatch.setattr(gpu_inventory, "survey", lambda: found)
     if enough:
         parity._start_device("cuda", 4)
     else:

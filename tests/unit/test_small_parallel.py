@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.errors import ConfigurationError, PeerLostError
-from megatron_ext.parallel import groups, meeting, own_groups, sockets
+from megatron_ext.parallel import groups, own_groups, rendezvous, sockets
 from megatron_ext.parallel.operations import WrappedMethods, group_title
 from megatron_ext.parallel.rows import RowShard, local_part, mark, row_shard
 from tests.support.of_one_module import replace_in
@@ -169,8 +169,8 @@ def test_the_engine_has_its_functions_back(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_launchers_store_is_shared_by_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has keys of its own there."""
     store = HashStore()
-    monkeypatch.setattr(meeting, "open_store", lambda timeout: (store, 0, 1))
-    found, rank, size = meeting.meet(timedelta(seconds=5))
+    monkeypatch.setattr(rendezvous, "open_store", lambda timeout: (store, 0, 1))
+    found, rank, size = rendezvous.meet(timedelta(seconds=5))
     found.set("key", "value")
     assert (rank, size, store.check(["key"]), found.check(["key"])) == (0, 1, False, True)
     [token] = [store.get("meeting/token").decode()]
@@ -179,10 +179,10 @@ def test_the_launchers_store_is_shared_by_attempts(monkeypatch: pytest.MonkeyPat
 
 def test_pauses_grow_to_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    replace_in(monkeypatch, meeting, "time", sleep=slept.append)
+    replace_in(monkeypatch, rendezvous, "time", sleep=slept.append)
     pause = 0.01
     for _ in range(12):
-        pause = meeting._wait(pause)
+        pause = rendezvous._wait(pause)
     assert slept[:3] == pytest.approx([0.01, 0.015, 0.0225])
     assert slept[-1] == pause == 0.25
 
