@@ -32,9 +32,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import killed_training
 from benchmarks.recording import heading, sentence
 from megatron_ext.durable import replacing
-from megatron_ext.verify import endurance
 
 
 def main() -> int:
@@ -44,15 +44,17 @@ def main() -> int:
     parser.add_argument("--kills-each", type=int, default=6, help="in one training, about")
     parser.add_argument("--seconds", type=float, default=480.0, help="no training begins after so many")
     parser.add_argument("--resume", type=Path, required=True, metavar="FILE", help="results, made or continued")
-    parser.add_argument("--layouts", nargs="+", choices=endurance.CASES, default=list(endurance.CASES))
-    parser.add_argument("--variants", nargs="+", choices=endurance.VARIANTS, default=list(endurance.VARIANTS))
-    parser.add_argument("--launcher", choices=endurance.LAUNCHERS, default="torchrun", help="starts the ranks")
+    parser.add_argument("--layouts", nargs="+", choices=killed_training.CASES, default=list(killed_training.CASES))
+    parser.add_argument(
+        "--variants", nargs="+", choices=killed_training.VARIANTS, default=list(killed_training.VARIANTS)
+    )
+    parser.add_argument("--launcher", choices=killed_training.LAUNCHERS, default="torchrun", help="starts the ranks")
     parser.add_argument("--keep-failed", type=Path, metavar="FOLDER", help="of the files of what came out otherwise")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left
     part = {**heading(), "launcher": options.launcher, "id": random.SystemRandom().getrandbits(32), "kills": 0}
     deadline, failed = time.monotonic() + options.seconds, False
-    references: dict[tuple[str, bool], endurance.Reference] = {}
+    references: dict[tuple[str, bool], killed_training.Reference] = {}
     while (left := options.kills - part["kills"]) > 0 and time.monotonic() < deadline:
         names = least_killed(_read(options.resume)["trials"], options.launcher, options.layouts, options.variants)
         row = _trial(names, options.launcher, min(options.kills_each, left), references, options.keep_failed)
@@ -64,7 +66,7 @@ def main() -> int:
         print(f"{', '.join(names)}: {len(row['kills'])} kills in {row['seconds']:.0f} s{apart}", flush=True)
         for difference in row["differences"]:
             print(f"    seed {row['seed']}: {difference}", flush=True)
-    print(json.dumps(endurance.summary(_read(options.resume)["trials"]), indent=2))
+    print(json.dumps(killed_training.summary(_read(options.resume)["trials"]), indent=2))
     return int(failed)
 
 
@@ -89,7 +91,7 @@ def least_killed(
         names: _kills(
             trial for trial in trials if (trial["layout"], trial["variant"], trial["launcher"]) == (*names, launcher)
         )
-        for names in endurance.combinations(launcher)
+        for names in killed_training.combinations(launcher)
         if names[0] in layouts and names[1] in variants
     }
     if not counts:
@@ -101,21 +103,21 @@ def _trial(
     names: tuple[str, str],
     launcher: str,
     kills: int,
-    references: dict[tuple[str, bool], endurance.Reference],
+    references: dict[tuple[str, bool], killed_training.Reference],
     keep_failed: Path | None,
 ) -> dict[str, Any]:
     """Run one training, and the reference of its layout if this is its first."""
     seed = random.SystemRandom().getrandbits(32)
-    layout, elastic = names[0], endurance.VARIANTS[names[1]].elastic
+    layout, elastic = names[0], killed_training.VARIANTS[names[1]].elastic
     with tempfile.TemporaryDirectory() as folder:
         if (layout, elastic) not in references:
-            made = endurance.reference(endurance.CASES[layout], Path(folder, "reference"), elastic=elastic)
+            made = killed_training.reference(killed_training.CASES[layout], Path(folder, "reference"), elastic=elastic)
             references[layout, elastic] = made
         run, expected = Path(folder, "run"), references[layout, elastic]
         try:
-            trial = endurance.run_trial(names, run, expected, random.Random(seed), kills=kills, launcher=launcher)
-        except endurance.StuckError as error:
-            trial = endurance.Trial(*names, launcher, differences=[str(error)])
+            trial = killed_training.run_trial(names, run, expected, random.Random(seed), kills=kills, launcher=launcher)
+        except killed_training.StuckError as error:
+            trial = killed_training.Trial(*names, launcher, differences=[str(error)])
         if trial.differences and keep_failed is not None:
             shutil.copytree(folder, keep_failed / str(seed))
     trial.seed = seed
@@ -132,14 +134,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, record: dict[str, Any]) -> None:
     trials = record["trials"]
-    launchers = {name: [trial for trial in trials if trial["launcher"] == name] for name in endurance.LAUNCHERS}
-    found = {name: endurance.summary(theirs) for name, theirs in {"all": trials, **launchers}.items() if theirs}
+    launchers = {name: [trial for trial in trials if trial["launcher"] == name] for name in killed_training.LAUNCHERS}
+    found = {name: killed_training.summary(theirs) for name, theirs in {"all": trials, **launchers}.items() if theirs}
     text = ["# Endurance", "", f"| | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
     for name in found["all"]:
         text.append(f"| {name.replace('_', ' ')} | {' | '.join(_shown(column[name]) for column in found.values())} |")
     text += ["", "| layout | saves | launcher | trainings | kills | as the reference |", "|---|---|---|---|---|---|"]
-    for layout in endurance.CASES:
-        for variant in endurance.VARIANTS:
+    for layout in killed_training.CASES:
+        for variant in killed_training.VARIANTS:
             text += filter(None, (_line(theirs, layout, variant) for theirs in launchers.values()))
     text += ["", *_explained(trials), "", *(_of_part(part) for part in record["parts"]), ""]
     with replacing(path) as file:
@@ -152,7 +154,7 @@ def _line(trials: Sequence[dict[str, Any]], layout: str, variant: str) -> str | 
     if not trials:
         return None
     equal = f"{sum(not trial['differences'] for trial in trials)} of {len(trials)}"
-    how = "within 1e-6" if endurance.VARIANTS[variant].elastic else "to the bit"
+    how = "within 1e-6" if killed_training.VARIANTS[variant].elastic else "to the bit"
     return f"| {layout} | {variant} | {trials[0]['launcher']} | {len(trials)} | {_kills(trials)} | {equal} {how} |"
 
 

@@ -51,7 +51,7 @@ def peak_bytes(pair: Measured, which: str, tokens: int) -> int:
     """Return how far the resident memory of this process rises at most in one call."""
     _found(pair).call(which, 16)()  # what is loaded or made at the first call
     call = _found(pair).call(which, tokens)
-    ctypes.CDLL(None).malloc_trim(0)  # what that call has left is not there already (device/kept_memory.py)
+    ctypes.CDLL(None).malloc_trim(0)  # what that call has left is not there already (device/malloc_settings.py)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
     before = _status("VmRSS")
     call()

@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext.verify.process_tree import Measured, measure
+from benchmarks.process_tree import Measured, measure
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"], "/usr/share", "/usr/include")

@@ -68,7 +68,7 @@ def play(world_size: int, rank: int, folder: Path) -> None:
     from megatron_ext import device
 
     device.install("cpu")
-    from megatron_ext.verify.rehearsal.rank import rehearse
+    from benchmarks.rehearsed_rank import rehearse
 
     told = folder / f"told-{world_size}"
     heard = pickle.loads(told.read_bytes()) if rank else []
@@ -92,7 +92,7 @@ def plan_of_all(world_size: int, folder: Path) -> dict[str, float]:
     from megatron_ext import device
 
     device.install("cpu")
-    from megatron_ext.verify.rehearsal.rank import rehearse
+    from benchmarks.rehearsed_rank import rehearse
 
     told = pickle.loads((folder / f"told-{world_size}").read_bytes())
     sent = []

@@ -5,9 +5,9 @@
     python benchmarks/sharding.py --schemes DDP ZeRO-1
 
 Runs on CPU processes of this machine: bytes are the same on GPUs. Kept bytes are counted at the tensors' storages after
-a step (verify/memory.py), sent bytes at the intercepted collectives of one step (verify/traffic.py), and the formulas
-are those of plan/state_bytes.py and plan/traffic.py. The rank that is farthest from its formula is shown. Exit codes:
-0 every count is within 2% of its formula or the table says why not, 1 one is not, 64 the flags cannot work.
+a step (benchmarks/memory.py), sent bytes at the intercepted collectives of one step (benchmarks/traffic.py), and the
+formulas are those of plan/state_bytes.py and plan/traffic.py. The rank that is farthest from its formula is shown. Exit
+codes: 0 every count is within 2% of its formula or the table says why not, 1 one is not, 64 the flags cannot work.
 """
 
 import json
@@ -121,6 +121,8 @@ def _off(counted: float, expected: float) -> float:
 
 def count_on_this_rank(flags: list[str], sabotage: Any = None) -> Count:
     """Take a step on one rank to fill the optimizer's state, and one that is counted."""
+    from benchmarks.memory import bytes_per_rank
+    from benchmarks.traffic import Traffic
     from megatron_ext import device
     from megatron_ext.plan.shapes import Shapes
     from megatron_ext.plan.state_bytes import state_bytes
@@ -128,8 +130,6 @@ def count_on_this_rank(flags: list[str], sabotage: Any = None) -> Count:
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
-    from megatron_ext.verify.memory import bytes_per_rank
-    from megatron_ext.verify.traffic import Traffic
 
     config = configure([*flags, "--device", "cpu"]).config
     if sabotage is not None:

@@ -37,9 +37,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.launchers import ForkedRanks
 from benchmarks.recording import heading, keep, sentence
 from megatron_ext.config.resolve import STEPS_BETWEEN_REPLICA_CHECKS
-from megatron_ext.verify.launchers import ForkedRanks
 from megatron_ext.verify.ranks import run_ranks
 
 FLAGS = (
@@ -94,13 +94,13 @@ def heartbeat() -> float:
     import torch
 
     from megatron_ext import device
-    from megatron_ext.parallel import meeting
+    from megatron_ext.parallel import rendezvous
     from megatron_ext.resilience.board import Board
     from megatron_ext.resilience.process_end import RunStatus
     from megatron_ext.resilience.watch import Watch
 
     device.install("cpu")
-    store, rank, ranks = meeting.meet(timedelta(seconds=60))
+    store, rank, ranks = rendezvous.meet(timedelta(seconds=60))
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     watch = Watch(RunStatus(rank=rank), 600.0, Board(store.clone(), rank, ranks), lambda group: ("", "", ()))
     watch.start()

@@ -26,6 +26,7 @@ class ToolParser(argparse.ArgumentParser):
 
     def __init__(self, description: str, documentation: str | None = None):
         self._flags: list[str] = []
+        self._removed: dict[str, str] = {}
         super().__init__(description=description, allow_abbrev=False, formatter_class=_Formatter)
         self.epilog = _examples(documentation, self.prog)
 
@@ -33,6 +34,10 @@ class ToolParser(argparse.ArgumentParser):
         """Add an argument, and remember its flags for who misspells one."""
         self._flags += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **settings)
+
+    def remove_flag(self, flag: str, instead: str) -> None:
+        """Refuse a flag that there once was, and say what to do instead."""
+        self._removed[flag] = instead
 
     def parse_with_flags(self, argv: list[str], others: Container[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the tool's own arguments, and the words that are left for another parser.
@@ -63,7 +68,10 @@ class ToolParser(argparse.ArgumentParser):
         kind, _, words = message.partition(": ")
         if kind != "unrecognized arguments" or not words.startswith("--"):
             return ""
-        close = difflib.get_close_matches(words.split()[0].partition("=")[0], self._flags, n=1, cutoff=0.8)
+        flag = words.split()[0].partition("=")[0]
+        if flag in self._removed:
+            return f"; {flag} was removed: {self._removed[flag]}"
+        close = difflib.get_close_matches(flag, self._flags, n=1, cutoff=0.8)
         if close:
             return f"; did you mean {close[0]}?"
         return "; training flags come after --" if "-- <training flags>" in (self.usage or "") else ""

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.verify.losses import layouts
-from megatron_ext.verify.losses.commits import Job, Result, commit_hash, results, scratch_folder
-from megatron_ext.verify.losses.compare import different_files, first_difference
+from tests.support.losses import layouts
+from tests.support.losses.commits import Job, Result, commit_hash, results, scratch_folder
+from tests.support.losses.compare import different_files, first_difference
 
 
 def main(argv: list[str]) -> int:

@@ -92,7 +92,7 @@ def _configured(flags: list[str], world_size: int, findings: list[Finding]) -> C
 
 
 def _gpus() -> int:
-    from megatron_ext.device.survey import survey
+    from megatron_ext.device.gpu_inventory import survey
 
     found = survey()
     return len(found.gpus) if found else 0

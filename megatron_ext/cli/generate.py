@@ -6,23 +6,22 @@
         --pipeline-model-parallel-size 2 --prompts "Once upon a time"
     python tasks/generate.py --load-hf Llama-3.2-1B
 
-Prompts come from --prompts, from --prompt-file, or from the standard input, one a line; where that is a terminal, each
-line is answered before the next is read. What the model is, the checkpoint says; --tensor-model-parallel-size,
---device, --bf16 and the other flags of pretrain_gpt.py choose layout and precision.
+Prompts come from --prompts, from --prompt-file, or from the standard input, one a line. What the model is, the
+checkpoint says; --tensor-model-parallel-size, --device, --bf16 and the other flags of pretrain_gpt.py choose layout and
+precision.
 """
 
 import json
 import os
-import select
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.config.options import options_by_flag
 from megatron_ext.durable import replacing
-from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.chat_templates import TEMPLATES
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from megatron_ext.inference.sampling import Sampling
 
 type Encoder = Callable[[str], list[int]]
-
-_KEEP_ALIVE = 30.0
-"""Seconds after which the other ranks hear that nobody has typed anything yet."""
 
 
 def main(argv: list[str]) -> int:
@@ -116,28 +112,14 @@ def _check(options: Any) -> None:
 
 
 def _serve(leader: "Leader", options: Any, sampling: "Sampling") -> None:
-    """Answer all prompts, or each line that somebody types."""
-    if options.prompts is None and options.prompt_file is None and sys.stdin.isatty():
-        prompts, made = _session(leader, options, sampling)
-    else:
-        prompts = _prompts(options)
-        made = _answered(leader, prompts, options, sampling)
+    """Answer all prompts."""
+    prompts = _prompts(options)
+    made = _answered(leader, prompts, options, sampling)
     if options.output:
         _write(options.output, prompts, made)
 
 
-def _session(leader: "Leader", options: Any, sampling: "Sampling") -> "tuple[list[str], list[Generated | None]]":
-    """Answer each line that somebody types, and return all."""
-    prompts: list[str] = []
-    made: list[Generated | None] = []
-    encode = encoder(leader.model, options.chat_template)
-    for number, line in enumerate(_typed(leader)):
-        made.append(_answer_streaming(leader, line, encode, sampling, number=number))
-        prompts.append(line)
-    return prompts, made
-
-
-def _answered(leader: "Leader", prompts: list[str], options: Any, sampling: "Sampling") -> "Sequence[Generated | None]":
+def _answered(leader: "Leader", prompts: list[str], options: Any, sampling: "Sampling") -> "Sequence[Generated]":
     if not prompts:
         raise ConfigurationError("no prompt; give --prompts, --prompt-file, or lines on the standard input")
     encode = encoder(leader.model, options.chat_template)
@@ -157,49 +139,20 @@ def _prompts(options: Any) -> list[str]:
         return options.prompts
     if options.prompt_file is not None:
         return read_prompts(options.prompt_file)
+    if sys.stdin.isatty():
+        return []
     return lines_of(sys.stdin.read())
 
 
-def _typed(leader: "Leader") -> Iterator[str]:
-    """Yield the lines that somebody types, until the end of the input (Ctrl-D)."""
-    while True:
-        print("> ", end="", flush=True)
-        while not select.select([sys.stdin], [], [], _KEEP_ALIVE)[0]:
-            leader.wait()
-        line = sys.stdin.readline()
-        if not line:
-            print()
-            return
-        if line.strip():
-            yield line.rstrip("\n")
-
-
-def _answer_streaming(
-    leader: "Leader", prompt: str, encode: "Encoder", sampling: "Sampling", number: int | None = None
-) -> "Generated | None":
-    """Write an answer token by token, and return it; None where the prompt cannot be answered in a session.
-
-    Args:
-        number: of the prompt in a session; None for the only prompt.
-    """
+def _answer_streaming(leader: "Leader", prompt: str, encode: "Encoder", sampling: "Sampling") -> "Generated":
+    """Write the answer to the only prompt token by token, and return it. The model has a tokenizer."""
     from megatron_ext.inference.streaming import Stream
 
-    model = leader.model
-    try:
-        ids = encode(prompt)
-        stream = None
-        if model.tokenizer is not None:
-            stream = Stream(model.tokenizer, ids, sampling.stop, lambda piece: print(piece, end="", flush=True))
-        [made] = leader.generate([ids], sampling, 1, stream, number or 0)
-    except (ConfigurationError, DataError) as error:
-        if number is None:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return None
-    if stream is not None and made.text is not None:
-        stream.finish(made.text)
-    else:
-        print(_words(made), end="")
+    ids, tokenizer = encode(prompt), leader.model.tokenizer
+    assert tokenizer is not None
+    stream = Stream(tokenizer, ids, sampling.stop, lambda piece: print(piece, end="", flush=True))
+    [made] = leader.generate([ids], sampling, 1, stream)
+    stream.finish(_words(made))
     print(flush=True)
     return made
 
@@ -253,11 +206,10 @@ def _show(prompts: Sequence[str], made: "Sequence[Generated]") -> None:
         print(prompt + ("" if one.text is not None else " ") + _words(one))
 
 
-def _write(path: str, prompts: Sequence[str], made: "Sequence[Generated | None]") -> None:
+def _write(path: str, prompts: Sequence[str], made: "Sequence[Generated]") -> None:
     lines = [
         json.dumps({"prompt": prompt, "text": one.text, "tokens": one.tokens, "reason": one.reason})
         for prompt, one in zip(prompts, made, strict=True)
-        if one is not None
     ]
     with replacing(Path(path)) as file:
         file.write("".join(f"{line}\n" for line in lines).encode())

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 def _start_device(kind: str, ranks: int) -> None:
     """Prepare this process, which only compares: the ranks that compute are processes of their own."""
     if kind == "cuda":
-        from megatron_ext.device.survey import survey
+        from megatron_ext.device.gpu_inventory import survey
 
         found = survey()
         seen = len(found.gpus) if found is not None else 0

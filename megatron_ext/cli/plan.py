@@ -16,7 +16,8 @@ import gc
 import json
 import shlex
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,13 @@ from megatron_ext.config.arguments import Typed, parse
 from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.options import flag_of
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan import evaluation
+from megatron_ext.plan import evaluation, limits
 from megatron_ext.plan import presentation as report
 from megatron_ext.plan.calibrate import corrected, read_metrics, saved_values
 from megatron_ext.plan.choices import flags
-from megatron_ext.plan.economics import add_flags, economics
 from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware
 from megatron_ext.plan.question import placeholders, question
-from megatron_ext.plan.search import Question, fewest_ranks, search, simpler_layouts, with_offloads
+from megatron_ext.plan.search import Candidate, Question, fewest_ranks, search, simpler_layouts, with_offloads
 from megatron_ext.plan.sensitivity import alternatives, hinges
 from megatron_ext.plan.short_gradients import with_short_gradients
 from megatron_ext.plan.verdict import USABLE
@@ -117,10 +117,10 @@ def _evaluate(options: argparse.Namespace, asked: Question) -> int:
     if isinstance(found, list):
         _write_json(options, evaluation.refusal_as_json(asked.world_size, asked.machine, found))
         raise ConfigurationError(found)
-    beyond = economics(asked, [evaluation.as_candidate(found)], options)
-    _write_json(options, evaluation.as_json(found) | beyond.json)
+    limits_json, limits_lines = _limits(options, asked, [evaluation.as_candidate(found)])
+    _write_json(options, evaluation.as_json(found) | limits_json)
     if not _is_stdout(options):
-        print("\n".join([*evaluation.as_text(found), *beyond.lines]))
+        print("\n".join([*evaluation.as_text(found), *limits_lines]))
     return 0
 
 
@@ -134,9 +134,9 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
                 *alternatives(asked),
             ]
         )
-    beyond = economics(asked, answer.best, options) if answer.best else None
+    limits_json, limits_lines = _limits(options, asked, answer.best)
     short = with_short_gradients(asked, answer)
-    _write_json(options, report.as_json(asked, answer, short) | (beyond.json if beyond else {}))
+    _write_json(options, report.as_json(asked, answer, short) | limits_json)
     if _is_stdout(options):
         return 0 if answer.best else 1
     lines = report.head(asked, answer.nearest)
@@ -151,13 +151,23 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
     lines += [report.speed(answer.best[0], asked.machine), report.why(answer.best, asked)]
     lines += hinges(asked, answer)
     lines += report.simpler(simpler_layouts(asked), asked)
-    lines += beyond.lines if beyond else []
+    lines += limits_lines
     lines += alternatives(asked)
     added = flags(placeholders(typed))
     if added:
         lines.append(f"assumed, since the rules ask for it: {' '.join(added)}")
     print("\n".join([*lines, "", "flags of 1, to add to yours:", f"    {report.command(answer.best[0].choice)}"]))
     return 0
+
+
+def _limits(
+    options: argparse.Namespace, asked: Question, best: Sequence[Candidate]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what --limits says of the first layout, for --json and in words; nothing without the flag or a layout."""
+    if not options.limits or not best:
+        return {}, []
+    parts = limits.limits(asked, best, searched=not options.evaluate)
+    return {"limits": [asdict(part) for part in parts]}, ["", *limits.table(parts, best)]
 
 
 def _write_json(options: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -230,7 +240,11 @@ def _parser() -> ToolParser:
         "--processor-cores", type=int, metavar="N", help="with --device cpu: cores that a node's processes share"
     )
     parser.add_argument("--number", type=int, default=8, metavar="N", help="layouts to show")
-    add_flags(parser)
+    parser.add_argument("--limits", action="store_true", help="say what 10%% more or less of each part would change")
+    for flag in ("--tokens", "--dollars-per-hour", "--watts", "--mtbf-hours", "--stall", "--restart-minutes"):
+        parser.remove_flag(flag, "multiply the seconds a step that --json - has by the steps of the run")
+    for flag in ("--over-devices", "--over-seq-lengths", "--html"):
+        parser.remove_flag(flag, "run the planner for each --world-size or --seq-length and read its --json")
     parser.add_argument("--json", metavar="FILE", help="write everything there as well; - is the standard output")
     return parser
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_ext import environment
 from megatron_ext.config.arguments import read
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.lasting_output import survive_lost_output
+from megatron_ext.lost_output import survive_lost_output
 from megatron_ext.terminal import warn
 
 if TYPE_CHECKING:

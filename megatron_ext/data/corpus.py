@@ -91,7 +91,7 @@ def _checked(prefixes: Sequence[str], config: Config, tokenizer: Tokenizer) -> d
     if by_formula:
         found = check()
     else:
-        from megatron_ext.data.nodes import read_once_per_node
+        from megatron_ext.data.one_rank_per_node import read_once_per_node
 
         found = read_once_per_node(check)
     return dict(zip(prefixes, found.values(), strict=True))

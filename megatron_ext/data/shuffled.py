@@ -17,7 +17,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.index_cache import CachedGPTDataset, LocalBuilder, cache_folder
 from megatron_ext.data.integrity import Share, open_index
 from megatron_ext.data.mask import BEGINS, COUNTS, Mask, MaskOfSequences
-from megatron_ext.data.nodes import one_rank_of_a_node_first
+from megatron_ext.data.one_rank_per_node import one_rank_of_a_node_first
 from megatron_ext.data.samples import SampleDataset, SampleWindow, Source
 from megatron_ext.data.splits import SPLITS, SplitFiles
 from megatron_ext.errors import StorageError

@@ -17,7 +17,6 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from megatron_ext.device import gloo
-from megatron_ext.device.shared_memory import replaced
 
 
 @dataclass(frozen=True)
@@ -169,27 +168,6 @@ _FOR_EXPERTS = (
     ),
 )
 
-# Small tensors go through memory that the ranks share. Names come and go with torch's versions.
-_IN_SHARED_MEMORY = {
-    "ProcessGroup.allreduce": replaced.all_reduce,
-    "ProcessGroup.allreduce_coalesced": replaced.all_reduce,
-    "ProcessGroup.all_gather_single": replaced.all_gather,
-    "ProcessGroup._allgather_base": replaced.all_gather,
-    "ProcessGroup.allgather": replaced.all_gather_list,
-    "ProcessGroup.reduce_scatter_single": replaced.reduce_scatter,
-    "ProcessGroup._reduce_scatter_base": replaced.reduce_scatter,
-    "ProcessGroup.reduce_scatter_single_coalesced": replaced.reduce_scatter_coalesced,
-    "ProcessGroup.reduce_scatter_tensor_coalesced": replaced.reduce_scatter_coalesced,
-    "ProcessGroup.all_to_all_single": replaced.all_to_all,
-    "ProcessGroup.alltoall_base": replaced.all_to_all,
-    "ProcessGroup.broadcast": replaced.broadcast,
-    "ProcessGroup.barrier": replaced.barrier,
-    "ProcessGroup.send": replaced.send,
-    "ProcessGroup.recv": replaced.receive,
-    "ProcessGroup.recv_anysource": replaced.receive_from_anyone,
-    "Work.wait": replaced.wait,
-}
-
 # What goes wrong without these does so by chance, or only takes longer, so that no run of a few steps shows it.
 _FOR_GLOO = (
     Replacement(
@@ -203,11 +181,6 @@ if hasattr(c10d, "_create_gloo_process_group"):  # older torch has no function f
             gloo.create_on_one_device,
             "some twenty groups, each with a thread that wakes up over and over, parallel_state.py:259",
         ),
-    )
-    _FOR_GLOO += tuple(
-        Replacement(f"torch.distributed.{name}", make, "1 ms of CPU time a message, tensor_parallel/mappings.py:30")
-        for name, make in _IN_SHARED_MEMORY.items()
-        if hasattr(torch.distributed.ProcessGroup, name.split(".")[1]) or name == "Work.wait"
     )
 
 REPLACEMENTS: tuple[Replacement, ...] = (

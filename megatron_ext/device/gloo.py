@@ -11,8 +11,6 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo
 
-from megatron_ext.device.shared_memory.replaced import join
-
 
 def create_on_one_device(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return a function that makes groups as `original` does, torch's own, all of them on the first one's devices.
@@ -26,14 +24,12 @@ def create_on_one_device(original: Callable[[Any, Any], Any]) -> Callable[[Any, 
         if not devices or made_of.enable_reconfigure:
             group = original(made_of, backend_options)
             devices[:] = devices or group.options._devices
-            join(made_of, group)
             return group
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices, options._threads, options._timeout = devices, 2 * len(devices), made_of.timeout
         group = ProcessGroupGloo(made_of.store, made_of.group_rank, made_of.group_size, options)
         group.options.global_ranks_in_group = made_of.global_ranks_in_group
         group.options.group_name = made_of.group_id
-        join(made_of, group)
         return group
 
     return create

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device import hardware_queues
-from megatron_ext.device.survey import Survey, survey
+from megatron_ext.device.gpu_inventory import Survey, survey
 from megatron_ext.doctor.finding import Finding, Launch, error, ok, warning
 
 

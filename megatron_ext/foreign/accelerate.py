@@ -1,7 +1,7 @@
 """Translates Hugging Face Accelerate's YAML file, as `accelerate config` writes it."""
 
 from megatron_ext.foreign import fsdp
-from megatron_ext.foreign.meanings import (
+from megatron_ext.foreign.key_meanings import (
     MIXED_PRECISION,
     OFF,
     ZERO_STAGE,

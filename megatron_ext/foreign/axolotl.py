@@ -1,7 +1,7 @@
 """Translates Axolotl's YAML file."""
 
 from megatron_ext.foreign import fsdp
-from megatron_ext.foreign.meanings import (
+from megatron_ext.foreign.key_meanings import (
     EPOCHS,
     FULL_RECOMPUTE,
     OFF,

@@ -1,7 +1,7 @@
 """Translates DeepSpeed's JSON configuration. Key names and meanings are those of DeepSpeed's configuration
 reference."""
 
-from megatron_ext.foreign.meanings import (
+from megatron_ext.foreign.key_meanings import (
     FULL_RECOMPUTE,
     OFF,
     ZERO_STAGE,

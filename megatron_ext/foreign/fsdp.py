@@ -1,6 +1,6 @@
 """Translates the keys of `fsdp_config`, which Accelerate and Axolotl share but for a prefix."""
 
-from megatron_ext.foreign.meanings import (
+from megatron_ext.foreign.key_meanings import (
     CHECKPOINTS,
     FULL_RECOMPUTE,
     FULL_SHARD,

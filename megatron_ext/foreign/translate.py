@@ -21,7 +21,7 @@ from megatron_ext.config.optimizers import OPTIMIZERS, OptimizerTraits
 from megatron_ext.config.options import flag_of, options_by_name
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign import accelerate, axolotl, axolotl_data, deepspeed
-from megatron_ext.foreign.meanings import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart, OfOptimizer
+from megatron_ext.foreign.key_meanings import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart, OfOptimizer
 from megatron_ext.foreign.parallel_sizes import Layout, solve
 from megatron_ext.untrusted.text import load_json, read_file
 from megatron_ext.untrusted.yaml_text import MOST_YAML, load_yaml

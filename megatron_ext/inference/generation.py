@@ -53,7 +53,6 @@ def generate(
     *,
     rows: int = 16,
     cached: bool = True,
-    first: int = 0,
     on_token: OnToken | None = None,
 ) -> list[Generated]:
     """Go on from every prompt. Collective over all ranks, each of which gives the same and gets all that was made.
@@ -64,7 +63,6 @@ def generate(
         sampling: how tokens are chosen, and when a text ends.
         rows: prompts that a replica has at work at once, which bounds the cache's memory.
         cached: whether keys and values are kept; without, each token costs a pass over the whole text.
-        first: number of the first prompt, for what is drawn: in a session, of lines before it.
         on_token: told of every token.
     Raises:
         ConfigurationError: a prompt is empty, has an id that is none, or leaves no room for the tokens.
@@ -76,7 +74,7 @@ def generate(
         for start in range(0, len(prompts), rows * model.replicas):
             numbers = range(start, min(start + rows * model.replicas, len(prompts)))
             share = -(-len(numbers) // model.replicas)
-            batch = _Batch(model, [_dealt(prompts, numbers, share, i) for i in range(model.replicas)], sampling, first)
+            batch = _Batch(model, [_dealt(prompts, numbers, share, i) for i in range(model.replicas)], sampling)
             batch.run(cached, on_token)
             made += [row for row in batch.rows if row.number >= 0]
     return [_finished(model, row, sampling) for row in _of_all_replicas(model, made)]
@@ -94,15 +92,14 @@ class _Batch:
 
     Args:
         dealt: rows of every replica: the passes of all have one shape.
-        first: number of the first prompt of all.
     """
 
-    def __init__(self, model: Model, dealt: list[list[_Row]], sampling: Sampling, first: int):
+    def __init__(self, model: Model, dealt: list[list[_Row]], sampling: Sampling):
         self.model, self.rows, self.sampling = model, dealt[model.replica], sampling
         lengths = [[len(row.prompt) for row in rows] for rows in dealt]
         self.longest, self.together = max(map(max, lengths)), max(map(sum, lengths))
         self.chosen = torch.empty(0, dtype=torch.int64)
-        numbers = [first + max(row.number, 0) for row in self.rows]
+        numbers = [max(row.number, 0) for row in self.rows]
         self.sampler = Sampler(sampling, [row.prompt for row in self.rows], numbers, model.vocab_size)
 
     def run(self, cached: bool, on_token: OnToken | None) -> None:

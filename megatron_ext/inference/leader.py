@@ -1,4 +1,4 @@
-"""One rank asks, the others go along: for programs that run on the first rank alone, and for people at a terminal.
+"""One rank asks, the others go along: for programs that run on the first rank alone.
 
 if model.rank != 0:
     follow(model)          # until the first rank closes its leader
@@ -39,15 +39,10 @@ class Leader:
         sampling: Sampling,
         rows: int,
         on_token: OnToken | None = None,
-        first: int = 0,
     ) -> list[Generated]:
         """Return `generation.generate` on all ranks; `on_token` hears of the first replica's prompts alone."""
-        _tell((generate.__name__, [list(prompt) for prompt in prompts], sampling, rows, first))
-        return generate(self.model, prompts, sampling, rows=rows, first=first, on_token=on_token)
-
-    def wait(self) -> None:
-        """Tell the others that nothing is to be done yet: a collective that is waited for too long would fail."""
-        _tell(("wait",))
+        _tell((generate.__name__, [list(prompt) for prompt in prompts], sampling, rows))
+        return generate(self.model, prompts, sampling, rows=rows, on_token=on_token)
 
     def close(self) -> None:
         """Let the others go."""
@@ -63,9 +58,9 @@ def follow(model: Model) -> None:
         if name == score.__name__:
             score(model, *arguments)
         elif name == generate.__name__:
-            prompts, sampling, rows, first = arguments
+            prompts, sampling, rows = arguments
             with suppress(ConfigurationError):  # a prompt that cannot be answered: the leader says so
-                generate(model, prompts, sampling, rows=rows, first=first)
+                generate(model, prompts, sampling, rows=rows)
 
 
 def _tell(what: Any) -> Any:

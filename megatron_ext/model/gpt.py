@@ -22,8 +22,8 @@ from megatron_ext.config.layers import Attention, stack
 from megatron_ext.config.ranks import chunk_layers
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import Documents
-from megatron_ext.device.freed_outputs import share_or_copy
 from megatron_ext.device.kernels import linear
+from megatron_ext.device.recomputed_outputs import share_or_copy
 from megatron_ext.device.weight_gradients import stand_in
 from megatron_ext.model.inference import WholeSequences
 from megatron_ext.model.linear import keep_gathered, multiply_in_fp8

@@ -10,7 +10,7 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device.protocol import Device
-from megatron_ext.parallel import meeting, sockets
+from megatron_ext.parallel import rendezvous, sockets
 from megatron_ext.parallel.own_groups import own_groups_only
 
 # torch's own time limit comes after that of the watch (resilience/watch.py), which says who is to blame.
@@ -29,7 +29,7 @@ def start(layout: LayoutConfig, device: Device, *, from_host: bool = False) -> S
         return None
     timeout = timedelta(minutes=layout.distributed_timeout_minutes)
     sockets.keep_to_this_machine()
-    store, rank, world_size = meeting.meet(timeout) if "RANK" in os.environ else _alone()
+    store, rank, world_size = rendezvous.meet(timeout) if "RANK" in os.environ else _alone()
     backend = layout.distributed_backend or device.backend
     # No device_id: it makes every group's communicator at once, and unbatched sends and receives, with which
     # interleaved pipelines overlap, then wait for everything else of their group.

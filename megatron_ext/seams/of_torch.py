@@ -96,8 +96,6 @@ COLLECTIVES = (
     Seam("torch.distributed.ProcessGroupGloo._Options._devices", "of the first group, given to every other one"),
     Seam("torch.distributed.ProcessGroupGloo._Options._threads", "two for each device, as torch has it"),
     Seam("torch.distributed.ProcessGroupGloo._Options._timeout", "a timedelta, of what the group does"),
-    Seam("torch.autograd._profiler_enabled", "asked, to name a wait for shared memory in a profile"),
-    Seam(f"{_C10D}.Work._source_rank", "defined for messages through shared memory, as torch's works have it"),
     Seam(
         f"{_C10D}._get_default_group",
         "the group of a coalesced collective that names none; of all ranks, bound to a device or not",

@@ -2,7 +2,7 @@
 
 The fast one is gigatoken (SIMD byte-pair encoding) where it covers the tokenizer. It is another program than the
 reference, so nothing here trusts it: `first_difference` compares the two, on probes and on texts of the input. The one
-difference that is known and that no sample would show is kept out by `megatron_ext.tokenizer.unassigned`.
+difference that is known and that no sample would show is kept out by `megatron_ext.tokenizer.unassigned_characters`.
 """
 
 import base64
@@ -20,7 +20,7 @@ from megatron_ext.tokenizer.protocol import BatchEncoder, Tokenizer
 from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
 from megatron_ext.tokenizer.text import LONG, Text, as_string, between_words
 from megatron_ext.tokenizer.tiktoken import TikTokenizer
-from megatron_ext.tokenizer.unassigned import Guarded, joined
+from megatron_ext.tokenizer.unassigned_characters import Guarded, joined
 
 # Bytes of the longest text that a tokenizer gets as a whole. The library `tokenizers` takes 150 times the bytes of a
 # text, sentencepiece 35 times, a list of ids some 20 times; where 1 GB is not enough, an error is better than a kill.

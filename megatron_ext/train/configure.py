@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext import environment
-from megatron_ext.checkpoint.native.companions import kept_tokenizer
+from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import load_problem
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config import attention_kernels
@@ -31,7 +31,7 @@ from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import LearningRateCurve, WeightDecayCurve
 from megatron_ext.rules.validate import problems
 from megatron_ext.tokenizer.build import tokenizer_from_flags
-from megatron_ext.train.believed import believed
+from megatron_ext.train.assumed_facts import assumed_facts
 
 _OPTIONAL_PACKAGES = ("apex", "comet_ml", "mlflow", "trackio", "transformer_engine", "wandb")
 
@@ -56,7 +56,7 @@ def configure(argv: Sequence[str], *, believing: bool = False, world_size: int |
 
     Args:
         argv: the command line, without the program's name.
-        believing: whether --dry-run believes what this machine does not have (`train.believed`), as where only a
+        believing: whether --dry-run believes what this machine does not have (`train.assumed_facts`), as where only a
             layout is asked for.
         world_size: number of ranks; default that of the launch.
     Raises:
@@ -108,7 +108,7 @@ def _configured(
     if world_size is not None:
         facts = replace(facts, world_size=world_size)
     if believing:
-        facts, warnings = believed(facts, typed)
+        facts, warnings = assumed_facts(facts, typed)
         typed = replace(typed, warnings=(*typed.warnings, *warnings))
     config = resolve(typed.values, facts)
     found = problems(config, facts) or _other_curves(config, facts)

@@ -16,7 +16,7 @@ from megatron_ext.config.own_parameters import OwnParameters
 from megatron_ext.config.schema import CheckpointConfig, Config, TrainingConfig
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySignal, TrainingError
-from megatron_ext.lasting_imports import kept_from_the_collector
+from megatron_ext.gc_freeze import kept_from_the_collector
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.resilience import elastic, exit_record, launch
 from megatron_ext.resilience.deadline import StopDeadline

@@ -11,7 +11,7 @@ from megatron_ext.errors import StoppedBySignal
 from megatron_ext.optim.curves import LearningRateCurve, Schedule, WeightDecayCurve, learning_rate, weight_decay
 from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import Evaluated
-from megatron_ext.train.late_steps import LateSteps, can_read_late
+from megatron_ext.train.deferred_reads import LateSteps, can_read_late
 from megatron_ext.train.run import Run
 from megatron_ext.train.shared_numbers import StopVotes
 from megatron_ext.train.state import Position
@@ -31,7 +31,7 @@ class _UnderWay:
 class Trainer:
     """Runs steps until the planned end, or until a callback asks to stop. Everything else is a callback.
 
-    On a GPU the numbers of a step are read when the next one is under way (train/late_steps.py), unless a callback
+    On a GPU the numbers of a step are read when the next one is under way (train/deferred_reads.py), unless a callback
     wants them before the update (`on_loss`) or the end of the step before the next (`ends_before_next`).
     """
 

@@ -7,7 +7,6 @@ from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPriva
 
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.device.protocol import Device
-from megatron_ext.device.shared_memory.record import with_shared_memory
 from megatron_ext.parallel.operations import group_title
 from megatron_ext.resilience.board import Board
 from megatron_ext.resilience.operation_marks import OperationMarks
@@ -45,7 +44,7 @@ def _flight_recorder(backend: str) -> tuple[str, bytes]:
 
     if backend == "nccl":
         return "nccl", _distributed_c10d._dump_nccl_trace(True, False, False)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
-    return "gloo", with_shared_memory(_distributed_c10d._dump_fr_trace(True, False, False))
+    return "gloo", _distributed_c10d._dump_fr_trace(True, False, False)
 
 
 def describe(group: ProcessGroup) -> tuple[str, str, tuple[int, ...]]:

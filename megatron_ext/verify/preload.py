@@ -4,7 +4,7 @@ import gc
 import sys
 
 from megatron_ext import device
-from megatron_ext.lasting_imports import end_at_once
+from megatron_ext.gc_freeze import end_at_once
 
 if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # and not whoever else imports all modules
     end_at_once()
@@ -23,9 +23,9 @@ import megatron.core.pipeline_parallel  # noqa: E402, F401
 import megatron_ext.checkpoint.huggingface.exporter  # noqa: E402
 import megatron_ext.checkpoint.native.load  # noqa: E402
 import megatron_ext.checkpoint.native.save  # noqa: E402
-import megatron_ext.data.nodes  # noqa: E402
+import megatron_ext.data.one_rank_per_node  # noqa: E402
 import megatron_ext.data.shuffled  # noqa: E402
-import megatron_ext.lasting_output  # noqa: E402
+import megatron_ext.lost_output  # noqa: E402
 import megatron_ext.resilience.launcher_watch  # noqa: E402
 import megatron_ext.resilience.operation_marks  # noqa: E402
 import megatron_ext.resilience.watch  # noqa: E402

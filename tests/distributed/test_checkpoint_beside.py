@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.native import manifest
-from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, keep_tokenizer, kept_tokenizer
+from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, keep_tokenizer, kept_tokenizer
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizer.training import train_bytelevel_bpe

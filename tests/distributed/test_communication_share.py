@@ -127,4 +127,4 @@ def test_shares_are_in_tensorboard(folder: Path) -> None:
 
 def test_the_trace_of_the_one_rank_that_was_named(folder: Path) -> None:
     assert [path.name for path in (folder / "watched" / "profile").iterdir()] == ["rank1.json"]
-    assert "shared memory:all_reduce" in (folder / "watched" / "profile" / "rank1.json").read_text()
+    assert "gloo:all_reduce" in (folder / "watched" / "profile" / "rank1.json").read_text()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import endurance as benchmark
-from megatron_ext.verify import endurance
-from megatron_ext.verify.endurance import (
+from benchmarks import killed_training
+from benchmarks.killed_training import (
     CASES,
     VARIANTS,
     Kill,
@@ -34,7 +34,7 @@ def test_two_kills_change_no_bit_and_a_changed_bit_is_found(tmp_path: Path) -> N
     assert len(trial.kills) >= 2, "it must be killed before its end"
     last = trial.kills[-1]
     assert last.resumed_at is not None
-    assert last.resumed_at % endurance.SAVED_EVERY == 0
+    assert last.resumed_at % killed_training.SAVED_EVERY == 0
 
     name = next(name for name in expected.tensors if "weight" in name)
     rows = [*expected.rows[:-1], {**expected.rows[-1], "consumed_samples": 0}]

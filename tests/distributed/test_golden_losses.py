@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.verify.losses import golden, layouts
-from megatron_ext.verify.losses.commits import ROOT, scratch_folder
-from megatron_ext.verify.losses.run import run_job
+from tests.support.losses import golden, layouts
+from tests.support.losses.commits import ROOT, scratch_folder
+from tests.support.losses.run import run_job
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "losses"
 

@@ -137,7 +137,7 @@ SAMPLED = "--temperature 0.9 --top-k 40 --top-p 0.97 --min-p 0.001 --repetition-
 
 
 def _ways_to_ask(folder: str) -> tuple[list[str], list[list[Any]]]:
-    """On ranks: what the screen shows, and what is made of prompts from a file, standard input, and a terminal."""
+    """On ranks: what the screen shows, and what is made of prompts from a file and standard input."""
     from megatron_ext.cli.generate import main
     from megatron_ext.parallel import groups
     from megatron_ext.train import trained_model
@@ -160,12 +160,10 @@ def _ways_to_ask(folder: str) -> tuple[list[str], list[list[Any]]]:
     sys.stdin = io.StringIO("\n".join(ASKED))
     asked("of_input")
     if os.environ["RANK"] == "0":
-        screens.append(at_terminal(lambda: asked("of_terminal"), ASKED))
-        screens.append(at_terminal(lambda: asked("streamed", "--prompts", ASKED[0], "--stop", "e", "zzz"), None))
+        screens.append(at_terminal(lambda: asked("streamed", "--prompts", ASKED[0], "--stop", "e", "zzz")))
     else:
-        asked("of_terminal")
         asked("streamed", "--prompts", ASKED[0], "--stop", "e", "zzz")
-    names = ("of_file", "of_lines", "of_input", "of_terminal", "stopped", "other", "streamed")
+    names = ("of_file", "of_lines", "of_input", "stopped", "other", "streamed")
     return screens, [
         [json.loads(line) for line in (place / f"{name}.jsonl").read_text().splitlines()] for name in names
     ]
@@ -173,16 +171,14 @@ def _ways_to_ask(folder: str) -> tuple[list[str], list[list[Any]]]:
 
 def test_prompts_from_everywhere(trained: Trained) -> None:
     """What is drawn depends on the seed and the number of the prompt, wherever it comes from."""
-    (session, streamed), made = run_ranks(2, _ways_to_ask, str(trained.folder))[0]
-    of_file, of_lines, of_input, of_terminal, stopped, other, alone = made
-    assert of_file == of_lines == of_input == of_terminal
+    [streamed], made = run_ranks(2, _ways_to_ask, str(trained.folder))[0]
+    of_file, of_lines, of_input, stopped, other, alone = made
+    assert of_file == of_lines == of_input
     assert [one["prompt"] for one in of_file] == ASKED
     assert all(len(one["tokens"]) == 24 and one["reason"] == "length" for one in of_file)
     assert [one["text"] for one in other] != [one["text"] for one in of_file]
     assert any(one["reason"] == "stop" for one in stopped)
     for one, whole in zip(stopped, of_file, strict=True):
         assert one["text"] == whole["text"].split("e")[0]
-    for one in of_terminal:
-        assert f"{one['text']}\n> " in session
     assert streamed.startswith(f"{ASKED[0]}{alone[0]['text']}\n")
     assert alone == stopped[:1]

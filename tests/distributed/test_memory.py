@@ -6,7 +6,7 @@ keeps 4 + 4 + 8 bytes, bf16 2 + 4 + 12. The distributed optimizer (ZeRO-1) divid
 
 import pytest
 
-from megatron_ext.verify.memory import Bytes
+from benchmarks.memory import Bytes
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.in_turn import end_layout
 from tests.support.selection import chosen, marked
@@ -26,12 +26,12 @@ def _bytes(runs: list[str]) -> list[tuple[int, Bytes, tuple[float, float, float]
     from megatron_ext import device
 
     here = device.install("cpu")
+    from benchmarks.memory import bytes_per_rank
     from megatron_ext.config.parameters import count
     from megatron_ext.plan.state_bytes import state_bytes
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
-    from megatron_ext.verify.memory import bytes_per_rank
 
     found = []
     for flags in runs:

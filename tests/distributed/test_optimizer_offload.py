@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.verify.memory import Bytes
+from benchmarks.memory import Bytes
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.in_turn import end_layout
 from tests.support.selection import chosen, marked
@@ -81,7 +81,7 @@ def _traces(cases: dict[str, str]) -> dict[str, Trace]:
     from megatron_ext import device
 
     device.install("cpu")
-    from megatron_ext.verify.memory import bytes_per_rank
+    from benchmarks.memory import bytes_per_rank
 
     found = {}
     for name, flags in cases.items():

@@ -38,9 +38,9 @@ def _groups(layout: LayoutConfig) -> Made:
     import torch
     from torch.distributed.distributed_c10d import _world
 
+    from benchmarks.rehearsed_rank import groups_made
     from megatron_ext import device
     from megatron_ext.parallel import groups as process_groups
-    from megatron_ext.verify.rehearsal.rank import groups_made
 
     here = device.install("cpu")
     process_groups.start(layout, here)
@@ -72,8 +72,8 @@ def _of_all_layouts() -> list[Made]:
 
 def _played() -> list[list[tuple[Made, Made]]]:
     """By rank and layout, each rank played by this process: its groups alone, and as megatron-core has it."""
+    from benchmarks.rehearsed_world import played
     from megatron_ext.parallel import groups as process_groups
-    from megatron_ext.verify.rehearsal.world import played
 
     found = []
     ours = process_groups.own_groups_only

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.verify.memory import Bytes
+from benchmarks.memory import Bytes
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.selection import chosen, marked
 
@@ -51,12 +51,12 @@ def _train(words: str) -> Trace:
     from megatron.core import parallel_state
     from torch.distributed.fsdp import FSDPModule
 
+    from benchmarks.memory import bytes_per_rank
     from megatron_ext import device
     from megatron_ext.parallel.rows import local_part
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
-    from megatron_ext.verify.memory import bytes_per_rank
 
     # Not the groups themselves, as elsewhere: DTensor remembers those of the same mesh by name.
     parallel_state.destroy_model_parallel()

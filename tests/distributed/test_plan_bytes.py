@@ -57,6 +57,7 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
     from megatron_ext import device
 
     here = device.install("cpu")
+    from benchmarks.traffic import Traffic
     from megatron_ext.plan.activations import Activations
     from megatron_ext.plan.schedule import most_held, order
     from megatron_ext.plan.shapes import Shapes
@@ -64,8 +65,7 @@ def _measured(runs: list[str]) -> list[dict[str, float]]:
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
-    from megatron_ext.verify.saved_bytes import HeldForBackward
-    from megatron_ext.verify.traffic import Traffic
+    from tests.support.saved_bytes import HeldForBackward
 
     found = []
     for flags in runs:

@@ -21,7 +21,7 @@ RANKS = (0, 1, 33, 63)  # first stage, its other tensor-parallel rank, a stage i
 
 
 def _phases(data: str) -> list[dict[str, dict[str, Any]]]:
-    from megatron_ext.verify.rehearsal.rank import rehearse
+    from benchmarks.rehearsed_rank import rehearse
 
     flags = [*MODEL.split(), "--pipeline-model-parallel-size", "4", "--global-batch-size", "16", *data.split()]
     told: list[bytes] = []
@@ -39,7 +39,7 @@ def _plan(data: str) -> tuple[list[int], str, list[str]]:
     missing, and the phases of rank 0."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    from megatron_ext.verify.rehearsal.rank import rehearse
+    from benchmarks.rehearsed_rank import rehearse
 
     flags = [*MODEL.split(), "--global-batch-size", "4", *data.split()]
     told = rehearse(flags, 4, 0, measures=False).told

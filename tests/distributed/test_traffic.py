@@ -20,7 +20,7 @@ def send_one_of_each() -> dict[str, tuple[int, float]]:
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as functional
 
-    from megatron_ext.verify.traffic import Traffic
+    from benchmarks.traffic import Traffic
 
     dist.init_process_group("gloo")
     rank, group = dist.get_rank(), dist.group.WORLD

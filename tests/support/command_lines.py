@@ -72,9 +72,7 @@ LINES: dict[str, list[str]] = {
         "--world-size 24 --device a100 --device-memory-gb 33 --memory-share 0.7 --gpus-per-node 3 --efficiency 0.41 "
         "--link-efficiency 0.52 --peak-tflops 210 --memory-bandwidth-gb-s 1234 --intra-node-gb-s 77 "
         "--inter-node-gb-s 11 --hf-config hf --grad-reduce-in-bf16 --calibrate m.jsonl "
-        "--calibrate-flags '--num-layers 9' --processor-cores 13 --number 6 --tokens 15T "
-        "--dollars-per-hour 2 --watts 600 --mtbf-hours 1000 --stall 9 "
-        "--restart-minutes 14 --limits --over-devices 4 5 --over-seq-lengths 16 18 --html page.html --json found.json "
+        "--calibrate-flags '--num-layers 9' --processor-cores 13 --number 6 --limits --json found.json "
         "-- --num-layers 2 --bf16",
         "--evaluate -- --num-layers 2 --world-size 12",
     ],

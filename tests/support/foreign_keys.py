@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_ext.foreign.meanings import Cases, Meaning
+from megatron_ext.foreign.key_meanings import Cases, Meaning
 from megatron_ext.foreign.translate import SOURCES, Translation, translate
 
 _OTHER = {"learning_rate": 0.25, "betas": [0.5, 0.75]}

@@ -20,9 +20,9 @@ from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_
 from megatron_ext.plan.hardware import Machine, constants_of, hardware
 from megatron_ext.plan.kernels import Kernels
 from megatron_ext.plan.memory import over_time
+from megatron_ext.plan.memory_savings import helpful_flags, host_bytes, kept_at_least
 from megatron_ext.plan.products import Products
 from megatron_ext.plan.question import placeholders
-from megatron_ext.plan.relief import helpful_flags, host_bytes, kept_at_least
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.plan.state_bytes import state_bytes
 from megatron_ext.plan.traffic import sent

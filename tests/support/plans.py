@@ -81,14 +81,12 @@ QUESTIONS = {
         f"{_SMALL} --global-batch-size 32 --sequence-parallel --use-distributed-optimizer --micro-batch-size 2 "
         "--recompute-activations --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
     ),
-    "a whole run": Asked(
-        "--world-size 8 --number 2 --tokens 300B --dollars-per-hour 2.5 --limits --over-devices 4 8 3 8 "
-        "--over-seq-lengths 1024 4096",
+    "limits": Asked(
+        "--world-size 8 --number 2 --limits",
         f"{_SMALL} --global-batch-size 64 --micro-batch-size 1 --context-parallel-size 1",
     ),
-    "a whole run of one layout": Asked(
-        "--evaluate --world-size 8 --tokens 1.5e12 --watts 700 --stall 12 --restart-minutes 30 --mtbf-hours 20000 "
-        "--limits",
+    "limits of one layout": Asked(
+        "--evaluate --world-size 8 --limits",
         f"{_SMALL} --global-batch-size 64 --micro-batch-size 1 --use-distributed-optimizer --overlap-grad-reduce",
     ),
     "corrected by a run": Asked(

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.rehearsed_world import played
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import documents_of
 from megatron_ext.device.triton import choice, norm, rotary, swiglu
@@ -24,7 +25,6 @@ from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.parallel import groups
-from megatron_ext.verify.rehearsal.world import played
 from tests.support.fake_tensors import backward, on_gpu
 from tests.support.operator_calls import Calls, aten
 from tests.support.small_models import LLAMA, OLMO2, small_config

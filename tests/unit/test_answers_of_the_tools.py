@@ -27,7 +27,7 @@ from megatron_ext.cli import (
     tasks,
 )
 from megatron_ext.data.prepare.journal import Progress
-from megatron_ext.device import survey
+from megatron_ext.device import gpu_inventory
 from megatron_ext.doctor import collectives
 from megatron_ext.errors import ConfigurationError, DataError, PeerLostError
 from megatron_ext.inference.generation import Generated
@@ -215,7 +215,7 @@ def test_a_comparison_of_layouts_in_words() -> None:
 @pytest.mark.parametrize(("gpus", "enough"), [(None, False), (3, False), (4, True), (5, True)])
 def test_each_rank_of_a_comparison_has_a_gpu(gpus: int | None, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = None if gpus is None else SimpleNamespace(gpus=["gpu"] * gpus)
-    monkeypatch.setattr(survey, "survey", lambda: found)
+    monkeypatch.setattr(gpu_inventory, "survey", lambda: found)
     if enough:
         parity._start_device("cuda", 4)
     else:
@@ -350,8 +350,8 @@ class _Leader:
         self.model = SimpleNamespace(tokenizer=tokenizer, vocab_size=300)
         self.asked: list[Any] = []
 
-    def generate(self, prompts: Any, sampling: Any, rows: int, on_token: Any = None, first: int = 0) -> list[Generated]:
-        self.asked.append((prompts, rows, first))
+    def generate(self, prompts: Any, sampling: Any, rows: int, on_token: Any = None) -> list[Generated]:
+        self.asked.append((prompts, rows))
         if prompts[0] == [*b"bad"]:
             raise ConfigurationError("a prompt that cannot be answered")
         text = bytes(prompts[0]).decode().upper() if self.model.tokenizer else None
@@ -360,44 +360,22 @@ class _Leader:
             on_token(0, tokens[:1])
         return [Generated(tokens, text, "length")]
 
-    def wait(self) -> None:
-        self.asked.append("wait")
 
-
-def test_a_session_answers_each_line_under_its_number(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Also after one that cannot be answered, be it the first; the ranks hear of somebody who thinks; blank lines are
-    none, and all that was answered is written."""
-    typed = io.StringIO("bad\nab\n  \ncd\n")
+def test_a_terminal_without_prompts_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = io.StringIO("ab\n")
     typed.isatty = lambda: True  # pyright: ignore
     monkeypatch.setattr(sys, "stdin", typed)
-    ready = iter([True, False, False, True, True, True, True])
-    monkeypatch.setattr(
-        generate, "select", SimpleNamespace(select=lambda *given: ([sys.stdin] if next(ready) else [], [], []))
-    )
     leads: Any = _Leader(ByteTokenizer())
-    options = SimpleNamespace(prompts=None, prompt_file=None, chat_template=None, output=str(tmp_path / "made.jsonl"))
-    generate._serve(leads, options, Sampling())
-    assert leads.asked == [([[*b"bad"]], 1, 0), "wait", "wait", ([[*b"ab"]], 1, 1), ([[*b"cd"]], 1, 2)]
-    said = capsys.readouterr()
-    assert said.out == "> > AB\n> > CD\n> \n"
-    assert said.err == "error: a prompt that cannot be answered\n"
-    rows = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
-    assert [(row["prompt"], row["text"], row["tokens"], row["reason"]) for row in rows] == [
-        ("ab", "AB", [65, 66], "length"), ("cd", "CD", [67, 68], "length")
-    ]  # fmt: skip
+    options = SimpleNamespace(prompts=None, prompt_file=None, chat_template=None, output=None)
+    with pytest.raises(ConfigurationError, match="no prompt; give --prompts, --prompt-file, or lines"):
+        generate._serve(leads, options, Sampling())
 
 
-def test_the_only_prompt_fails_with_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_only_prompt_fails_with_what_is_wrong() -> None:
     leads: Any = _Leader(ByteTokenizer())
     encode = generate.encoder(leads.model, None)
     with pytest.raises(ConfigurationError, match="cannot be answered"):
         generate._answer_streaming(leads, "bad", encode, Sampling())
-    leads = _Leader()
-    generate._answer_streaming(leads, "5 17", generate.encoder(leads.model, None), Sampling())
-    assert capsys.readouterr().out == "7 8\n"
-    assert leads.asked == [([[5, 17]], 1, 0)]
 
 
 def test_a_prompt_of_blanks_is_a_text_and_an_empty_one_the_end_of_another() -> None:

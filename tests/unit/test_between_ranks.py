@@ -1,7 +1,6 @@
 """What a rank makes of the others' numbers: stand-ins for collectives give it theirs, and results are compared by
 value."""
 
-import math
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -16,8 +15,6 @@ from megatron.core.transformer.moe.moe_utils import sinkhorn
 
 from megatron_ext.config.layers import stack
 from megatron_ext.data.packing import Segment
-from megatron_ext.device.shared_memory import replaced
-from megatron_ext.device.shared_memory.ring_order import COMBINE, chunk, reduced
 from megatron_ext.inference import scoring
 from megatron_ext.inference.generation import _Batch
 from megatron_ext.inference.scoring import Scorable, Score, score
@@ -206,48 +203,6 @@ def test_a_second_look_at_a_batch_leaves_the_generators_as_they_are(
         spikes.judge(run, torch.ones(1, 2), range(4), "before")  # pyright: ignore[reportArgumentType]
     assert given == [(None, ["before"], 0)]
     assert (state, run.recorder) == (["after"], "recorder")
-
-
-def test_numbers_are_combined_in_gloos_order() -> None:
-    """A rank adds what it receives to its own: the ring begins with row 1, and row 0 is last."""
-    order: Any = reduced(["0", "1", "2", "3"], lambda own, received: f"({own}+{received})")  # pyright: ignore
-    assert order == "(0+(3+(2+1)))"
-    larger, smaller = (COMBINE[torch.distributed.ReduceOp.RedOpType.__members__[name].value] for name in ("MAX", "MIN"))
-    own, received = torch.tensor([1.0, 2.0, math.nan, 1.0]), torch.tensor([2.0, 1.0, 1.0, math.nan])
-    assert larger(own, received).tolist()[:2] == [2.0, 2.0]
-    assert smaller(own, received).tolist()[:2] == [1.0, 1.0]
-    for combine in (larger, smaller):  # of two that do not compare, the own one, as in C++
-        assert combine(own, received).isnan().tolist() == [False, False, True, False]
-
-
-def test_chunks_of_a_ring_are_gloos() -> None:
-    """Two segments a rank at least, each of whole elements; a megabyte at most."""
-    assert chunk(100, 4, 4) == 26
-    assert chunk(1, 4, 2) == 2
-    assert chunk(3 << 20, 4, 2) == 6 << 18
-
-
-def test_messages_with_tags_or_many_tensors_are_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends: Any = SimpleNamespace(outgoing={3: "to rank 3"})
-    monkeypatch.setattr(replaced, "_ends", lambda group, tensor: ends)
-    one = [torch.ones(1)]
-    assert replaced._mailbox("group", "outgoing", (one, 3, 0)) == "to rank 3"
-    assert replaced._mailbox("group", "outgoing", (one, 3, 1)) is None
-    assert replaced._mailbox("group", "outgoing", (one * 2, 3, 0)) is None
-    assert replaced._mailbox("group", "outgoing", (one, 3)) is None
-    monkeypatch.setattr(replaced, "_ends", lambda group, tensor: None)
-    assert replaced._mailbox("group", "outgoing", (one, 3, 0)) is None
-
-
-def test_tensors_up_to_the_largest_go_through_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = SimpleNamespace()
-    monkeypatch.setitem(replaced._by_group, id(group), "ends")
-    monkeypatch.setattr(replaced, "LARGEST", 16)
-    found = [replaced._ends(group, torch.ones(length)) for length in (0, 1, 4, 5)]
-    assert found == [None, "ends", "ends", None]
-    assert replaced._ends(group, torch.ones(2), torch.ones(2, dtype=torch.int64)) is None
-    with replaced.left_to_gloo():
-        assert replaced._ends(group, torch.ones(1)) is None
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])])

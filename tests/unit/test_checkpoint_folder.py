@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.megatron_lm.arguments import read_args
-from megatron_ext.checkpoint.native import companions as beside
+from megatron_ext.checkpoint.native import extra_files as beside
 from megatron_ext.checkpoint.native import manifest, torch_dist
 from megatron_ext.checkpoint.native.folder import (
     TRACKER,

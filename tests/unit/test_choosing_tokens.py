@@ -98,7 +98,7 @@ def _taken(sampling: Sampling, steps: list[list[int]], prompts: int) -> list[tup
     """Take tokens of two rows, the second of which may be nobody's; what each prompt has in the end, and why."""
     model = _model()
     rows = _dealt([[1, 2], [3]][:prompts], range(prompts), 2, 0)
-    batch, heard = _Batch(model, [rows], sampling, 0), {}
+    batch, heard = _Batch(model, [rows], sampling), {}
     for chosen in steps:
         batch._take(chosen, lambda number, tokens: heard.update({number: tokens}))
         if batch._all_finished():
@@ -124,12 +124,12 @@ def test_the_end_of_a_document_counts_wherever_it_comes() -> None:
 
 def test_a_row_that_only_goes_along_is_not_waited_for() -> None:
     assert _taken(Sampling(max_new_tokens=3), [[EOD, 4], [5, 6], [7, 8]], 1) == [([], "eod")]
-    batch = _Batch(_model(), [_dealt([[1]], range(1), 2, 0)], Sampling(), 0)
+    batch = _Batch(_model(), [_dealt([[1]], range(1), 2, 0)], Sampling())
     batch.rows[0].reason = "eod"
     assert batch._all_finished()
 
 
-def test_prompts_are_dealt_in_turn_and_numbered_through_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_dealt_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[1], [2, 2], [3]]
     dealt = [_dealt(prompts, range(3), 2, replica) for replica in range(2)]
     assert [[row.number for row in rows] for rows in dealt] == [[0, 1], [2, -1]]
@@ -138,8 +138,8 @@ def test_prompts_are_dealt_in_turn_and_numbered_through_a_session(monkeypatch: p
     monkeypatch.setattr(
         "megatron_ext.inference.generation.Sampler", lambda sampling, prompts, given, size: numbers.extend(given)
     )
-    batch = _Batch(_model(2, 1), dealt, Sampling(), 5)
-    assert (numbers, batch.longest, batch.together) == ([7, 5], 2, 3)
+    batch = _Batch(_model(2, 1), dealt, Sampling())
+    assert (numbers, batch.longest, batch.together) == ([2, 0], 2, 3)
     assert isinstance(batch.rows[0], _Row)
 
 
@@ -148,7 +148,7 @@ def test_every_prompt_is_generated_from_once_whatever_the_replicas(monkeypatch: 
     batches: list[list[list[int]]] = []
 
     class Batch:
-        def __init__(self, model: Any, dealt: list[list[_Row]], sampling: Sampling, first: int):
+        def __init__(self, model: Any, dealt: list[list[_Row]], sampling: Sampling):
             batches.append([[row.number for row in rows] for rows in dealt])
             self.rows = dealt[model.replica]
 

@@ -12,9 +12,9 @@ from megatron_ext.config.arguments import Typed
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.train import believed as believing
+from megatron_ext.train import assumed_facts as believing
 from megatron_ext.train import configure as module
-from megatron_ext.train.believed import believed
+from megatron_ext.train.assumed_facts import assumed_facts
 from megatron_ext.train.configure import Configured
 from tests.support.small_models import small_config
 
@@ -428,7 +428,7 @@ def test_a_dry_run_believes_what_its_flags_name(values: dict[str, Any], changed:
         "the files that the tasks of --eval-tasks name",
         "the checkpoint in --load",
     ]
-    facts, [warning] = believed(EVERYTHING, Typed(values))
+    facts, [warning] = assumed_facts(EVERYTHING, Typed(values))
     tokenizer = told if "tokenizer" in told else ""
     parts = [*([told] if told and not tokenizer else []), *texts, *([tokenizer] if tokenizer else [])]
     assert warning == f"--dry-run believes what this machine does not have: {'; '.join(parts)}"
@@ -443,5 +443,5 @@ def test_a_dry_run_believes_what_its_flags_name(values: dict[str, Any], changed:
 )
 def test_nothing_is_believed_of_a_machine_that_has_it(values: dict[str, Any]) -> None:
     facts = Facts(cuda_available=True, packages=frozenset({"transformer_engine", "wandb"}))
-    assert believed(facts, Typed(values)) == (facts, [])
+    assert assumed_facts(facts, Typed(values)) == (facts, [])
     assert list(believing._missing(Facts(), Typed({}))) == []

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext import lasting_output
+from megatron_ext import lost_output
 from megatron_ext.config.help_text import about
 from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.telemetry.console import Console
@@ -258,7 +258,7 @@ def test_what_is_said_to_nobody_goes_nowhere_from_then_on(number: int, tmp_path:
             return file.fileno()
 
     with (tmp_path / "was").open("w") as file:
-        stream = lasting_output._Lasting(Left())
+        stream = lost_output._Lasting(Left())
         assert stream.write("said") == 4
         os.write(file.fileno(), b"what the stream still holds")
     assert (tmp_path / "was").read_text() == ""
@@ -275,7 +275,7 @@ def test_what_finds_no_room_is_said_when_there_is_some(full: int) -> None:
             return super().write(text)
 
     disk: Any = Disk()
-    stream = lasting_output._Lasting(disk)
+    stream = lost_output._Lasting(disk)
     stream.write("lost ")
     disk.error = None
     stream.write("said")

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.verify import memory, ranks, traffic
-from megatron_ext.verify.memory import Bytes, bytes_per_rank
+from benchmarks import memory, traffic
+from benchmarks import rehearsal_meter as meter
+from benchmarks.memory import Bytes, bytes_per_rank
+from benchmarks.rehearsed_world import Objects, played
+from megatron_ext.verify import ranks
 from megatron_ext.verify.ranks import RankError, _collect, _rank_main
-from megatron_ext.verify.rehearsal import meter
-from megatron_ext.verify.rehearsal.world import Objects, played
-from megatron_ext.verify.saved_bytes import HeldForBackward, bytes_held_for_backward
+from tests.support.saved_bytes import HeldForBackward, bytes_held_for_backward
 
 # Storages.
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.data import nodes
-from megatron_ext.data.nodes import one_rank_of_a_node_first, read_once_per_node
+from megatron_ext.data import one_rank_per_node
+from megatron_ext.data.one_rank_per_node import one_rank_of_a_node_first, read_once_per_node
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 
 
@@ -37,16 +37,16 @@ class Ranks:
             "all_gather_object": self._gather,
         }.items():
             monkeypatch.setattr(torch.distributed, name, value)
-        monkeypatch.setattr(nodes.environment, "local_rank", lambda: self.local_rank)
-        monkeypatch.setattr(nodes.environment, "rank", lambda: self.rank)
-        monkeypatch.setattr(nodes.socket, "gethostname", lambda: f"node{self.node}")
+        monkeypatch.setattr(one_rank_per_node.environment, "local_rank", lambda: self.local_rank)
+        monkeypatch.setattr(one_rank_per_node.environment, "rank", lambda: self.rank)
+        monkeypatch.setattr(one_rank_per_node.socket, "gethostname", lambda: f"node{self.node}")
         environment = self
 
         class Environment(dict[str, str]):
             def get(self, name: str, default: Any = None) -> Any:
                 return str(environment.local_rank) if name == "LOCAL_RANK" else super().get(name, default)
 
-        monkeypatch.setattr(nodes.os, "environ", Environment(os.environ))
+        monkeypatch.setattr(one_rank_per_node.os, "environ", Environment(os.environ))
 
     @property
     def rank(self) -> int:
@@ -118,7 +118,7 @@ def test_the_first_rank_of_each_node_reads_and_all_know_it(monkeypatch: pytest.M
 
 def test_rank_0_reads_also_where_it_is_not_the_first_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 3, on_first=3)
-    monkeypatch.setattr(nodes.environment, "local_rank", lambda: ranks.rank + 1)
+    monkeypatch.setattr(one_rank_per_node.environment, "local_rank", lambda: ranks.rank + 1)
     assert ranks.run(lambda: read_once_per_node(lambda: {"a.idx": f"by {ranks.rank}"})) == [{"a.idx": "by 0"}] * 3
 
 
@@ -164,7 +164,7 @@ def test_who_writes_the_index_first(shared: bool, monkeypatch: pytest.MonkeyPatc
     def seen(path: Any) -> bool:
         return exists(path) and (shared or ranks.node == 0)
 
-    monkeypatch.setattr(nodes.os.path, "exists", seen)
+    monkeypatch.setattr(one_rank_per_node.os.path, "exists", seen)
 
     def build() -> str:
         ranks.note(f"built by {ranks.rank}")
@@ -205,5 +205,5 @@ def test_a_folder_without_room_for_a_mark_may_hold_all_that_is_needed(
     def makedirs(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(nodes.os, "makedirs", makedirs)
+    monkeypatch.setattr(one_rank_per_node.os, "makedirs", makedirs)
     assert ranks.run(lambda: one_rank_of_a_node_first(tmp_path / "none", lambda: ranks.rank)) == [0, 1]

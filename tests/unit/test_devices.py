@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from megatron_ext.device import cpu, cuda, host_memory, survey
+from megatron_ext.device import cpu, cuda, gpu_inventory, host_memory
 from megatron_ext.device.cpu import CpuDevice, CpuMark
 from megatron_ext.device.cuda import CudaDevice
 from megatron_ext.device.protocol import DeviceMemory
@@ -85,9 +85,9 @@ def test_links_of_sixteen_gpus_are_by_pairs() -> None:
         kinds = ["X" if row == column else f"NV{min(row, column)}-{max(row, column)}" for column in range(16)]
         lines.append("\t".join([name, *kinds, "PIX", "0-63"]))
     lines.append("\t".join(["NIC0", *["PIX"] * 16, "X", ""]))
-    found = survey.links("\n".join([*lines, "", "Legend:", "  X    = Self"]))
+    found = gpu_inventory.links("\n".join([*lines, "", "Legend:", "  X    = Self"]))
     assert found == {(one, other): f"NV{one}-{other}" for one in range(16) for other in range(one + 1, 16)}
-    assert survey.links("No devices were found") == {}
+    assert gpu_inventory.links("No devices were found") == {}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_links_of_sixteen_gpus_are_by_pairs() -> None:
     ],
 )
 def test_the_drivers_version(text: str, version: str) -> None:
-    assert survey.driver_version(text) == version
+    assert gpu_inventory.driver_version(text) == version
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.cli.doctor import main
-from megatron_ext.device.survey import Gpu, Survey, driver_version, links
+from megatron_ext.device.gpu_inventory import Gpu, Survey, driver_version, links
 from megatron_ext.doctor import gpus, machine, network, software, variables
 from megatron_ext.doctor.examine import examine, exit_code
 from megatron_ext.doctor.finding import Finding, Launch

@@ -10,37 +10,37 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.verify import endurance, launchers
-from megatron_ext.verify.endurance import CASES, VARIANTS, Kill, Reference, Trial, combinations, words
-from megatron_ext.verify.launchers import ForkedRanks, Launcher, Torchrun
+from benchmarks import killed_training, launchers
+from benchmarks.killed_training import CASES, VARIANTS, Kill, Reference, Trial, combinations, words
+from benchmarks.launchers import ForkedRanks, Launcher, Torchrun
 
 ROW = {"iteration": 1, "lm_loss": 4.0, "grad_norm": None, "world_size": 2}
 EXPECTED = Reference([ROW, {**ROW, "iteration": 2}], {"a": "0", "b": "1"}, 1.0)
 
 
 def test_two_metrics_are_apart_by_their_larger_one() -> None:
-    assert endurance._apart(4.0, 5.0) == 0.2 == endurance._apart(5.0, 4.0)
-    assert endurance._apart(-4.0, 4.0) == 2.0
-    assert endurance._apart(0.0, 0.0) == 0.0 == endurance._apart("x", "x")
+    assert killed_training._apart(4.0, 5.0) == 0.2 == killed_training._apart(5.0, 4.0)
+    assert killed_training._apart(-4.0, 4.0) == 2.0
+    assert killed_training._apart(0.0, 0.0) == 0.0 == killed_training._apart("x", "x")
     for before, after in ((4.0, math.nan), (math.nan, 4.0), (4.0, None), (None, 4.0), (1, 2), (4.0, 4)):
-        assert endurance._apart(before, after) == (0.0 if before == after else math.inf)
+        assert killed_training._apart(before, after) == (0.0 if before == after else math.inf)
 
 
 def test_the_largest_difference_is_over_all_rows_and_metrics() -> None:
     rows = [{**ROW, "lm_loss": 4.0 * (1 + 5e-7)}, {**ROW, "lm_loss": 4.0 * (1 + 2e-7), "world_size": 1}]
-    largest, found = endurance.largest_difference(rows, [ROW, ROW])
+    largest, found = killed_training.largest_difference(rows, [ROW, ROW])
     assert (largest, found) == (pytest.approx(5e-7, rel=1e-6), [])
-    assert endurance.largest_difference([{**ROW, "lm_loss": 4.000008}], [ROW])[1] == [
+    assert killed_training.largest_difference([{**ROW, "lm_loss": 4.000008}], [ROW])[1] == [
         "row 1: lm_loss 4.0 became 4.000008"
     ]
-    assert endurance.largest_difference([{**ROW, "lm_loss": math.nan}], [ROW]) == (
+    assert killed_training.largest_difference([{**ROW, "lm_loss": math.nan}], [ROW]) == (
         math.inf,
         ["row 1: lm_loss 4.0 became nan"],
     )
 
 
 def test_each_difference_to_the_bit_is_named() -> None:
-    assert endurance.differences((EXPECTED.rows, EXPECTED.tensors), EXPECTED) == []
+    assert killed_training.differences((EXPECTED.rows, EXPECTED.tensors), EXPECTED) == []
     for rows, tensors, said in (
         ([ROW, {**ROW, "iteration": 2, "lm_loss": 4.0 + 2**-50}], {}, ["row 2: lm_loss 4.0 became 4.000000000000001"]),
         ([ROW], {}, ["2 rows became 1"]),
@@ -49,8 +49,8 @@ def test_each_difference_to_the_bit_is_named() -> None:
         (EXPECTED.rows, {"b": "2"}, ["b of the last checkpoint"]),
         (EXPECTED.rows, {"c": "0"}, ["c of the last checkpoint"]),
     ):
-        assert endurance.differences((rows, {**EXPECTED.tensors, **tensors}), EXPECTED) == said
-    assert endurance.differences((EXPECTED.rows, {"a": "0"}), EXPECTED) == ["b of the last checkpoint"]
+        assert killed_training.differences((rows, {**EXPECTED.tensors, **tensors}), EXPECTED) == said
+    assert killed_training.differences((EXPECTED.rows, {"a": "0"}), EXPECTED) == ["b of the last checkpoint"]
 
 
 def test_launchers_run_what_they_can_kill() -> None:
@@ -88,26 +88,26 @@ def test_steps_lost_are_those_between_the_kill_and_the_resumption() -> None:
 
 def test_the_summary_has_the_middle_and_the_tail_of_the_seconds() -> None:
     kills = [Kill("a step", [0], 9, 9, float(seconds)) for seconds in range(21, 0, -1)]
-    found = endurance.summary([Trial("DP2", "save", "forkserver", kills=kills).as_row()])
+    found = killed_training.summary([Trial("DP2", "save", "forkserver", kills=kills).as_row()])
     assert found["seconds_to_resume"] == {"median": 11.0, "95th percentile": 20.0, "longest": 21.0}
     assert found["goodput"] is None
 
 
 def test_the_last_iteration_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
-    assert endurance.last_iteration(tmp_path) == 0
+    assert killed_training.last_iteration(tmp_path) == 0
     metrics = tmp_path / "metrics.jsonl"
     for text, last in (("", 0), ('{"iter', 0), ('{"iteration": 3}\n', 3), ('{"iteration": 3}\n{"iteration": 4', 3)):
         metrics.write_text(text)
-        assert endurance.last_iteration(tmp_path) == last
+        assert killed_training.last_iteration(tmp_path) == last
 
 
 def test_a_save_is_in_progress_under_a_name_that_is_not_yet_its_own(tmp_path: Path) -> None:
-    assert not endurance._saves(tmp_path / "nowhere")
+    assert not killed_training._saves(tmp_path / "nowhere")
     (tmp_path / "iter_0000003").mkdir()
     (tmp_path / "metrics.jsonl").touch()
-    assert not endurance._saves(tmp_path)
+    assert not killed_training._saves(tmp_path)
     (tmp_path / ".iter_0000006.part").mkdir()
-    assert endurance._saves(tmp_path)
+    assert killed_training._saves(tmp_path)
 
 
 class Played(Launcher):
@@ -147,12 +147,14 @@ class Played(Launcher):
 
 def strikes(tmp_path: Path, seed: int, ranks: int = 4, sizes: tuple[int, ...] = (4,), agent: bool = False) -> Any:
     launcher = Played(tmp_path, ranks, 40, agent)
-    return list(endurance._strikes(launcher, launcher.save, random.Random(seed), sizes)), launcher.kills
+    return list(killed_training._strikes(launcher, launcher.save, random.Random(seed), sizes)), launcher.kills
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endurance, "time", SimpleNamespace(sleep=lambda _s: None, monotonic=endurance.time.monotonic))
+    monkeypatch.setattr(
+        killed_training, "time", SimpleNamespace(sleep=lambda _s: None, monotonic=killed_training.time.monotonic)
+    )
 
 
 @pytest.mark.usefixtures("at_once")
@@ -178,7 +180,7 @@ def test_kills_of_every_kind_are_written_down(tmp_path: Path) -> None:
         assert all(
             kill.resumed_at % 3 == 0 and kill.lost is not None for kill in resumed if kill.resumed_at is not None
         )
-    assert set(kinds) == set(endurance.KINDS)
+    assert set(kinds) == set(killed_training.KINDS)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -189,22 +191,22 @@ def test_one_rank_is_never_two_and_without_an_agent_none_is_killed(tmp_path: Pat
         folder.mkdir()
         groups, _ = strikes(folder, seed, ranks=1, sizes=(1,))
         seen |= {kill.kind for struck in groups for kill in struck}
-    assert seen == set(endurance.KINDS) - {"two ranks", "the agent"}
+    assert seen == set(killed_training.KINDS) - {"two ranks", "the agent"}
 
 
 def test_what_is_stuck_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = Played(tmp_path, 2, 5)
     launcher.log.write_text("what the ranks said")
     monkeypatch.setattr(Played, "failed", lambda _self: True)
-    with pytest.raises(endurance.StuckError, match="the run does not go on:\nwhat the ranks said"):
-        endurance._wait(lambda: False, launcher)
+    with pytest.raises(killed_training.StuckError, match="the run does not go on:\nwhat the ranks said"):
+        killed_training._wait(lambda: False, launcher)
     monkeypatch.setattr(Played, "failed", lambda _self: False)
     clock = iter(range(0, 10_000, 100))
-    monkeypatch.setattr(endurance, "time", SimpleNamespace(sleep=lambda _s: None, monotonic=lambda: next(clock)))
-    with pytest.raises(endurance.StuckError):
-        endurance._wait(lambda: False, launcher)
+    monkeypatch.setattr(killed_training, "time", SimpleNamespace(sleep=lambda _s: None, monotonic=lambda: next(clock)))
+    with pytest.raises(killed_training.StuckError):
+        killed_training._wait(lambda: False, launcher)
     assert next(clock) == 400, "at 0 it began to say nothing; looked at every 100 seconds, that is more than 240 at 300"
-    endurance._wait(lambda: True, launcher)
+    killed_training._wait(lambda: True, launcher)
 
 
 # Launchers.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.local import folder as snapshots
-from megatron_ext.checkpoint.native import agreement, companions, manifest, resume, retention
+from megatron_ext.checkpoint.native import agreement, extra_files, manifest, resume, retention
 from megatron_ext.checkpoint.native import folder as places
 from megatron_ext.checkpoint.native.folder import TRACKER, Found, find_all, find_to_load, iteration_folder
 from megatron_ext.checkpoint.native.resume import Resume, Search
@@ -362,12 +362,12 @@ def test_files_of_every_kind_of_tokenizer(tmp_path: Path) -> None:
             expected = {"tokenizer.json": checkpoint / "tokenizer" / "tokenizer.json"}
         else:
             expected = {name: tmp_path / flags[flag] for flag, name in kept.items()}
-        assert companions.tokenizer_files(data) == expected
-        assert companions.kept_tokenizer({"tokenizer_type": kind}, checkpoint) == {}
+        assert extra_files.tokenizer_files(data) == expected
+        assert extra_files.kept_tokenizer({"tokenizer_type": kind}, checkpoint) == {}
         _fill(
             checkpoint / "tokenizer", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.json"
         )
-        assert companions.kept_tokenizer({"tokenizer_type": kind}, checkpoint) == {
+        assert extra_files.kept_tokenizer({"tokenizer_type": kind}, checkpoint) == {
             flag: str(checkpoint / "tokenizer" / name) for flag, name in kept.items()
         }
 

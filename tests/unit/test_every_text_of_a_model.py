@@ -71,12 +71,11 @@ def test_texts_are_those_of_a_plain_loop(cached: bool, ignore_eod: bool, stop: t
 
 
 def test_what_is_drawn_is_the_prompts_own() -> None:
-    """By its number in the session and the seed, however the prompts are batched."""
+    """By its number and the seed, however the prompts are batched."""
     sampling = Sampling(temperature=0.9, max_new_tokens=6, seed=3, ignore_eod=True)
     together = generate(scripted_model(), PROMPTS, sampling)
     for rows, cached in itertools.product((1, 2, 3), YES_NO):
         assert generate(scripted_model(), PROMPTS, sampling, rows=rows, cached=cached) == together
-        assert generate(scripted_model(), PROMPTS[2:], sampling, rows=rows, cached=cached, first=2) == together[2:]
     others = generate(scripted_model(), PROMPTS, dataclasses.replace(sampling, seed=4))
     assert all(one != other for one, other in zip(together, others, strict=True))
     same = generate(scripted_model(), [PROMPTS[0]] * 4, sampling)
@@ -110,8 +109,7 @@ def test_what_the_leader_asks_for_is_what_all_do(monkeypatch: pytest.MonkeyPatch
     leads = leader.Leader(SimpleNamespace(rank=0, name="first"))  # pyright: ignore[reportArgumentType]
     sampling, listener = Sampling(seed=7), print
     assert leads.score([Scorable([1, 2], 1)], 3) == "score of first"
-    leads.wait()
-    assert leads.generate([(1, 2)], sampling, 4, listener, 5) == "generate of first"  # pyright: ignore
+    assert leads.generate([(1, 2)], sampling, 4, listener) == "generate of first"  # pyright: ignore
     assert leads.generate([[3]], sampling, 6) == "generate of first"
     leads.close()
     who = "other"
@@ -119,13 +117,13 @@ def test_what_the_leader_asks_for_is_what_all_do(monkeypatch: pytest.MonkeyPatch
     scored = ("score", ([Scorable([1, 2], 1)], 3), {})
     assert done["first"] == [
         scored,
-        ("generate", ([(1, 2)], sampling), {"rows": 4, "first": 5, "on_token": listener}),
-        ("generate", ([[3]], sampling), {"rows": 6, "first": 0, "on_token": None}),
+        ("generate", ([(1, 2)], sampling), {"rows": 4, "on_token": listener}),
+        ("generate", ([[3]], sampling), {"rows": 6, "on_token": None}),
     ]
     assert done["other"] == [
         scored,
-        ("generate", ([[1, 2]], sampling), {"rows": 4, "first": 5}),
-        ("generate", ([[3]], sampling), {"rows": 6, "first": 0}),
+        ("generate", ([[1, 2]], sampling), {"rows": 4}),
+        ("generate", ([[3]], sampling), {"rows": 6}),
     ]
     with pytest.raises(AssertionError, match="the first rank leads"):
         leader.Leader(SimpleNamespace(rank=1))  # pyright: ignore[reportArgumentType]

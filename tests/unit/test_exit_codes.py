@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext import errors, lasting_output
+from megatron_ext import errors, lost_output
 from megatron_ext.cli import pretrain as program
 from megatron_ext.commandline import ToolParser, run_tool, split_at_dashes
 from megatron_ext.errors import ConfigurationError, TrainingError
@@ -219,7 +219,7 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     below = _Stream(descriptor)
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, below if name == request.param else _Stream(-1))
-    lasting_output.survive_lost_output()
+    lost_output.survive_lost_output()
     monkeypatch.setattr(below, "lasting", getattr(sys, request.param), raising=False)
     yield below
     os.close(descriptor)

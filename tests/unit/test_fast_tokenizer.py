@@ -23,7 +23,7 @@ from megatron_ext.tokenizer.batch import (
 from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.tokenizer.text import Text, as_string
 from megatron_ext.tokenizer.training import train_sentencepiece
-from megatron_ext.tokenizer.unassigned import Guarded, has_unassigned, joined
+from megatron_ext.tokenizer.unassigned_characters import Guarded, has_unassigned, joined
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
 HF = str(GOLDEN / "hf_bpe")

@@ -92,9 +92,7 @@ def test_a_search_ends_with_whether_something_fits(
 ) -> None:
     best = [SimpleNamespace(choice="choice")] if fits else []
     answer = SimpleNamespace(best=best, nearest="nearest", fitting=3, legal=4)
-    beyond = SimpleNamespace(lines=["economics"], json={"cost": 1})
     requests.take(plan, "search", answer)
-    requests.take(plan, "economics", beyond)
     for name in ("fewest_ranks", "with_offloads", "with_short_gradients", "flags", "placeholders"):
         requests.take(plan, name)
     for name in ("hinges", "simpler_layouts", "alternatives"):
@@ -104,7 +102,7 @@ def test_a_search_ends_with_whether_something_fits(
         requests.take(plan.report, name, [name])
     for name in ("speed", "why", "command"):
         requests.take(plan.report, name, name)
-    options = argparse.Namespace(number=6, json=output)
+    options = argparse.Namespace(number=6, json=output, limits=False)
     asked: Any = SimpleNamespace(world_size=5, machine="machine")
     assert plan._search(options, asked, {}) == (0 if fits else 1)
     assert requests.of("search") == {"question": asked, "number": 6}
@@ -114,7 +112,7 @@ def test_a_search_ends_with_whether_something_fits(
         assert list(requests.of("fewest_ranks").values()) == [asked, 16 * 5]
     if output == "found.json":
         written = Path("found.json").read_text()
-        assert written == ('{\n "layouts": 2,\n "cost": 1\n}\n' if fits else '{\n "layouts": 2\n}\n')
+        assert written == '{\n "layouts": 2\n}\n'
 
 
 def test_draw_pipeline(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:

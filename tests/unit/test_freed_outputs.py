@@ -11,7 +11,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random
 from torch.utils import cpp_extension
 
-from megatron_ext.device.freed_outputs import _copy, share_or_copy
+from megatron_ext.device.recomputed_outputs import _copy, share_or_copy
 
 
 def gradients(*, freed: bool) -> list[torch.Tensor]:

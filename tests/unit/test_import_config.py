@@ -8,7 +8,7 @@ import pytest
 from megatron_ext.cli.import_config import report
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.foreign.meanings import MIXED_PRECISION, Fact, Flags
+from megatron_ext.foreign.key_meanings import MIXED_PRECISION, Fact, Flags
 from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, leaves, read, translate
 from megatron_ext.train.configure import configure
 from tests.support.foreign_keys import by_name, golden_text, nested

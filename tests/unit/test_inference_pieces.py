@@ -177,8 +177,7 @@ def test_a_stop_string_is_looked_for_as_far_back_as_its_bytes_go() -> None:
 
 
 def test_those_who_follow_draw_for_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fourth line of a session is the fourth prompt on every rank: any of them may hold the last stage."""
-    said = iter((("wait",), ("generate", [[5]], "sampling", 2, 3), ("score", ["sequence"], 4), ("close",)))
+    said = iter((("generate", [[5]], "sampling", 2), ("score", ["sequence"], 4), ("close",)))
     heard: list[Any] = []
 
     def generate(model: Any, prompts: Any, sampling: Any, **how: Any) -> None:
@@ -191,7 +190,7 @@ def test_those_who_follow_draw_for_the_same_prompts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(leader, "generate", generate)
     monkeypatch.setattr(leader, "score", score)
     leader.follow(SimpleNamespace())  # pyright: ignore[reportArgumentType]
-    assert heard == [([[5]], "sampling", {"rows": 2, "first": 3}), (["sequence"], 4)]
+    assert heard == [([[5]], "sampling", {"rows": 2}), (["sequence"], 4)]
 
 
 def test_choices_are_compared_by_the_character() -> None:

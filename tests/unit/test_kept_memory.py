@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.device.kept_memory import keep_freed_memory
+from megatron_ext.device.malloc_settings import keep_freed_memory
 
 PROGRAM = """
 import mmap, resource, sys
-from megatron_ext.device.kept_memory import keep_freed_memory
+from megatron_ext.device.malloc_settings import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 size, blocks, rounds = 4 << 20, 8, 3

@@ -1,4 +1,4 @@
-"""megatron_ext/lasting_imports.py: nothing is collected meanwhile, and what there is then is left alone."""
+"""megatron_ext/gc_freeze.py: nothing is collected meanwhile, and what there is then is left alone."""
 
 import gc
 import subprocess
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.lasting_imports import kept_from_the_collector
+from megatron_ext.gc_freeze import kept_from_the_collector
 
 ROOT = Path(__file__).parents[2]
 _PROGRAM = """
 import atexit, gc, sys
 atexit.register(lambda: print(gc.get_freeze_count()))  # called last
-from megatron_ext.lasting_imports import kept_from_the_collector
+from megatron_ext.gc_freeze import kept_from_the_collector
 seen = []
 gc.collect()  # so that the next is not near
 gc.callbacks.append(lambda phase, info: seen.append(phase))
@@ -38,7 +38,7 @@ def test_imports_are_not_collected_and_given_back_at_the_end() -> None:
 
 _SERVER = """
 import atexit, os
-from megatron_ext.lasting_imports import end_at_once
+from megatron_ext.gc_freeze import end_at_once
 end_at_once()
 
 class Kept:

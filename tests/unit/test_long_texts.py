@@ -19,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from benchmarks.process_tree import Measured, measure
 from megatron_ext.data.prepare import documents, long_texts, parquet, workers
 from megatron_ext.data.prepare.documents import RawDocument
 from megatron_ext.data.prepare.inputs import find_files
@@ -30,7 +31,6 @@ from megatron_ext.tokenizer.batch import plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
 from megatron_ext.tokenizer.text import beginning, between_words, in_pieces
-from megatron_ext.verify.process_tree import Measured, measure
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
 TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"

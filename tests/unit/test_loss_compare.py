@@ -17,9 +17,9 @@ import torch
 from megatron_ext.data.integrity import check_token_ids, open_index
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.verify import cases
-from megatron_ext.verify.losses import commits, golden, layouts, run
-from megatron_ext.verify.losses.commits import commit_hash
-from megatron_ext.verify.losses.compare import different_files, first_difference
+from tests.support.losses import commits, golden, layouts, run
+from tests.support.losses.commits import commit_hash
+from tests.support.losses.compare import different_files, first_difference
 from tests.support.of_one_module import replace_in
 
 STAGE = {

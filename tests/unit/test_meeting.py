@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.errors import ConfigurationError, PeerLostError
-from megatron_ext.parallel.meeting import agree
+from megatron_ext.parallel.rendezvous import agree
 
 LONG = timedelta(seconds=60)
 

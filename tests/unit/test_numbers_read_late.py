@@ -15,8 +15,8 @@ from megatron_ext.errors import DataError, NumericError
 from megatron_ext.optim import gradient_norm
 from megatron_ext.optim.torch_optimizer import torch_optimizer
 from megatron_ext.resilience.progress import UPDATE
-from megatron_ext.train import bad_step, late_steps, shared_numbers
-from megatron_ext.train.late_steps import LateStep, LateSteps, can_read_late
+from megatron_ext.train import bad_step, deferred_reads, shared_numbers
+from megatron_ext.train.deferred_reads import LateStep, LateSteps, can_read_late
 from megatron_ext.train.shared_numbers import SharedNumbers, StopVotes
 from megatron_ext.train.state import TrainState
 from megatron_ext.train.step import StepResult
@@ -69,7 +69,7 @@ class Made:
         monkeypatch.setattr(clip_grads, "l2_norm_impl", gradient_norm.l2_norm)
         monkeypatch.setattr(torch.distributed, "all_reduce", self._all_reduce)
         monkeypatch.setattr(shared_numbers, "outside_norm", lambda optimizer: [self.left_out])
-        monkeypatch.setattr(late_steps, "compute_gradients", self._gradients)
+        monkeypatch.setattr(deferred_reads, "compute_gradients", self._gradients)
         monkeypatch.setattr(
             bad_step, "_numeric_error", lambda run, what, evidence: NumericError(f"{what} by {evidence}")
         )

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plan import choices, scaling, sensitivity
+from megatron_ext.plan import choices, sensitivity
 from megatron_ext.plan.evaluation import as_candidate, evaluate_config
 from megatron_ext.plan.hardware import Machine, hardware
 from megatron_ext.plan.limits import _winner
@@ -195,23 +195,6 @@ def test_16_times_as_many_devices_are_still_tried(monkeypatch: pytest.MonkeyPatc
     assert fewest_ranks(asked, 31) is None
     assert fewest_ranks(replace(asked, usable_bytes=9.0), 64) is None
     assert max(tried) == 64
-
-
-def test_a_longer_sequence_has_positions_and_a_shorter_one_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(scaling, "_point", lambda number, question, _wanted: asked.append((number, question.values)))
-    values = {"seq_length": 1024, "global_batch_size": 8, "max_position_embeddings": 1536}
-    base: Any = replace(question(values, Facts(), 2, Machine(hardware("h100")), 0.5), values=values)
-    scaling.over_lengths(base, [512, 2048, 16384], scaling.Wanted())
-    names = ("seq_length", "global_batch_size", "max_position_embeddings")
-    assert [tuple(found[name] for name in names) for _, found in asked] == [
-        (512, 16, 1536),
-        (2048, 4, 2048),
-        (16384, 1, 16384),
-    ]
-    asked.clear()
-    scaling.over_lengths(replace(base, values={**values, "max_position_embeddings": None}), [4096], scaling.Wanted())
-    assert asked[0][1]["max_position_embeddings"] is None
 
 
 def test_near_batches_are_no_further_than_a_quarter_and_others() -> None:

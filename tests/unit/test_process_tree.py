@@ -6,7 +6,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_ext.verify import process_tree
+from benchmarks import process_tree
 
 
 def test_memory_is_that_of_all_generations_and_the_highest_of_all_looks(monkeypatch: pytest.MonkeyPatch) -> None:

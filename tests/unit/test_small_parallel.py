@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_ext.device.shared_memory import replaced
 from megatron_ext.errors import ConfigurationError, PeerLostError
-from megatron_ext.parallel import groups, meeting, own_groups, sockets
+from megatron_ext.parallel import groups, own_groups, rendezvous, sockets
 from megatron_ext.parallel.operations import WrappedMethods, group_title
 from megatron_ext.parallel.rows import RowShard, local_part, mark, row_shard
 from tests.support.of_one_module import replace_in
@@ -170,8 +169,8 @@ def test_the_engine_has_its_functions_back(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_launchers_store_is_shared_by_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has keys of its own there."""
     store = HashStore()
-    monkeypatch.setattr(meeting, "open_store", lambda timeout: (store, 0, 1))
-    found, rank, size = meeting.meet(timedelta(seconds=5))
+    monkeypatch.setattr(rendezvous, "open_store", lambda timeout: (store, 0, 1))
+    found, rank, size = rendezvous.meet(timedelta(seconds=5))
     found.set("key", "value")
     assert (rank, size, store.check(["key"]), found.check(["key"])) == (0, 1, False, True)
     [token] = [store.get("meeting/token").decode()]
@@ -180,10 +179,10 @@ def test_the_launchers_store_is_shared_by_attempts(monkeypatch: pytest.MonkeyPat
 
 def test_pauses_grow_to_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    replace_in(monkeypatch, meeting, "time", sleep=slept.append)
+    replace_in(monkeypatch, rendezvous, "time", sleep=slept.append)
     pause = 0.01
     for _ in range(12):
-        pause = meeting._wait(pause)
+        pause = rendezvous._wait(pause)
     assert slept[:3] == pytest.approx([0.01, 0.015, 0.0225])
     assert slept[-1] == pause == 0.25
 
@@ -239,18 +238,6 @@ def test_variables_that_a_launcher_has_left_out_are_named(monkeypatch: pytest.Mo
     with pytest.raises(ConfigurationError) as raised:
         sockets.open_store(timedelta(seconds=5))
     assert [problem.split()[0] for problem in raised.value.problems] == ["$WORLD_SIZE", "$MASTER_ADDR"]
-
-
-def test_a_mean_is_of_numbers_that_have_one() -> None:
-    """gloo refuses that of integers; a sum of them is done here."""
-    operations = torch.distributed.ReduceOp
-    for operation, dtype, done in (
-        (operations.AVG, torch.float32, True),
-        (operations.AVG, torch.int64, False),
-        (operations.SUM, torch.int64, True),
-    ):
-        found = replaced._operation(SimpleNamespace(reduceOp=operation), torch.zeros(1, dtype=dtype))
-        assert (found is not None) == done, (operation, dtype)
 
 
 def test_the_launchers_own_store_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

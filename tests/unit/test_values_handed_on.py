@@ -17,7 +17,7 @@ from megatron_ext.config.schema.data import TOKENIZER_TYPES, DataConfig
 from megatron_ext.device.external_kernels import asked_for
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.foreign.fsdp import TABLE
-from megatron_ext.foreign.meanings import FULL_SHARD, SHARD_GRAD, Cases, Default, NoCounterpart
+from megatron_ext.foreign.key_meanings import FULL_SHARD, SHARD_GRAD, Cases, Default, NoCounterpart
 from megatron_ext.plan import dry_run
 from megatron_ext.plan import verdict as plan_verdict
 from megatron_ext.resilience import elastic, launch

@@ -31,7 +31,7 @@ from megatron_ext.checkpoint.huggingface.folder import INDEX, SINGLE
 from megatron_ext.checkpoint.huggingface.importer import copy_tokenizer
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
-from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
+from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
 from megatron_ext.config.families import Family, ParameterMapping, family_of, state_dict_mapping
 from megatron_ext.config.hf_config import hf_config
 from megatron_ext.config.parameters import count

@@ -22,7 +22,7 @@ from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.checkpoint.huggingface.folder import HFFolder, safe_file
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.native import manifest, torch_dist
-from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, TOKENIZER, write_versions
+from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENIZER, write_versions
 from megatron_ext.checkpoint.native.folder import CONFIG, make_partial, publish, saved_iterations
 from megatron_ext.checkpoint.native.torch_archive import archive, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor

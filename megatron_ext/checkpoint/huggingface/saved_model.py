@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from megatron_ext.checkpoint.dtypes import DTYPES, WIDTH
 from megatron_ext.checkpoint.huggingface.importer import stack_sizes, stacked_key
 from megatron_ext.checkpoint.native import manifest, torch_dist
-from megatron_ext.checkpoint.native.companions import kept_tokenizer
+from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import CONFIG, checkpoint_at
 from megatron_ext.checkpoint.native.torch_archive import place_of_elements
 from megatron_ext.checkpoint.native.torch_dist import Chunk

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.native import manifest
-from megatron_ext.checkpoint.native.companions import TOKENIZER
+from megatron_ext.checkpoint.native.extra_files import TOKENIZER
 from megatron_ext.checkpoint.native.folder import CONFIG, DATA, Found, find_to_load
 from megatron_ext.config.saved import read_saved
 from megatron_ext.errors import DataError

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import checksums
 from megatron_ext.checkpoint.native import contents, manifest
-from megatron_ext.checkpoint.native.companions import keep_tokenizer, write_versions
+from megatron_ext.checkpoint.native.extra_files import keep_tokenizer, write_versions
 from megatron_ext.checkpoint.native.folder import (
     CONFIG,
     DATA,

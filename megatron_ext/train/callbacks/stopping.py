@@ -17,7 +17,7 @@ class Stopping(Callback):
     """Stops on a signal, after --exit-duration-in-mins, or at a multiple of --exit-interval.
 
     A signal reaches each rank at its own moment and clocks differ: the ranks agree once per step, by the maximum
-    of what each has seen, or where numbers are read late (train/late_steps.py) within the vector of the step.
+    of what each has seen, or where numbers are read late (train/deferred_reads.py) within the vector of the step.
 
     Args:
         elastic: whether SIGTERM, by which torchrun takes down the ranks when a machine comes or goes, leaves the

@@ -24,7 +24,7 @@ _OF_GPUS = {
 """Flag -> field and value that ask for a GPU."""
 
 
-def believed(facts: Facts, typed: Typed) -> tuple[Facts, list[str]]:
+def assumed_facts(facts: Facts, typed: Typed) -> tuple[Facts, list[str]]:
     """Return the facts of a machine that has what the flags of a dry run name, and one warning about what this machine
     does not have of it; none where it has all.
 

@@ -16,7 +16,6 @@ network but computed from the message, by the algorithm that moves least, on d r
     send                           tensor (a receive sends nothing)
 """
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from megatron_ext.device.shared_memory.replaced import left_to_gloo
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -73,15 +70,6 @@ class Traffic(TorchDispatchMode):
         self.sent: dict[tuple[str, str], Sent] = {}
         """What was sent, by (collective, axis of the group)."""
         self._axes = _axes(groups) if groups is not None else {}
-        self._seen = contextlib.ExitStack()
-
-    def __enter__(self) -> "Traffic":
-        self._seen.enter_context(left_to_gloo())  # what goes through shared memory passes no dispatcher
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._seen.close()
 
     @property
     def total(self) -> float:

@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.launchers import LAUNCHERS, Launcher
 from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.metrics import MEASURED_FIELDS
-from megatron_ext.verify.launchers import LAUNCHERS, Launcher
-from megatron_ext.verify.losses.run import tensor_hashes
+from tests.support.losses.run import tensor_hashes
 
 STEPS, SAVED_EVERY = 40, 3
 FLAGS = (

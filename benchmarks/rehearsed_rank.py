@@ -18,6 +18,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _world
 
+from benchmarks.rehearsal_meter import Meter, Phase
+from benchmarks.rehearsed_world import Objects, played
 from megatron_ext import device
 from megatron_ext.checkpoint.native import contents, save
 from megatron_ext.config.batch import num_microbatches
@@ -35,8 +37,6 @@ from megatron_ext.train.configure import configure
 from megatron_ext.train.datasets import record_of_run
 from megatron_ext.train.state import TrainState
 from megatron_ext.train.weight_decay import check_weight_decay
-from megatron_ext.verify.rehearsal.meter import Meter, Phase
-from megatron_ext.verify.rehearsal.world import Objects, played
 
 
 @dataclass(frozen=True)

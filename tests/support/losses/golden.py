@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.verify.losses import layouts
-from megatron_ext.verify.losses.commits import ROOT, cpu_kind, run_jobs, scratch_folder
+from tests.support.losses import layouts
+from tests.support.losses.commits import ROOT, cpu_kind, run_jobs, scratch_folder
 
 FIELDS = ("lm_loss", "grad_norm", "validation_loss")
 TOLERANCE = 1e-6

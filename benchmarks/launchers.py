@@ -23,7 +23,7 @@ import psutil
 
 from megatron_ext.verify.ranks import forkserver
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[1]
 _PATIENCE = 10.0  # seconds that a rank may take to end
 _RESUMED = re.compile(rb"checkpoint: (?:resuming at iteration (\d+)|starting afresh)")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.verify.losses import layouts, run
+from tests.support.losses import layouts, run
 
 ROOT = Path(__file__).resolve().parents[3]
 Job = dict[str, Any]
