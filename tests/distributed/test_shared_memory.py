@@ -145,6 +145,7 @@ needs_place_to_join = pytest.mark.skipif(
 
 
 @needs_place_to_join
+# Other numbers of ranks are slow: gloo's ring has the same order.
 @pytest.mark.parametrize("ranks", [4, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3, 8))])
 def test_bits_are_gloos(ranks: int) -> None:
     for different, count in run_ranks(ranks, _compare_with_gloo):

@@ -33,6 +33,7 @@ def test_lion_agrees_with_one_process(name: str, lion: Experiment) -> None:
     assert differences.loss <= LOSS_TOLERANCES[name]
 
 
+# Slow: 20 steps of the reference alone.
 @pytest.mark.slow
 def test_lion_learns(flags: list[str]) -> None:
     losses = Experiment(flags).reference("untied").losses
