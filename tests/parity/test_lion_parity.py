@@ -1,7 +1,7 @@
 """Lion in a layout against one process: the first step as with every optimizer, and the curve as far as a sign allows.
 
 Where momentum and gradient cancel, rounding decides which way an element steps. Layouts that round alike (data
-parallelism) give one curve; tensor parallelism sums in another order. docs/LOG.md has the numbers.
+parallelism) give one curve; tensor parallelism sums in another order. docs/decisions.md has the numbers.
 """
 
 import pytest
