@@ -14,7 +14,7 @@ from tests.support.syntax import nodes_of, source, tree_of
 ROOT = Path(__file__).parents[2]
 ROOMS = ("megatron_ext", "tools")
 GUIDES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
-# These pages are made from the program's messages.
+# tools/make_docs.py makes these of the program's messages.
 LEFT_OUT = ("docs/errors.md", "docs/flags.md")
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef
