@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs all checks and tests: lint, types, pytest. Arguments go to pytest, e.g. `bash tests/run.sh -k parity`.
-# With --all it also runs the tests that are marked slow; CONTRIBUTING.md says which they are and when to run them.
+# With --all it also runs the tests that are marked slow; CONTRIBUTING.md says when to run them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh requirements-dev.txt

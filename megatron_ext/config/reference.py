@@ -25,11 +25,12 @@ def flags_page() -> str:
     of_forks = [known for known in earlier_options().values() if not known.accepted]
     refused = [known for known in megatron_options().values() if not known.accepted]
     lines = [
+        "<!-- Generated from megatron_ext/config/schema by `python tools/make_docs.py`. -->",
         "# Flags",
         "",
-        "Written by `python tests/golden/regenerate.py` from `megatron_ext/config/schema`. A flag keeps Megatron's",
-        "name, meaning and default where Megatron has one. The same names, with underscores, go into a `--config`",
-        "file; the command line wins over it. A switch that the file sets is taken back by `--switch=false`.",
+        "A flag keeps Megatron's name, meaning and default where Megatron has one. The same names, with underscores,",
+        "go into a `--config` file; the command line wins over it. A switch that the file sets is taken back by",
+        "`--switch=false`.",
         "",
         "| program | |",
         "|---|---|",

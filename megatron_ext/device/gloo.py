@@ -2,7 +2,7 @@
 
 torch gives each group a gloo device of its own, whose thread wakes up a hundred times a second. megatron-core makes
 some twenty groups, most of them of one rank: 3% of a core for every rank that waits, and a sum over ranks took half as
-much CPU time again (docs/LOG.md). gloo means a device to be shared by many groups.
+much CPU time again (docs/decisions.md). gloo means a device to be shared by many groups.
 """
 
 import functools

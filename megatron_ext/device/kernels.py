@@ -1,7 +1,7 @@
 """Computes the operations that torch does slowly on a CPU, each next to torch's own, which it equals.
 
 Matrix products: torch uses MKL, which on AMD processors does without AVX-512. oneDNN, which is in torch as well,
-uses it, and is 2.2 times as fast there (docs/LOG.md); torch itself asks it for 16-bit types alone.
+uses it, and is 2.2 times as fast there (docs/decisions.md); torch itself asks it for 16-bit types alone.
 
 RMSNorm: on a CPU torch has no kernel for it, so that autograd runs back through every operation it is made of.
 

@@ -2,7 +2,7 @@
 
 A training step frees in its backward pass what its forward pass has allocated, and the next step allocates it again.
 glibc gives large blocks back to the system meanwhile, which hands them out zeroed, page by page, each at the price of
-a fault: on a CPU that is several percent of a small model's step (docs/LOG.md).
+a fault: on a CPU that is several percent of a small model's step (docs/decisions.md).
 """
 
 import ctypes

@@ -9,7 +9,7 @@ Two rules name a rank:
 
 - **It computes slowly.** Its own time was 8% longer in 11 of the last 16 steps, and 18% and 1 ms longer by the median
   of these steps. A rank that has become 1.3 times as slow is found after 11 to 16 steps; where ranks had a third of
-  a core each, one was after 26 (docs/LOG.md). Steps that are slow here or
+  a core each, one was after 26 (docs/decisions.md). Steps that are slow here or
   there, as by Python's garbage collector, flag nobody. It is slow until fewer than 8 of 16 steps are, whatever the
   speed of its core.
 - **Its core is not all its own.** By the clock it computed 15% longer in each of the last 8 groups of 25 steps, and 25%
@@ -19,8 +19,8 @@ Two rules name a rank:
 A rank's own time is that in which others did not have its core, put right for the speed of that core. Where the
 device's fixed loop took more than 1.1 times as long as on the peers' cores, the own time is divided by that ratio to
 the power of 0.75. Cores of a virtual machine change their speed for a second or longer, with what the host runs next to
-them: the loop then takes 1.6 times as long, and a step of a small model 1.3 times (docs/LOG.md). Nobody is named for
-such a second; a core that is slow for longer is named by the second rule.
+them: the loop then takes 1.6 times as long, and a step of a small model 1.3 times (docs/decisions.md). Nobody is named
+for such a second; a core that is slow for longer is named by the second rule.
 """
 
 from collections import deque

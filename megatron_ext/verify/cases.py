@@ -199,7 +199,7 @@ _QUICK = {
 
 # Mixtures of experts. Which experts a token gets is no continuous function: two logits closer than the rounding may
 # change places between layouts, and the losses part. In the 20 steps of this model the k-th and the next logit are
-# never that close (docs/LOG.md has the gaps).
+# never that close (docs/decisions.md has the gaps).
 _EP2 = "--expert-model-parallel-size 2"
 _ALLTOALL = "--moe-token-dispatcher-type alltoall"
 _EXPERT_LAYOUTS = {

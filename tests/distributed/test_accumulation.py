@@ -181,6 +181,7 @@ def differences(request: pytest.FixtureRequest) -> dict[str, list[tuple[list[str
     return dict(zip(layouts, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
+# The others are slow: this layout has stages, chunks and shards at once.
 @pytest.mark.parametrize("written", marked(WRITTEN, slow=WRITTEN.keys() - {"PP2 VPP2, distributed optimizer"}))
 def test_a_first_gradient_is_written_with_the_bits_of_a_sum_with_zeros(written: str, differences: Any) -> None:
     """A bad step and an evaluation before it change nothing, and experts without a token have zeros."""

@@ -88,12 +88,14 @@ def test_a_row_that_nothing_misses_must_go(name: str, tmp_path) -> None:
     _must_fail_without(name, str(tmp_path), RUNS, ranks=2)
 
 
+# Slow: what is needed changes with torch and megatron-core alone.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FOR_EXPERTS))
 def test_a_row_for_experts_that_nothing_misses_must_go(name: str, tmp_path) -> None:
     _must_fail_without(name, str(tmp_path), EXPERTS, ranks=4)
 
 
+# Slow: all other tests of experts have all rows.
 @pytest.mark.slow
 def test_with_all_rows_experts_work(tmp_path) -> None:
     run_ranks(4, _train_without, None, str(tmp_path), EXPERTS)
@@ -123,6 +125,7 @@ def _gather_and_free(rounds: int) -> None:
             output.untyped_storage().resize_(0)
 
 
+# 3,000 rounds are slow: they find a broken heap that 10 may miss.
 @pytest.mark.parametrize("rounds", [10, pytest.param(3000, marks=pytest.mark.slow)])
 def test_coalesced_gathers_may_be_freed_after_their_wait(rounds: int) -> None:
     """Without `_FOR_GLOO` the long one dies of a broken heap two times out of three."""

@@ -122,6 +122,7 @@ def _one_rank_is_waited_for(run: Any) -> None:
     assert pending.written()
 
 
+# Slow: fp32 copies less, and FSDP2 copies rows as other layouts copy shards.
 @pytest.mark.parametrize("layout", marked(LAYOUTS, slow={"fp32", "bf16, FSDP2"}))
 def test_the_snapshot_is_exact(layout: str, tmp_path: Path) -> None:
     flags = LAYOUTS[layout]

@@ -114,7 +114,9 @@ def test_context_parallel_ranks_draw_their_own_masks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "rest", [pytest.param([], id="replicated", marks=pytest.mark.slow), ["--use-distributed-optimizer"]]
+    # Replicated is slow: the distributed optimizer divides the state, and writes the same tensors.
+    "rest",
+    [pytest.param([], id="replicated", marks=pytest.mark.slow), ["--use-distributed-optimizer"]],
 )
 def test_checkpoints_are_those_of_one_process(rest: list[str], tmp_path: Path) -> None:
     small = [*FLAGS, "--num-layers", "2", "--global-batch-size", "4"]

@@ -36,6 +36,7 @@ def prefixes(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "a"), str(tmp_path / "b")
 
 
+# One corpus is slow: a blend reads several in the same way.
 @pytest.mark.parametrize("form", [pytest.param("one", marks=pytest.mark.slow), "blend", "paths"])
 def test_all_ranks_read_the_same(tmp_path: Path, prefixes: tuple[str, str], form: str):
     a, b = prefixes

@@ -70,6 +70,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert message.startswith("start: rank 1 did not come, within 2 s")
 
 
+# Slow: the other rank reports late; both orders are judged alike.
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_stops_in_the_middle_is_named(tmp_path: Path, late: int) -> None:
     """Its connections stay open, so that the others hear nothing from it. Whoever reports it says where it stopped."""

@@ -43,6 +43,7 @@ def test_two_kills_change_no_bit_and_a_changed_bit_is_found(tmp_path: Path) -> N
     assert f"{name} of the last checkpoint" in found
 
 
+# Slow: the plain run has two kills; test_snapshots.py and test_elastic_agents.py have each way to restart.
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["snapshots", "snapshots, lost machines", "elastic"])
 def test_three_kills_with_every_other_way_to_restart(variant: str, tmp_path: Path) -> None:
@@ -82,6 +83,7 @@ def test_the_kills_go_where_the_fewest_were() -> None:
     assert not any(VARIANTS[variant].elastic for _, variant in combinations("torchrun"))
 
 
+# Slow: ten kills; test_kill_and_resume.py kills ranks of torchrun.
 @pytest.mark.slow
 def test_ten_kills_of_all_kinds_under_torchrun_and_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = tmp_path / "endurance.json"

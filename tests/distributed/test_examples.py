@@ -43,6 +43,7 @@ def write_program(file: Path, text: str) -> None:
     file.chmod(0o755)
 
 
+# On 2 and 8 ranks it is slow: the layouts that it trains there have tests of their own.
 @pytest.mark.parametrize("ranks", ["1", *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ("2", ""))])
 def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_path: Path) -> None:
     """By default it goes on with eight ranks without GPUs. Few layers and small batches cannot be divided so."""

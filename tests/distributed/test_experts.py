@@ -148,6 +148,7 @@ def saved(flags: list[str], pytestconfig: pytest.Config, tmp_path_factory: pytes
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
+        # Slow are those that divide what the others divide, or less.
         pytest.param(1, "", marks=pytest.mark.slow),
         (2, f"{TP2} --expert-tensor-parallel-size 1 {EP2} --moe-token-dispatcher-type alltoall"),
         (2, "--pipeline-model-parallel-size 2"),

@@ -137,6 +137,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
+        # The others are slow: a layer's numbers above have each recipe under each way to divide it.
         pytest.param(recipe, layout, marks=[] if (recipe, layout) in PLAIN_RUN else [pytest.mark.slow])
         for recipe in ("tensorwise", "rowwise")
         for layout in LAYOUTS

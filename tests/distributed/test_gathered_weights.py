@@ -49,6 +49,7 @@ def _numbers(flags: list[str]) -> list[str]:
     return numbers
 
 
+# Slow: untied weights that the pipelined cases gather, too.
 @pytest.mark.parametrize("name", marked(LAYOUTS, slow={"DP2, untied", "TP2 SP DP2, untied"}))
 def test_weights_that_are_gathered_late_are_those_that_are_gathered_at_once(name: str) -> None:
     ranks, layout = LAYOUTS[name]

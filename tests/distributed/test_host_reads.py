@@ -97,6 +97,7 @@ def test_a_step_reads_three_times_before_its_update(flags: str) -> None:
         (1, SMALL),
         (1, LARGE),
         (2, f"{SMALL} {PP2}"),
+        # Slow: more ranks read as often.
         pytest.param(4, f"{LARGE} {TP2} {PP2}", marks=pytest.mark.slow),
         pytest.param(8, f"{LARGE} {TP2} {PP2}", marks=pytest.mark.slow),
     ],

@@ -101,6 +101,7 @@ def test_load_hf_into_stages_that_differ(models: dict[str, Any]) -> None:
     assert _difference(2, flags(uneven, 1, 2), expected) < TOLERANCE
 
 
+# Slow: the tests above cut the tensors of each family; how rows go into shards is no matter of the family.
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["--use-torch-fsdp2", "--use-megatron-fsdp"])
 @pytest.mark.parametrize("name", ["Llama 3.1", "Qwen2", "GPT-2"])
@@ -113,6 +114,7 @@ def test_load_hf_into_shards(name: str, sharding: str, models: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("name", "heads", "tp"),
     [
+        # Slow are numbers of groups that ranks divide evenly, as test_load_hf has them.
         *(pytest.param("Qwen2", heads, tp, marks=pytest.mark.slow) for heads, tp in ((2, 2), (6, 2), (3, 1))),
         ("Qwen2", 3, 3),
         ("OLMo-2", 1, 2),

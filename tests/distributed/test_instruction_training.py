@@ -63,6 +63,7 @@ def alone(prepared: Prepared) -> RunRecord:
     return record(prepared.flags, 1, STEPS)
 
 
+# CP2 is slow: test_context_parallel.py has loss masks and packed documents.
 @pytest.mark.parametrize("layout", ["TP2 x DP2", "PP2", pytest.param("CP2", marks=pytest.mark.slow)])
 def test_every_layout_is_one_process(layout: str, prepared: Prepared, alone: RunRecord) -> None:
     ranks, flags = LAYOUTS[layout]

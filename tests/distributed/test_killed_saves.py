@@ -31,6 +31,7 @@ def _save_and_die(folder: str, seconds: float | None) -> float:
     return time.perf_counter() - started
 
 
+# Slow: 50 kills; test_checkpoint.py kills at each point between shards and tracker.
 @pytest.mark.slow
 def test_50_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [duration] = run_ranks(1, _save_and_die, str(tmp_path / "whole"), None)

@@ -35,6 +35,7 @@ CASES = {
     "TP2 PP2": (4, f"{TP2_PP2} --bf16 --clip-grad 0.01"),
     "TP2 PP2 DP2": (8, f"{TP2_PP2} {ZERO_1} --bf16 --clip-grad 0.01"),
 }
+# Slow: schemes and ranks of which the other cases have each part.
 REPEATED = {"not clipped", "FSDP2", "ZeRO-3", "TP2 PP2", "TP2 PP2 DP2"}
 """Left to --all: what changes with them is whose gradients the norm adds up, which their own tests look at."""
 AT_ONCE = [
@@ -153,6 +154,7 @@ def test_files_and_lines_of_a_run_are_the_same(tmp_path: Path) -> None:
     assert [row["iteration"] for row in late[0] if "validation_loss" in row] == [3, 6]
 
 
+# Slow: four runs; the cases above compare state and metrics of both ways.
 @pytest.mark.slow
 def test_a_run_that_goes_on_is_the_same(tmp_path: Path) -> None:
     at_once, _ = _ran(SAVES, tmp_path / "at once", late=False)

@@ -176,6 +176,7 @@ def test_embeddings_and_output_layer_have_a_rate_of_their_own(layout: str):
 @pytest.mark.parametrize(
     ("moments", "layout"),
     [
+        # Slow: whole states, and another sharding of the same roots.
         pytest.param("bf16", "", marks=pytest.mark.slow),
         ("bf16", "--bf16 --main-grads-dtype bf16 --use-distributed-optimizer"),
         ("bf16", "--use-torch-fsdp2"),
@@ -210,6 +211,7 @@ def _gradients(run: Any) -> tuple[list[str], float, float]:
     return sorted({str(buffer.grad_data.dtype) for buffer in buffers}), result.grad_norm, result.loss
 
 
+# DDP is slow: the distributed optimizer reduces the same buffers.
 @pytest.mark.parametrize("layout", [pytest.param("", marks=pytest.mark.slow), ZERO])
 def test_gradients_are_kept_and_reduced_in_bf16(layout: str):
     """The gradients are the same but for rounding to 8 bits, of each microbatch and of each rank's sum."""

@@ -401,6 +401,7 @@ def _overflowing(flags: str, plants: Sequence[Plant]) -> list[tuple[bool, bool, 
     return found
 
 
+# Without sharding it is slow: the verdict is joined in the same way.
 @pytest.mark.parametrize("scheme", [pytest.param("", marks=pytest.mark.slow), ZERO_1, "--use-megatron-fsdp"])
 def test_an_overflow_of_any_rank_is_skipped_by_all(scheme: str) -> None:
     flags = f"{TP2} {scheme} --fp16 --initial-loss-scale 1024 --hysteresis 1"

@@ -150,6 +150,7 @@ def test_the_state_is_where_the_flags_say(layout: str, traces: list[dict[str, Tr
             )
 
 
+# Slow are one precision and one scheme of two that the others have.
 RESUMED = {
     "bf16, distributed optimizer": [],
     "bf16, FSDP2": [],

@@ -37,6 +37,7 @@ def _saves(case: tuple[list[str], str]) -> list[float]:
     return resave(flags, None, folder)
 
 
+# TP2 DP2 is slow: the others have both.
 @pytest.mark.parametrize("layout", marked(LAYOUTS, slow={"TP2 DP2"}))
 def test_ranks_write_the_same_checkpoint_together(layout: str, tmp_path: Path) -> None:
     ranks, words = LAYOUTS[layout]
@@ -73,6 +74,7 @@ def _reads(flags: list[str], folder: str) -> tuple[int, list[float]]:
     return sum(read), losses
 
 
+# fp32 without sharding is slow: there is less to read together.
 @pytest.mark.parametrize("words", [pytest.param("", marks=pytest.mark.slow), "--use-distributed-optimizer --bf16"])
 def test_ranks_read_together_what_they_hold_in_common(words: str, tmp_path: Path) -> None:
     flags = [*FLAGS, *words.split()]

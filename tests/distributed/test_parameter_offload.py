@@ -92,6 +92,7 @@ def traces(request: pytest.FixtureRequest) -> dict[str, list[tuple[Trace, Trace]
     return found
 
 
+# Slow: less state than the others keep.
 @pytest.mark.parametrize("layout", marked(LAYOUTS, slow={"fp32", "SGD"}))
 def test_host_memory_holds_all_and_changes_nothing(layout: str, traces: dict[str, list[tuple[Trace, Trace]]]) -> None:
     for without, offloaded in traces[layout]:

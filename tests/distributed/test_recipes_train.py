@@ -25,6 +25,7 @@ def test_a_tiny_copy_of_every_family_trains() -> None:
     check(measured(FAMILIES, 2), 2)
 
 
+# Slow: 40 recipes on up to 8 ranks; test_recipes.py has every recipe's dry run.
 @pytest.mark.slow
 def test_a_tiny_copy_of_every_recipe_trains_in_its_own_layout() -> None:
     check(measured([recipe.name for recipe in recipes() if recipe.devices], 8), 8)

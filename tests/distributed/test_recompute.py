@@ -33,6 +33,7 @@ def _loss_and_gradients(config: Config) -> tuple[torch.Tensor, dict[str, torch.T
     "layout",
     [
         {},
+        # Slow: sequence parallelism divides more of the same.
         pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     ],

@@ -135,6 +135,7 @@ CASES: dict[str, Case] = {
 }
 """Ranks, flags, steps before the damage, and the damage."""
 
+# Slow: FSDP2 has the same rows of weights.
 SLOW = {"Megatron-FSDP"}
 
 

@@ -102,6 +102,7 @@ def test_an_evaluation_just_before_a_snapshot_leaves_nothing_in_it(tmp_path: Pat
     assert "resuming at iteration 6 of the snapshots in " in resumed[0].output
 
 
+# Slow: more schemes and precisions; the tests above have bf16 with the distributed optimizer, its gathers overlapped.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",

@@ -34,6 +34,7 @@ LAYOUTS = {
     "PP2, interleaved": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
     "EP2": f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
 }
+# Slow: more schemes and precisions of what is run again.
 SLOW = {
     "TP2": "--tensor-model-parallel-size 2 --sequence-parallel",
     "CP2": "--context-parallel-size 2 --cp-comm-type a2a",  # the only kind with dropout

@@ -22,6 +22,7 @@ def test_changed_inputs_are_refused_or_read_right(target: str) -> None:
     assert sum(outcomes.values()) == 25
 
 
+# Slow: twenty times as many inputs as the test above.
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_many_changed_inputs_are_refused_or_read_right(target: str) -> None:

@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """Write the texts of tests/golden anew (cli.txt, near_flags.json, foreign_keys.txt, problems.txt, and what the planner
-says: planner.txt, plans.txt, pipelines.txt), docs/flags.md, docs/errors.md and docs/megatron_launches.md:
-`python tests/golden/regenerate.py`.
+says: planner.txt, plans.txt, pipelines.txt) and docs/megatron_launches.md: `python tests/golden/regenerate.py`.
 
 Run it after changing a flag, a message or an estimate on purpose, and read the diff before committing it. With --losses
 it trains and writes tests/golden/losses for this torch and this machine instead: only where losses changed on purpose.
@@ -14,10 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ext.config.reference import flags_page, pinned_command_line  # noqa: E402
-from tests.support import foreign_keys, near_bounds, planner_numbers, plans  # noqa: E402
-from tests.support.errors_page import errors_page  # noqa: E402
+from megatron_ext.config.reference import pinned_command_line  # noqa: E402
 from tests.support.losses import golden  # noqa: E402
+from tests.support import foreign_keys, near_bounds, planner_numbers, plans  # noqa: E402
 from tests.support.megatron_launches import launches_page  # noqa: E402
 from tests.support.near_flags import golden_text  # noqa: E402
 
@@ -27,8 +25,6 @@ def main() -> None:
         print(golden.write(ROOT / "tests/golden/losses"))
         return
     (ROOT / "tests/golden/cli.txt").write_text(pinned_command_line())
-    (ROOT / "docs/flags.md").write_text(flags_page())
-    (ROOT / "docs/errors.md").write_text(errors_page())
     (ROOT / "docs/megatron_launches.md").write_text(launches_page())
     (ROOT / "tests/golden/near_flags.json").write_text(golden_text())
     (ROOT / "tests/golden/foreign_keys.txt").write_text(foreign_keys.golden_text())

@@ -46,6 +46,7 @@ def one_process(*left_out: str, steps: int = STEPS) -> RunRecord:
     return record(FLAGS, 1, steps, extensions=kept)
 
 
+# TP2 PP2 is slow: the others divide by each.
 @pytest.mark.parametrize("name", marked(LAYOUTS, slow={"TP2 PP2"}))
 def test_the_example_has_one_loss_curve(name: str, steps: int) -> None:
     world_size, flags = LAYOUTS[name]

@@ -1,7 +1,7 @@
 """Lion in a layout against one process: the first step as with every optimizer, and the curve as far as a sign allows.
 
 Where momentum and gradient cancel, rounding decides which way an element steps. Layouts that round alike (data
-parallelism) give one curve; tensor parallelism sums in another order. docs/LOG.md has the numbers.
+parallelism) give one curve; tensor parallelism sums in another order. docs/decisions.md has the numbers.
 """
 
 import pytest
@@ -33,6 +33,7 @@ def test_lion_agrees_with_one_process(name: str, lion: Experiment) -> None:
     assert differences.loss <= LOSS_TOLERANCES[name]
 
 
+# Slow: 20 steps of the reference alone.
 @pytest.mark.slow
 def test_lion_learns(flags: list[str]) -> None:
     losses = Experiment(flags).reference("untied").losses

@@ -15,11 +15,12 @@ from megatron_ext.train.configure import configure, gather_facts
 from tests.support.wrong_flags import BASE, EXAMPLES, SEVERAL, UNREADABLE
 
 _INTRODUCTION = f"""\
+<!-- Generated from the program's answers by `python tools/make_docs.py`. -->
 # Wrong flags, and what the program answers
 
-Written by `python tests/golden/regenerate.py`; a test compares it with the program. Every problem of a command line is
-reported at once, before any process group is made: exit code 64 within two seconds. Each message names the flags, their
-values, and a setting that works. The examples add their flags to this launch, which works:
+Every problem of a command line is reported at once, before any process group is made: exit code 64 within two seconds.
+Each message names the flags, their values, and a setting that works. The examples add their flags to this launch, which
+works:
 
 ```
 python pretrain_gpt.py {BASE}

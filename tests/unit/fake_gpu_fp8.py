@@ -122,6 +122,7 @@ def test_what_is_compiled_is_given_plain_tensors(recipe: str, monkeypatch: pytes
     assert len(given) >= 8 * len(LAYERS), "of three matrices the largest values, and five times what is rounded"
 
 
+# Slow: what is compiled for all sizes changes with torch alone.
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rounding_is_compiled_for_all_sizes_of_a_model(

@@ -143,6 +143,7 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "nothing fused": (LLAMA, {}, {**BF16, "disable_jit_fuser": True}, {}, [ALONE, HEADS, ALONE]),
 }
 OTHERS_IN_GRAPHS = ("norms of heads", "loss with its output layer", "nothing fused")
+# The others are slow: another model or setting with the same calls.
 DAILY = ("Llama", "GPT-2", "norms of heads", "TP2, SP", "packed documents", "experts")
 
 

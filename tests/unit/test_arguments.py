@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.arguments import Typed, parse
-from megatron_ext.config.reference import flags_page, pinned_command_line
+from megatron_ext.config.reference import pinned_command_line
 from megatron_ext.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,3 @@ def test_help_names_every_flag_and_exits_with_0(capsys: pytest.CaptureFixture[st
 def test_the_command_line_is_the_pinned_one():
     pinned = (ROOT / "tests/golden/cli.txt").read_text()
     assert pinned_command_line() == pinned, "a flag changed; if on purpose: python tests/golden/regenerate.py"
-
-
-def test_the_page_of_flags_is_current():
-    assert flags_page() == (ROOT / "docs/flags.md").read_text(), "python tests/golden/regenerate.py"

@@ -45,6 +45,7 @@ def test_on_fake_gpus_and_in_tritons_interpreter() -> None:
     run_there()
 
 
+# Slow: each n-th combination is in the plain run above.
 @pytest.mark.slow
 def test_every_combination_on_fake_gpus_and_in_tritons_interpreter() -> None:
     run_there("-m", "slow")

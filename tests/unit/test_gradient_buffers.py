@@ -241,6 +241,7 @@ def test_a_zero_is_that_of_a_sum_with_zeros() -> None:
     assert not main_grad.signbit().any()
 
 
+# bf16 is slow: the marks of first gradients are the same.
 @pytest.mark.parametrize("training", [{}, pytest.param({"bf16": True}, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["tied, biases", "untied"])
 @pytest.mark.parametrize("fused", [False, True], ids=["by hooks", "by products"])

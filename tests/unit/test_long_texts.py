@@ -260,6 +260,7 @@ def test_memory_with_a_line_of_10_megabytes(tmp_path: Path, flags: list[str]):
     assert run_with_a_line(tmp_path, 10, "😀", *flags).peak_bytes < 100e6 + (1000e6 - 100e6) / 10
 
 
+# Slow: ten times the line of the test above, which allows a tenth of the memory.
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "7"])
 @pytest.mark.parametrize("ending", [*ENDINGS, "\U000e0080"])
@@ -268,6 +269,7 @@ def test_memory_with_a_line_of_100_megabytes(tmp_path: Path, workers: str, endin
         assert run_with_a_line(tmp_path, 100, ending, *flags, "--workers", workers).peak_bytes < 1e9
 
 
+# Slow: 100 MB; the test above refuses shorter texts in the same words.
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "7"])
 def test_a_line_of_100_megabytes_that_cannot_be_cut(tmp_path: Path, workers: str, normalizing: str):
@@ -279,6 +281,7 @@ def test_a_line_of_100_megabytes_that_cannot_be_cut(tmp_path: Path, workers: str
         assert measured.peak_bytes < 1e9
 
 
+# Slow: a GB of text in each form of parquet.
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["equal", "plain", "delta"])
 def test_memory_with_a_cluster_of_long_rows(tmp_path: Path, kind: str):
@@ -295,6 +298,7 @@ def test_memory_with_a_cluster_of_long_rows(tmp_path: Path, kind: str):
     assert measured.peak_bytes < 1e9
 
 
+# Slow: 60 rows of 9 MB, by one and by seven workers.
 @pytest.mark.slow
 def test_memory_with_long_rows(tmp_path: Path):
     table = pyarrow.table({"text": [SENTENCE * 200_000 + "😀" for _ in range(60)]})  # 9 MB each

@@ -12,9 +12,8 @@ from megatron_ext.cli.main import COMMANDS, command, help_text
 from megatron_ext.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
-# What belongs to the repository and not to a user: they compare commits, test its tests, and write its docs and its
-# corpus.
-OF_THE_CHECKOUT = {"loss_compare", "mutate", "parity_table", "python_corpus", "recipes"}
+# What belongs to the repository and not to a user: they compare commits, and write its docs and its corpus.
+OF_THE_CHECKOUT = {"loss_compare", "make_docs", "parity_table", "python_corpus", "recipes"}
 OF_THE_COMMAND = {"pretrain", "completion", "api"}
 # What one does with a trained model lies in tasks/: script by command.
 IN_TASKS = {"tasks": "main", "generate": "generate"}

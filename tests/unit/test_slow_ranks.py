@@ -31,6 +31,7 @@ def noisy(ranks: int, seed: int) -> Iterator[list[float]]:
         ]
 
 
+# Eight ranks are slow: the fewest ranks have the noisiest median.
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_noise_flags_nobody_in_a_thousand_steps(ranks: int) -> None:
     for seed in range(20):

@@ -187,6 +187,7 @@ def test_a_norm_with_its_sum_is_compiled_for_hopper(launches: list[Launch], tmp_
     check(launches[1], 90, tmp_path)
 
 
+# Slow: every kernel, type and GPU; the test above compiles the largest norm for one.
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
