@@ -54,7 +54,7 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Te
         after.append(in_plain_process(logits_of_folder, str(folder)))
         folders.append(folder)
     [ours] = run_ranks(1, in_turn, our_logits, [flags(["--load-hf", str(folder)]) for folder in folders], timeout=550)
-    return {case: (*three,) for case, *three in zip(ADDED, before, after, map(_whole, ours), strict=True)}
+    return dict(zip(ADDED, zip(before, after, map(_whole, ours), strict=True), strict=True))
 
 
 def _whole(part: torch.Tensor) -> torch.Tensor:
