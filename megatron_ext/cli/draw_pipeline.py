@@ -86,7 +86,7 @@ def _simulated(
     config = resolve({**asked.values, "world_size": ranks}, asked.facts)
     found = problems(config, asked.facts)
     if found:
-        raise ConfigurationError(found)
+        raise ConfigurationError(typed.as_typed(found))
     return preview(config, machine, microbatches)
 
 

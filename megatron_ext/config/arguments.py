@@ -11,7 +11,7 @@ What only some command lines need (files, the search for a slip of the pen) is i
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,15 @@ class Typed:
     """What is wrong with the flags themselves; empty in what `parse` returns."""
 
     unread: frozenset[str] = frozenset()
-    """Fields that were given, but whose value could not be read, or whose flag has a slip of the pen."""
+    """Fields that were given, but whose value could not be read, or whose flag has a slip of the pen; of a file that
+    could not be read, all that the command line does not give."""
+
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """What a message says of a field that was given by another name alone, and what was typed instead."""
+
+    def as_typed(self, texts: Iterable[str]) -> list[str]:
+        """Return messages with every flag named as it was typed."""
+        return [_renamed(text, self.spellings) for text in texts]
 
 
 @dataclass
@@ -74,10 +82,43 @@ class _Reading:
     unread: set[str] = field(default_factory=set)
     unknown: list[tuple[str, str]] = field(default_factory=list)
     """Pairs of a name that nobody knows, and the problem that it is."""
-    fixed: dict[str, Any] = field(default_factory=dict)
-    """Values that an old spelling stands for, which win over the field's own flag as in Megatron."""
+    spelled: dict[str, dict[str, tuple[str, Any]]] = field(default_factory=dict)
+    """Field -> name by which it was given -> how a message shows that, and the value."""
     implied: dict[str, Any] = field(default_factory=dict)
     """Values that an old spelling stands for as well, where no flag gives others."""
+
+    def give(self, name: str, spelling: str, shown: str, value: Any) -> None:
+        """Note the value of a field, given by one of its names; the last one by the same name counts."""
+        self.values[name] = value
+        self.spelled.setdefault(name, {})[spelling] = shown, value
+
+    def contradictions(self, where: str = "") -> list[str]:
+        """Return a problem for each field that two names give different values, and note that it has none."""
+        found = []
+        for name, given in self.spelled.items():
+            (first, value), *others = given.values()
+            different = [shown for shown, other in others if other != value]
+            found += [f"{where}{first} and {shown} are the same option; keep one of them" for shown in different]
+            self.unread |= {name} if different else set()
+        return found
+
+    def spellings(self) -> dict[str, str]:
+        """Return what `Typed.spellings` says of the fields that were given here."""
+        found = {}
+        for name, given in self.spelled.items():
+            flag, names = flag_of(name), [one if one.startswith("--") else flag_of(one) for one in given]
+            if flag in names:
+                continue
+            old = names[0]
+            meaning = old_spellings.find(old)
+            found[flag if meaning is None or meaning[1] is None else f"{flag} {meaning[1]}"] = old
+        return found
+
+
+def _renamed(text: str, spellings: Mapping[str, str]) -> str:
+    for new, old in spellings.items():
+        text = re.sub(rf"{re.escape(new)}(?![\w-])", old, text)
+    return text
 
 
 def parse(argv: Sequence[str]) -> Typed:
@@ -104,7 +145,9 @@ def read(argv: Sequence[str]) -> Typed:
     file = _Reading()
     if command_line.config_path is not None:
         _read_file(file, command_line.config_path)
-    given = file.implied | command_line.implied | file.values | file.fixed | command_line.values | command_line.fixed
+    command_line.problems += command_line.contradictions()
+    given = file.implied | command_line.implied | file.values | command_line.values
+    spellings = _Reading(spelled=file.spelled | command_line.spelled).spellings()
     listed, wrong_lists = data_lists.with_listed_data(given)
     values, dropped = without_effect(_with_default_tokenizer(listed))
     if not command_line.dry_run:
@@ -116,9 +159,12 @@ def read(argv: Sequence[str]) -> Typed:
         dry_run=command_line.dry_run,
         device_memory_gb=command_line.device_memory_gb,
         device_name=command_line.device_name,
-        warnings=tuple(dict.fromkeys(file.warnings + command_line.warnings + dropped)),
+        warnings=tuple(
+            dict.fromkeys(file.warnings + command_line.warnings + [_renamed(warning, spellings) for warning in dropped])
+        ),
         problems=tuple(command_line.problems + file.problems + wrong_lists),
-        unread=frozenset(command_line.unread | file.unread),
+        unread=frozenset(command_line.unread | file.unread - command_line.values.keys()),
+        spellings=spellings,
     )
 
 
@@ -218,7 +264,7 @@ def _read_old(reading: _Reading, flag: str, old: tuple[str, str | None], inline:
     if value is None:
         _read_option(reading, flag, options_by_name()[name], inline, words)
     else:
-        reading.fixed[name] = value
+        reading.give(name, flag, flag, value)
         _refuse_extra(reading, flag, words if inline is None else [inline, *words])
 
 
@@ -235,7 +281,9 @@ def _read_option(reading: _Reading, flag: str, option: Option, inline: str | Non
         reading.problems.append(f"{flag} needs a value: {flag} {option.metavar}")
         return
     try:
-        reading.values[option.name] = read_texts(option, [_taken(reading, flag, option, text) for text in texts])
+        value = read_texts(option, [_taken(reading, flag, option, text) for text in texts])
+        shown = f"{flag} {' '.join(texts)}" if not option.is_switch else flag if value else f"{flag}=false"
+        reading.give(option.name, flag, shown, value)
     except ValueError as error:
         reading.unread.add(option.name)
         reading.problems.append(f"{flag}: {error}")
@@ -299,18 +347,16 @@ def _read_file(reading: _Reading, path: str) -> None:
         content = read_yaml(path)
     except ConfigurationError as error:
         reading.problems += error.problems
+        reading.unread |= options_by_name().keys()
         return
-    keys: dict[str, str] = {}
     for key, value in content.items():
-        if value is None:  # an empty value is one that was not given
-            continue
-        name = _read_entry(reading, path, key, value)
-        if name is not None and (other := keys.setdefault(name, key)) != key:
-            reading.problems.append(f"{path}: {other} and {key} are the same option; keep one of them")
+        if value is not None:  # an empty value is one that was not given
+            _read_entry(reading, path, key, value)
+    reading.problems += reading.contradictions(f"{path}: ")
 
 
-def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> str | None:
-    """Read one line of a configuration file, and return the option that it gives a value, if it does."""
+def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> None:
+    """Read one line of a configuration file."""
     name = key.replace("-", "_")
     if (old := old_spellings.find(flag_of(name))) is not None:
         implied = old_spellings.IMPLIED.get(flag_of(name), {})
@@ -320,10 +366,10 @@ def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> str | Non
     option = options_by_name().get(name)
     try:
         if value is None:
-            return None  # a switch that is off
+            return  # a switch that is off
         if option is not None:
-            reading.values[name] = read_yaml_value(option, _taken_yaml(reading, option, value))
-            return name
+            value = read_yaml_value(option, _taken_yaml(reading, option, value))
+            reading.give(name, key, key, value)
         elif (known := megatron_options.find(flag_of(name))) is not None:
             if value is not False:
                 items = [] if value is True else value if isinstance(value, list) else [value]
@@ -336,7 +382,6 @@ def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> str | Non
     except ValueError as error:
         reading.unread.add(name)
         reading.problems.append(f"{path}: {key}: {error}")
-    return None
 
 
 def _taken_yaml(reading: _Reading, option: Option, value: Any) -> Any:

@@ -2,8 +2,8 @@
 that it names is run.
 
 What is peculiar to a family stands in its file in `config/families/`. A value that our model cannot have (a sliding
-window, another kind of rope scaling) is refused by name: a model that trains as something slightly else is worse than
-none.
+window, another kind of rope scaling) and a key that nobody knows are refused by name: a model that trains as something
+slightly else is worse than none.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_ext.config.families import FAMILIES, Family
 from megatron_ext.config.families.reading import Reading
+from megatron_ext.config.families.without_bearing import WITHOUT_BEARING
 from megatron_ext.config.options import check_size, flag_of, options_by_name
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
@@ -43,11 +44,17 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
             f"{path}: model_type {json.dumps(content.get('model_type'))} is not supported; "
             f"use one of {', '.join(FAMILIES)}"
         )
-    reading = Reading(content, family.defaults)
-    if content.get("quantization_config") is not None:
+    reading = Reading(content, family.defaults, family.aliases)
+    if reading.get("quantization_config") is not None:
         reading.problems.append("quantization_config: quantized weights are not supported; use the unquantized model")
+    reading.refuse_unless("is_encoder_decoder", False, False, "only false is supported")
     values = family.read(reading)
-    problems = reading.problems or list(_out_of_bounds(values))
+    reading.refuse_the_rest(
+        f"a key that is not known for {family.model_type}; if the model is the same without it, leave it out of a copy "
+        "of config.json",
+        but=frozenset(key for keys in WITHOUT_BEARING.values() for key in keys),
+    )
+    problems = list(dict.fromkeys(reading.problems)) or list(_out_of_bounds(values))
     if problems:
         raise ConfigurationError([f"{path}: {problem}" for problem in problems])
     return family, {**family.fixed, **values}

@@ -84,7 +84,8 @@ def flags_page() -> str:
 
 
 def _old_spellings() -> list[str]:
-    lines = ["### Old spellings", "", "| old | taken as |", "|---|---|"]
+    both = "Both may be given where they say the same; with different values they are refused."
+    lines = ["### Old spellings", "", both, "", "| old | taken as |", "|---|---|"]
     for flag, (name, value) in (FLAGS | EARLIER_FLAGS).items():
         besides = "".join(
             f", `{flag_of(other)} {text}`" for other, text in IMPLIED.get(flag, {}).items() if other != name

@@ -41,7 +41,7 @@ class Facts:
         tokenizer_error: why that tokenizer could not be read, or None.
         huggingface: values of the model that --load-hf names, by field name; empty without it.
         huggingface_problems: why its config.json cannot be used.
-        unread: fields that the user gave, but whose value could not be read.
+        unread: fields that the user, or a file that the flags name, gave, but whose value could not be read.
         saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
         missing_paths: files that the flags name and that do not exist (`config.blend.missing_paths`).
         missing_checkpoint: what --exit-on-missing-checkpoint finds amiss in the --load folder.

@@ -53,11 +53,19 @@ def heads_divide_over_context_ranks(config: Config, facts: Facts) -> Iterator[st
         return
     if size > 1 and groups % (size * tensor):
         kind = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
-        working = [n for n in divisors(groups // tensor) if n > 1] if groups % tensor == 0 else []
+        others = tensor * layout.pipeline_model_parallel_size
+        working = [
+            n
+            for n in (divisors(groups // tensor) if groups % tensor == 0 else [])
+            if n > 1 and layout.world_size % max(n * others, 1) == 0
+        ]
+        # Of the other exchanges none has dropout.
+        dropout = " --attention-dropout 0" if model.attention_dropout > 0.0 else ""
         yield (
             f"--cp-comm-type a2a gives every rank whole key and value heads, but {kind} {groups} is not divisible by "
-            f"--context-parallel-size {size} x --tensor-model-parallel-size {tensor}; use --cp-comm-type p2p, or "
-            f"all_gather{', or ' + use('--context-parallel-size', working).removeprefix('use ') if working else ''}"
+            f"--context-parallel-size {size} x --tensor-model-parallel-size {tensor}; use --cp-comm-type p2p or "
+            f"all_gather{dropout}"
+            f"{', or ' + use('--context-parallel-size', working).removeprefix('use ') if working else ''}"
         )
 
 

@@ -30,7 +30,7 @@ def fp8_has_layers_of_its_own(config: Config, facts: Facts) -> Iterator[str]:
         start, end = training.num_layers_at_start_in_bf16, training.num_layers_at_end_in_bf16
         yield (
             f"--num-layers-at-start-in-bf16 {start} and --num-layers-at-end-in-bf16 {end} leave none of --num-layers "
-            f"{model.num_layers} in FP8; leave --fp8-format out, or --first-last-layers-bf16"
+            f"{model.num_layers} in FP8; leave --fp8-format out, or leave --first-last-layers-bf16 out"
         )
 
 

@@ -25,9 +25,11 @@ def samples_fit_the_positions(config: Config, facts: Facts) -> Iterator[str]:
     if training.sample_interval is None or model.position_embedding_type != "learned_absolute" or not longest:
         return
     if training.sample_tokens >= longest:
+        tokens = training.sample_tokens
+        fix = f"--sample-tokens {longest // 2}" if longest > 1 else f"--max-position-embeddings {2 * tokens}"
         yield (
-            f"--sample-tokens {training.sample_tokens} leaves none of the {longest} positions "
-            f"(--max-position-embeddings) to a prompt; use --sample-tokens {max(1, longest // 2)}"
+            f"--sample-tokens {tokens} leaves none of the {longest} positions (--max-position-embeddings) to a prompt; "
+            f"use {fix}"
         )
 
 
@@ -46,7 +48,8 @@ def tasks_can_be_done(config: Config, facts: Facts) -> Iterator[str]:
             "layers keep no keys and values here; use --transformer-impl local"
         )
     if asked and config.data.tokenizer_type in (None, "NullTokenizer"):
-        yield f"{' and '.join(asked)} needs a tokenizer of text, for example --tokenizer-type ByteTokenizer"
+        needs = "needs" if len(asked) == 1 else "need"
+        yield f"{' and '.join(asked)} {needs} a tokenizer of text; use for example --tokenizer-type ByteTokenizer"
 
 
 RULES = (samples_are_made_of_prompts, samples_fit_the_positions, tasks_can_be_done)

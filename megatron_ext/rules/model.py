@@ -114,7 +114,8 @@ def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
     if model.use_rope_scaling and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
         yield (
             f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor:g} is not below "
-            f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor:g}; use 1 and 4"
+            f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor:g}; use "
+            "--rope-scaling-low-freq-factor 1 --rope-scaling-high-freq-factor 4"
         )
 
 

@@ -43,16 +43,24 @@ def expert_flags_need_experts(config: Config, facts: Facts) -> Iterator[str]:
     ]
     flags = [flag for flag, there in given if there]
     if flags:
-        yield f"{', '.join(flags)} without --num-experts: there are no experts; add --num-experts 8, or leave it out"
+        ranks = max(layout.expert_model_parallel_size, 1)
+        experts = f"--num-experts {-(-8 // ranks) * ranks}"
+        biases = "" if model.disable_bias_linear else " --disable-bias-linear"
+        yield (
+            f"{', '.join(flags)} without --num-experts: there are no experts; add {experts}{biases}, or leave "
+            f"{'it' if len(flags) == 1 else 'them'} out"
+        )
 
 
 def experts_divide_over_ranks(config: Config, facts: Facts) -> Iterator[str]:
     """Require that the experts divide over the expert-parallel ranks."""
-    experts, ranks = config.model.num_experts, config.layout.expert_model_parallel_size
+    layout, experts, ranks = config.layout, config.model.num_experts, config.layout.expert_model_parallel_size
     if positive(experts, ranks) and experts % ranks:  # pyright: ignore[reportOptionalOperand]
+        others = max(layout.pipeline_model_parallel_size * layout.expert_tensor_size, 1)
+        working = [n for n in divisors(experts or 1) if layout.world_size % (n * others) == 0] or [1]
         yield (
             f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ranks}; "
-            f"use --expert-model-parallel-size {listed(divisors(experts or 1))}"
+            f"use --expert-model-parallel-size {listed(working)}"
         )
 
 

@@ -29,7 +29,8 @@ def layers_are_split_in_one_way(config: Config, facts: Facts) -> Iterator[str]:
     elif ends and layout.num_layers_per_virtual_pipeline_stage is not None:
         yield (
             f"{' and '.join(ends)}: the stages differ, so that {_CHUNK_SIZE} "
-            f"{layout.num_layers_per_virtual_pipeline_stage} cannot say how many chunks they have; use {_CHUNKS}"
+            f"{layout.num_layers_per_virtual_pipeline_stage} cannot say how many chunks they have; use {_CHUNKS} 2 "
+            f"instead of {_CHUNK_SIZE}, or leave {_CHUNK_SIZE} out"
         )
 
 

@@ -7,7 +7,10 @@ from megatron_ext.config.resolve import Facts, runs_on_cpu
 from megatron_ext.config.schema import Config
 
 _OF_TORCH = ("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack", "pytorch_profiler_collect_chakra")
-_OF_NSIGHT = {"record_shapes": "use --pytorch-profiler-collect-shapes", "nvtx_ranges": "leave it out"}
+_OF_NSIGHT = {
+    "record_shapes": "use --pytorch-profiler-collect-shapes instead of --record-shapes",
+    "nvtx_ranges": "leave it out",
+}
 
 
 def profile_has_a_range(config: Config, facts: Facts) -> Iterator[str]:

@@ -35,7 +35,8 @@ def _out_of_range(option: Option, value: Any) -> Iterator[str]:
         shown = f"{value:g}" if isinstance(value, float) else value
         yield f"{option.flag} {shown} is below {least}; use {least} or more"
     if option.positive and value <= 0:
-        yield f"{option.flag} {value:g} is not above 0; use a positive number"
+        example = option.default if isinstance(option.default, float) and option.default > 0 else option.required or 1
+        yield f"{option.flag} {value:g} is not above 0; use {example}, or another positive number"
     if option.share and not 0 <= value < 1:
         yield f"{option.flag} {value:g} is not at least 0 and below 1; use {option.default:g}"
 
@@ -97,7 +98,8 @@ def validation_sets_are_named_once_each(config: Config, facts: Facts) -> Iterato
     except ValueError:
         return
     if len(set(names)) != len(names) or len(names) != sets:
-        yield f"{flag} must be {sets} different names, one for each validation source; or leave the names out"
+        must = f"must be {sets} different names, one for each validation source"
+        yield f"{flag} {must}; name them so, or leave the names out"
 
 
 def named_files_exist(config: Config, facts: Facts) -> Iterator[str]:
@@ -145,7 +147,7 @@ def tokenizer_is_given(config: Config, facts: Facts) -> Iterator[str]:
         if data.vocab_size is None:
             yield "--tokenizer-type NullTokenizer needs --vocab-size; for example --vocab-size 50257"
     elif data.tokenizer_type not in ("ByteTokenizer", "GPT2BPETokenizer") and data.tokenizer_model is None:
-        yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model, its file or folder"
+        yield f"--tokenizer-type {data.tokenizer_type} needs its files; add --tokenizer-model, their file or folder"
 
 
 def vocabulary_covers_the_tokenizer(config: Config, facts: Facts) -> Iterator[str]:
@@ -201,7 +203,7 @@ def snapshots_have_a_place(config: Config, facts: Facts) -> Iterator[str]:
     if interval is not None and kind is None:
         yield f"--non-persistent-save-interval {interval} needs a kind; add --non-persistent-ckpt-type local"
     if kind is not None and interval is None:
-        yield f"--non-persistent-ckpt-type {kind} needs --non-persistent-save-interval, the steps between; add it"
+        yield f"--non-persistent-ckpt-type {kind} needs the steps between; add --non-persistent-save-interval 100"
     if kind is not None and flags.non_persistent_local_ckpt_dir is None:
         yield (
             f"--non-persistent-ckpt-type {kind} needs a folder in the machine's memory; add "
@@ -292,7 +294,8 @@ def checkpoint_options_have_a_checkpoint(config: Config, facts: Facts) -> Iterat
     checkpoint = config.checkpoint
     if checkpoint.use_checkpoint_args and checkpoint.load is None:
         yield (
-            "--use-checkpoint-args takes the model from a checkpoint, but --load is missing; give a folder that has one"
+            "--use-checkpoint-args takes the model from a checkpoint, but --load is missing; add --load, a folder that "
+            "has one, or leave --use-checkpoint-args out"
         )
     elif checkpoint.use_checkpoint_args and facts.saved is None and config.model.num_layers is None:
         yield (

@@ -100,22 +100,25 @@ def megatron_fsdp_runs_one_stage_on_the_device(config: Config, facts: Facts) -> 
             "--use-distributed-optimizer instead of --use-megatron-fsdp"
         )
     able, traits = run_by("use_megatron_fsdp"), traits_of(config.optimizer)
+    # FSDP2 has one division of all weights, and experts another.
+    instead = "--use-torch-fsdp2" if config.model.num_experts is None else "--use-distributed-optimizer"
     if "use_megatron_fsdp" not in traits.schemes:
         yield (
             f"--use-megatron-fsdp with --optimizer {traits.name}: megatron-core's sharded optimizer knows "
             f"{' and '.join(other.title for other in able)} alone; use --optimizer "
-            f"{listed(other.name for other in able)}, or --use-torch-fsdp2 instead of --use-megatron-fsdp"
+            f"{listed(other.name for other in able)}, or {instead} instead of --use-megatron-fsdp"
         )
     if config.optimizer.optimizer_cpu_offload:
         yield (
             "--use-megatron-fsdp with --optimizer-cpu-offload: the fp32 masters lie in one buffer, of which no part "
-            "can leave the device by itself; use --use-torch-fsdp2 instead of --use-megatron-fsdp"
+            f"can leave the device by itself; use {instead} instead of --use-megatron-fsdp"
         )
     if config.model.num_experts is not None and layout.data_parallel_sharding_strategy == "no_shard":
         yield (
             f"--data-parallel-sharding-strategy no_shard with --num-experts {config.model.num_experts}: the gradients "
             "of experts are no replicas where those of the rest are, and there is one norm for both; use "
-            "--data-parallel-sharding-strategy optim, or leave --use-megatron-fsdp out"
+            "--data-parallel-sharding-strategy optim, or leave --use-megatron-fsdp and "
+            "--data-parallel-sharding-strategy out"
         )
 
 

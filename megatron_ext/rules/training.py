@@ -1,5 +1,6 @@
 """Rules about batches, the length of the run, precision, and the curves of learning rate and weight decay."""
 
+import re
 from collections.abc import Iterator
 
 from megatron_ext.config.batch import evaluation_batch, read_schedule
@@ -81,10 +82,11 @@ def schedule_of_batches_is_well_formed(config: Config, facts: Facts) -> Iterator
     try:
         sizes = [size for _, size in read_schedule(text, length)]
     except ValueError as error:
-        yield f"{given}: {error}; use tokens and samples as in '0:768 250B:1536', which are rising"
+        example = "--step-batch-size-schedule '0:8 250B:16'"
+        yield f"{given}: {error}; give rising tokens with their samples, for example {example}"
         return
     if training.rampup_batch_size is not None:
-        yield f"{given} and --rampup-batch-size both say how the batch grows; keep one"
+        yield f"{given} and --rampup-batch-size both say how the batch grows; keep one of them"
     if training.global_batch_size != sizes[-1]:
         yield (
             f"{given} ends with {sizes[-1]}, but --global-batch-size is {training.global_batch_size}; "
@@ -95,7 +97,11 @@ def schedule_of_batches_is_well_formed(config: Config, facts: Facts) -> Iterator
     wrong = [size for size in sizes if size % at_once]
     if wrong:
         at_once_text = _at_once_text(config, rounds)
-        yield f"{given}: {listed(wrong)} is not divisible by {at_once_text}; use multiples of {at_once}"
+        whole = re.sub(r":(\d+)", lambda size: f":{-(-int(size[1]) // at_once) * at_once}", text)
+        yield (
+            f"{given}: {listed(wrong)} is not divisible by {at_once_text}; use multiples of {at_once}, for example "
+            f"--step-batch-size-schedule {whole!r}"
+        )
 
 
 def evaluation_batch_divides(config: Config, facts: Facts) -> Iterator[str]:
@@ -208,7 +214,8 @@ def recomputed_parts_are_known(config: Config, facts: Facts) -> Iterator[str]:
     unknown = [part for part in parts if part not in RECOMPUTED_PARTS]
     if unknown or not parts:
         what = f"{listed(unknown)} cannot be recomputed by itself here" if unknown else "no part is named"
-        yield f"{given}: {what}; use {listed(RECOMPUTED_PARTS)}, or --recompute-granularity full for whole layers"
+        whole = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        yield f"{given}: {what}; use {listed(RECOMPUTED_PARTS)}, or {whole} instead of --recompute-modules"
     elif training.recompute_granularity != "selective":
         yield f"{given} belongs to --recompute-granularity selective; add that, or leave it out"
     elif "layernorm" in parts and training.torch_compile:
@@ -246,7 +253,9 @@ def decoupled_rates_are_in_order(config: Config, facts: Facts) -> Iterator[str]:
     peak, lowest = optimizer.decoupled_lr, optimizer.decoupled_min_lr
     if peak is None:
         if lowest is not None:
-            yield f"--decoupled-min-lr {lowest:g} belongs to --decoupled-lr; add that, or leave it out"
+            example = max(optimizer.lr or 0.0, lowest)
+            fix = f"add --decoupled-lr {example:g}, or leave it out"
+            yield f"--decoupled-min-lr {lowest:g} belongs to --decoupled-lr; {fix}"
         return
     if peak < 0:
         return  # the flag's own bound says that, and no other rate would be right beside it
@@ -290,10 +299,13 @@ def curves_use_the_unit_of_the_run(config: Config, facts: Facts) -> Iterator[str
         wrong, length, unit = by_iters, "--train-samples", "samples"
     else:
         return
+    batch = training.global_batch_size
     for flag, value in wrong:
         if value is not None:
-            instead = flag.rsplit("-", 1)[0] + "-" + unit
-            yield f"{flag} {value}, but the run's length is given by {length}; use {instead}"
+            instead = f"{flag.rsplit('-', 1)[0]}-{unit}"
+            if positive(batch):
+                instead = f"{instead} {max(value // batch, 1) if unit == 'iters' else value * batch}"
+            yield f"{flag} {value}, but the run's length is given by {length}; use {instead} instead of {flag}"
 
 
 def warmup_fits_the_decay(config: Config, facts: Facts) -> Iterator[str]:
@@ -415,8 +427,8 @@ def offloading_offloads_something(config: Config, facts: Facts) -> Iterator[str]
     if optimizer.optimizer_cpu_offload:
         if not 0 < fraction <= 1:
             yield (
-                f"--optimizer-offload-fraction {fraction:g} is no share of the optimizer state; use a number above 0 "
-                "and at most 1, or leave --optimizer-cpu-offload out"
+                f"--optimizer-offload-fraction {fraction:g} is no share of the optimizer state; use 0.5, or another "
+                "number above 0 and at most 1, or leave --optimizer-cpu-offload and --optimizer-offload-fraction out"
             )
         return
     for flag, given in (

@@ -19,9 +19,9 @@ from megatron_ext.config.arguments import Typed, read
 from megatron_ext.config.blend import missing_paths
 from megatron_ext.config.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
 from megatron_ext.config.eval_tasks import look_at_eval_tasks
-from megatron_ext.config.options import flag_of, options_by_name
+from megatron_ext.config.options import flag_of, names_by_resume, options_by_name
 from megatron_ext.config.resolve import Facts, graph_obstacles, resolve
-from megatron_ext.config.saved import adopt
+from megatron_ext.config.saved import adopt, shapes_and_function
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.data import DataConfig
 from megatron_ext.data.skipped import skipped_samples
@@ -104,7 +104,8 @@ def _configured(
 ) -> Configured:
     saved = _saved_values(resume)
     typed = given if saved is None else replace(given, values=adopt(given.values, saved))
-    facts = replace(gather_facts(typed, search), saved=saved)
+    facts = gather_facts(typed, search)
+    facts = replace(facts, saved=saved, unread=facts.unread | _not_given_by_the_checkpoint(typed, saved))
     if world_size is not None:
         facts = replace(facts, world_size=world_size)
     if believing:
@@ -113,10 +114,10 @@ def _configured(
     config = resolve(typed.values, facts)
     found = problems(config, facts) or _other_curves(config, facts)
     if found:
-        raise ConfigurationError(found)
+        raise ConfigurationError(typed.as_typed(found))
     warnings = (
         *typed.warnings,
-        *warnings_of_flags(typed, config, facts),
+        *typed.as_typed(warnings_of_flags(typed, config, facts)),
         *_other_seed(config, facts),
         *_forgetful_restarts(config),
     )
@@ -297,8 +298,20 @@ def gather_facts(typed: Typed, search: Search | None = None) -> Facts:
         skip_samples_error=_unreadable_samples(typed.values.get("skip_samples")),
         huggingface=huggingface,
         huggingface_problems=huggingface_problems,
-        unread=typed.unread,
+        unread=typed.unread | (_of_the_model(typed) if huggingface_problems else frozenset()),
     )
+
+
+def _of_the_model(typed: Typed) -> frozenset[str]:
+    """Return the fields of the model that nobody typed, and that a file was to give."""
+    return frozenset(name for name in shapes_and_function() if name not in typed.values)
+
+
+def _not_given_by_the_checkpoint(typed: Typed, saved: Mapping[str, Any] | None) -> frozenset[str]:
+    """Return the fields that --use-checkpoint-args was to give, where there is no checkpoint that could."""
+    if saved is not None or not typed.values.get("use_checkpoint_args") or "num_layers" in typed.values:
+        return frozenset()
+    return _of_the_model(typed) | frozenset(name for name in names_by_resume("tokenizer") if name not in typed.values)
 
 
 def _unreadable_samples(words: Sequence[str] | None) -> str | None:

@@ -107,6 +107,13 @@ def reference_logits(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=torch.tensor(TOKENS)).logits
 
 
+def logits_of_folder(folder: str) -> torch.Tensor:
+    """[2, LENGTH, VOCABULARY] of the model that transformers loads. Not where our adaptation of torch is installed."""
+    from transformers import AutoModelForCausalLM
+
+    return reference_logits(AutoModelForCausalLM.from_pretrained(folder).eval())
+
+
 def flags(sources: Sequence[str], tp: int = 1, pp: int = 1) -> list[str]:
     """A run on `TOKENS` from `--load-hf DIR` or `--load DIR`."""
     return [

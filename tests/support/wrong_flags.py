@@ -388,7 +388,8 @@ WRONG = [
     ("--use-rope-scaling", "use --position-embedding-type rope"),
     (
         "--use-rope-scaling --position-embedding-type rope --rope-scaling-low-freq-factor 4",
-        "--rope-scaling-low-freq-factor 4 is not below --rope-scaling-high-freq-factor 4; use 1 and 4",
+        "--rope-scaling-low-freq-factor 4 is not below --rope-scaling-high-freq-factor 4; use --rope-scaling-"
+        "low-freq-factor 1 --rope-scaling-high-freq-factor 4",
     ),
     ("--no-position-embedding", "--position-embedding-type learned_absolute is refused, as by Megatron"),
     ("--no-position-embedding --position-embedding-type none", "leave it out and use --position-embedding-type none"),
@@ -507,7 +508,7 @@ WRONG = [
     ("--mock-data=false --valid-data-path b", "add --train-data-path"),
     ("--split 90,ten", "use --split 969,30,1"),
     ("--split 0,1", "use --split 969,30,1"),
-    ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
+    ("--tokenizer-type HuggingFaceTokenizer", "add --tokenizer-model, their file or folder"),
     ("--keep-last-checkpoints 5", "add --save checkpoints"),
     ("--exit-on-missing-checkpoint", "needs --load"),
     ("--ckpt-step 5", "needs --load"),

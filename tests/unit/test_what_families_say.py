@@ -147,9 +147,18 @@ def test_what_transformers_takes_for_a_key_that_is_not_there(family: str, null: 
     ("content", "expected"),
     [
         ({"rope_theta": 7.0}, {"rotary_base": 7.0, "use_rope_scaling": False}),
-        ({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 9.0, "rope_type": "default"}}, {"rotary_base": 9.0}),
-        ({"rope_parameters": {"rope_theta": 9.0}, "rope_scaling": {"rope_theta": 8.0}}, {"rotary_base": 9.0}),
+        ({"rope_theta": 9.0, "rope_parameters": {"rope_theta": 9.0, "rope_type": "default"}}, {"rotary_base": 9.0}),
+        ({"rope_theta": 9.0, "rope_parameters": {"rope_type": "default"}}, {"rotary_base": 9.0}),
+        ({"rope_parameters": {"rope_theta": 9.0}, "rope_scaling": {"rope_theta": 9.0}}, {"rotary_base": 9.0}),
         ({"rope_parameters": {}, "rope_scaling": SCALING}, {"rope_scaling_factor": 3.0}),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_scaling": SCALING},
+            {"use_rope_scaling": True, "rope_scaling_factor": 3.0, "rotary_base": 10000.0},
+        ),
+        (
+            {"rope_parameters": {**SCALING, "rope_theta": 9.0}, "rope_scaling": SCALING, "rope_theta": 9.0},
+            {"rope_scaling_factor": 3.0, "rotary_base": 9.0},
+        ),
         ({"rope_scaling": {"type": "default"}}, {"use_rope_scaling": False}),
         (
             {"rope_scaling": {"type": "llama3", "original_max_position_embeddings": 64}},
@@ -181,20 +190,20 @@ WINDOW = (
     "to null in a copy of config.json"
 )
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"partial_rotary_factor": 0.5}, "rope_parameters: partial_rotary_factor is 0.5, only 1 is supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, only 1 is supported"),
     (
         {"rope_scaling": {**SCALING, "partial_rotary_factor": 0.25}},
-        "rope_parameters: partial_rotary_factor is 0.25, only 1 is supported",
+        "rope_scaling: partial_rotary_factor is 0.25, only 1 is supported",
     ),
     (
         {"rope_scaling": {**SCALING, "factor": 0}},
-        "rope_parameters: factor is 0, and not a positive number",
+        "rope_scaling: factor is 0, and not a positive number",
     ),
     (
         {"rope_scaling": {"rope_type": "llama3"}},
-        "rope_parameters: original_max_position_embeddings is null, and not a positive integer",
+        "rope_scaling: original_max_position_embeddings is null, and not a positive integer",
     ),
-    ({"rope_theta": True}, "rope_parameters: rope_theta is true, and not a positive number"),
+    ({"rope_theta": True}, "rope_theta is true, and not a positive number"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0, and not a positive number"),
     ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05, and not a positive number"),
     ({"rms_norm_eps": float("inf")}, "rms_norm_eps is Infinity, and not a positive number"),

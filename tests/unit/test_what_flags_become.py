@@ -67,7 +67,7 @@ def _typed(line: str, file: str | None = None, folder: Path | None = None) -> An
         (
             "--position-embedding-type learned_absolute --use-rotary-position-embeddings",
             None,
-            {"position_embedding_type": "rope"},
+            None,
         ),
         ("--vocab-file a", None, {"vocab_file": "a"}),
         ("--data-path a=b=c", None, {"data_path": ("a=b=c",)}),
@@ -92,7 +92,7 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
     ("line", "file", "problems", "unread"),
     [
         ("--config", None, ["--config needs the path of a YAML file"], set()),
-        ("--config a b --dry-run", None, None, set()),
+        ("--config a b --dry-run", None, None, set(options_by_name())),
         ("--dry-run x", None, ["unexpected argument 'x' after --dry-run"], set()),
         ("--seed 1 2 3", None, [f"unexpected argument '{word}' after --seed" for word in "23"], set()),
         ("--sequence-parallel 1", None, ["unexpected argument '1' after --sequence-parallel"], set()),
@@ -117,8 +117,8 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
             ["--device-name is what --dry-run judges a layout by; add --dry-run, or leave it out"],
             set(),
         ),
-        ("", "batch-size: 2\nmicro_batch_size: 3\n", 1, set()),
-        ("", "micro-batch-size: 2\nmicro_batch_size: 3\n", 1, set()),
+        ("", "batch-size: 2\nmicro_batch_size: 3\n", 1, {"micro_batch_size"}),
+        ("", "micro-batch-size: 2\nmicro_batch_size: 3\n", 1, {"micro_batch_size"}),
         ("", "mtp_num_layers: 0\n", 1, set()),
         ("--deepspeed_config x", None, 1, set()),
         ("--use-mcore-models 1", None, ["unexpected argument '1' after --use-mcore-models"], set()),

@@ -43,6 +43,9 @@ def _read(reading: Reading) -> dict[str, Any]:
         )
     reading.refuse_unless("scale_attn_weights", True, True, "only true is supported")
     reading.refuse_unless("scale_attn_by_inverse_layer_idx", False, False, "only false is supported")
+    reading.refuse_unless("add_cross_attention", False, False, "only false is supported")
+    positions = reading.integer("n_positions")
+    reading.refuse_unless("n_ctx", positions, positions, f"but n_positions is {positions}, and both are the positions")
     return {
         "num_layers": reading.integer("n_layer"),
         "hidden_size": hidden,
@@ -52,9 +55,9 @@ def _read(reading: Reading) -> dict[str, Any]:
         "num_query_groups": heads,
         "openai_gelu": _ACTIVATIONS.get(activation, False),
         "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5),
-        "untie_embeddings_and_output_weights": not reading.get("tie_word_embeddings", True),
+        "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", True),
         "vocab_size": reading.integer("vocab_size"),
-        "max_position_embeddings": reading.integer("n_positions"),
+        "max_position_embeddings": positions,
     }
 
 
@@ -85,6 +88,12 @@ GPT2 = Family(
     _FLAGS,
     _read,
     _write,
+    aliases={
+        "n_embd": "hidden_size",
+        "n_positions": "max_position_embeddings",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+    },
     dependent_flags=_dependent_flags,
     layers="transformer.h.{}.",
     headless_prefix="transformer.",

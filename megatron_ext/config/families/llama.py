@@ -11,7 +11,7 @@ from megatron_ext.config.schema import Config
 
 def _read(reading: Reading) -> dict[str, Any]:
     values = decoder_values(reading)
-    biases = bool(reading.get("attention_bias", False))
+    biases = reading.boolean("attention_bias", False)
     reading.refuse_unless(
         "mlp_bias", biases, False, f"but attention_bias is {json.dumps(biases)}: biases are in all layers or none"
     )

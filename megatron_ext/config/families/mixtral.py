@@ -12,6 +12,7 @@ from megatron_ext.config.families.shared import (
     expert_json,
     expert_names,
     expert_values,
+    refuse_others,
     refuse_window,
 )
 from megatron_ext.config.schema import Config
@@ -22,6 +23,7 @@ _NAMES = expert_names("block_sparse_moe", gate="w1", up="w3", down="w2")
 def _read(reading: Reading) -> dict[str, Any]:
     values = decoder_values(reading)
     refuse_window(reading)
+    refuse_others(reading, {"router_jitter_noise": 0.0})
     experts, width = reading.integer("num_local_experts"), reading.integer("intermediate_size")
     return {**values, **expert_values(reading, experts, width, normalized=True)}
 
@@ -60,5 +62,6 @@ MIXTRAL = Family(
         "rope_theta": 1e6,
         "max_position_embeddings": 131072,
     },
+    aliases={"num_local_experts": "num_experts"},
     experts=True,
 )

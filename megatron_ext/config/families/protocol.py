@@ -46,6 +46,9 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What transformers takes for a key that is not in the file, where families differ or it is not None."""
 
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Key -> another name that transformers takes for it."""
+
     dependent_flags: Callable[[ModelConfig], Mapping[str, Any]] = _no_flags
     """Values of our flags that follow from other values of the model, in every model of the family."""
 

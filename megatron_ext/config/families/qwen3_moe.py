@@ -14,6 +14,7 @@ from megatron_ext.config.families.shared import (
     expert_values,
     refuse_attention_bias,
     refuse_chosen_windows,
+    refuse_others,
 )
 from megatron_ext.config.schema import Config
 
@@ -25,13 +26,12 @@ def _read(reading: Reading) -> dict[str, Any]:
     values = decoder_values(reading)
     refuse_attention_bias(reading)
     refuse_chosen_windows(reading)
-    # transformers 5 writes the name that Mixtral has.
-    key = "num_local_experts" if "num_local_experts" in reading.content else "num_experts"
-    experts, width = reading.integer(key), reading.integer("moe_intermediate_size")
+    experts, width = reading.integer("num_experts"), reading.integer("moe_intermediate_size")
     reading.refuse_unless("decoder_sparse_step", 1, 1, _DENSE)
     if reading.get("mlp_only_layers"):
         reading.problems.append(f"mlp_only_layers is {reading.get('mlp_only_layers')}, {_DENSE}")
-    normalized = bool(reading.get("norm_topk_prob"))
+    refuse_others(reading, {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0})
+    normalized = reading.boolean("norm_topk_prob", False)
     return {**values, **expert_values(reading, experts, width, normalized=normalized)}
 
 
@@ -71,5 +71,7 @@ QWEN3_MOE = Family(
         "norm_topk_prob": False,
         "max_position_embeddings": 32768,
     },
+    # transformers 5 writes the name that Mixtral has.
+    aliases={"num_experts": "num_local_experts"},
     experts=True,
 )

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 
@@ -12,15 +13,46 @@ class Reading:
     Each method returns a usable value even where it finds a problem, so that all problems are found at once.
     """
 
-    def __init__(self, content: Mapping[str, Any], defaults: Mapping[str, Any]):
+    def __init__(
+        self, content: Mapping[str, Any], defaults: Mapping[str, Any], aliases: Mapping[str, str] = MappingProxyType({})
+    ):
+        """Take a file's content, what stands for keys that it does not have, and key -> another name of the key."""
         self.content = content
         self.defaults = defaults
+        self.aliases = aliases
         self.problems: list[str] = []
+        self._understood: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or what stands for one that is missing or null."""
+        """Return the value of a key, or what stands for one that is missing or null. The key is understood from now
+        on, under both of its names; where these say different things, that is a problem."""
+        names = [key, *([self.aliases[key]] if key in self.aliases else [])]
+        self.understand(*names)
+        given = {name: value for name in names if (value := self.content.get(name)) is not None}
+        if len(given) == 2 and len(set(map(json.dumps, given.values()))) == 2:
+            first, second = (f"{name} is {json.dumps(value)}" for name, value in given.items())
+            self.problems.append(f"{first}, but {second}: two names of one key; keep one of them")
+        if given:
+            return next(iter(given.values()))
         value = self.content.get(key, self.defaults.get(key, default))
         return default if value is None else value
+
+    def understand(self, *keys: str) -> None:
+        """Note keys that need not be read: they say nothing next to others, or are refused with them."""
+        self._understood.update(keys)
+
+    def refuse_the_rest(self, why: str, but: Collection[str] = ()) -> None:
+        """Note a problem, which `why` explains, for each key that has a value and was not understood."""
+        for key, value in self.content.items():
+            if value is not None and key not in self._understood and key not in but:
+                self.problems.append(f"{key} is {_short(value)}, {why}")
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """Return the value of a key that must be true or false."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            self.problems.append(f"{key} is {json.dumps(value)}, and neither true nor false")
+        return value is True
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Return the value of a key that must be a positive integer."""
@@ -43,3 +75,8 @@ class Reading:
         value = self.get(key, default)
         if value != wanted:
             self.problems.append(f"{key} is {json.dumps(value)}, {why}")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:50]}..."

@@ -1,6 +1,7 @@
 """Holds what several families have in common: names, flags, and parts of `config.json` in both directions."""
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ext.config.families.reading import Reading
@@ -59,7 +60,7 @@ def decoder_values(reading: Reading) -> dict[str, Any]:
         "group_query_attention": groups != heads,
         "num_query_groups": groups,
         "norm_epsilon": reading.number("rms_norm_eps", 1e-6),
-        "untie_embeddings_and_output_weights": not reading.get("tie_word_embeddings", False),
+        "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", False),
         "vocab_size": reading.integer("vocab_size"),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
         **_rotary_values(reading),
@@ -67,6 +68,7 @@ def decoder_values(reading: Reading) -> dict[str, Any]:
     if heads % groups:
         reading.problems.append(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
     reading.refuse_unless("hidden_act", "silu", "silu", "but the MLP here is SwiGLU: silu")
+    refuse_others(reading, {"activation": "swiglu", "rope_interleaved": False, "use_mrope": False})
     return values
 
 
@@ -145,8 +147,18 @@ def refuse_window(reading: Reading) -> None:
 def refuse_chosen_windows(reading: Reading) -> None:
     """Refuse the windows of families that switch them on (`use_sliding_window`) and choose layers for them."""
     reading.refuse_unless("use_sliding_window", False, False, _NO_WINDOW)
-    if "sliding_attention" in (reading.get("layer_types") or []):
+    reading.understand("sliding_window", "max_window_layers")  # read with use_sliding_window alone
+    kinds = reading.get("layer_types") or []
+    if "sliding_attention" in kinds:
         reading.problems.append(f"layer_types names sliding_attention: {_NO_WINDOW}")
+    elif kinds and kinds != ["full_attention"] * len(kinds):
+        reading.problems.append(f"layer_types is {json.dumps(kinds)}, only full_attention is supported")
+
+
+def refuse_others(reading: Reading, usual: Mapping[str, Any]) -> None:
+    """Refuse what only some files have, and what our model has in one form alone: key -> its one value."""
+    for key, value in usual.items():
+        reading.refuse_unless(key, value, value, f"only {json.dumps(value)} is supported")
 
 
 def refuse_attention_bias(reading: Reading) -> None:
@@ -155,16 +167,27 @@ def refuse_attention_bias(reading: Reading) -> None:
 
 
 def _rotary_values(reading: Reading) -> dict[str, Any]:
-    """Return the values of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
-    scaling = reading.get("rope_parameters") or reading.get("rope_scaling") or {}
-    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
-        reading.problems.append("rope_parameters differ between layers, which is not supported")
-        return {}
-    rotary = Reading(scaling, {"rope_theta": reading.get("rope_theta", 10000.0)})
-    rotary.refuse_unless("partial_rotary_factor", 1.0, reading.get("partial_rotary_factor", 1.0), "only 1 is supported")
-    values: dict[str, Any] = {"rotary_base": rotary.number("rope_theta", 10000.0)}
-    kind = rotary.get("rope_type", rotary.get("type", "default"))
-    values["use_rope_scaling"] = kind == "llama3"
+    """Return the values of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
+
+    A file may have all three, for `rope_scaling` is what model cards tell people to add. As transformers 5 does
+    (`modeling_rope_utils.convert_rope_params_to_dict`), `rope_scaling` takes the place of all of `rope_parameters`, and
+    what neither says is taken from next to them. Where they say different things, that is refused.
+    """
+    written, added = (reading.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    for key, place in (("rope_parameters", written), ("rope_scaling", added)):
+        if not isinstance(place, dict) or any(isinstance(value, dict) for value in place.values()):
+            reading.problems.append(f"{key} differ between layers, which is not supported")
+            return {}
+    name, taken = ("rope_scaling", added) if added else ("rope_parameters", written)
+    beside = {"rope_theta": reading.number("rope_theta", 10000.0), "partial_rotary_factor": 1.0}
+    reading.refuse_unless("partial_rotary_factor", 1.0, 1.0, "only 1 is supported")
+    rotary = Reading(taken, beside, {"rope_type": "type"})
+    rotary.refuse_unless("partial_rotary_factor", 1.0, 1.0, "only 1 is supported")
+    kind = rotary.get("rope_type", "default")
+    values: dict[str, Any] = {
+        "rotary_base": rotary.number("rope_theta", 10000.0),
+        "use_rope_scaling": kind == "llama3",
+    }
     if kind == "llama3":
         values |= {
             "rope_scaling_factor": rotary.number("factor", 8.0),
@@ -172,7 +195,27 @@ def _rotary_values(reading: Reading) -> dict[str, Any]:
             "rope_scaling_high_freq_factor": rotary.number("high_freq_factor", 4.0),
             "rope_scaling_original_max_position_embeddings": rotary.integer("original_max_position_embeddings"),
         }
-    elif kind != "default":
+    if kind in ("default", "llama3"):
+        rotary.refuse_the_rest(f"which rope_type {kind} does not read; leave it out")
+    else:
         rotary.problems.append(f"rope_type is {json.dumps(kind)}; only default and llama3 are supported")
-    reading.problems += [f"rope_parameters: {problem}" for problem in rotary.problems]
+    reading.problems += [f"{name}: {problem}" for problem in dict.fromkeys(rotary.problems)]
+    reading.problems += _contradictions(reading, name, {**beside, **taken, "rope_type": kind})
     return values
+
+
+def _contradictions(reading: Reading, name: str, taken: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where another place says something else than what is taken from `name`; that nothing is scaled is said by
+    no more than a default."""
+    places = {"": {"rope_theta": reading.content.get("rope_theta")}}
+    if name == "rope_scaling":
+        places["rope_parameters: "] = reading.get("rope_parameters") or {}
+    for place, content in places.items():
+        for key, value in content.items():
+            key_taken = "rope_type" if key == "type" else key
+            unsaid = value is None or (key_taken == "rope_type" and value == "default")
+            if not unsaid and taken.get(key_taken) != value:
+                yield (
+                    f"{place}{key} is {json.dumps(value)}, but by {name}, which transformers reads first, it is "
+                    f"{json.dumps(taken.get(key_taken))}; say it once, or the same in both"
+                )

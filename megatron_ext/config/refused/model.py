@@ -48,7 +48,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "other rotary variants are not in this version; use --rotary-base, --rotary-percent or --use-rope-scaling",
+        "other rotary variants are not in this version; leave it out, or use --position-embedding-type rope "
+        "--use-rope-scaling",
         """
         --rotary-seq-len-interpolation-factor N =1, --rope-type N =rope,
         --yarn-original-max-position-embeddings N, --yarn-beta-fast N, --yarn-beta-slow N,
@@ -80,7 +81,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "the vocabulary is always padded to --make-vocab-size-divisible-by times the tensor-parallel size",
+        "the vocabulary is always padded to --make-vocab-size-divisible-by times the tensor-parallel size; "
+        "leave it out",
         """
         --no-pad-vocab-size, --disable-pad-vocab-size
         """,

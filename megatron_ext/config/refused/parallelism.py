@@ -9,7 +9,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "of a mixture of experts, this part is not in this version; docs/parallelism.md has those that are",
+        "of a mixture of experts, this part is not in this version; leave it out, docs/parallelism.md has the others",
         """
         --expert-tensor-parallel-num-weight-shards N, --moe-shared-expert-gate,
         --moe-shared-expert-glu-interleave-size N, --moe-enable-routing-replay, --moe-router-num-groups N =1,

@@ -31,7 +31,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "CUDA graphs are not in this version; leave it out",
+        "reinforcement learning is not part of pretraining; leave it out, or use --cuda-graph-impl full_iteration for "
+        "CUDA graphs of training",
         """
         --rl-persist-cuda-graphs, --no-rl-persist-cuda-graphs, --rl-training-cuda-graphs,
         --no-rl-training-cuda-graphs

@@ -1,0 +1,213 @@
+"""No key of a config.json is ignored: each of every family's class of transformers is changed by itself."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config.families import FAMILIES
+from megatron_ext.config.families.without_bearing import WITHOUT_BEARING
+from megatron_ext.config.hf_config import read_hf_config
+from megatron_ext.errors import ConfigurationError
+from tests.support.family_configs import SCALING, WRITTEN
+from tests.support.hf_models import quiet_transformers
+
+quiet_transformers()
+
+_SMALL = {
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 96,
+    "max_position_embeddings": 32,
+    "pad_token_id": 3,
+    "sliding_window": None,
+    "rope_theta": 5000.0,
+}
+_OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 96, "pad_token_id": 3}
+BASES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(FAMILIES, _SMALL),
+    "mixtral": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_SMALL, **_OF_EXPERTS, "num_experts": 4, "norm_topk_prob": False},
+    "gpt2": _GPT2,
+}
+_OTHER = {
+    "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+    "layer_types": ["chunked_attention", "full_attention"],
+    "mlp_only_layers": [0],
+    "dtype": "bfloat16",
+    "problem_type": "regression",
+    "architectures": ["Other"],
+    "id2label": {"0": "no", "1": "yes", "2": "perhaps"},
+    "label2id": {"no": 0, "yes": 1, "perhaps": 2},
+}
+"""Values of keys that no rule makes of the usual one."""
+
+_WITHOUT_A_WINDOW = {"sliding_window", "max_window_layers"}
+"""Keys of the Qwens that are read with `use_sliding_window` alone."""
+
+
+def _classes() -> dict[str, Any]:
+    from transformers import CONFIG_MAPPING
+
+    return {name: CONFIG_MAPPING[name] for name in FAMILIES}
+
+
+def _changed(key: str, value: Any, kind: str = "") -> Any:
+    """Return another value of a key: of the kind that it has, or may have."""
+    if key in _OTHER:
+        return _OTHER[key]
+    if isinstance(value, bool) or (value is None and "bool" in kind):
+        return not value
+    if isinstance(value, int) or (value is None and "int" in kind):
+        return (value or 2) * 2
+    if isinstance(value, float):
+        return value * 2 if value else 0.5
+    return "other"
+
+
+def _keys(config_class: Any) -> dict[str, Any]:
+    """Return every key that the class takes, with its other value."""
+    return {one.name: _changed(one.name, one.default, str(one.type)) for one in dataclasses.fields(config_class)}
+
+
+def _read(folder: Path, content: dict[str, Any]) -> dict[str, Any] | list[str]:
+    """Return the values that a config.json becomes, or what is wrong with it."""
+    (folder / "config.json").write_text(json.dumps(content))
+    try:
+        return read_hf_config(folder)[1]
+    except ConfigurationError as error:
+        return error.problems
+
+
+def _logits(content: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> tuple[Any, Any]:
+    """Return what transformers computes with the file's content, and the weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = copy.deepcopy(content)
+    content.pop("return_dict", None)  # about the form of the answer, which is asked for below
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(content.pop("model_type"), **content)).float().eval()
+    if weights is not None:
+        model.load_state_dict(weights)
+    with torch.no_grad():
+        for parameter in model.parameters() if weights is None else ():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        output = model(input_ids=torch.arange(48).reshape(2, 24), return_dict=True)
+    return output.logits, copy.deepcopy(model.state_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_key_is_ignored(family: str, tmp_path: Path) -> None:
+    """Changed by itself, each has an effect, or is refused by its name; or transformers' own logits do not depend on
+    it."""
+    base = {"model_type": family, **BASES[family]}
+    taken = _read(tmp_path, base)
+    assert isinstance(taken, dict)
+    expected, weights = _logits(base)
+    silent = []
+    for key, value in _keys(_classes()[family]).items():
+        value = value if key not in base or base[key] is None else _changed(key, base[key])
+        assert value != base.get(key)
+        found = _read(tmp_path, {**base, key: value})
+        if isinstance(found, list):
+            assert any(key in problem for problem in found), (key, value, found)
+        elif found == taken:
+            silent.append(key)
+            logits, _ = _logits({**base, key: value}, weights)
+            assert torch.equal(logits, expected), f"{key} {value} changes the model, and is ignored"
+    without_bearing = {key for keys in WITHOUT_BEARING.values() for key in keys}
+    assert set(silent) <= without_bearing | (_WITHOUT_A_WINDOW if "qwen" in family else set())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_names_of_a_key_say_the_same(family: str, tmp_path: Path) -> None:
+    """transformers takes some keys by two names; which one wins depends on its version."""
+    base = {"model_type": family, **BASES[family]}
+    for other, key in _classes()[family].attribute_map.items():
+        key, other = (key, other) if key in base else (other, key)
+        renamed = {other if name == key else name: value for name, value in base.items()}
+        assert _read(tmp_path, renamed) == _read(tmp_path, base) == _read(tmp_path, {**renamed, key: base[key]})
+        problems = _read(tmp_path, {**base, other: 2 * base[key]})
+        assert isinstance(problems, list)
+        assert any(f"{key} is {base[key]}" in one and f"{other} is {2 * base[key]}" in one for one in problems)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_nobody_knows_is_refused(family: str, tmp_path: Path) -> None:
+    base = {"model_type": family, **BASES[family]}
+    for key, value in {"logit_scale": 2.0, "text_config": {"rope_theta": 3.0}, "per_layer_config": {"0": {}}}.items():
+        problems = _read(tmp_path, {**base, key: value})
+        assert isinstance(problems, list)
+        assert [f"{key} is {json.dumps(value)}, a key that is not known for {family}" in one for one in problems] == [
+            True
+        ]
+        assert _read(tmp_path, {**base, key: None}) == _read(tmp_path, base)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_scaling: rope_type is "linear"'),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 'rope_scaling: rope_type is "yarn"'),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_scaling: rope_type is "dynamic"'),
+        ({"rope_scaling": {**SCALING, "type": "yarn"}}, 'rope_type is "llama3", but type is "yarn"'),
+        (
+            {"rope_scaling": {**SCALING, "rope_theta": 7.0}},
+            "rope_parameters: rope_theta is 5000.0, but by rope_scaling, which transformers reads first, it is 7.0",
+        ),
+        ({"rope_theta": 7.0}, "rope_theta is 7.0, but by rope_parameters, which transformers reads first, it is 5000"),
+        # Without a base of its own, the scaling would be taken with the default.
+        ({"rope_scaling": SCALING}, "rope_parameters: rope_theta is 5000.0, but by rope_scaling"),
+        (
+            {
+                "rope_parameters": {**SCALING, "rope_theta": 10000.0},
+                "rope_scaling": {**SCALING, "factor": 4.0},
+            },
+            "rope_parameters: factor is 3.0, but by rope_scaling, which transformers reads first, it is 4.0",
+        ),
+        (
+            {"rope_parameters": {**SCALING, "rope_theta": 10000.0}, "rope_scaling": {"rope_type": "default"}},
+            'rope_parameters: rope_type is "llama3", but by rope_scaling, which transformers reads first, it is "def',
+        ),
+        ({"rope_parameters": {"rope_theta": 5000.0, "factor": 2.0}}, "factor is 2.0, which rope_type default does not"),
+        ({"rope_scaling": [1]}, "rope_scaling differ between layers"),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings is "false", and neither true nor false'),
+        ({"attention_bias": "false"}, 'attention_bias is "false", and neither true nor false'),
+        ({"rope_interleaved": True}, "rope_interleaved is true, only false is supported"),
+        ({"use_mrope": True}, "use_mrope is true, only false is supported"),
+    ],
+)
+def test_what_a_file_says_twice_or_in_another_form_is_not_guessed(
+    content: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    base = {**WRITTEN, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+    del base["rope_scaling"], base["rope_theta"]
+    problems = _read(tmp_path, {**base, **content})
+    assert isinstance(problems, list)
+    assert any(words in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("family", "content"),
+    [
+        ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
+        ("llama", {"activation": "swiglu", "pretraining_tp": 1, "_name_or_path": "x", "max_sequence_length": 2048}),
+        ("qwen2", {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False, "use_mrope": False}),
+        ("qwen3_moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
+        ("gpt2", {"n_ctx": 32, "task_specific_params": {"text-generation": {"do_sample": True}}, "n_inner": None}),
+        ("gpt2", {"gradient_checkpointing": False, "summary_activation": None, "_num_labels": 1, "output_past": True}),
+    ],
+)
+def test_keys_of_published_files_are_known(family: str, content: dict[str, Any], tmp_path: Path) -> None:
+    """SmolLM2, Falcon 3, Vicuna, Qwen2.5, Qwen3-Coder, GPT-2 and its smaller copies have them."""
+    base = {"model_type": family, **BASES[family]}
+    assert _read(tmp_path, {**base, **content}) == _read(tmp_path, base)
