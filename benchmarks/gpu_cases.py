@@ -39,7 +39,7 @@ MATCHES = {
     "dropout of 0 in LayerNorm's sums, bf16": "--openai-gelu --bf16 ",
     "experts": LLAMA + EXPERTS,
     "grouped experts, bf16": LLAMA + EXPERTS + "--moe-grouped-gemm --bf16 ",
-    "fp16, distributed optimizer": LLAMA + "--fp16 --initial-loss-scale 1024 --use-distributed-optimizer ",
+    "fp16, distributed optimizer": LLAMA + "--fp16 --initial-loss-scale 1048576 --use-distributed-optimizer ",
     "layers recomputed": LLAMA + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 ",
     "parts recomputed, bf16": LLAMA + RECOMPUTE + "--bf16 ",
     "FSDP2": LLAMA + "--use-torch-fsdp2 ",

@@ -156,7 +156,7 @@ _TINY_IF_GIVEN = {
     "moe_ffn_hidden_size": 32,
     "lr_warmup_iters": 1,
     "lr_wsd_decay_iters": 2,
-    "initial_loss_scale": 256,
+    "initial_loss_scale": 65536,
 }
 _OF_LONG_RUNS = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "init_method_std")
 _LAYOUT = {

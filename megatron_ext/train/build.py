@@ -28,6 +28,7 @@ from megatron_ext.device.protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.own_layers import mark_own_parameters
+from megatron_ext.optim.loss_scale import share_loss_scale
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
@@ -76,8 +77,9 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         core.timers = timers
         for part in optimizer.chained_optimizers:
             part.config.timers = timers
-    core.grad_scale_func = optimizer.scale_loss
-    core.finalize_model_grads_func = finalize_model_grads
+    loss_scale = share_loss_scale(optimizer)
+    core.grad_scale_func = optimizer.scale_loss if loss_scale is None else loss_scale.scaled
+    core.finalize_model_grads_func = finalize_model_grads if loss_scale is None else loss_scale.finalize
     loaders = build_loaders(config, device, groups, resume, extensions)
     watch = GradientWatch(wrapped, sharding, alone=config.layout.world_size == 1)
     return Run(

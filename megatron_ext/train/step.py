@@ -14,6 +14,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import Batch
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.model.moe import take_auxiliary_losses
+from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.resilience.progress import FORWARD_BACKWARD, UPDATE
 from megatron_ext.train.bad_step import check_numbers
 from megatron_ext.train.gradient_watch import Evidence
@@ -139,6 +140,8 @@ def leaves_out(run: Run, global_batch: int) -> bool:
 def compute_gradients(run: Run, global_batch: int) -> Gradients:
     """Run the forward and backward passes of the next `global_batch` samples, and reduce the gradients. Collective."""
     first = run.state.consumed_samples
+    if (loss_scale := loss_scale_of(run.optimizer)) is not None:
+        loss_scale.tokens = global_batch * run.config.model.seq_length
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()

@@ -265,7 +265,7 @@ def test_a_trained_model_exports(
 
 def test_an_fp16_run_goes_out_and_in(models: dict[str, Any], tmp_path: Path) -> None:
     saved, written, back = (tmp_path / name for name in ("saved", "hf", "back"))
-    fp16 = ["--fp16", "--initial-loss-scale", "1024", "--global-batch-size", "4", "--use-distributed-optimizer"]
+    fp16 = ["--fp16", "--initial-loss-scale", "65536", "--global-batch-size", "4", "--use-distributed-optimizer"]
     trained = run_ranks(2, _train, flags(["--load-hf", str(models["Qwen3"][0]), *fp16]), str(saved))
     assert convert(["to-hf", "--load", str(saved), "--save", str(written), "--no-verify"]) == 0
     assert {tensor.dtype for tensor in _tensors(written).values()} == {torch.float16}

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "fp32": (2, shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")),
     "bf16": (1, shlex.split("--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope")),
     # Skips steps before and after the kill.
-    "fp16": (1, shlex.split("--fp16 --initial-loss-scale 3e6 --loss-scale-window 4 --hysteresis 1")),
+    "fp16": (1, shlex.split("--fp16 --initial-loss-scale 2e8 --loss-scale-window 4 --hysteresis 1")),
 }
 
 

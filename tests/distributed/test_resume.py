@@ -32,7 +32,7 @@ LLAMA = shlex.split("""
 """)
 BF16 = ["--bf16"]
 # The scale is too large at first: steps are skipped before and after the save; later it doubles.
-FP16 = shlex.split("--fp16 --initial-loss-scale 4e4 --loss-scale-window 2 --hysteresis 1")
+FP16 = shlex.split("--fp16 --initial-loss-scale 2.5e6 --loss-scale-window 2 --hysteresis 1")
 SGD = ["--optimizer", "sgd"]
 LION = shlex.split("--optimizer lion --lr 1e-3")
 DP2_OVERLAPPED = shlex.split(

@@ -80,7 +80,7 @@ TIED_ENDS = (
     f"{TIED} --tensor-model-parallel-size 2",
     f"{TIED} --use-torch-fsdp2",
 )
-ALONE = (EXPERTS, OF_SAMPLES, TIED, f"{TIED} --bf16", f"{TIED} --fp16 --initial-loss-scale 1024", UNBALANCED)
+ALONE = (EXPERTS, OF_SAMPLES, TIED, f"{TIED} --bf16", f"{TIED} --fp16 --initial-loss-scale 65536", UNBALANCED)
 DIVIDED = {
     **dict.fromkeys(OF_EXPERTS, EXPERTS),
     f"{OF_SAMPLES} --context-parallel-size 2": OF_SAMPLES,

@@ -28,7 +28,7 @@ FLAGS = shlex.split("""
     --log-num-zeros-in-grad --device cpu
 """)
 EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=48"
-UNTIED, BF16, FP16 = ("--untie-embeddings-and-output-weights", "--bf16", "--fp16 --initial-loss-scale 1024")
+UNTIED, BF16, FP16 = ("--untie-embeddings-and-output-weights", "--bf16", "--fp16 --initial-loss-scale 131072")
 LION = "--optimizer=lion --lr=1e-3"
 _MEGATRON = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _COPIES = "--num-distributed-optimizer-instances 2"

@@ -108,7 +108,7 @@ def test_an_evaluation_just_before_a_snapshot_leaves_nothing_in_it(tmp_path: Pat
     "flags",
     [
         "",
-        "--fp16 --initial-loss-scale 3e6 --loss-scale-window 4 --hysteresis 1",
+        "--fp16 --initial-loss-scale 1e8 --loss-scale-window 4 --hysteresis 1",
         "--bf16 --use-torch-fsdp2",
         "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
         "--bf16 --use-distributed-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5",

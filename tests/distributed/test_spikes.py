@@ -39,7 +39,7 @@ SLOW = {
     "TP2": "--tensor-model-parallel-size 2 --sequence-parallel",
     "CP2": "--context-parallel-size 2 --cp-comm-type a2a",  # the only kind with dropout
     "FSDP2, bf16": "--use-torch-fsdp2 --bf16",
-    "fp16": "--fp16 --initial-loss-scale 3e6 --hysteresis 1",
+    "fp16": "--fp16 --initial-loss-scale 3e8 --hysteresis 1",
     "Megatron-FSDP": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
 }
 

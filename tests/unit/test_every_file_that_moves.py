@@ -351,7 +351,7 @@ def test_megatron_lms_numbers_become_ours() -> None:
         if optimizer:
             empty = optimizer == "none"
             expected["optimizer_step"] = 0 if empty else 6
-            expected["grad_scaler"] = {} if empty else {"scale": 8.0, "growth_tracker": 3}
+            expected["grad_scaler"] = {} if empty else {"scale": 8.0, "growth_tracker": 3, "of_mean": True}
         assert megatron_lm.as_ours(common) == expected
     for kinds, readable in (
         ((), True), (("fully_reshardable",), True), (("dp_reshardable",), False),

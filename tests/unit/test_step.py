@@ -28,6 +28,7 @@ class _Optimizer:
 
     def __init__(self, calls: list[str], *, overflow: bool, norm: float):
         self.calls, self.overflow, self.norm, self.scale = calls, overflow, norm, 8.0
+        self.chained_optimizers: list[Any] = []
 
     def zero_grad(self) -> None:
         self.calls.append("no gradients")

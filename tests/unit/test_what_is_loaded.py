@@ -163,23 +163,6 @@ def test_pieces_are_joined_by_their_numbers() -> None:
     assert joined(shard, pieces).tolist() == [[2.0, 2.0], [9.0, 9.0], [10.0, 10.0]]
 
 
-def test_every_loss_scale_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts have an optimizer of their own."""
-    states: list[Any] = []
-    parts = [
-        SimpleNamespace(core=SimpleNamespace(grad_scaler=SimpleNamespace(load_state_dict=states.append)))
-        for _ in range(2)
-    ]
-    monkeypatch.setattr(contents, "optimizer_parts", lambda run: [*parts, SimpleNamespace(core=SimpleNamespace())])
-    run: Any = None
-    contents.set_grad_scaler(run, {})
-    assert states == []
-    contents.set_grad_scaler(run, {"scale": 8.0, "growth_tracker": 3})
-    assert [(state["scale"].tolist(), state["scale"].dtype, state["growth_tracker"]) for state in states] == [
-        ([8.0], torch.float32, 3)
-    ] * 2
-
-
 ADAM = OptimizerConfig(optimizer="adam", lr=0.1)
 
 

@@ -255,9 +255,12 @@ def test_weights_may_lie_fused_where_their_copies_are_not_renamed() -> None:
     assert asked[own].key == theirs
 
 
-def test_a_loss_scale_becomes_a_plain_number() -> None:
-    common = {"args": Namespace(seq_length=1), "iteration": 1, "optimizer": {"grad_scaler": {"scale": torch.ones(1)}}}
-    assert json.dumps(megatron_lm.as_ours(common)["grad_scaler"]) == '{"scale": 1.0}'
+@pytest.mark.parametrize(("per_token", "mark"), [({}, ', "of_mean": true'), ({"calculate_per_token_loss": True}, "")])
+def test_a_loss_scale_becomes_a_plain_number(per_token: dict[str, bool], mark: str) -> None:
+    """It is that of the mean loss, but with Megatron-LM's --calculate-per-token-loss."""
+    args = Namespace(seq_length=1, **per_token)
+    common = {"args": args, "iteration": 1, "optimizer": {"grad_scaler": {"scale": torch.ones(1)}}}
+    assert json.dumps(megatron_lm.as_ours(common)["grad_scaler"]) == f'{{"scale": 1.0{mark}}}'
 
 
 def test_extra_states_are_left_out_of_every_chunk() -> None:

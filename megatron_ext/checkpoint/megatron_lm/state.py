@@ -18,6 +18,7 @@ from megatron_ext.config.options import flag_of, names_by_resume
 from megatron_ext.config.resolve import padded_vocabulary
 from megatron_ext.config.saved import model_names
 from megatron_ext.config.schema import Config
+from megatron_ext.optim.loss_scale import of_the_mean
 
 _OTHER_NAMES = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
@@ -87,9 +88,9 @@ def as_ours(common: Mapping[str, Any]) -> dict[str, Any]:
         updates = [int(step) for step in _values(common["optimizer"], ("common_step", "step"))]
         scaler = next(_values(common["optimizer"], ("grad_scaler",)), None) or {}
         translated["optimizer_step"] = max(updates, default=0)
-        translated["grad_scaler"] = {
-            name: value.item() if hasattr(value, "item") else value for name, value in scaler.items()
-        }
+        plain = {name: value.item() if hasattr(value, "item") else value for name, value in scaler.items()}
+        # With --calculate-per-token-loss it scales the sum over the tokens, as earlier versions of this program did.
+        translated["grad_scaler"] = plain if getattr(args, "calculate_per_token_loss", False) else of_the_mean(plain)
     return translated
 
 

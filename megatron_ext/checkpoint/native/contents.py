@@ -26,6 +26,7 @@ from megatron_ext.checkpoint.native.snapshot import Copy
 from megatron_ext.config import own_parameters
 from megatron_ext.model.names import unwrapped
 from megatron_ext.model.own_layers import divided
+from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.parallel.rows import RowShard, row_shard
 from megatron_ext.sharding.parts import Exchange, OptimizerPart
 
@@ -283,19 +284,14 @@ def optimizer_parts(run: Saveable) -> list[OptimizerPart]:
     return run.sharding.parts(run.optimizer)
 
 
-def _grad_scalers(run: Saveable) -> list[Any]:
-    scalers = [getattr(part.core, "grad_scaler", None) for part in optimizer_parts(run)]
-    return [scaler for scaler in scalers if scaler is not None]
-
-
 def grad_scaler_state(run: Saveable) -> dict[str, float | int]:
-    """Return the state of the dynamic loss scale; empty without one. All parts scale alike."""
-    state = next((scaler.state_dict() for scaler in _grad_scalers(run)), {})
-    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    """Return the state of the dynamic loss scale; empty without one."""
+    loss_scale = loss_scale_of(run.optimizer)
+    return {} if loss_scale is None else loss_scale.state_dict()
 
 
 def set_grad_scaler(run: Saveable, state: dict[str, float | int]) -> None:
-    """Restore what `grad_scaler_state` returned."""
-    if state:
-        for scaler in _grad_scalers(run):
-            scaler.load_state_dict({**state, "scale": torch.tensor([state["scale"]], dtype=torch.float32)})
+    """Restore what `grad_scaler_state` returned, here or in an earlier version."""
+    loss_scale = loss_scale_of(run.optimizer)
+    if state and loss_scale is not None:
+        loss_scale.load_state_dict(state, run.config.training.global_batch_size * run.config.model.seq_length)

@@ -117,10 +117,18 @@ class TrainingConfig:
         choices=(2, 3, 4),
     )
     tf32: bool = free(False, "Let fp32 matrix products use TF32 on GPUs that have it.")
-    loss_scale: float | None = free(None, "Fixed loss scale for --fp16; default dynamic.")
+    loss_scale: float | None = free(
+        None, "Fixed loss scale for --fp16, of the mean loss over the global batch; default dynamic."
+    )
     initial_loss_scale: float = free(2.0**32, "First value of the dynamic loss scale.")
     min_loss_scale: float = free(1.0, "Lowest value of the dynamic loss scale.")
     loss_scale_window: int = free(1000, "Good steps after which the dynamic loss scale doubles.", at_least=1)
+    loss_scale_patience: int = free(
+        100,
+        "Steps in a row that may overflow at --loss-scale or --min-loss-scale before the run ends (exit code 70) and "
+        "says which scale would do; at most half of the run's steps.",
+        at_least=1,
+    )
     hysteresis: int = free(2, "Bad steps before the dynamic loss scale halves.", at_least=1)
     accumulate_allreduce_grads_in_fp32: bool = free(
         False, "Accumulate and reduce gradients in fp32 (always on with --bf16)."

@@ -22,6 +22,7 @@ from megatron_ext.train.callbacks.data_check import DataCheck
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.garbage import GarbageCollection
 from megatron_ext.train.callbacks.memory_history import MemoryHistory, is_recorded
+from megatron_ext.train.callbacks.overflows import Overflows
 from megatron_ext.train.callbacks.profiling import Profiling
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, Sink
@@ -73,6 +74,8 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
     training = config.training
     intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
     callbacks.append(ReplicaCheck(*intervals))
+    if training.fp16 or training.loss_scale is not None:
+        callbacks.append(Overflows(config))
     if training.spike_threshold is not None:
         callbacks.append(SpikeCheck(training.spike_threshold))
     if training.manual_gc:

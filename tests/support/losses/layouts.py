@@ -59,7 +59,7 @@ _MEGATRON_FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _CP2 = "--context-parallel-size 2 --cp-comm-type"
 _EP2 = "--expert-model-parallel-size 2"
 _ALLTOALL = "--moe-token-dispatcher-type alltoall"
-_FP16 = "--fp16 --initial-loss-scale 65536 --loss-scale-window 2"
+_FP16 = "--fp16 --initial-loss-scale 16777216 --loss-scale-window 2"
 
 
 @dataclass(frozen=True)
