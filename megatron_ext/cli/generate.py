@@ -23,6 +23,7 @@ from megatron_ext.commandline import ToolParser
 from megatron_ext.config.options import options_by_flag
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.terminal import note, say
 from megatron_ext.tokenizer.chat_templates import TEMPLATES
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def _answered(leader: "Leader", prompts: list[str], options: Any, sampling: "Sam
     encode = encoder(leader.model, options.chat_template)
     shown = [f"{prompt}\n" if options.chat_template else prompt for prompt in prompts]
     if len(prompts) == 1 and (options.stream or sys.stdout.isatty()) and leader.model.tokenizer is not None:
-        print(shown[0], end="", flush=True)
+        say(shown[0], end="")
         return [_answer_streaming(leader, prompts[0], encode, sampling)]
     made = leader.generate([encode(prompt) for prompt in prompts], sampling, options.max_batch_size)
     _show(shown, made)
@@ -163,12 +164,12 @@ def _prompts(options: Any) -> list[str]:
 def _typed(leader: "Leader") -> Iterator[str]:
     """Yield the lines that somebody types, until the end of the input (Ctrl-D)."""
     while True:
-        print("> ", end="", flush=True)
+        say("> ", end="")
         while not select.select([sys.stdin], [], [], _KEEP_ALIVE)[0]:
             leader.wait()
         line = sys.stdin.readline()
         if not line:
-            print()
+            say()
             return
         if line.strip():
             yield line.rstrip("\n")
@@ -189,18 +190,18 @@ def _answer_streaming(
         ids = encode(prompt)
         stream = None
         if model.tokenizer is not None:
-            stream = Stream(model.tokenizer, ids, sampling.stop, lambda piece: print(piece, end="", flush=True))
+            stream = Stream(model.tokenizer, ids, sampling.stop, lambda piece: say(piece, end=""))
         [made] = leader.generate([ids], sampling, 1, stream, number or 0)
     except (ConfigurationError, DataError) as error:
         if number is None:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        note(f"error: {error}")
         return None
     if stream is not None and made.text is not None:
         stream.finish(made.text)
     else:
-        print(_words(made), end="")
-    print(flush=True)
+        say(_words(made), end="")
+    say()
     return made
 
 
@@ -249,8 +250,8 @@ def _show(prompts: Sequence[str], made: "Sequence[Generated]") -> None:
     """Print each prompt with its answer, under a line where there are several."""
     for number, (prompt, one) in enumerate(zip(prompts, made, strict=True), start=1):
         if len(prompts) > 1:
-            print(f"--- prompt {number} of {len(prompts)}, {len(one.tokens)} tokens, ended by {one.reason}")
-        print(prompt + ("" if one.text is not None else " ") + _words(one))
+            say(f"--- prompt {number} of {len(prompts)}, {len(one.tokens)} tokens, ended by {one.reason}")
+        say(prompt + ("" if one.text is not None else " ") + _words(one))
 
 
 def _write(path: str, prompts: Sequence[str], made: "Sequence[Generated | None]") -> None:

@@ -6,7 +6,7 @@ The global batch keeps its tokens: over lengths its samples change. A table, and
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_ext.charts import Series, chart, page
+from megatron_ext.charts import Series, chart, main, page
 from megatron_ext.plan.costs import Cost, Prices, cost
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.goodput import Failures
@@ -169,7 +169,7 @@ def scaling_page(title: str, groups: Sequence[tuple[str, Sequence[Point]]]) -> s
         ]
     style = ".range { stroke: var(--quiet); stroke-dasharray: 3 3; stroke-width: 1; color: var(--quiet); }\n"
     style += "pre { white-space: pre; overflow-x: auto; font-size: 12px; }\n"
-    return page(title, text[:-1], f"<main>\n{''.join(charts)}</main>\n", style=style)
+    return page(title, text[:-1], main(charts), style=style)
 
 
 def _seconds(points: Sequence[Point]) -> list[list[float]]:
