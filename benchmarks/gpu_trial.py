@@ -147,7 +147,7 @@ def train(device: str, flags: str) -> list[dict[str, Any]]:
 
 def logged(device: str, flags: str) -> tuple[list[dict[str, Any]], str]:
     """Return the logged steps of one run of the program, and what it printed, which this process prints as well."""
-    from megatron_ext.telemetry.jsonl import read_rows
+    from megatron_ext.untrusted.metrics_rows import read_rows
 
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"

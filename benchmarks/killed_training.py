@@ -10,7 +10,6 @@ start to start, the order of sums changes too, and the metrics of every step mus
 """
 
 import contextlib
-import json
 import math
 import os
 import random
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launchers import LAUNCHERS, Launcher
-from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.metrics import MEASURED_FIELDS
+from megatron_ext.untrusted.metrics_rows import read_rows
 from tests.support.losses.run import tensor_hashes
 
 STEPS, SAVED_EVERY = 40, 3
@@ -367,11 +366,8 @@ def _wait(reached: Callable[[], Any], launcher: Launcher, *, until_finished: boo
 
 def last_iteration(save: Path) -> int:
     """Return the last iteration in the metrics file, 0 without one."""
-    try:
-        lines = (save / "metrics.jsonl").read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return 0
-    return json.loads(lines[-2])["iteration"] if len(lines) > 1 else 0
+    file = save / "metrics.jsonl"
+    return max((row["iteration"] for row in read_rows(file)), default=0) if file.exists() else 0
 
 
 def summary(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -236,7 +236,7 @@ def stop(ranks: int, folder: Path) -> dict[str, float]:
     """Return how long a run takes to save and end after SIGTERM."""
     from statistics import median
 
-    from megatron_ext.telemetry.jsonl import read_rows
+    from megatron_ext.untrusted.metrics_rows import read_rows
 
     save = folder / "save"
     words = [*FLAGS.split(), "--save", str(save), "--train-iters", "1000", "--exit-signal-deadline", str(DEADLINE)]

@@ -3,10 +3,11 @@
 A page needs nothing else, neither scripts nor a network, and follows the reader's light or dark setting.
 """
 
-import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from megatron_ext.markup import Content, Markup, document, element, joined
 
 Point = tuple[int, float]
 
@@ -14,6 +15,7 @@ Point = tuple[int, float]
 _WIDTH, _HEIGHT = 560, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 28, 12, 30
 _MOST_POINTS = 600
+_MOST_VALUE = 1e300  # the difference of two such is finite
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d1f23; --quiet: #63666d; --grid: #e2e3e5;
@@ -82,50 +84,68 @@ class _Axes:
         return _HEIGHT - _BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def page(title: str, lines: Iterable[str], body: str, *, style: str = "") -> str:
-    """Return a page as text.
+def page(title: str, lines: Iterable[str], body: Content, *, style: str = "") -> Markup:
+    """Return a page.
 
     Args:
         title: its heading.
         lines: what stands under it.
-        body: the rest, as HTML.
+        body: the rest.
         style: further rules of style.
     """
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n"
-        f"<h1>{html.escape(title)}</h1>\n<pre>{html.escape(chr(10).join(lines))}</pre>\n{body}</body>\n</html>\n"
-    )
+    head = [element("h1", title), "\n", element("pre", "\n".join(lines)), "\n"]
+    return document(title, STYLE + style, head, body)
 
 
-def chart(name: str, unit: str, series: Sequence[Series], *, along: str, doublings: bool = False) -> str:
-    """Return one chart as HTML: a line for each series, with a key where there are several.
+def section(heading: Content, *body: Content, **attributes: object) -> Markup:
+    """Return a part of a page; each of `body` begins on a line of its own."""
+    lines = [[each, "\n"] for each in (element("h2", heading), *body)]
+    return joined(element("section", "\n", lines, **attributes), "\n")
+
+
+def wide(heading: Content, *body: Content) -> Markup:
+    """Return a part of a page that is as wide as the page."""
+    return section(heading, *body, class_="wide")
+
+
+def main(charts: Iterable[Markup]) -> Markup:
+    """Return the charts next to each other."""
+    return joined(element("main", "\n", charts), "\n")
+
+
+def svg(width: float, height: float, label: str, *drawing: Content) -> Markup:
+    """Return a drawing of this size, which readers who do not see it know by its label."""
+    return element("svg", "\n", drawing, viewBox=f"0 0 {width} {height:.0f}", role="img", aria_label=label)
+
+
+def label(x: float | str, y: float, text: str, anchor: str) -> Markup:
+    """Return a text of a drawing, which ends at x, lies around it or begins there (anchor `end`, `middle`, `start`)."""
+    return element("text", text, x=x, y=f"{y:.1f}", text_anchor=anchor)
+
+
+def chart(name: str, unit: str, series: Sequence[Series], *, along: str, doublings: bool = False) -> Markup:
+    """Return one chart: a line for each series, with a key where there are several.
 
     Args:
         along: what the horizontal axis counts, in the singular.
         doublings: whether it counts in doublings, from 1 upwards, with a tick at each x that the data has.
     """
-    heading = f"{name} <span>{unit}{' by ' + along if doublings else ''}</span>"
+    heading: list[Content] = [name, " ", element("span", f"{unit}{f' by {along}' if doublings else ''}")]
     if len(series) > 1:
-        keys = [
-            f'<span class="{_classes("key", each)}">{"&#9679;" if each.dotted else "&#9472;"} '
-            f"{html.escape(each.name)}</span>"
-            for each in series
-            if each.name
-        ]
-        heading += " " + " ".join(keys)
-    shown = finite(point for each in series for point in each.points)
-    body = "<p>Nothing to show.</p>"
-    if shown:
-        axes = _Axes.around(shown, doublings=doublings)
-        marks = _grid(axes, along, sorted({x for x, _ in shown}))
-        marks += "".join(_line(axes, each.points, _classes("line", each)) for each in series)
         for each in series:
-            shown = finite(each.points)
-            marks += _dots(axes, shown, along, each.name) if each.dotted else _hits(axes, shown, along)
-        body = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name} by {along}">\n{marks}</svg>'
-    return f"<section>\n<h2>{heading}</h2>\n{body}\n</section>\n"
+            if each.name:
+                mark = "\u25cf" if each.dotted else "\u2500"
+                heading += [" ", element("span", f"{mark} {each.name}", class_=_classes("key", each))]
+    shown = finite(point for each in series for point in each.points)
+    if not shown:
+        return section(heading, element("p", "Nothing to show."))
+    axes = _Axes.around(shown, doublings=doublings)
+    marks = [*_grid(axes, along, sorted({x for x, _ in shown}))]
+    marks += [_line(axes, each.points, _classes("line", each)) for each in series]
+    for each in series:
+        shown = finite(each.points)
+        marks += _dots(axes, shown, along, each.name) if each.dotted else _hits(axes, shown, along)
+    return section(heading, svg(_WIDTH, _HEIGHT, f"{name} by {along}", [[mark, "\n"] for mark in marks]))
 
 
 def _classes(kind: str, series: Series) -> str:
@@ -133,8 +153,8 @@ def _classes(kind: str, series: Series) -> str:
 
 
 def finite(points: Iterable[Point]) -> list[Point]:
-    """Return the points whose value is finite."""
-    return [(x, value) for x, value in points if math.isfinite(value)]
+    """Return the points whose value is finite, and not so large that a range of such is not."""
+    return [(x, value) for x, value in points if abs(value) <= _MOST_VALUE]
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
@@ -146,51 +166,48 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _grid(axes: _Axes, along: str, xs: Sequence[float]) -> str:
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    parts = [f'<text x="{_LEFT - 8}" y="{bottom + 20}" text-anchor="end">{along}</text>'] if not axes.doublings else []
+def _grid(axes: _Axes, along: str, xs: Sequence[float]) -> Iterator[Markup]:
+    bottom = _HEIGHT - _BOTTOM
+    if not axes.doublings:
+        yield label(_LEFT - 8, bottom + 20, along, "end")
     for value in ticks(axes.y_low, axes.y_high, 5):
         y = axes.y(value)
-        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{right}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:,.6g}</text>')
+        yield element("path", class_="grid", d=f"M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}")
+        yield label(_LEFT - 8, y + 4, f"{value:,.6g}", "end")
     for value in _few(xs, 8) if axes.doublings else ticks(axes.x_low, axes.x_high, 6):
-        parts.append(f'<text x="{axes.x(value):.1f}" y="{bottom + 20}" text-anchor="middle">{value:,.0f}</text>')
-    return "\n".join([*parts, ""])
+        yield label(f"{axes.x(value):.1f}", bottom + 20, f"{value:,.0f}", "middle")
 
 
 def _few(values: Sequence[float], most: int) -> Sequence[float]:
     return values[:: math.ceil(len(values) / most)]
 
 
-def _line(axes: _Axes, points: Sequence[Point], style: str) -> str:
+def _line(axes: _Axes, points: Sequence[Point], style: str) -> Markup:
     """Return a line through the points, broken where a value is not finite."""
     path, pen_up = [], True
     for x, value in _thinned(points):
-        if not math.isfinite(value):
+        if not finite([(x, value)]):
             pen_up = True
             continue
         path.append(f"{'M' if pen_up else 'L'}{axes.x(x):.1f} {axes.y(value):.1f}")
         pen_up = False
-    return f'<path class="{style}" d="{"".join(path)}"/>\n'
+    return element("path", class_=style, d="".join(path))
 
 
-def _dots(axes: _Axes, points: Sequence[Point], along: str, name: str) -> str:
-    return "".join(
-        f'<circle class="dot second" cx="{axes.x(x):.1f}" cy="{axes.y(value):.1f}" r="4">'
-        f"<title>{along} {x}: {name} {value:.6g}</title></circle>\n"
-        for x, value in _thinned(points)
-    )
+def _dots(axes: _Axes, points: Sequence[Point], along: str, name: str) -> Iterator[Markup]:
+    for x, value in _thinned(points):
+        title = element("title", f"{along} {x}: {name} {value:.6g}")
+        yield element("circle", title, class_="dot second", cx=f"{axes.x(x):.1f}", cy=f"{axes.y(value):.1f}", r=4)
 
 
-def _hits(axes: _Axes, points: Sequence[Point], along: str) -> str:
-    """Return narrow invisible columns that tell the value under the pointer, in place of a script."""
+def _hits(axes: _Axes, points: Sequence[Point], along: str) -> Iterator[Markup]:
+    """Yield narrow invisible columns that tell the value under the pointer, in place of a script."""
     shown = _thinned(points)
     width = max(2.0, (_WIDTH - _LEFT - _RIGHT) / max(1, len(shown)))
-    return "".join(
-        f'<rect class="hit" x="{axes.x(x) - width / 2:.1f}" y="{_TOP}" width="{width:.1f}" '
-        f'height="{_HEIGHT - _TOP - _BOTTOM}"><title>{along} {x}: {value:.6g}</title></rect>\n'
-        for x, value in shown
-    )
+    for x, value in shown:
+        size = {"width": f"{width:.1f}", "height": _HEIGHT - _TOP - _BOTTOM}
+        title = element("title", f"{along} {x}: {value:.6g}")
+        yield element("rect", title, class_="hit", x=f"{axes.x(x) - width / 2:.1f}", y=_TOP, **size)
 
 
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from typing import Any, NoReturn
 
 from megatron_ext.errors import ConfigurationError, TrainingError
-from megatron_ext.terminal import printable
+from megatron_ext.terminal import note
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -111,14 +111,14 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except TrainingError as error:
-        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        note(f"error: {error}")
         code = error.exit_code
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone(sys.stdout.fileno()):
             # What is left in the buffer would fail once more when the interpreter ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
-        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        note(f"error: {error}")
         code = 74
     if "torch" not in sys.modules:
         # The end of the interpreter looks through all objects; torch's libraries report theirs unless it does.

@@ -1,10 +1,12 @@
 """Files that outlive a machine that goes down: what a name stands for is on the disk before it has the name."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
+
+_BLOCK = 1 << 20
 
 
 def sync_file(file: IO[bytes] | IO[str]) -> None:
@@ -41,3 +43,21 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def keep(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+    """Keep only these ranges of bytes of a file, which are in order; one that is kept whole stays as it is."""
+    kept: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if kept and kept[-1][1] == begin:
+            begin = kept.pop()[0]
+        kept.append((begin, end))
+    if sum(end - begin for begin, end in kept) == path.stat().st_size:
+        return
+    with path.open("rb") as old, replacing(path) as new:
+        for begin, end in kept:
+            old.seek(begin)
+            while begin < end:
+                part = old.read(min(_BLOCK, end - begin))
+                new.write(part)
+                begin += len(part)

@@ -1,6 +1,14 @@
-"""Prints what others have named: a file's name may hold escape sequences, which a terminal would obey."""
+"""Prints: nothing else in the package does (`tests/unit/test_terminal.py`), for a text may hold what others have named
+or written, and in it escape sequences, which a terminal would obey.
+"""
 
+import re
 import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+# Spaces of other scripts than ours, and what joins or parts letters and emoji: they do nothing but to be read.
+_READ = "\n\t\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000\u200c\u200d"
 
 
 def printable(text: str) -> str:
@@ -13,17 +21,35 @@ def printable(text: str) -> str:
     return "".join(_written_out(character) for character in text)
 
 
+def say(text: str = "", *, end: str = "\n", colours: Sequence[str] = ()) -> None:
+    """Print a text on the standard output.
+
+    Args:
+        end: what follows it.
+        colours: escape sequences that are left as they are; the text of others in it is `printable` already.
+    """
+    parts = re.split(f"({'|'.join(map(re.escape, colours))})", text) if colours else [text]
+    # In two pieces: without a buffer, that a reader has left in the middle of one is seen at the next.
+    _write(sys.stdout, "".join(part if part in colours else printable(part) for part in parts), end)
+
+
+def note(text: str) -> None:
+    """Print a line on the standard error output, in one piece, so that those of several processes do not mix."""
+    _write(sys.stderr, f"{printable(text)}\n")
+
+
 def warn(text: str) -> None:
     """Print a warning on the standard error output."""
-    print(printable(f"warning: {text}"), file=sys.stderr, flush=True)
+    note(f"warning: {text}")
 
 
-def say(text: str) -> None:
-    """Print a line on the standard output."""
-    print(printable(text), flush=True)
+def _write(stream: TextIO, *pieces: str) -> None:
+    for piece in pieces:
+        stream.write(piece)
+    stream.flush()
 
 
 def _written_out(character: str) -> str:
-    if character.isprintable() or character in "\n\t":
+    if character.isprintable() or character in _READ:
         return character
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")

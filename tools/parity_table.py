@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext import device
 from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.markdown import table
 from megatron_ext.verify.cases import CASES, MODELS, RECIPE, Case
 from megatron_ext.verify.parity import (
     BF16_FACTOR,
@@ -105,12 +106,6 @@ def _number(distance: float) -> str:
     return f"{distance:.1e}" if distance else "0"
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = (columns, ["---"] * len(columns), *rows)
-    # A layout string has bars, which would end its cell.
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
 def page(fp32: Sequence[Sequence[str]], bf16: Sequence[Sequence[str]]) -> str:
     """Return the Markdown file around both tables."""
     machine = (
@@ -143,14 +138,14 @@ All columns are distances from one process. Tolerances: initial weights equal bi
 SHA-256 are shown); first loss {FIRST_LOSS_TOLERANCE:.0e} nats per token; each tensor's first gradient, before clipping,
 {GRADIENT_TOLERANCE:.0e} of its norm; losses, gradient norms and validation loss {CURVE_TOLERANCE:.0e}.
 
-{_table(_FP32_COLUMNS, fp32)}
+{chr(10).join(table(_FP32_COLUMNS, fp32))}
 
 ## bf16
 
 Distance: the largest over the losses of {STEPS} steps and the validation loss, from one process in bf16 or from one in
 fp32, whichever is larger. Limit: {BF16_FACTOR:g} times one process's own distance between bf16 and fp32.
 
-{_table(_BF16_COLUMNS, bf16)}
+{chr(10).join(table(_BF16_COLUMNS, bf16))}
 """
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import megatron_ext
 from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.terminal import say
 
 _PACKAGE = Path(megatron_ext.__file__).parent
 _BASE = "base"
@@ -36,9 +37,9 @@ def main(argv: list[str]) -> int:
         (options.output / "README.md").write_text(index(), encoding="utf-8")
         for room in rooms():
             (options.output / f"{room}.md").write_text(page(room), encoding="utf-8")
-        print(f"wrote {len(rooms()) + 1} files to {options.output}")
+        say(f"wrote {len(rooms()) + 1} files to {options.output}")
     else:
-        print(index() if options.room is None else page(options.room), end="")
+        say(index() if options.room is None else page(options.room), end="")
     return 0
 
 

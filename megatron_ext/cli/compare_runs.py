@@ -11,8 +11,9 @@ from typing import Any
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.metrics import MEASURED_FIELDS
+from megatron_ext.terminal import say
+from megatron_ext.untrusted.metrics_rows import HAS_ITERATION, read_rows
 
 
 def main(argv: list[str]) -> int:
@@ -24,9 +25,9 @@ def main(argv: list[str]) -> int:
     first, second = _rows(options.first), _rows(options.second)
     difference = first_difference(first, second)
     if difference is None:
-        print(f"identical: {len(first)} rows")
+        say(f"identical: {len(first)} rows")
         return 0
-    print(difference)
+    say(difference)
     return 1
 
 
@@ -49,6 +50,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _rows(path: str) -> list[dict[str, Any]]:
     try:
-        return list(read_rows(path))
+        # Whatever the fields hold is compared; where a line cannot be read, the runs may differ in it.
+        return list(read_rows(path, HAS_ITERATION, pipe=True, strict=True))
     except FileNotFoundError:
         raise ConfigurationError(f"{path} does not exist; give the metrics.jsonl of a run") from None

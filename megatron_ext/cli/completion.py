@@ -13,6 +13,7 @@ import re
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.config.options import options_by_flag
+from megatron_ext.terminal import say
 
 _BASH = r"""
 declare -A _megatron_ext_known
@@ -47,9 +48,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("command", nargs="?", default="commands", help="of words: whose flags")
     options, rest = parser.parse_known_args(argv)
     if options.shell == "words":
-        print(" ".join(words(options.command, rest[0] if rest else None)))
+        say(" ".join(words(options.command, rest[0] if rest else None)))
     else:
-        print(_BASH if options.shell == "bash" else _ZSH)
+        say(_BASH if options.shell == "bash" else _ZSH)
     return 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.terminal import say
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
         from megatron_ext.checkpoint.huggingface.importer import import_huggingface
 
         path = import_huggingface(options.load, options.save)
-        print(f"wrote {path} in {time.perf_counter() - started:.1f} s; begin with --load {options.save}", flush=True)
+        say(f"wrote {path} in {time.perf_counter() - started:.1f} s; begin with --load {options.save}")
         return 0
     size = _bytes(options.max_shard_size)
     from megatron_ext.checkpoint.huggingface.exporter import export_huggingface
@@ -59,13 +60,12 @@ def main(argv: list[str]) -> int:
         with_tokenizer=not options.no_tokenizer,
         check_tokenizer=None if options.skip_tokenizer_check else _check_tokenizer,
     )
-    print(
+    say(
         f"wrote {exported.path}: {exported.family.architecture}, {exported.size / 1e9:.3f} GB in {exported.files} "
-        f"file(s), {time.perf_counter() - started:.1f} s",
-        flush=True,
+        f"file(s), {time.perf_counter() - started:.1f} s"
     )
     if not exported.tokenizer:
-        print(_why_no_tokenizer(source.config.data.tokenizer_type, options.no_tokenizer), flush=True)
+        say(_why_no_tokenizer(source.config.data.tokenizer_type, options.no_tokenizer))
     if not options.no_verify:
         _verify(source, exported.path, dtype)
     if options.check_loss is not None:
@@ -85,15 +85,14 @@ def _check_tokenizer(folder: Path, config, tokenizer) -> None:
     from megatron_ext.verify.exported_tokenizer import check_ids
 
     same = check_ids(folder, config, tokenizer)
-    print(
+    say(
         f"tokenizer: the ids of training on {same.probes} probe texts and {same.documents} documents, read by "
-        f"{' and '.join(same.by)}",
-        flush=True,
+        f"{' and '.join(same.by)}"
     )
     if same.note is not None:
-        print(f"tokenizer: no validation data was compared: {same.note}", flush=True)
+        say(f"tokenizer: no validation data was compared: {same.note}")
     if "transformers" not in same.by:
-        print("tokenizer: transformers is not installed, and did not read it", flush=True)
+        say("tokenizer: transformers is not installed, and did not read it")
 
 
 def _verify(source, path: Path, dtype) -> None:
@@ -106,7 +105,7 @@ def _verify(source, path: Path, dtype) -> None:
     )
     if not agreement.holds:
         raise DataError(f"{summary}: more than rounding. Do not use {path}, and please report this")
-    print(summary, flush=True)
+    say(summary)
 
 
 def _check_loss(source, path: Path, dtype, prefix: str, samples: int) -> None:
@@ -119,7 +118,7 @@ def _check_loss(source, path: Path, dtype, prefix: str, samples: int) -> None:
     )
     if not agreement.holds:
         raise DataError(f"{summary}: more than rounding. Do not use {path}, and please report this")
-    print(summary, flush=True)
+    say(summary)
 
 
 def _bytes(text: str) -> int:

@@ -15,7 +15,6 @@ of all but the first.
 """
 
 import os
-import sys
 from pathlib import Path
 
 from megatron_ext.commandline import ToolParser, split_at_dashes
@@ -24,6 +23,7 @@ from megatron_ext.doctor.examine import examine, exit_code
 from megatron_ext.doctor.finding import Finding, Launch, error
 from megatron_ext.errors import ConfigurationError, PeerLostError
 from megatron_ext.resilience.process_end import end_process
+from megatron_ext.terminal import note, say
 
 
 def main(argv: list[str]) -> int:
@@ -50,10 +50,10 @@ def main(argv: list[str]) -> int:
     ranks = options.nproc_per_node or _number("LOCAL_WORLD_SIZE", 0) or _gpus() or 1
     config = _configured(training, ranks * options.nnodes, findings) if training else None
     findings += examine(Launch(os.environ, ranks, options.nnodes, config))
-    print("\n".join(finding.text() for finding in findings))
+    say("\n".join(finding.text() for finding in findings))
     code = exit_code(findings)
     levels = [finding.level for finding in findings]
-    print(f"{levels.count('error')} errors, {levels.count('warning')} warnings")
+    say(f"{levels.count('error')} errors, {levels.count('warning')} warnings")
     return code
 
 
@@ -62,10 +62,10 @@ def _collectives(kind: str, seconds: float, megabytes: float) -> int:
 
     try:
         for finding in check_collectives(kind, seconds, megabytes):
-            print(finding.text(), flush=True)
+            say(finding.text())
     except PeerLostError as lost:
         if not isinstance(lost, NotTheReporter):
-            print(f"error: {lost}", file=sys.stderr, flush=True)
+            note(f"error: {lost}")
         end_process(lost.exit_code)  # a collective may hang on
     return 0
 
@@ -73,7 +73,7 @@ def _collectives(kind: str, seconds: float, megabytes: float) -> int:
 def _flight_recorder(folder: Path) -> int:
     from megatron_ext.doctor.flight_recorder import explain, read_dumps
 
-    print("\n".join(explain(read_dumps(folder))))
+    say("\n".join(explain(read_dumps(folder))))
     return 0
 
 

@@ -23,9 +23,10 @@ from megatron_ext.plan.preview import equal_stages, preview
 from megatron_ext.plan.question import question
 from megatron_ext.plan.timeline import Timeline, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
-from megatron_ext.plan.timeline_text import as_text
+from megatron_ext.plan.timeline_text import COLOURS, as_text
 from megatron_ext.rules.validate import problems
 from megatron_ext.telemetry import schedule_record
+from megatron_ext.terminal import say
 from megatron_ext.train.configure import gather_facts
 
 
@@ -53,7 +54,8 @@ def main(argv: list[str]) -> int:
     if options.trace is not None and options.run is None:
         parser.error("--trace needs --run, whose traces it joins")
     width = options.width or shutil.get_terminal_size((100, 24)).columns
-    print("\n".join([*as_text(timeline, width, colour=sys.stdout.isatty()), *(["", *remarks] if remarks else [])]))
+    lines = as_text(timeline, width, colour=sys.stdout.isatty())
+    say("\n".join([*lines, *(["", *remarks] if remarks else [])]), colours=COLOURS)
     if options.html is not None:
         options.html.write_text(as_page(timeline, remarks), encoding="utf-8")
     return 0

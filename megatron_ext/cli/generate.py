@@ -22,6 +22,7 @@ from megatron_ext.commandline import ToolParser
 from megatron_ext.config.options import options_by_flag
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.terminal import say
 from megatron_ext.tokenizer.chat_templates import TEMPLATES
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _answered(leader: "Leader", prompts: list[str], options: Any, sampling: "Sam
     encode = encoder(leader.model, options.chat_template)
     shown = [f"{prompt}\n" if options.chat_template else prompt for prompt in prompts]
     if len(prompts) == 1 and (options.stream or sys.stdout.isatty()) and leader.model.tokenizer is not None:
-        print(shown[0], end="", flush=True)
+        say(shown[0], end="")
         return [_answer_streaming(leader, prompts[0], encode, sampling)]
     made = leader.generate([encode(prompt) for prompt in prompts], sampling, options.max_batch_size)
     _show(shown, made)
@@ -150,10 +151,10 @@ def _answer_streaming(leader: "Leader", prompt: str, encode: "Encoder", sampling
 
     ids, tokenizer = encode(prompt), leader.model.tokenizer
     assert tokenizer is not None
-    stream = Stream(tokenizer, ids, sampling.stop, lambda piece: print(piece, end="", flush=True))
+    stream = Stream(tokenizer, ids, sampling.stop, lambda piece: say(piece, end=""))
     [made] = leader.generate([ids], sampling, 1, stream)
     stream.finish(_words(made))
-    print(flush=True)
+    say()
     return made
 
 
@@ -202,8 +203,8 @@ def _show(prompts: Sequence[str], made: "Sequence[Generated]") -> None:
     """Print each prompt with its answer, under a line where there are several."""
     for number, (prompt, one) in enumerate(zip(prompts, made, strict=True), start=1):
         if len(prompts) > 1:
-            print(f"--- prompt {number} of {len(prompts)}, {len(one.tokens)} tokens, ended by {one.reason}")
-        print(prompt + ("" if one.text is not None else " ") + _words(one))
+            say(f"--- prompt {number} of {len(prompts)}, {len(one.tokens)} tokens, ended by {one.reason}")
+        say(prompt + ("" if one.text is not None else " ") + _words(one))
 
 
 def _write(path: str, prompts: Sequence[str], made: "Sequence[Generated]") -> None:

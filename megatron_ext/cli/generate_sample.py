@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.terminal import say
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
         raise ConfigurationError(f"--model {options.model} has no config.json; name a folder that to-hf wrote")
     if options.max_new_tokens < 1 or options.temperature < 0:
         raise ConfigurationError("--max-new-tokens must be positive, and --temperature 0 or more")
-    print(sample(options.model, options.prompt, options.max_new_tokens, options.temperature, options.seed))
+    say(sample(options.model, options.prompt, options.max_new_tokens, options.temperature, options.seed))
     return 0
 
 

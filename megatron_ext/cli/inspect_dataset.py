@@ -16,7 +16,7 @@ import sys
 from megatron_ext.commandline import ToolParser
 from megatron_ext.config.schema.data import DataConfig
 from megatron_ext.data.checksums import first_damage, known_blocks
-from megatron_ext.data.inspect import document_tokens, shown, summarize
+from megatron_ext.data.inspect import COLOURS, document_tokens, shown, summarize
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids, token_count
 from megatron_ext.data.manifest import judge, made_with
 from megatron_ext.data.mask import Mask
@@ -47,14 +47,12 @@ def show(prefix: str) -> None:
     made = made_with(prefix)
     if made is not None:
         say(f"tokenizer {describe_tokenizer(made.tokenizer)}")
-    print(f"documents {summary.documents}, {summary.empty_documents} of them empty; sequences {summary.sequences}")
-    print(
-        f"tokens in a sequence: {summary.shortest} to {summary.longest}, mean {summary.tokens / summary.sequences:.1f}"
-    )
+    say(f"documents {summary.documents}, {summary.empty_documents} of them empty; sequences {summary.sequences}")
+    say(f"tokens in a sequence: {summary.shortest} to {summary.longest}, mean {summary.tokens / summary.sequences:.1f}")
     most = max(summary.histogram)
     for exponent, count in enumerate(summary.histogram):
         bar = "#" * round(50 * count / most)
-        print(f"{2**exponent:>12} to {2 ** (exponent + 1) - 1:<12} {count:>12} {bar}".rstrip())
+        say(f"{2**exponent:>12} to {2 ** (exponent + 1) - 1:<12} {count:>12} {bar}".rstrip())
 
 
 def verify(prefix: str, vocab_size: int | None) -> None:
@@ -107,9 +105,9 @@ def sample(argv: list[str]) -> None:
         say(f"--- sample {position}: window {place.number} of {samples.sources[place.source].name}")
         found = samples[position]
         if config.data.assistant_only_loss:
-            print(shown(tokenizer, found, in_color=options.color == "always" or is_terminal))
+            say(shown(tokenizer, found, in_color=options.color == "always" or is_terminal), colours=COLOURS)
         else:
-            print(tokenizer.decode([int(token) for token in found["tokens"]]))
+            say(tokenizer.decode([int(token) for token in found["tokens"]]))
 
 
 def main(argv: list[str]) -> int:
@@ -127,12 +125,12 @@ def main(argv: list[str]) -> int:
     else:
         ids = document_tokens(options.prefix, options.document)
         if options.tokenizer_type is None:
-            print(*ids)
+            say(" ".join(map(str, ids)))
         else:
             tokenizer = tokenizer_from_flags(DataConfig(**tokenizer_values(options)))
             made = made_with(options.prefix)
             judged = judge(options.prefix, made, tokenizer) if made is not None else None
             if judged is not None:
                 warn(judged.text)
-            print(tokenizer.decode(ids))
+            say(tokenizer.decode(ids))
     return 0

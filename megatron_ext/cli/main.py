@@ -17,6 +17,7 @@ from typing import NoReturn
 from megatron_ext.commandline import run_tool
 from megatron_ext.config.help_text import version
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.terminal import say
 
 COMMANDS = {
     "pretrain": ("pretrain", "pretrain a GPT model; pretrain_gpt.py is the same"),
@@ -74,6 +75,6 @@ def start() -> NoReturn:
 
         pretrain.start(argv)
     if name in ("--help", "-h", "--version"):
-        run_tool(lambda _: print(version() if name == "--version" else help_text()) or 0)
+        run_tool(lambda _: say(version() if name == "--version" else help_text()) or 0)
     sys.argv = [f"megatron-ext {name}", *argv]  # what argparse calls the program
     run_tool(lambda words: command(name)(words))

@@ -8,6 +8,7 @@ or the manifests next to two pairs name different tokenizers.
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.data.prepare.merge import find_prefixes, merge_indexed_files
+from megatron_ext.terminal import say
 
 
 def main(argv: list[str]) -> int:
@@ -21,7 +22,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     prefixes = find_prefixes(options.input)
     merged = merge_indexed_files(prefixes, options.output_prefix, accept_other_tokenizer=options.accept_other_tokenizer)
-    print(
+    say(
         f"wrote {options.output_prefix}.bin and .idx: {len(prefixes)} pairs, {merged.documents} documents, "
         f"{merged.sequences} sequences, {merged.token_bytes / 1e6:.1f} MB"
     )

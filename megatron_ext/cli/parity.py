@@ -12,6 +12,7 @@ processes of this machine. Exit codes: 0 they agree, 1 they do not, 64 the flags
 from megatron_ext import device
 from megatron_ext.commandline import ToolParser, split_at_dashes
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.terminal import say
 from megatron_ext.verify.proof import Comparison, Proof, comparison, prove
 
 
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
     both = comparison(training, options.world_size)
     _start_device(options.device, both.world_size)
     proof = prove(training, options.world_size, steps=options.steps, tolerance=options.tolerance, device=options.device)
-    print(report(both, proof))
+    say(report(both, proof))
     return 0 if proof.first_difference() is None else 1
 
 

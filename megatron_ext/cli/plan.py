@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from megatron_ext.plan.search import Candidate, Question, fewest_ranks, search, 
 from megatron_ext.plan.sensitivity import alternatives, hinges
 from megatron_ext.plan.short_gradients import with_short_gradients
 from megatron_ext.plan.verdict import USABLE
+from megatron_ext.terminal import say
 from megatron_ext.train.configure import gather_facts
 
 _MOST_RANKS = 16  # times as many, in search of what would fit
@@ -120,7 +120,7 @@ def _evaluate(options: argparse.Namespace, asked: Question) -> int:
     limits_json, limits_lines = _limits(options, asked, [evaluation.as_candidate(found)])
     _write_json(options, evaluation.as_json(found) | limits_json)
     if not _is_stdout(options):
-        print("\n".join([*evaluation.as_text(found), *limits_lines]))
+        say("\n".join([*evaluation.as_text(found), *limits_lines]))
     return 0
 
 
@@ -143,7 +143,7 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
     if not answer.best:
         ranks = fewest_ranks(asked, _MOST_RANKS * asked.world_size)
         offloads = with_offloads(asked, answer.nearest)
-        print("\n".join([*lines, "", *report.nothing_fits(answer, asked, ranks, offloads)]))
+        say("\n".join([*lines, "", *report.nothing_fits(answer, asked, ranks, offloads)]))
         return 1
     lines += ["", f"{answer.fitting:,} of {answer.legal:,} layouts fit; the best ways to share the model:", ""]
     lines += [*report.table(answer.best, asked.machine), ""]
@@ -156,7 +156,7 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
     added = flags(placeholders(typed))
     if added:
         lines.append(f"assumed, since the rules ask for it: {' '.join(added)}")
-    print("\n".join([*lines, "", "flags of 1, to add to yours:", f"    {report.command(answer.best[0].choice)}"]))
+    say("\n".join([*lines, "", "flags of 1, to add to yours:", f"    {report.command(answer.best[0].choice)}"]))
     return 0
 
 
@@ -175,8 +175,7 @@ def _write_json(options: argparse.Namespace, found: dict[str, Any]) -> None:
         return
     text = json.dumps(found, indent=1) + "\n"
     if _is_stdout(options):
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        say(text, end="")
     else:
         Path(options.json).write_text(text)
 

@@ -8,18 +8,19 @@ order of the samples follows from their number. A run with the same flags then f
 64 the flags cannot work, 65 data that is wrong, 74 the cache cannot be written.
 """
 
+from megatron_ext.terminal import say
 from megatron_ext.train.configure import configure
 
 
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
     if {"-h", "--help"} & set(argv):
-        print(__doc__)
+        say(__doc__ or "")
         return 0
     configured = configure([*argv, "--dry-run"])
     config = configured.config
     if config.data.mock_data or config.data.data_order == "formula":
-        print("nothing to prepare: this order of the samples has no index")
+        say("nothing to prepare: this order of the samples has no index")
         return 0
     from megatron_ext import device
 
@@ -31,5 +32,5 @@ def main(argv: list[str]) -> int:
         samples = getattr(datasets, name)
         if samples is not None:
             sources = ", ".join(source.name for source in samples.sources)
-            print(f"{name}: {len(samples)} samples of {sources}")
+            say(f"{name}: {len(samples)} samples of {sources}")
     return 0

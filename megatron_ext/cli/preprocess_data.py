@@ -9,7 +9,6 @@ Exit codes: 0 done, 64 the flags cannot work, 65 a document cannot be read (file
 """
 
 import gc
-import sys
 import time
 
 from megatron_ext.commandline import ToolParser
@@ -17,6 +16,7 @@ from megatron_ext.data.prepare.conversations import DATA_FORMATS
 from megatron_ext.data.prepare.journal import Progress
 from megatron_ext.data.prepare.old_flags import add_old_flags, old_flags
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
+from megatron_ext.terminal import note, warn
 from megatron_ext.tokenizer.chat_templates import TEMPLATES
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 
@@ -94,12 +94,10 @@ class _ProgressLine:
         begun = self._begun or Progress()
         documents = (progress.documents - begun.documents) / elapsed
         megabytes = (progress.text_bytes - begun.text_bytes) / 1e6 / elapsed
-        print(
+        note(
             f"{verb} {progress.documents} documents, {progress.text_bytes / 1e6:.1f} MB, {progress.tokens} tokens"
             f"{f', {progress.skipped} left out' if progress.skipped else ''} "
-            f"({documents:.0f} documents/s, {megabytes:.2f} MB/s{_time_left(begun, progress, elapsed)})",
-            file=sys.stderr,
-            flush=True,
+            f"({documents:.0f} documents/s, {megabytes:.2f} MB/s{_time_left(begun, progress, elapsed)})"
         )
 
 
@@ -117,7 +115,7 @@ def main(argv: list[str]) -> int:
     parser = make_parser()
     options = parser.parse_args(argv)
     for warning in old_flags(options):
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        warn(warning)
     if options.log_interval < 1:
         parser.error(f"--log-interval {options.log_interval} must be 1 or more")
     line = _ProgressLine(options.log_interval)
@@ -137,5 +135,5 @@ def main(argv: list[str]) -> int:
         fast_tokenizer=not options.plain_tokenizer,
         commit_interval=options.commit_interval,
     )
-    line.print("done:", encode_files(job, line, lambda text: print(text, file=sys.stderr, flush=True)))
+    line.print("done:", encode_files(job, line, note))
     return 0

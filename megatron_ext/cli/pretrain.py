@@ -15,7 +15,7 @@ from megatron_ext import environment
 from megatron_ext.config.arguments import read
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.lost_output import survive_lost_output
-from megatron_ext.terminal import warn
+from megatron_ext.terminal import say, warn
 
 if TYPE_CHECKING:
     from megatron_ext.resilience.process_end import RunStatus
@@ -53,7 +53,7 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
     if launch.stopped_before():
         return 0
     if scaled:
-        print(scaled, flush=True)
+        say(scaled)
     from megatron_ext.train.pretrain import pretrain
 
     pretrain(configured, status, **own)
@@ -76,7 +76,7 @@ def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, An
         config = extensions.applied(config)
     with in_every_layer(own.get("layer_parameters")):
         memory, fits = verdict(config, device_memory_gb=typed.device_memory_gb, device_name=typed.device_name)
-        print(describe(config), *([scaled] if scaled else []), "\n".join(memory), sep="\n\n")
+        say("\n\n".join([describe(config), *([scaled] if scaled else []), "\n".join(memory)]))
     return 0 if fits else 1
 
 

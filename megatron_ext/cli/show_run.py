@@ -15,6 +15,7 @@ from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.curve import RunHistory, loss_chart, read_history, summary
 from megatron_ext.telemetry.run_page import run_page
 from megatron_ext.telemetry.runs_page import runs_page
+from megatron_ext.terminal import say
 
 
 def main(argv: list[str]) -> int:
@@ -26,13 +27,13 @@ def main(argv: list[str]) -> int:
     runs = {str(run): read_history(run) for run in options.runs}
     for number, (name, history) in enumerate(runs.items()):
         if len(runs) > 1:
-            print(f"{chr(10) * bool(number)}== {name}")
-        print(loss_chart(history))
-        print()
-        print("\n".join(summary(history)))
+            say(f"{chr(10) * bool(number)}== {name}")
+        say(loss_chart(history))
+        say()
+        say("\n".join(summary(history)))
     if options.html is not None:
         options.html.write_text(_page(runs), encoding="utf-8")
-        print(f"page             {options.html}")
+        say(f"page             {options.html}")
     return 0
 
 

@@ -23,6 +23,7 @@ from megatron_ext.config.eval_tasks import KINDS, EvalTask, read_eval_tasks
 from megatron_ext.config.options import options_by_flag
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.terminal import say
 
 if TYPE_CHECKING:
     from megatron_ext.inference.model import Model
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
 
     results = _harness(model, options) if options.task == _HARNESS else _own(model, tasks)
     if model.rank == 0:
-        print(table(results))
+        say(table(results))
         if options.results:
             _write(options.results, model, results)
     groups.destroy()

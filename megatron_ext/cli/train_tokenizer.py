@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_ext.commandline import ToolParser
 from megatron_ext.data.prepare.documents import read_documents
 from megatron_ext.data.prepare.inputs import find_files
+from megatron_ext.terminal import say
 from megatron_ext.tokenizer.text import as_string
 from megatron_ext.tokenizer.training import TRAINABLE_TYPES, sample_texts, train_bytelevel_bpe, train_sentencepiece
 
@@ -35,10 +36,10 @@ def main(argv: list[str]) -> int:
     if options.max_bytes is not None and options.max_bytes < size:
         texts = sample_texts(texts, options.max_bytes / size)
     folder = Path(options.output_dir)
-    print(f"training a {options.type} tokenizer of {options.vocab_size} entries, input {size / 1e6:.1f} MB", flush=True)
+    say(f"training a {options.type} tokenizer of {options.vocab_size} entries, input {size / 1e6:.1f} MB")
     if options.type == "hf-bpe":
         train_bytelevel_bpe(texts, options.vocab_size, folder)
     else:
         train_sentencepiece(texts, options.vocab_size, folder, options.type.removeprefix("sentencepiece-"))
-    print(f"wrote {folder} in {time.perf_counter() - start:.1f} s", flush=True)
+    say(f"wrote {folder} in {time.perf_counter() - start:.1f} s")
     return 0

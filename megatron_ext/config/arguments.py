@@ -26,6 +26,7 @@ from megatron_ext.config.options import (
 )
 from megatron_ext.config.without_effect import without_effect
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.terminal import say
 
 _NUMBER = re.compile(r"-\.?\d")  # a word that begins so is a value, although it begins with a hyphen
 _PROGRAM_VALUES = {
@@ -207,7 +208,7 @@ def _read_flag(reading: _Reading, flag: str, inline: str | None, words: list[str
     texts = words if inline is None else [inline, *words]
     if flag in ("--help", "-h", "--version"):
         about = help_text.about(texts[0]) if texts else help_text.text()
-        print(help_text.version() if flag == "--version" else about)
+        say(help_text.version() if flag == "--version" else about)
         sys.exit(0)
     elif flag == "--dry-run":
         reading.dry_run = True

@@ -1,11 +1,27 @@
 """Makes the command line as text: what tests/golden/cli.txt pins, and the pages docs/flags.md and docs/errors.md
 show."""
 
+import itertools
+
 from megatron_ext.config.help_text import default_text
 from megatron_ext.config.megatron_options import earlier_options, megatron_options
 from megatron_ext.config.old_spellings import EARLIER_FLAGS, FLAGS, IMPLIED, VALUES, VALUES_OF_FORKS
 from megatron_ext.config.options import Option, flag_of, options
 from megatron_ext.config.other_defaults import other_default
+from megatron_ext.markdown import table
+
+_OF_THE_PROGRAM = [
+    ["`--config FILE`", "YAML file with any of the names below."],
+    [
+        "`--dry-run`",
+        "Check everything, print the layout and its memory, and exit. GPUs, packages and data that are not on this "
+        "machine are believed, with a warning.",
+    ],
+    ["`--device-memory-gb X`", "With `--dry-run`: whether a rank fits in this memory; exit code 1 if not."],
+    ["`--device-name TEXT`", "With `--dry-run`: the same for a device by name, `h200`, `h100` or `a100`."],
+    ["`--allow-unknown-flags`", "Leave out flags that nobody here knows, with a warning for each."],
+    ["`--help`, `--version`", "Show it and exit."],
+]
 
 
 def pinned_command_line() -> str:
@@ -32,31 +48,11 @@ def flags_page() -> str:
         "go into a `--config` file; the command line wins over it. A switch that the file sets is taken back by",
         "`--switch=false`.",
         "",
-        "| program | |",
-        "|---|---|",
-        "| `--config FILE` | YAML file with any of the names below. |",
-        "| `--dry-run` | Check everything, print the layout and its memory, and exit. GPUs, packages and data that are "
-        "not on this machine are believed, with a warning. |",
-        "| `--device-memory-gb X` | With `--dry-run`: whether a rank fits in this memory; exit code 1 if not. |",
-        "| `--device-name TEXT` | With `--dry-run`: the same for a device by name, `h200`, `h100` or `a100`. |",
-        "| `--allow-unknown-flags` | Leave out flags that nobody here knows, with a warning for each. |",
-        "| `--help`, `--version` | Show it and exit. |",
+        *table(["program", ""], _OF_THE_PROGRAM),
     ]
-    group = ""
-    for option in options():
-        if option.group != group:
-            group = option.group
-            lines += [
-                "",
-                f"## {group.capitalize()}",
-                "",
-                "| flag | default | meaning | Megatron's default, where it is another |",
-                "|---|---|---|---|",
-            ]
-        names = ", ".join(f"`{flag}`" for flag in (option.flag, *option.aliases))
-        value = f" {_type_text(option)}" if not option.is_switch else ""
-        meaning = f"{option.help}{_choice_sentence(option)}"
-        lines.append(f"| {names}{value} | {default_text(option) or '-'} | {meaning} | {_others(option)} |")
+    head = ["flag", "default", "meaning", "Megatron's default, where it is another"]
+    for group, of_group in itertools.groupby(options(), key=lambda option: option.group):
+        lines += ["", f"## {group.capitalize()}", "", *table(head, map(_row, of_group))]
     lines += [
         "",
         "## Megatron's other options",
@@ -83,19 +79,30 @@ def flags_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _row(option: Option) -> list[str]:
+    names = ", ".join(f"`{flag}`" for flag in (option.flag, *option.aliases))
+    value = f" {_type_text(option)}" if not option.is_switch else ""
+    return [
+        f"{names}{value}",
+        default_text(option) or "-",
+        f"{option.help}{_choice_sentence(option)}",
+        _others(option),
+    ]
+
+
 def _old_spellings() -> list[str]:
-    both = "Both may be given where they say the same; with different values they are refused."
-    lines = ["### Old spellings", "", both, "", "| old | taken as |", "|---|---|"]
+    rows: list[list[str]] = []
     for flag, (name, value) in (FLAGS | EARLIER_FLAGS).items():
         besides = "".join(
             f", `{flag_of(other)} {text}`" for other, text in IMPLIED.get(flag, {}).items() if other != name
         )
         unless = " unless other flags say otherwise" if besides else ""
-        lines.append(f"| `{flag}` | `{' '.join(filter(None, (flag_of(name), value)))}`{besides}{unless} |")
+        rows.append([f"`{flag}`", f"`{' '.join(filter(None, (flag_of(name), value)))}`{besides}{unless}"])
     for (name, old), (new, instead) in (VALUES | VALUES_OF_FORKS).items():
         warned = f", with a warning: {instead}" if instead else ""
-        lines.append(f"| `{flag_of(name)} {old}` | `{flag_of(name)} {new}`{warned} |")
-    return lines
+        rows.append([f"`{flag_of(name)} {old}`", f"`{flag_of(name)} {new}`{warned}"])
+    both = "Both may be given where they say the same; with different values they are refused."
+    return ["### Old spellings", "", both, "", *table(["old", "taken as"], rows)]
 
 
 def _others(option: Option) -> str:

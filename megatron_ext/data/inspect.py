@@ -10,6 +10,7 @@ import numpy as np
 from megatron_ext.data.integrity import check_indexed_files, open_index
 from megatron_ext.data.stored import open_bin
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.terminal import printable
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 _BLOCK = 1 << 20
@@ -77,7 +78,8 @@ def document_tokens(prefix: str, document: int) -> list[int]:
 
 
 _DOCUMENT = "--- document"
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+COLOURS = _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+"""Every escape sequence of `shown`."""
 
 
 def shown(tokenizer: Tokenizer, sample: Mapping[str, Any], *, in_color: bool) -> str:
@@ -97,6 +99,6 @@ def shown(tokenizer: Tokenizer, sample: Mapping[str, Any], *, in_color: bool) ->
         if document != last and last is not None:
             text += f"\n{_DOCUMENT}\n"
         last = document
-        part = tokenizer.decode([ids[place] for place in places])
+        part = printable(tokenizer.decode([ids[place] for place in places]))
         text += f"{before}{part}{behind}" if counts else part
     return text

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.device.external_kernels import leave_out
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.terminal import warn
 
 if TYPE_CHECKING:
     from megatron_ext.device.protocol import Device
@@ -96,10 +97,7 @@ def _can_fuse(local_rank: int) -> bool:
 
     missing = missing_for_kernels()
     if missing and local_rank == 0:
-        print(
-            f"warning: {missing}: fused functions run as plain torch (as with --disable-jit-fuser --no-triton-kernels)",
-            file=sys.stderr,
-        )
+        warn(f"{missing}: fused functions run as plain torch (as with --disable-jit-fuser --no-triton-kernels)")
     return missing is None
 
 

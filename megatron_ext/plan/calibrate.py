@@ -26,11 +26,10 @@ from megatron_ext.plan.estimate import step_time
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.shapes import Shapes
 from megatron_ext.rules.validate import problems
-from megatron_ext.untrusted.text import load_json
+from megatron_ext.untrusted.metrics_rows import read_rows
 
 _WARM_UP = 0.2  # share of the rows, at most this many steps, that compile, fill caches and settle
 _MOST_WARM_UP = 10
-_MOST_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,12 @@ def read_metrics(path: Path) -> Measured:
     """Return the speed that a run's metrics file records.
 
     Raises:
-        ConfigurationError: the file is missing, too large, or has no step of a training run.
+        ConfigurationError: the file is missing, or has no step of a training run.
+        DataError: no line is a row of a metrics file, or it is too large.
     """
     if not path.is_file():
         raise ConfigurationError(f"--calibrate {path} is no file; give the metrics.jsonl of a run")
-    if path.stat().st_size > _MOST_BYTES:
-        raise ConfigurationError(f"--calibrate {path} has more than {_MOST_BYTES:,} bytes; give the last rows of it")
-    rows = [row for line in path.read_text(errors="replace").splitlines() if (row := _row(line)) is not None]
+    rows = [row for row in read_rows(path) if 0.0 < (row.get("elapsed_ms") or 0.0) < math.inf]
     if not rows:
         raise ConfigurationError(
             f"--calibrate {path} has no row with elapsed_ms; give the metrics.jsonl of a run that logged some steps"
@@ -67,15 +65,6 @@ def read_metrics(path: Path) -> Measured:
         last.get("global_batch_size"),
         last.get("world_size"),
     )
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    try:
-        row = load_json(line.encode())
-    except ValueError:
-        return None
-    elapsed = row.get("elapsed_ms") if isinstance(row, dict) else None
-    return row if isinstance(elapsed, int | float) and elapsed > 0 else None
 
 
 def saved_values(metrics: Path) -> dict[str, Any] | None:

@@ -17,6 +17,9 @@ _BLOCKS = {COMMUNICATION: "-", MESSAGES: " ", "gradients": "=", "update": "+"}
 _MOST_ROWS = 32
 _COLOURS = {"forward": "\x1b[34m", "backward": "\x1b[33m", "block": "\x1b[31m"}
 _PLAIN = "\x1b[0m"
+COLOURS = (*_COLOURS.values(), _PLAIN)
+"""Every escape sequence in the picture."""
+
 _MEMORY_BAR = 24
 
 

@@ -26,7 +26,7 @@ import psutil
 from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBefore, StoppedBySignal, TrainingError
 from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.progress import Progress
-from megatron_ext.terminal import printable
+from megatron_ext.terminal import note
 
 # Time for the cause to appear. Longer for what every rank finds for itself, where rank 0 may just be slower to start.
 _SECONDS_FOR_A_PEERS_CAUSE = 1.0
@@ -250,10 +250,8 @@ def _last_line(error: BaseException, status: RunStatus, cause: str | None) -> st
 
 
 def _say(text: str) -> None:
-    # One write, so that lines of several ranks do not mix.
     sys.stdout.flush()
-    sys.stderr.write(printable(text) + "\n")
-    sys.stderr.flush()
+    note(text)
 
 
 def _end_descendants() -> None:

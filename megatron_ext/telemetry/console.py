@@ -6,6 +6,7 @@ from datetime import datetime
 from megatron_ext.telemetry.log_line import evaluation_lines, step_line
 from megatron_ext.telemetry.metrics import Metrics, StepMetrics
 from megatron_ext.telemetry.short_line import short_line
+from megatron_ext.terminal import say
 
 
 class Console:
@@ -23,11 +24,11 @@ class Console:
     def write(self, metrics: Metrics) -> None:
         """Print the line of a step or of an evaluation."""
         if self._short:
-            print(short_line(metrics), flush=True)
+            say(short_line(metrics))
         elif isinstance(metrics, StepMetrics):
-            print(step_line(metrics, datetime.now(), throughput=self._throughput), flush=True)
+            say(step_line(metrics, datetime.now(), throughput=self._throughput))
         else:
-            print(evaluation_lines(metrics), flush=True)
+            say(evaluation_lines(metrics))
 
     def close(self) -> None:
         """Do nothing: no file is held open."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ext.charts import Point, finite
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.untrusted.metrics_rows import read_rows
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ def read_history(run: Path) -> RunHistory:
 
     Raises:
         ConfigurationError: there is no such file, or no row in it.
-        DataError: a line of it cannot be read.
+        DataError: no line of it is a row.
     """
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.exists():
         raise ConfigurationError(
             f"{path}: no such file. Give the --save folder of a run, or the file that it wrote with --metrics-file."
         )
-    rows = list(read_rows(path))
+    rows = list(read_rows(path, pipe=path == run))
     if not rows:
         raise ConfigurationError(f"{path}: no row yet. The first is written after iteration 1.")
     return RunHistory(

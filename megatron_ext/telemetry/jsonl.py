@@ -10,16 +10,16 @@ Floats are written by `repr`, so they read back to the same double. NaN and infi
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_ext.durable import replacing
-from megatron_ext.errors import DataError, StorageError
+from megatron_ext.durable import keep
+from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.metrics import Metrics, as_row
 from megatron_ext.terminal import warn
-from megatron_ext.untrusted.text import load_json
+from megatron_ext.untrusted.metrics_rows import HAS_ITERATION, read_lines
 
 
 class MetricsFile:
@@ -34,7 +34,7 @@ class MetricsFile:
             flag: the flag that names the file, for error texts.
 
         Raises:
-            DataError: a row other than the last cannot be read.
+            DataError: no line but a torn last one is a row.
             StorageError: the folder or the file cannot be made.
         """
         self.path, self._flag = Path(path), flag
@@ -82,38 +82,15 @@ class MetricsFile:
         self.close()
 
 
-def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield every row of a metrics file, first to last; a torn last line is left out.
+def drop_after(path: Path, iteration: int) -> None:
+    """Remove the rows past `iteration` and a torn last line; lines that are no rows stay, for they are not ours.
 
     Raises:
-        DataError: another line is no JSON object with an iteration; names file and line.
-        FileNotFoundError: there is no such file.
+        DataError: no line is a row, which makes it somebody's other file.
     """
-    lines = Path(path).read_bytes().split(b"\n")
-    # What follows the last newline is empty, or torn by a kill in the middle of a write.
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            row = load_json(line)
-            if not isinstance(row["iteration"], int):
-                raise TypeError("its iteration is no integer")
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"{path}:{number}: not a row of a metrics file ({error}). Move the file away, "
-                "or remove that line, and start again."
-            ) from error
-        yield row
-
-
-def drop_after(path: Path, iteration: int) -> None:
-    """Remove the rows past `iteration` and a torn last line; the file is replaced in one step, or left as it is."""
-    if not path.exists():
-        return
-    kept = [row for row in read_rows(path) if row["iteration"] <= iteration]
-    text = "".join(json.dumps(row) + "\n" for row in kept)
-    if path.read_bytes() == text.encode():
-        return
-    with replacing(path) as file:
-        file.write(text.encode())
+    if path.is_file():
+        lines = read_lines(path, HAS_ITERATION)
+        keep(path, ((line.begin, line.end) for line in lines if line.row is None or line.row["iteration"] <= iteration))
 
 
 def _storage_error(action: str, path: Path, flag: str, error: OSError) -> StorageError:

@@ -2,13 +2,14 @@
 the slowest rank, and its pipeline.
 """
 
-import html
-
-from megatron_ext.charts import Point, Series, chart, page
+from megatron_ext.charts import Point, Series, chart, main, page, wide
+from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Timeline, slow_stages
 from megatron_ext.plan.timeline import summary as stages_table
 from megatron_ext.telemetry.curve import RunHistory, summary
+
+_MOST_TASKS = 100
 
 
 def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None) -> str:
@@ -31,18 +32,19 @@ def run_page(history: RunHistory, title: str, pipeline: Timeline | None = None) 
     if history.slowness_points:
         unit = "compute time over its peers'"
         charts.append(_chart("Slowest rank", unit, [Series(history.slowness_points)]))
-    charts += [_chart(f"Task {name}", metric, [Series(points)]) for name, metric, points in _task_curves(history)]
-    samples = _samples(history)
-    drawn = "" if pipeline is None else _pipeline(pipeline)
+    tasks = _task_curves(history)
+    charts += [_chart(f"Task {name}", metric, [Series(points)]) for name, metric, points in tasks[:_MOST_TASKS]]
+    if len(tasks) > _MOST_TASKS:
+        charts.append(element("p", f"{len(tasks) - _MOST_TASKS} more tasks."))
     style = "" if pipeline is None else timeline_svg.STYLE
-    return page(title, summary(history), f"<main>\n{''.join(charts)}</main>\n{samples}{drawn}", style=style)
+    body = [main(charts), _samples(history), "" if pipeline is None else _pipeline(pipeline)]
+    return page(title, summary(history), body, style=style)
 
 
-def _pipeline(timeline: Timeline) -> str:
+def _pipeline(timeline: Timeline) -> Markup:
     """Return the picture of a step with its heading, the table of its stages, and which of them are slow."""
     lines = [timeline.title, *stages_table(timeline), *slow_stages(timeline.lanes)]
-    head = f"<h2>Pipeline</h2>\n<pre>{html.escape(chr(10).join(lines))}</pre>\n"
-    return f'<section class="wide">\n{head}</section>\n{timeline_svg.as_section(timeline)}'
+    return joined(wide("Pipeline", element("pre", "\n".join(lines))), timeline_svg.as_section(timeline))
 
 
 def _task_curves(history: RunHistory) -> list[tuple[str, str, list[Point]]]:
@@ -56,7 +58,7 @@ def _task_curves(history: RunHistory) -> list[tuple[str, str, list[Point]]]:
     return [(name, metric, points) for name, (metric, points) in curves.items()]
 
 
-def _samples(history: RunHistory) -> str:
+def _samples(history: RunHistory) -> Content:
     """Return what the model made of each prompt at the first, middle and last time."""
     rows = history.samples
     if not rows:
@@ -67,8 +69,8 @@ def _samples(history: RunHistory) -> str:
         for index in shown
         for sample in rows[index]["samples"]
     ]
-    return f'<section class="wide">\n<h2>Samples</h2>\n<pre>{html.escape(chr(10).join(lines))}</pre>\n</section>\n'
+    return wide("Samples", element("pre", "\n".join(lines)))
 
 
-def _chart(name: str, unit: str, series: list[Series]) -> str:
+def _chart(name: str, unit: str, series: list[Series]) -> Markup:
     return chart(name, unit, series, along="iteration")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from megatron_ext.charts import Series, chart, page
+from megatron_ext.charts import Series, chart, main, page
 from megatron_ext.telemetry.curve import RunHistory, summary
 
 # Told apart in light and dark, and by readers who do not see red and green as different (Okabe and Ito 2008).
@@ -27,7 +27,7 @@ def runs_page(runs: Mapping[str, RunHistory]) -> str:
     style = "".join(f".run{n} {{ stroke: {colour}; color: {colour}; }}\n" for n, colour in enumerate(colours))
     lines = [line for name, run in runs.items() for line in (name, *(f"    {text}" for text in summary(run)))]
     charts = [chart(title, unit, _series(runs, field), along="iteration") for title, unit, field in _CHARTS]
-    return page(f"{len(runs)} runs", lines, f"<main>\n{''.join(charts)}</main>\n", style=style)
+    return page(f"{len(runs)} runs", lines, main(charts), style=style)
 
 
 def _series(runs: Mapping[str, RunHistory], field: str | None) -> list[Series]:

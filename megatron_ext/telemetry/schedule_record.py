@@ -10,18 +10,18 @@ other (`merged`). `timeline` makes the picture of one pipeline of them.
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.plan.timeline import Block, Lane, Pass, Timeline
-from megatron_ext.untrusted.text import TextError, load_json, read_file
+from megatron_ext.untrusted.traces import TracedStep, read_trace
 
 FOLDER = "schedule"
 """Name of the folder of the traces, in that of the run."""
 
-_MOST_BYTES = 1 << 28
+_MOST_NAMED = 32
 _MICRO = 1e6  # a trace counts in microseconds
 
 
@@ -98,7 +98,11 @@ def read(run: Path) -> list[RankRecord]:
             f"{folder}: no traces (rank0.json and so on). Run a few steps with --record-schedule --profile-step-start "
             "5 --profile-step-end 7, and give the folder of --save."
         )
-    return [_record(path) for path in paths]
+    records = [_record(path) for path in paths]
+    for path, record in zip(paths, records, strict=True):
+        if replace(record.place, rank=0, stage=0) != replace(records[0].place, rank=0, stage=0):
+            raise DataError(f"{path} is of another layout than {paths[0]}; remove the traces of one of the runs")
+    return records
 
 
 def merged(records: Iterable[RankRecord]) -> str:
@@ -194,45 +198,31 @@ def _slice(step: RecordedStep, rank: int, row: int, kind: str, name: str, begin:
 
 
 def _record(path: Path) -> RankRecord:
-    try:
-        content = load_json(read_file(path, _MOST_BYTES))
-        place = Place(**content["schedule"])
-        found = content["traceEvents"]
-        steps = [event for event in found if event.get("cat") == "step"]
-        return RankRecord(place, tuple(_step(event, found) for event in steps))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    except TextError as error:
-        raise DataError(f"{path}: {error}. Record the run anew with --record-schedule.") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} is no trace of --record-schedule: {error!r}") from error
+    place, steps = read_trace(path)
+    return RankRecord(Place(**place), tuple(_step(step) for step in steps))
 
 
-def _step(step: dict[str, Any], found: Sequence[dict[str, Any]]) -> RecordedStep:
-    iteration, began = int(step["args"]["iteration"]), float(step["ts"])
+def _step(step: TracedStep) -> RecordedStep:
+    began = float(step.event["ts"])
 
     def second(micros: float) -> float:
-        return (float(micros) - began) / _MICRO
+        return (micros - began) / _MICRO
 
-    def of(kind: str) -> list[dict[str, Any]]:
-        return [event for event in found if event.get("cat") == kind and event["args"]["iteration"] == iteration]
+    def span(event: dict[str, Any]) -> tuple[float, float]:
+        return second(event["ts"]), second(event["ts"] + event["dur"])
 
-    passes = tuple(
-        Pass(
-            bool(event["args"]["forward"]),
-            int(event["args"]["chunk"]),
-            int(event["args"]["microbatch"]),
-            second(event["ts"]),
-            second(event["ts"] + event["dur"]),
-        )
-        for event in of("pass")
+    return RecordedStep(
+        step.event["args"]["iteration"],
+        began / _MICRO,
+        step.event["dur"] / _MICRO,
+        tuple(
+            Pass(args["forward"], args["chunk"], args["microbatch"], *span(each))
+            for each in step.passes
+            for args in [each["args"]]
+        ),
+        tuple(Block(each["name"], *span(each)) for each in step.waits),
+        tuple((second(each["ts"]), each["args"]["bytes"]) for each in step.memory),
     )
-    blocks = tuple(
-        Block(str(event["name"]), second(event["ts"]), second(event["ts"] + event["dur"])) for event in of("wait")
-    )
-    counters = [event for event in found if event.get("ph") == "C" and event.get("cat") == str(iteration)]
-    memory = tuple((second(event["ts"]), int(event["args"]["bytes"])) for event in counters)
-    return RecordedStep(iteration, began / _MICRO, float(step["dur"]) / _MICRO, passes, blocks, memory)
 
 
 def _pipelines(records: Sequence[RankRecord], iteration: int) -> dict[int, dict[int, tuple[Lane, RecordedStep]]]:
@@ -249,7 +239,8 @@ def _pipelines(records: Sequence[RankRecord], iteration: int) -> dict[int, dict[
 
 
 def _list(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
+    ordered = sorted(numbers)
+    return ", ".join(map(str, ordered[:_MOST_NAMED])) + (" and more" if len(ordered) > _MOST_NAMED else "")
 
 
 def _rank_of(path: Path) -> int:

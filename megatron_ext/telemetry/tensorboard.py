@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.durable import replacing
+from megatron_ext.durable import keep
 from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.metrics import Metrics, Sample, SampleMetrics
 from megatron_ext.telemetry.scalars import scalars, scalars_against_samples
 
 _HEAD = struct.Struct("<Q4x")
 _CHECKSUM = 4  # bytes
-_BLOCK = 1 << 20
 
 
 class TensorBoardWriter:
@@ -103,24 +102,14 @@ def drop_after(folder: Path, iteration: int, samples: int) -> None:
     minute for the points of 300,000 steps, at every restart of a long run.
     """
     for path in sorted(folder.glob("events.out.tfevents.*")):
-        kept = _kept(path, iteration, samples)
-        if sum(end - begin for begin, end in kept) == path.stat().st_size:
-            continue
-        with path.open("rb") as old, replacing(path) as new:
-            for begin, end in kept:
-                old.seek(begin)
-                while begin < end:
-                    part = old.read(min(_BLOCK, end - begin))
-                    new.write(part)
-                    begin += len(part)
+        keep(path, _kept(path, iteration, samples))
 
 
-def _kept(path: Path, iteration: int, samples: int) -> list[tuple[int, int]]:
-    """Return the ranges of bytes that stay."""
+def _kept(path: Path, iteration: int, samples: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of bytes that stay."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  # protobuf makes it
 
-    ranges: list[tuple[int, int]] = []
     for begin, end, content in _records(path):
         try:
             event = Event.FromString(content)
@@ -128,13 +117,8 @@ def _kept(path: Path, iteration: int, samples: int) -> list[tuple[int, int]]:
             break
         values = event.summary.value
         limit = samples if values and values[0].tag.endswith(" vs samples") else iteration
-        if event.step > limit:
-            continue
-        if ranges and ranges[-1][1] == begin:
-            ranges[-1] = ranges[-1][0], end
-        else:
-            ranges.append((begin, end))
-    return ranges
+        if event.step <= limit:
+            yield begin, end
 
 
 def _records(path: Path) -> Iterator[tuple[int, int, bytes]]:

@@ -1,6 +1,5 @@
 """Runs the main job: build the run, load a checkpoint if there is one, train."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +98,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         _claim(config.checkpoint.save, status)
     warning = hardware_queues.prepare(config.layout)
     if warning and status.rank == 0:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        warn(warning)
     with kept_from_the_collector():
         here = device.install(
             config.layout.device,
@@ -181,11 +180,11 @@ def _build_and_train(
     run.progress = status.progress
     for flag in run.sharding.host_memory_flags:
         if here.kind == "cpu" and run.rank == 0:
-            print(f"warning: {flag} saves nothing with --device cpu: it is the same memory", flush=True)
+            say(f"warning: {flag} saves nothing with --device cpu: it is the same memory")
     status.progress.phase = "loading what it begins with"
     _load(run, config.checkpoint, resume)
     if run.rank == 0:
-        print(banner(config, _begun(run, extensions, attention)), flush=True)
+        say(banner(config, _begun(run, extensions, attention)))
     # One rank watches the stop file and tells the others at the end of a step.
     watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before())
     watched.for_good = not config.layout.elastic

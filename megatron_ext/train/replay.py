@@ -13,9 +13,9 @@ from megatron_ext.config.options import options, options_by_name
 from megatron_ext.config.saved import read_saved
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.train.configure import Configured, configure
 from megatron_ext.untrusted.folder import file_inside
+from megatron_ext.untrusted.metrics_rows import read_rows
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-2}
 """How far, relatively, a layout's rounding can be from one process, by the dtype of the weights."""

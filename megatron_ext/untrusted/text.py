@@ -15,6 +15,9 @@ from typing import Any
 DEPTH = 32
 """Most levels of any text that is read here."""
 
+CONTAINERS = 1 << 22
+"""Most lists and objects of a JSON text."""
+
 _TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BRACKET = re.compile(r"[\[\]{}]")
@@ -67,9 +70,12 @@ def load_json(content: bytes) -> Any:
 
 
 def _check_brackets(text: str) -> None:
-    depth = 0
+    depth = begun = 0
     for match in _BRACKET.finditer(_TEXT.sub("", text)):
-        depth += 1 if match[0] in "[{" else -1
+        begins = match[0] in "[{"
+        begun, depth = begun + begins, depth + (1 if begins else -1)
+        if begun > CONTAINERS:
+            raise ExcessiveError(f"it has more than {CONTAINERS:,} lists and objects")
         if depth > DEPTH:
             raise ExcessiveError(f"it is nested more than {DEPTH} levels deep")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.corpora import write_windows
 from tests.support.program import Ended, run_program

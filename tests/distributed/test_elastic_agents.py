@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.resilience.elastic import NO_SHARED_STORE
-from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import ROOT, Launched, end_all, finish, free_port, rank_processes, start_torchrun
 from tests.support.program import run_program

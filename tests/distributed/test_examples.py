@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.train.configure import configure
+from megatron_ext.untrusted.metrics_rows import read_rows
 from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]

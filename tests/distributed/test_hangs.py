@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from megatron_ext.doctor.flight_recorder import explain, read_dumps
-from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import Launched, end_all, rank_processes, start
 from tests.support.watched_ranks import PAUSE, WatchedRank, fork_program

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.native.folder import saved_iterations
-from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.corpora import write_corpus
 from tests.support.launched import Launched, end_all, finish, free_port, rank_processes, reproducible_rows, start

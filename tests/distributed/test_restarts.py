@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.untrusted.metrics_rows import read_rows
 from tests.support.launched import Launched, end_all, rank_processes, start
 from tests.support.warm_python import warm_python
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.saved import read_saved
-from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.corpora import write_windows
 from tests.support.program import Ended, run_program

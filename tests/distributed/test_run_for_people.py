@@ -86,7 +86,7 @@ if __name__ == "__main__":
 """
 
 
-# Slow: an interpreter and its fork server; test_lasting_imports.py has the same of a small process.
+# Slow: an interpreter and its fork server; tests of collector_freeze have the same of a small process.
 @pytest.mark.slow
 def test_who_asks_ranks_hears_nothing_of_their_servers_end(tmp_path: Path) -> None:
     """tools/parity.py ended with a page of what Triton's library had kept."""

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.checkpoint.native import lock
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.program import Ended, run_program
 from tests.support.save_lock import held

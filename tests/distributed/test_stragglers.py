@@ -12,8 +12,8 @@ import pytest
 
 from megatron_ext import environment
 from megatron_ext.telemetry.curve import read_history, summary
-from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.run_page import run_page
+from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import reproducible_rows
 from tests.support.program import run_program

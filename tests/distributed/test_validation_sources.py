@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.data.indexed import IndexedWriter
-from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.program import run_program
 

@@ -18,9 +18,15 @@ from megatron_ext.data.integrity import check_indexed_files, check_token_ids, op
 from megatron_ext.data.prepare.documents import read_documents
 from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.errors import DataError
-from megatron_ext.telemetry.jsonl import read_rows
+from megatron_ext.plan.timeline_svg import as_page
+from megatron_ext.plan.timeline_text import as_text
+from megatron_ext.telemetry import schedule_record
+from megatron_ext.telemetry.curve import loss_chart, read_history
+from megatron_ext.telemetry.run_page import run_page
 from megatron_ext.tokenizer.build import build_tokenizer
 from tests.fuzz.mutations import Read, changed, flipped
+from tests.support.pages import elements
+from tests.support.samples import recorded_rank
 
 
 def pair(folder: Path) -> Read:
@@ -180,11 +186,38 @@ def tiktoken(folder: Path) -> Read:
 
 
 def metrics(folder: Path) -> Read:
-    """A metrics file."""
-    whole = b"".join(json.dumps({"iteration": n, "lm_loss": 1 / (n + 1)}).encode() + b"\n" for n in range(10))
+    """A metrics file: what is taken can be shown, in the terminal and as a page."""
+    step = {"consumed_tokens": 8, "grad_norm": 1.5, "tokens_per_second": 1e3}
+    others: list[dict[str, Any]] = [
+        {"validation_loss": 2.5},
+        {"tasks": {"cloze": {"accuracy": 0.5, "examples": 3}}},
+        {"samples": [{"prompt": "a", "text": "b"}]},
+        {"lm_loss": 2.5, **step, "slowest_rank": {"rank": 1, "ratio": 1.25, "slow": [1]}},
+    ]
+    steps = [{"iteration": n, "lm_loss": 1 / (n + 1), **step} for n in range(6)]
+    rows = [*steps, *({"iteration": 6, **other} for other in others)]
+    whole = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
     def read(chance: random.Random) -> None:
         (folder / "m.jsonl").write_bytes(changed(whole, chance))
-        assert all(isinstance(row["iteration"], int) for row in read_rows(folder / "m.jsonl"))
+        history = read_history(folder / "m.jsonl")
+        assert loss_chart(history)
+        assert elements(run_page(history, "run"))
+
+    return read
+
+
+def trace(folder: Path) -> Read:
+    """The traces of a pipeline of two stages: what is taken can be drawn, in the terminal and as a page."""
+    paths = [schedule_record.write(folder, recorded_rank(rank, world_size=2)) for rank in range(2)]
+    texts = [path.read_bytes() for path in paths]
+
+    def read(chance: random.Random) -> None:
+        which = chance.randrange(2)
+        for number, (path, text) in enumerate(zip(paths, texts, strict=True)):
+            path.write_bytes(changed(text, chance) if number == which else text)
+        drawn = schedule_record.timeline(schedule_record.read(folder))
+        assert as_text(drawn)
+        assert elements(as_page(drawn))
 
     return read

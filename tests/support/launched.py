@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import psutil
 
-from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.metrics import MEASURED_FIELDS
+from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import forkserver
 from tests.support.warm_python import run_words
 

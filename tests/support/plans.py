@@ -38,7 +38,8 @@ class Asked(NamedTuple):
 
 
 def _rows(*steps: tuple[float, int]) -> str:
-    return "\n".join(json.dumps({"elapsed_ms": ms, "global_batch_size": batch, "world_size": 8}) for ms, batch in steps)
+    rows = ({"iteration": 1, "elapsed_ms": ms, "global_batch_size": batch, "world_size": 8} for ms, batch in steps)
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 QUESTIONS = {

@@ -78,8 +78,8 @@ def test_the_key_names_each_line_of_several() -> None:
     heading = chart("Loss", "nats", [one, two], along="step").split("</h2>")[0]
     assert heading == chart("Loss", "nats", [one, two, Series([(1, 3.0)])], along="step").split("</h2>")[0]
     assert heading == (
-        '<section>\n<h2>Loss <span>nats</span> <span class="key">&#9472; a &lt;b&gt;</span> '
-        '<span class="key second">&#9679; c</span>'
+        '<section>\n<h2>Loss <span>nats</span> <span class="key">─ a &lt;b&gt;</span> '
+        '<span class="key second">● c</span>'
     )
     assert "<h2>Loss <span>nats by step</span>" in chart("Loss", "nats", [one], along="step", doublings=True)
 
@@ -120,7 +120,7 @@ def test_a_long_line_is_broken_where_nothing_is_finite() -> None:
 
 
 def test_what_stands_on_a_page_is_text() -> None:
-    text = page("<run>", ["1 < 2", "b & c"], "<main></main>\n", style=".own {}")
+    text = page("<run>", ["1 < 2", "b & c"], "<main>\n", style=".own {}")
     assert "<title>&lt;run&gt;</title>" in text
-    assert "<h1>&lt;run&gt;</h1>\n<pre>1 &lt; 2\nb &amp; c</pre>\n<main></main>\n</body>" in text
+    assert "<h1>&lt;run&gt;</h1>\n<pre>1 &lt; 2\nb &amp; c</pre>\n&lt;main&gt;\n</body>" in text
     assert text.split("</style>")[0].endswith(".own {}")

@@ -179,7 +179,7 @@ def test_show(requests: Requests, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("second", "code"), [([{"iteration": 1}], 0), ([{"iteration": 2}], 1), ([], 1)])
 def test_compare(second: list[Any], code: int, requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"a.jsonl": [{"iteration": 1}], "b.jsonl": second}
-    monkeypatch.setattr(compare_runs, "read_rows", lambda path: rows[path])
+    monkeypatch.setattr(compare_runs, "read_rows", lambda path, *_, **__: rows[path])
     assert compare_runs.main(line_of("compare")) == code
 
 

@@ -179,6 +179,17 @@ def test_a_sample_is_shown_with_its_documents(begins: str, counts: str):
     assert colored.replace("\x1b[32m", "⟦").replace("\x1b[0m", "⟧") == expected + "⟧" * open_
 
 
+def test_the_only_colours_of_a_sample_are_its_own() -> None:
+    """The text of a document may hold escape sequences, the same ones too."""
+    text = b"a\x1b[32m\x1b[2J"
+    sample = {
+        "tokens": list(text),
+        "loss_mask": [1.0] * len(text),
+        "document_begins": [True, *[False] * (len(text) - 1)],
+    }
+    assert shown(ByteTokenizer(), sample, in_color=True) == "a\x1b[32m\\x1b[32m\\x1b[2J\x1b[0m"
+
+
 def test_what_a_merge_would_write_over_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By whatever name; and nothing is left of a merge that fails."""
     prefix = write(tmp_path / "a", [[1]])

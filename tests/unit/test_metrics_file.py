@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import DataError, StorageError
-from megatron_ext.telemetry.jsonl import MetricsFile, read_rows
+from megatron_ext.telemetry.jsonl import MetricsFile
 from megatron_ext.telemetry.metrics import ValidationMetrics
+from megatron_ext.untrusted import metrics_rows
+from megatron_ext.untrusted.metrics_rows import read_rows
 from tests.support.samples import step
 
 CONTRACT = {
@@ -93,13 +95,37 @@ def test_a_fresh_start_empties_the_file(tmp_path: Path):
     assert iterations(path) == [1, 2]
 
 
-def test_a_bad_line_in_the_middle_is_named_and_nothing_is_lost(tmp_path: Path):
+def test_a_bad_line_in_the_middle_is_named_and_nothing_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A loss of another type is no matter to who trims a file."""
     path = tmp_path / "metrics.jsonl"
-    content = '{"iteration": 1}\n{"iter\n{"iteration": 3}\n'
-    path.write_text(content)
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a row"):
+    lines = ['{"iteration": 1, "lm_loss": "x"}', '{"iter', "\x00" * 9, '{"iteration": 3}', "x" * (5 << 20)]
+    path.write_text("\n".join([*lines, '{"iteration": 4}', '{"iteration": 5']))
+    MetricsFile(path, 3).close()
+    assert path.read_text() == "\n".join([*lines, ""])
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in said] == [f"{path}:{number}" for number in (2, 3, 5)]
+    assert "it has more than 4,194,304 bytes" in said[-1]
+
+
+def test_a_file_that_is_none_of_rows_is_not_touched(tmp_path: Path):
+    path = tmp_path / "README.md"
+    path.write_text("# A run\n\nthat lasted\nlong")
+    with pytest.raises(DataError, match=r"README\.md:1: not a row .* neither is any other line\. Move the file away"):
         MetricsFile(path, 3)
-    assert path.read_text() == content
+    assert path.read_text() == "# A run\n\nthat lasted\nlong"
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_a_file_may_have_so_many_bytes_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: int):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 3)
+    monkeypatch.setattr(metrics_rows, "MOST_BYTES", path.stat().st_size + spare)
+    if spare:
+        with pytest.raises(DataError, match="has more than"):
+            iterations(path)
+    else:
+        assert iterations(path) == [1, 2, 3]
+    MetricsFile(path, 3).close()  # a run of any length goes on
 
 
 def test_a_refused_write_is_a_storage_error(tmp_path: Path):

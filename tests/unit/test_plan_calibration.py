@@ -60,12 +60,12 @@ def test_the_peak_is_that_of_the_precision() -> None:
 
 def metrics(folder: Path, *rows: Any) -> Path:
     path = folder / "metrics.jsonl"
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
 def row(elapsed_ms: Any, batch: int = 8, **more: Any) -> dict[str, Any]:
-    return {"elapsed_ms": elapsed_ms, "global_batch_size": batch, "world_size": 4, **more}
+    return {"iteration": 1, "elapsed_ms": elapsed_ms, "global_batch_size": batch, "world_size": 4, **more}
 
 
 def test_the_speed_is_the_median_of_what_comes_behind_the_warm_up(tmp_path: Path) -> None:
@@ -84,21 +84,12 @@ def test_only_steps_of_the_last_batch_size_count(tmp_path: Path) -> None:
 
 
 def test_what_is_no_step_is_left_out(tmp_path: Path) -> None:
-    others = ("", "{", "[1]", "3", row(0), row(-1), row("1"), row(None), {"validation_loss": 1.0})
+    others = ("", "{", "[1]", "3", row(0), row(-1), row("1"), row(None), {"iteration": 1, "validation_loss": 1.0})
     assert read_metrics(metrics(tmp_path, row(20), *others, row(30), row(40))).seconds == 0.03
     with pytest.raises(ConfigurationError, match="has no row with elapsed_ms"):
         read_metrics(metrics(tmp_path, *others))
     with pytest.raises(ConfigurationError, match="is no file"):
         read_metrics(tmp_path)
-
-
-def test_a_file_may_have_so_many_bytes_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = metrics(tmp_path, row(20))
-    monkeypatch.setattr(calibrate, "_MOST_BYTES", path.stat().st_size)
-    assert read_metrics(path).seconds == 0.02
-    monkeypatch.setattr(calibrate, "_MOST_BYTES", path.stat().st_size - 1)
-    with pytest.raises(ConfigurationError, match="has more than"):
-        read_metrics(path)
 
 
 def test_values_are_those_of_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ def test_a_measured_run_corrects_every_time(tmp_path: Path, capsys: pytest.Captu
     assert lines[0].endswith("because the run of --calibrate took 1.500 times its estimate)")
     # 12 bytes of each of 6.74e9 parameters, over 8 ranks of one node.
     assert lines[-1] == "10.1 GB a device in host memory, up to 80.9 GB a node"
-    metrics.write_text('{"validation_loss": 1.0}\n')
+    metrics.write_text('{"iteration": 1, "validation_loss": 1.0}\n')
     with pytest.raises(ConfigurationError, match="no row with elapsed_ms"):
         evaluated(capsys, own=own)
 

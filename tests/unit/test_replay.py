@@ -209,8 +209,8 @@ def test_one_process_needs_no_flags_of_layout_and_checks() -> None:
 def test_rows_of_steps_by_their_iteration(tmp_path: Path) -> None:
     """Evaluations have rows of their own."""
     rows: list[dict[str, Any]] = [
-        {"iteration": 1, "lm_loss": 2.0},
-        {"iteration": 5, "lm_loss": 1.0, "grad_norm": 3.0},
+        {"iteration": 1, "lm_loss": 2.0, "consumed_tokens": 8},
+        {"iteration": 5, "lm_loss": 1.0, "grad_norm": 3.0, "consumed_tokens": 16},
         {"iteration": 5, "validation_loss": 4.0},
     ]
     path = tmp_path / "metrics.jsonl"

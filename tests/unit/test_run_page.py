@@ -3,17 +3,18 @@
 import html
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.cli import compare_runs, show_run
+from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plan import timeline_svg
 from megatron_ext.plan.timeline import Lane, Pass, Timeline
 from megatron_ext.plan.timeline_svg import as_section
@@ -22,6 +23,7 @@ from megatron_ext.telemetry.jsonl import MetricsFile
 from megatron_ext.telemetry.metrics import ValidationMetrics
 from megatron_ext.telemetry.run_page import run_page
 from megatron_ext.telemetry.runs_page import runs_page
+from tests.support.pages import HOSTILE, elements
 from tests.support.samples import step
 
 TOOL = Path(__file__).parents[2] / "tools" / "show_run.py"
@@ -128,13 +130,18 @@ def test_what_is_not_finite_is_counted_of_both_losses() -> None:
 
 
 def test_each_row_is_of_one_kind(tmp_path: Path) -> None:
-    rows = {"lm_loss": "steps", "validation_loss": "evaluations", "tasks": "tasks", "samples": "samples", "other": None}
-    lines = [json.dumps({"iteration": number, name: 1.5}) for number, name in enumerate(rows)]
-    (tmp_path / "mine.jsonl").write_text("\n".join(lines) + "\n")
+    rows: dict[str, dict[str, Any]] = {
+        "steps": {"lm_loss": 1.5, "consumed_tokens": 8},
+        "evaluations": {"validation_loss": 1.5},
+        "tasks": {"tasks": {"cloze": {"loss": 1.5}}},
+        "samples": {"samples": [{"prompt": "a", "text": "b"}]},
+        "others": {"other": None},
+    }
+    written = {kind: {"iteration": number, **row} for number, (kind, row) in enumerate(rows.items())}
+    write_rows(tmp_path / "mine.jsonl", *written.values())
     history = read_history(tmp_path / "mine.jsonl")
-    for number, (name, kind) in enumerate(rows.items()):
-        if kind is not None:
-            assert getattr(history, kind) == [{"iteration": number, name: 1.5}]
+    del written["others"]
+    assert {kind: getattr(history, kind) for kind in written} == {kind: [row] for kind, row in written.items()}
 
 
 def test_a_task_is_drawn_by_its_accuracy_or_else_its_loss() -> None:
@@ -197,25 +204,9 @@ def test_each_run_of_many_has_its_colour_and_the_ninth_that_of_the_first() -> No
 
 def test_the_page_is_complete_in_itself_and_well_formed(tmp_path: Path):
     page = run_page(write_run(tmp_path, {1: 9.0, 2: 7.0, 3: 5.0}, {3: 6.0}), "<runs & more>")
-    open_tags: list[str] = []
-
-    class Checker(HTMLParser):
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            assert not {"src", "href", "onload"} & {name for name, _ in attrs}
-            assert tag not in ("script", "link", "img", "iframe")
-            if tag != "meta":
-                open_tags.append(tag)
-
-        def handle_endtag(self, tag: str) -> None:
-            assert open_tags.pop() == tag
-
-        def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            pass
-
-    Checker().feed(page)
-    assert open_tags == []
-    assert "http" not in page
-    assert "@import" not in page
+    assert elements(page)
+    assert "http:" not in page
+    assert "https:" not in page
     assert "<h1>&lt;runs &amp; more&gt;</h1>" in page
     assert [chart.attrib["aria-label"] for chart in svgs(page)] == [
         "Loss by iteration",
@@ -293,3 +284,92 @@ def test_several_runs_share_the_charts_of_one_page(tmp_path: Path):
     assert [bool(line) for line in lines(validation)] == [True, False]
     assert len(rest) == 3
     assert page.count(".run1 { stroke: #d55e00;") == 1
+
+
+GOOD = {"iteration": 1, "lm_loss": 2.5, "consumed_tokens": 512, "grad_norm": 1.0, "tokens_per_second": 100.0}
+_LARGE = 10**400
+_SAMPLES = (1, {"a": 1}, ["a"], [{"prompt": 1, "text": 2}], [{"prompt": "a"}])
+BAD: list[dict[str, Any]] = [
+    *(GOOD | {"lm_loss": value} for value in ("a", [1], {}, None, True, _LARGE, "\x1b[2J")),
+    *(GOOD | {"iteration": value} for value in ("1", 1.5, -1, None, True, 2**63, _LARGE)),
+    *(GOOD | {"consumed_tokens": value} for value in ("a", None, [1], _LARGE)),
+    {name: value for name, value in GOOD.items() if name != "consumed_tokens"},
+    *(GOOD | {name: value} for name in ("grad_norm", "learning_rate", "tokens_per_second") for value in ("x", _LARGE)),
+    *({"iteration": 1, "validation_loss": value} for value in ("a", None, [], _LARGE)),
+    *({"iteration": 1, "tasks": value} for value in (1.5, [1], "a", {"a": 1}, {"a": {"loss": "x"}})),
+    *({"iteration": 1, "tasks": {"a": {"accuracy": value}}} for value in (None, _LARGE)),
+    *({"iteration": 1, "samples": value} for value in _SAMPLES),
+    *(GOOD | {"slowest_rank": value} for value in (1, {"rank": 1}, {"rank": 1, "ratio": "x", "slow": []})),
+    *(GOOD | {"slowest_rank": {"rank": 1, "ratio": 1.5, "slow": value}} for value in (5, ["a"])),
+]
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("row", BAD, ids=[str(number) for number in range(len(BAD))])
+def test_a_row_that_is_none_is_named_with_its_line_and_left_out(
+    row: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, page = tmp_path / "metrics.jsonl", tmp_path / "run.html"
+    write_rows(path, GOOD, row, GOOD | {"iteration": 3})
+    assert show_run.main([str(tmp_path), "--html", str(page)]) == 0
+    shown, drawn = capsys.readouterr(), page.read_text()
+    assert shown.err.startswith(f"warning: {path}:2: not a row of a metrics file (")
+    assert shown.err.endswith("); it is left out\n")
+    assert shown.err.count("\n") == 1
+    write_rows(path, GOOD, GOOD | {"iteration": 3})
+    assert show_run.main([str(tmp_path), "--html", str(page)]) == 0
+    assert (capsys.readouterr().out, page.read_text()) == (shown.out, drawn)
+
+
+def test_a_file_without_a_row_is_no_metrics_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten lines are named, and how many more there are."""
+    (tmp_path / "metrics.jsonl").write_text("x\n" * 30)
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1: not a row of a metrics file .* neither is any other line"):
+        read_history(tmp_path)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 11
+    assert said[-1].endswith("metrics.jsonl: 20 more lines are no rows and are left out")
+
+
+def test_the_largest_numbers_are_shown(tmp_path: Path) -> None:
+    """Finite numbers whose difference is not finite are counted as what cannot be drawn."""
+    rows = [GOOD | {"iteration": 2**53 - 1 - at, "lm_loss": loss} for at, loss in enumerate((1.7e308, -1.7e308, 1e300))]
+    write_rows(tmp_path / "metrics.jsonl", *rows)
+    history = read_history(tmp_path)
+    assert loss_chart(history)
+    assert "not finite       2 losses, left out of the curve" in summary(history)
+    assert elements(run_page(history, "run"))
+
+
+def test_at_most_so_many_tasks_are_drawn() -> None:
+    """The page says how many there are; a file of small rows would make a page of gigabytes."""
+    rows = [{"iteration": 1, "tasks": {f"task {number}": {"loss": 1.0} for number in range(150)}}]
+    found = elements(run_page(RunHistory([GOOD], [], tasks=rows), "run"))
+    drawn = [each.attrib["aria-label"] for each in found if each.get("aria-label", "").startswith("Task")]
+    assert drawn == [f"Task task {number} by iteration" for number in range(100)]
+    assert [each.text for each in found if each.tag == "p" and "task" in (each.text or "")] == ["50 more tasks."]
+
+
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(DataError, match=r"metrics\.jsonl is no regular file"):
+        read_history(tmp_path)
+
+
+def test_what_a_row_holds_does_not_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in what is left out, nor in what is compared, nor in the name of a folder."""
+    folder, hostile = tmp_path / "\x1b[2J", HOSTILE.replace("\udcff", "")
+    folder.mkdir()
+    rows = [GOOD | {hostile: 1}, GOOD | {"tasks": {hostile: {hostile: hostile}}}]
+    write_rows(folder / "metrics.jsonl", GOOD, *rows)
+    write_rows(folder / "b.jsonl", GOOD | {hostile: hostile}, *rows)
+    assert show_run.main([str(folder), str(folder / "b.jsonl"), "--html", str(tmp_path / "runs.html")]) == 0
+    assert compare_runs.main([str(folder / "metrics.jsonl"), str(folder / "b.jsonl")]) == 1
+    shown = capsys.readouterr()
+    assert "\\x1b[2J" in shown.out
+    assert "\\x1b[2J" in shown.err
+    assert all(character.isprintable() or character == "\n" for character in shown.out + shown.err)
+    assert elements((tmp_path / "runs.html").read_text())

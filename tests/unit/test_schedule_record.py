@@ -2,16 +2,20 @@
 
 import dataclasses
 import json
+import math
+import reprlib
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_ext.cli import draw_pipeline, show_run
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
-from megatron_ext.plan.preview import equal_stages
-from megatron_ext.plan.timeline import COMMUNICATION, MESSAGES, Block, Pass, slow_stages
+from megatron_ext.plan.timeline import COMMUNICATION, Block, Pass, slow_stages
 from megatron_ext.plan.timeline_svg import as_page
 from megatron_ext.plan.timeline_text import as_text
 from megatron_ext.rules.profiling import recorded_steps_are_trained
@@ -19,21 +23,9 @@ from megatron_ext.telemetry import schedule_record
 from megatron_ext.telemetry.schedule_record import Place, RankRecord, RecordedStep, merged, read, timeline, write
 from megatron_ext.train.callbacks import schedule
 from megatron_ext.train.callbacks.schedule import Schedule
+from tests.support.pages import HOSTILE, texts
+from tests.support.samples import recorded_rank as record
 from tests.support.small_models import small_config
-
-
-def record(rank: int, world_size: int = 4, stages: int = 2, chunks: int = 2, slower: float = 1.0) -> RankRecord:
-    """Two steps of a rank, whose passes take `slower` times a thousandth of what equal stages take."""
-    place = Place(rank, world_size, rank // (world_size // stages), stages, chunks, stages)
-    drawn = equal_stages(stages, chunks, 4)
-    scale = 1e-3 * slower
-    passes = tuple(
-        each._replace(begin=each.begin * scale, end=each.end * scale) for each in drawn.lanes[place.stage].passes
-    )
-    blocks = (Block(MESSAGES, 0.0, 0.5e-3), Block(COMMUNICATION, 1e-3, 1.25e-3))
-    memory = tuple((each.end, 1_000_000 + 1000 * number) for number, each in enumerate(passes))
-    step = RecordedStep(10, 0.0, drawn.total * scale, passes, blocks, memory)
-    return RankRecord(place, (step, RecordedStep(11, 0.25, step.total, passes, (), memory)))
 
 
 def write_all(folder: Path, records: list[RankRecord]) -> Path:
@@ -182,6 +174,112 @@ def test_a_damaged_trace_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "rank0.json").write_text(text)
     with pytest.raises(DataError, match=r"rank0\.json"):
         read(tmp_path)
+
+
+_LARGE = 10**400
+_PLACES: dict[str, tuple[Any, ...]] = {
+    "rank": (1, -1, _LARGE, "a"),
+    "world_size": (0, 10**9, None),
+    "stage": (1, -1, 1.5),
+    "stages": (0, 2, -1, 10**9, "a", _LARGE),
+    "chunks": (0, 10**9, "a", None),
+    "microbatch_group_size": (None, "a"),
+}
+_TIMES = (math.nan, math.inf, -1.0, "a", None, [], 1e300, _LARGE)
+_EVENTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "pass": {
+        "ts": (*_TIMES, 1e9),
+        "dur": (*_TIMES, 1e9),
+        "args": ([], None, {}, {"iteration": 7, "forward": "no", "chunk": 0, "microbatch": 0}),
+        "args.chunk": (1, -1, "a", _LARGE),
+        "args.microbatch": (-1, "x", _LARGE),
+        "args.iteration": ("a", _LARGE),
+    },
+    "wait": {"ts": (*_TIMES, 1e9), "dur": _TIMES, "name": (5, None, [], "x" * 101), "args": (5,)},
+    "memory": {"ts": (*_TIMES, 1e9), "cat": (7, None), "args": (5, {}), "args.bytes": (-1, 1.5, "a", _LARGE)},
+    "step": {"ts": _TIMES, "dur": (*_TIMES, 0.0, 5e-324), "args": (None, []), "args.iteration": (-1, "a", _LARGE)},
+}
+
+
+def whole_trace() -> dict[str, Any]:
+    """One step with a pass, a wait and the memory after it."""
+    passes, blocks = (Pass(True, 0, 0, 0.5, 1.0),), (Block(COMMUNICATION, 0.5, 0.75),)
+    step = RecordedStep(7, 0.0, 1.0, passes, blocks, ((1.0, 10),))
+    place = Place(0, 1, 0, 1, 1, 1)
+    return {"traceEvents": schedule_record.events(RankRecord(place, (step,))), "schedule": dataclasses.asdict(place)}
+
+
+def bad_traces() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, values in _PLACES.items():
+        for value in values:
+            trace = whole_trace()
+            trace["schedule"][name] = value
+            yield f"{name} {reprlib.repr(value)}", trace
+    for kind, fields in _EVENTS.items():
+        for name, values in fields.items():
+            for value in values:
+                trace = whole_trace()
+                [event] = [each for each in trace["traceEvents"] if kind in (each.get("cat"), each["name"])]
+                *path, last = name.split(".")
+                (event[path[0]] if path else event)[last] = value
+                yield f"{kind} {name} {reprlib.repr(value)}", trace
+    twice = whole_trace()
+    yield "a step twice", {**twice, "traceEvents": twice["traceEvents"] * 2}
+    for value in ("a", {}, [1], [[]]):
+        yield f"events {value}", {**whole_trace(), "traceEvents": value}
+
+
+BAD = dict(bad_traces())
+
+
+def write_run(folder: Path, trace: Any) -> None:
+    """Write a run that has one step and this trace."""
+    (folder / schedule_record.FOLDER).mkdir(exist_ok=True)
+    (folder / schedule_record.FOLDER / "rank0.json").write_text(json.dumps(trace))
+    (folder / "metrics.jsonl").write_text('{"iteration": 7, "lm_loss": 2.0, "consumed_tokens": 8}\n')
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_trace_that_is_none_ends_with_one_sentence(name: str, tmp_path: Path) -> None:
+    """Both programs that read one end with exit code 65 (DataError)."""
+    write_run(tmp_path, BAD[name])
+    for program, words in ((draw_pipeline, ["--run"]), (show_run, ["--html", str(tmp_path / "page.html")])):
+        with pytest.raises(DataError, match=r"^\S*rank0\.json is no trace of --record-schedule \(") as caught:
+            program.main([*words, str(tmp_path)])
+        assert caught.value.exit_code == 65
+        assert len(str(caught.value)) < 1000
+
+
+def test_what_is_whole_is_drawn_and_names_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, hostile = whole_trace(), HOSTILE.replace("\udcff", "")
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "wait":
+            event["name"] = hostile
+    trace["traceEvents"] += [{"cat": ["pass"]}, {"cat": "x", "args": 5}, {"ph": "M", "name": hostile}]
+    write_run(tmp_path, trace)
+    page = tmp_path / "page.html"
+    for program, words in ((draw_pipeline, ["--run"]), (show_run, [])):
+        assert program.main([*words, str(tmp_path), "--html", str(page)]) == 0
+        assert "<script>alert(1)</script>" in texts(page.read_text())
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_traces_of_two_runs_are_not_laid_over_each_other(tmp_path: Path) -> None:
+    write_all(tmp_path, [record(0), record(1, world_size=8)])
+    with pytest.raises(DataError, match=r"rank1\.json is of another layout than \S*rank0\.json; remove the traces"):
+        read(tmp_path)
+
+
+def test_many_steps_are_read_in_the_time_of_their_events(tmp_path: Path) -> None:
+    """Each of 20,000 steps looks at its own events alone."""
+    steps = tuple(RecordedStep(at, at * 1.0, 1.0, (Pass(True, 0, 0, 0.0, 1.0),), (), ()) for at in range(20_000))
+    write(tmp_path, RankRecord(Place(0, 1, 0, 1, 1, 1), steps))
+    began = time.process_time()
+    [found] = read(tmp_path)
+    assert len(found.steps) == 20_000
+    assert time.process_time() - began < 10.0
+    with pytest.raises(ConfigurationError, match=r"there are 0, 1, .*, 31 and more$"):
+        timeline([found], 99_999)
 
 
 def test_a_trace_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from megatron_ext import durable
 from megatron_ext.errors import StorageError
-from megatron_ext.telemetry import tensorboard
 from megatron_ext.telemetry.metrics import Sample, SampleMetrics, SourceLoss, StepMetrics, ValidationMetrics
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter, drop_after
 from tests.support.samples import step
@@ -123,7 +123,7 @@ def test_a_whole_record_at_the_end_stays_and_a_torn_one_goes(tmp_path: Path) -> 
 
 
 def test_records_of_more_than_a_block_are_copied_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard, "_BLOCK", 7)
+    monkeypatch.setattr(durable, "_BLOCK", 7)
     write(tmp_path, [at(1, 1.0), at(2, 2.0), at(3, 3.0), at(4, 4.0)])
     [path] = tmp_path.iterdir()
     before = path.read_bytes()

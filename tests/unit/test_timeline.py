@@ -27,6 +27,7 @@ from megatron_ext.plan.timeline_svg import as_page
 from megatron_ext.plan.timeline_text import as_text
 from tests.support import plans
 from tests.support.golden_text import section
+from tests.support.pages import elements
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_pipeline.py"
 MACHINE = Machine(hardware("h100"), gpus_per_node=8, efficiency=0.5, link_efficiency=0.8)
@@ -115,7 +116,9 @@ def test_the_page_has_each_pass_where_it_is() -> None:
     timeline = preview(config("--num-virtual-stages-per-pipeline-rank 2"), MACHINE, microbatches=8)
     text = as_page(timeline, ["<a remark>"])
     assert "&lt;a remark&gt;" in text
-    assert "http" not in text
+    assert elements(text)
+    assert "http:" not in text
+    assert "https:" not in text
     assert "<script" not in text
     drawing, memories = svgs(text)
     boxes = [box for box in drawing.iter("rect") if box.attrib["class"].startswith("pass")]

@@ -38,6 +38,7 @@ from megatron_ext.config.parameters import count
 from megatron_ext.config.schema import Config
 from megatron_ext.durable import sync
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.markdown import code, table
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.protocol import Tokenizer
 from megatron_ext.untrusted.text import load_json, read_file
@@ -312,13 +313,19 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _model_card(source: SavedModel, family: Family, code: str) -> str:
+def _model_card(source: SavedModel, family: Family, weights: str) -> str:
     model = source.config.model
-    heads = f"{model.num_attention_heads}, {model.num_key_value_heads}, {model.kv_channels}"
-    experts = ""
+    rows = [["layers, hidden size, MLP width", model.num_layers, model.hidden_size, model.ffn_hidden_size]]
     if model.num_experts is not None:
-        experts = f"| experts, of them for each token, width | {model.num_experts}, {model.moe_router_topk}, "
-        experts += f"{model.expert_ffn_hidden_size} |\n"
+        experts = (model.num_experts, model.moe_router_topk, model.expert_ffn_hidden_size)
+        rows.append(["experts, of them for each token, width", *experts])
+    rows += [
+        ["heads, key/value heads, head size", model.num_attention_heads, model.num_key_value_heads, model.kv_channels],
+        ["vocabulary", source.config.data.vocab_size],
+        ["trained with sequences of", f"{model.seq_length or 'unknown'} tokens"],
+        ["weights", weights],
+    ]
+    described = "\n".join(table(["", ""], ([str(name), ", ".join(map(str, values))] for name, *values in rows)))
     return f"""\
 ---
 library_name: transformers
@@ -327,15 +334,9 @@ pipeline_tag: text-generation
 
 # {family.architecture}, {count(source.config) / 1e6:,.1f}M parameters
 
-Exported from the training checkpoint `{source.path.name}` by `tools/convert_checkpoint.py to-hf`.
+Exported from the training checkpoint {code(source.path.name)} by `tools/convert_checkpoint.py to-hf`.
 
-| | |
-|---|---|
-| layers, hidden size, MLP width | {model.num_layers}, {model.hidden_size}, {model.ffn_hidden_size} |
-{experts}| heads, key/value heads, head size | {heads} |
-| vocabulary | {source.config.data.vocab_size} |
-| trained with sequences of | {model.seq_length or "unknown"} tokens |
-| weights | {code} |
+{described}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

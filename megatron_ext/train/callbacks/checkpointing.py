@@ -1,11 +1,10 @@
 """Saves every --save-interval steps and at the end; with --async-save, while the training goes on."""
 
-import sys
 import time
 
 from megatron_ext.checkpoint.native.save import Kept, Save
 from megatron_ext.errors import NumericError, StorageError
-from megatron_ext.terminal import say
+from megatron_ext.terminal import say, warn
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
 
@@ -54,12 +53,7 @@ class Checkpointing(Callback):
         except StorageError as failure:
             reason = f": {failure}"
         if save.run.rank == 0:
-            print(
-                f"warning: the background save of iteration {save.iteration} was not finished and is no "
-                f"checkpoint{reason}",
-                file=sys.stderr,
-                flush=True,
-            )
+            warn(f"the background save of iteration {save.iteration} was not finished and is no checkpoint{reason}")
 
     def on_end(self, trainer: Trainer) -> None:
         if self.saved_at != trainer.run.state.iteration:

@@ -3,12 +3,12 @@
 import torch
 
 from megatron_ext.resilience.progress import EVALUATION
-from megatron_ext.telemetry.jsonl import read_rows
 from megatron_ext.telemetry.metrics import SourceLoss, TestMetrics, ValidationMetrics
 from megatron_ext.train.evaluate import evaluate, evaluate_sources
 from megatron_ext.train.run import HeldOut
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
+from megatron_ext.untrusted.metrics_rows import read_rows
 
 
 class Evaluation(Callback):

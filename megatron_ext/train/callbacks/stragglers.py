@@ -12,6 +12,7 @@ from megatron_ext.device.protocol import Device
 from megatron_ext.resilience.verdict import numbers_text
 from megatron_ext.telemetry.communication import CommunicationClock, ComputeTime
 from megatron_ext.telemetry.stragglers import Slowness, SlowRanks
+from megatron_ext.terminal import say
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -104,7 +105,7 @@ class Stragglers(Callback):
 
     def _say(self, iteration: int, slow: Slowness, what: str) -> None:
         host = self._hosts[slow.rank]
-        print(f"straggler at iteration {iteration}: rank {slow.rank} ({host}) {what}", flush=True)
+        say(f"straggler at iteration {iteration}: rank {slow.rank} ({host}) {what}")
 
 
 class _Exchange:

@@ -3,6 +3,7 @@
 import torch
 
 from megatron_ext.telemetry.timers import Timers, timers_text
+from megatron_ext.terminal import say
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
 
@@ -22,5 +23,5 @@ class Timing(Callback):
         of_ranks: list[dict[str, float]] = [{} for _ in range(trainer.run.world_size)]
         torch.distributed.all_gather_object(of_ranks, self._timers.take())
         if trainer.run.is_last_rank:
-            print(timers_text(of_ranks, self._steps), flush=True)
+            say(timers_text(of_ranks, self._steps))
         self._steps = 0

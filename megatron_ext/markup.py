@@ -1,0 +1,68 @@
+"""Writes HTML and SVG. No other file may hold a tag (`tests/unit/test_markup.py` looks for one), so that what a file
+or a flag says is text on every page.
+
+    element("p", "1 < 2 ", element("b", name), class_="note")     # <p class="note">1 &lt; 2 <b>...</b></p>
+"""
+
+import html
+from collections.abc import Iterable
+
+from megatron_ext.terminal import printable
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""Pages have styles of their own and nothing else: no script, no image, no other address."""
+
+
+class Markup(str):
+    """Text that is markup already. Only this module makes it: what is made of it by other means is a plain text."""
+
+    __slots__ = ()
+
+
+type Content = str | Iterable[Content]
+"""Texts, which are escaped, and markup, which is not, as deep in lists as they come."""
+
+
+def joined(*content: Content) -> Markup:
+    """Return texts and markup one after another; control characters are written out (`terminal.printable`)."""
+    return Markup("".join(_pieces(content)))
+
+
+def element(name: str, /, *content: Content, **attributes: object) -> Markup:
+    """Return an element. Without content it has no end tag; `""` is content.
+
+    Args:
+        attributes: by name, with `_` for `-`; one behind the name is left out (`class_`).
+    """
+    words = "".join(f' {key.rstrip("_").replace("_", "-")}="{joined(str(value))}"' for key, value in attributes.items())
+    return Markup(f"<{name}{words}>{joined(*content)}</{name}>" if content else f"<{name}{words}/>")
+
+
+def document(title: str, style: str, *content: Content) -> Markup:
+    """Return a whole page.
+
+    Args:
+        title: what a browser calls it.
+        style: rules of style, which hold nothing that others have written.
+        content: what it shows.
+    """
+    assert "<" not in style
+    head = [
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", title),
+        element("style", Markup(style)),
+    ]
+    lines = [element("head", "\n", [[each, "\n"] for each in head]), element("body", "\n", content)]
+    return joined(Markup("<!DOCTYPE html>\n"), element("html", "\n", [[each, "\n"] for each in lines], lang="en"), "\n")
+
+
+def _pieces(content: Content) -> Iterable[str]:
+    if isinstance(content, Markup):
+        yield content
+    elif isinstance(content, str):
+        yield html.escape(printable(content))
+    else:
+        for each in content:
+            yield from _pieces(each)
