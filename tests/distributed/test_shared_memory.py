@@ -1,6 +1,7 @@
 """What goes through shared memory has gloo's bits, never waits where gloo would not, and sees a rank that is lost."""
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from megatron_ext.device.shared_memory.record import Record
 from megatron_ext.device.shared_memory.segment import LARGEST, MAIL_SLOTS, Layout, Segment
 from megatron_ext.resilience.process_end import is_lost_peer
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import FLAGS
+from tests.support.program import Ended, run_program
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.int32, torch.int64, torch.uint8, torch.int8, torch.bool)
@@ -358,3 +361,31 @@ def test_a_rank_waits_without_the_interpreter() -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     assert seen == [1]
+
+
+def _without_files_in_memory(argv: list[str]) -> Ended:
+    """The program, where no file may have as many bytes as the ranks of a group share."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return run_program(argv)
+
+
+def test_what_concerns_every_group_is_said_once() -> None:
+    """Groups of all ranks, of tensor and of data parallelism, and others, each with a rank 0 of its own."""
+    ranks = run_ranks(4, _without_files_in_memory, [*FLAGS, "--tensor-model-parallel-size", "2", "--train-iters", "1"])
+    assert [ended.code for ended in ranks] == [0] * 4, [ended.errors for ended in ranks]
+    said = [line for ended in ranks for line in (ended.output + ended.errors).splitlines() if "gloo alone" in line]
+    assert said == [
+        "CPU ranks talk over gloo alone, not through shared memory: rank 0 could not create a file in memory"
+    ]
+
+
+def test_why_a_memory_cannot_be_mapped_is_the_same_text_for_every_group() -> None:
+    """Process and file are another one's for each: here of processes that are not there."""
+    texts = set()
+    for process in (2**22 + 1, 2**22 + 2):
+        store = dist.HashStore()
+        store.set("shared-memory/0", f"{peers.machine()}|{process}|7")
+        store.set("shared-memory-mapped/0", "-")
+        assert meeting.meet(store, 1, 2, []) is None
+        texts.add(store.get("shared-memory-mapped/1").decode())
+    assert texts == {"No such file or directory"}

@@ -5,6 +5,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from megatron_ext import environment
 from megatron_ext.device.shared_memory import futex, peers
 from megatron_ext.device.shared_memory.segment import MOST_RANKS, Layout, Segment
 
@@ -32,7 +35,7 @@ def meet(store: Any, rank: int, ranks: int, names: list[int]) -> tuple[Segment, 
     """Return the memory that this group's ranks share; None where it stays gloo's. Collective.
 
     All ranks come to the same answer: they are on several machines, or are too many, or one of them could not map the
-    memory, which rank 0 then says in a line.
+    memory, which rank 0 then says in a line, unless another group of the launch has said the same.
 
     Args:
         store: the group's own.
@@ -50,7 +53,7 @@ def meet(store: Any, rank: int, ranks: int, names: list[int]) -> tuple[Segment, 
         segment, problem = _map(int(processes[0]), int(files[0]), ranks)
         problems = [text for text in _exchange(store, "shared-memory-mapped", rank, ranks, problem) if text != "-"]
         if problems or segment is None:
-            if rank == 0:
+            if rank == 0 and _is_news(store, problems[0]):
                 _logger.warning("CPU ranks talk over gloo alone, not through shared memory: %s", problems[0])
             return None
     finally:
@@ -92,8 +95,15 @@ def _map(process: int, file: int, ranks: int) -> tuple[Segment | None, str]:
             return Segment(opened, ranks), "-"
         finally:
             os.close(opened)
-    except (OSError, ValueError) as error:
-        return None, str(error) or type(error).__name__
+    except (OSError, ValueError) as error:  # without the file's name, which is another one for every group
+        return None, getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _is_news(store: Any, problem: str) -> bool:
+    """Return whether no group of this attempt has said it, as far as the store that all groups share knows."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.add(f"shared-memory-said/{environment.attempt()}/{problem}", 1) == 1
 
 
 def _exchange(store: Any, key: str, rank: int, ranks: int, text: str) -> list[str]:
