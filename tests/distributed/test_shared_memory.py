@@ -383,7 +383,7 @@ def test_why_a_memory_cannot_be_mapped_is_the_same_text_for_every_group() -> Non
     """Process and file are another one's for each: here of processes that are not there."""
     texts = set()
     for process in (2**22 + 1, 2**22 + 2):
-        store = dist.HashStore()
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         store.set("shared-memory/0", f"{peers.machine()}|{process}|7")
         store.set("shared-memory-mapped/0", "-")
         assert meeting.meet(store, 1, 2, []) is None
