@@ -1,7 +1,7 @@
 """Look into checkpoints.
 
+    python tools/inspect_checkpoint.py checkpoints/run/iter_0000100          # show: its tensors, dtypes, L2 norms
     python tools/inspect_checkpoint.py ls checkpoints/run                    # the checkpoints of a folder
-    python tools/inspect_checkpoint.py show checkpoints/run/iter_0000100     # its tensors: shape, dtype, L2 norm
     python tools/inspect_checkpoint.py verify checkpoints/run/iter_0000100   # against its manifest
     python tools/inspect_checkpoint.py diff A B                              # which tensors differ, by how much
 
@@ -21,14 +21,15 @@ from megatron_ext.terminal import say, warn
 
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
-    parser = ToolParser("Look into checkpoints: ls DIR | show CKPT | verify CKPT | diff A B.", __doc__)
-    parser.add_argument("command", choices=("ls", "show", "verify", "diff"))
+    commands = {"ls": list_checkpoints, "show": show, "verify": verify, "diff": diff}
+    parser = ToolParser("Look into checkpoints: [show] CKPT | ls DIR | verify CKPT | diff A B.", __doc__)
+    parser.add_argument("command", choices=commands, help="show, where a path alone is given")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a checkpoint, or a --save folder")
-    options = parser.parse_args(argv)
+    is_path = len(argv) == 1 and argv[0] not in commands and not argv[0].startswith("-")
+    options = parser.parse_args(["show", *argv] if is_path else argv)
     wanted = 2 if options.command == "diff" else 1
     if len(options.paths) != wanted:
         raise ConfigurationError(f"{options.command} takes {wanted} path{'s'[: wanted - 1]}, not {len(options.paths)}")
-    commands = {"ls": list_checkpoints, "show": show, "verify": verify, "diff": diff}
     return commands[options.command](*options.paths)
 
 

@@ -68,6 +68,18 @@ def test_show_lists_whole_tensors(saved: Path) -> None:
     assert "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight" in lines
 
 
+def test_a_path_alone_is_shown(saved: Path, tmp_path: Path) -> None:
+    for path in (saved, saved / "iter_0000001"):
+        assert _inspect(path) == _inspect("show", path)
+        assert "embedding.word_embeddings.weight" in _inspect(path)[1]
+    code, said = _inspect(tmp_path / "missing")
+    assert (code, "is no checkpoint, and holds none" in said) == (64, True)
+    code, said = _inspect("show")
+    assert (code, "required: PATH" in said) == (64, True)
+    code, said = _inspect("shwo", saved)
+    assert (code, "invalid choice: 'shwo'" in said) == (64, True)
+
+
 def test_verify(saved: Path, tmp_path: Path) -> None:
     code, said = _inspect("verify", saved / "iter_0000001")
     assert (code, "are as they were written" in said) == (0, True)

@@ -64,6 +64,29 @@ def test_a_checkpoint_is_read(tmp_path: Path) -> None:
         assert Tensors(folder).read("weight").tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("depth", ["tokenizer", "a/b/tokenizer"])
+def test_a_folder_of_a_checkpoint_that_is_a_link_out_of_it_is_not_followed(depth: str, tmp_path: Path) -> None:
+    """All that lies in it are files; where it leads into the checkpoint, or nowhere inside, it may stay."""
+    path = _checkpoint(tmp_path)
+    outside = tmp_path / "elsewhere"
+    outside.mkdir()
+    (outside / "tokenizer.json").write_text("{}")
+    link = path / depth
+    link.parent.mkdir(parents=True, exist_ok=True)
+    for refused in (outside, tmp_path, tmp_path / "missing", "/"):
+        link.symlink_to(refused, target_is_directory=True)
+        with pytest.raises(DataError, match=rf"{link} is a link to \S*, out of its folder; nothing was read"):
+            check_folder(path)
+        with pytest.raises(DataError, match="out of its folder"):
+            Tensors(path).read("weight")
+        link.unlink()
+    (path / "inside").mkdir()
+    for allowed in (path / "inside", path / "gone"):
+        link.symlink_to(allowed, target_is_directory=True)
+        check_folder(path)
+        link.unlink()
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "metadata.json"])
 def test_a_link_out_of_the_folder_is_not_followed(name: str, tmp_path: Path) -> None:
     path = _checkpoint(tmp_path)

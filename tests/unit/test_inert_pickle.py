@@ -26,6 +26,7 @@ from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files, read_metadata
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, plain
 from megatron_ext.checkpoint.native.torch_dist import ALLOWED, Chunk, Tensor
+from megatron_ext.errors import DataError
 from megatron_ext.untrusted.inert_pickle import Global, Made, Stored, read
 
 _PLANTED = "planted_by_a_pickle"
@@ -321,8 +322,9 @@ def test_a_shard_that_torch_reads_for_an_export_runs_nothing(tmp_path: Path, mon
     monkeypatch.delenv(_FORCED, raising=False)
     data = archive(_calls("os", "mkdir", str(tmp_path / "canary")), None)[0]
     chunk = Chunk(offsets=(0,), sizes=(1,), file="__0_0.distcp", offset=0, length=len(data))
-    with pytest.raises(pickle.UnpicklingError):
-        saved_model._read(io.BytesIO(data), chunk, "F32")
+    (tmp_path / chunk.file).write_bytes(data)
+    with pytest.raises(DataError, match=r"posix\.mkdir|os\.mkdir"):
+        saved_model._elements(tmp_path / chunk.file, "w", chunk, "F32")
     assert not (tmp_path / "canary").exists()
     torch.load(io.BytesIO(data), weights_only=False)
     assert (tmp_path / "canary").exists(), "it would have"

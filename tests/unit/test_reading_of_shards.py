@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from megatron_ext.checkpoint.dtypes import code_of
 from megatron_ext.checkpoint.native import manifest, safe_reading, tensors, torch_dist, verify
@@ -155,39 +153,6 @@ def _begin(whole: bytes, info: zipfile.ZipInfo) -> int:
     )
 
 
-def _item(name: str, file_offset: tuple[int, ...], kind: LoadItemType = LoadItemType.TENSOR) -> ReadItem:
-    index = MetadataIndex(name, torch.Size(file_offset), 0)
-    return ReadItem(kind, index, torch.Size((0, 1)), index, torch.Size((2, 3)), torch.Size((4, 5)))
-
-
-def _reader(folder: Path, places: dict[MetadataIndex, str]) -> Any:
-    reader: Any = SafeReader(folder)
-    reader.storage_data = {
-        index: SimpleNamespace(relative_path=name, offset=11, length=12) for index, name in places.items()
-    }
-    reader._chunks = {(index.fqn, index.offset): ((8, 9), torch.float32) for index in places}
-    return reader
-
-
-def test_the_part_that_is_asked_for_goes_to_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    item = _item("w", (6, 7))
-    log: list[Any] = []
-    part, target = torch.ones(4, 5), torch.zeros(4, 5)
-    monkeypatch.setattr(safe_reading, "place_of_tensor", lambda file, *given: log.append(given) or 100)
-    monkeypatch.setattr(safe_reading, "read_part", lambda file, *given: log.append(given) or part)
-    planner: Any = SimpleNamespace(
-        resolve_tensor=lambda asked: target, commit_tensor=lambda asked, tensor: log.append((asked, tensor.tolist()))
-    )
-    reader = _reader(tmp_path, {item.storage_index: "f"})
-    assert reader._read(io.BytesIO(), item, planner)
-    shape, dtype = (8, 9), torch.float32
-    assert log == [(11, 12, shape, dtype), (100, shape, dtype, (2, 3), (4, 5)), (item, part.tolist())]
-    assert torch.equal(target, part)
-    monkeypatch.setattr(safe_reading, "read_part", lambda file, *given: None)
-    assert not reader._read(io.BytesIO(), item, planner)
-    assert not reader._read(io.BytesIO(), _item("w", (6, 7), LoadItemType.BYTE_IO), planner)
-
-
 def test_a_part_is_read_up_to_the_end_of_the_file_and_not_behind_it() -> None:
     values = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
     content = b"head" + values.numpy().tobytes()
@@ -197,21 +162,6 @@ def test_a_part_is_read_up_to_the_end_of_the_file_and_not_behind_it() -> None:
         assert found is not None
         assert torch.equal(found, part)
         assert read_part(io.BytesIO(content[:-1]), 4, values.shape, torch.float32, begin, lengths) is None
-
-
-def test_what_cannot_be_read_in_place_of_all_files_is_left_to_torch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    items = [_item(name, (number, 0)) for number, name in enumerate("abcd")]
-    places = {item.storage_index: name for item, name in zip(items, ("x", "y", "x", "y"), strict=True)}
-    for name in ("x", "y"):
-        (tmp_path / name).touch()
-    reader = _reader(tmp_path, places)
-    monkeypatch.setattr(reader, "_read", lambda file, item, planner: item is items[2])
-    left: list[Any] = []
-    monkeypatch.setattr(FileSystemReader, "read_data", lambda self, plan, planner: left.extend(plan.items))
-    reader.read_data(LoadPlan(items), SimpleNamespace())
-    assert left == [items[0], items[1], items[3]]
 
 
 def test_torchs_metadata_says_what_the_file_says(monkeypatch: pytest.MonkeyPatch) -> None:

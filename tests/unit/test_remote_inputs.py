@@ -193,6 +193,22 @@ def test_a_file_that_is_replaced_meanwhile(store: MemoryFileSystem) -> None:
         file.check_unchanged()
 
 
+def test_a_file_whose_size_alone_has_changed_was_replaced(store: MemoryFileSystem) -> None:
+    """As where a store says no more than that, or a time of whole seconds."""
+    store.pipe("/a.txt", b"one")
+    file = RemoteFile("memory://a.txt")
+    file.check_unchanged()
+    created = store.info("/a.txt")["created"]
+    for content, is_refused in ((b"one and more", True), (b"on", True), (b"two", False)):
+        store.pipe("/a.txt", content)
+        store.store["/a.txt"].created = created
+        if not is_refused:
+            file.check_unchanged()  # nothing tells it from the one before
+            continue
+        with pytest.raises(DataError, match="was replaced while it was read"):
+            file.check_unchanged()
+
+
 @pytest.mark.usefixtures("small_blocks")
 def test_a_stream_reads_as_a_file_does(store: MemoryFileSystem) -> None:
     content = lines_of(LINES)

@@ -168,6 +168,67 @@ def test_a_rank_of_another_machine_may_say_nothing_for_longer(
     assert rank_0.poll() is None, "that process id is another one's on this machine"
 
 
+def test_a_rank_of_this_machine_that_runs_may_say_nothing_for_ever(
+    ended: Ended,
+    status: RunStatus,
+    store: SlowStore,
+    rank_0: subprocess.Popen[bytes],
+    start: Callable[[Watch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After SIGTERM, where it saves. Once it is stopped, it is given up."""
+    for name in ("_AFTER_NOTICE", "_SILENCE", "_SILENCE_FROM_AFAR", "_FOR_ANSWERS"):
+        monkeypatch.setattr(watch_module, name, 0.2)
+    watch = watch_of(status, store, name_of(rank_0))
+    start(watch)
+    deadline = time.monotonic() + 60.0
+    while 0 not in watch._names:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not ended.within(3.0), ended.text
+    rank_0.send_signal(signal.SIGSTOP)
+    assert ended.within(60.0)
+    assert "rank 0 did not come: it is stopped" in ended.text
+
+
+def test_who_ended_because_it_lost_another_is_not_the_first_cause(
+    ended: Ended, status: RunStatus, store: SlowStore, start: Callable[[Watch], None]
+) -> None:
+    """It ends with 76, and may be seen to end before the one that it has lost."""
+    shared: Any = store
+    ranks = [subprocess.Popen(["sh", "-c", "read _; exit $0", str(code)], stdin=subprocess.PIPE) for code in (3, 76)]
+    try:
+        for rank, process in ((0, ranks[0]), (2, ranks[1])):
+            beat = {"beat": 1, "iteration": 3, "phase": "the update", "process": name_of(process).as_json()}
+            Board(shared, rank, 3).publish(beat)
+        watch = Watch(status, 600.0, Board(shared, 1, 3), lambda group: ("", "", ()))
+        start(watch)
+        _end(ranks[1], lambda: 2 in watch._ends)
+        assert watch.cause_of_loss(0.2) is None
+        assert Board(shared, 0, 3).first_end() is None, "nor do the others hear of it"
+        _end(ranks[0], lambda: 0 in watch._ends)
+        cause = watch.cause_of_loss(60.0)
+        assert cause is not None
+        assert cause.startswith("rank 0 ended with exit code 3 (process ")
+        assert Board(shared, 0, 3).first_end() == cause
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def _end(process: subprocess.Popen[bytes], is_seen: Callable[[], bool]) -> None:
+    """Let the process end, and wait until the watch has seen it: before it is collected, as under a launcher."""
+    deadline = time.monotonic() + 60.0
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    while not is_seen():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_what_the_device_is_in_is_a_hang_only_while_the_host_does_not_go_on(
     ended: Ended, start: Callable[[Watch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

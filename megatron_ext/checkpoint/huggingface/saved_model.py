@@ -14,7 +14,7 @@ from megatron_ext.checkpoint.huggingface.importer import stack_sizes, stacked_ke
 from megatron_ext.checkpoint.native import manifest, torch_dist
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import CONFIG, checkpoint_at
-from megatron_ext.checkpoint.native.torch_archive import place_of_elements
+from megatron_ext.checkpoint.native.torch_archive import check_archive, place_of_elements
 from megatron_ext.checkpoint.native.torch_dist import Chunk
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.families import family_of, state_dict_mapping
@@ -157,6 +157,7 @@ def _read(file: BinaryIO, chunk: Chunk, dtype: str) -> "npt.NDArray":
 
     from megatron_ext.checkpoint.huggingface.arrays import ARRAYS
 
+    check_archive(file, chunk.offset, chunk.length)
     file.seek(chunk.offset)
     tensor = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
     if tuple(tensor.shape) != chunk.sizes or tensor.dtype != getattr(torch, DTYPES[dtype]):

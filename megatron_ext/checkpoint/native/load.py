@@ -1,12 +1,10 @@
 """Reads a checkpoint."""
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,7 +14,7 @@ from megatron_ext.checkpoint.native import contents
 from megatron_ext.checkpoint.native.agreement import first_whole
 from megatron_ext.checkpoint.native.folder import CONFIG, RELEASE, Found
 from megatron_ext.checkpoint.native.resume import search_in
-from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files
+from megatron_ext.checkpoint.native.safe_reading import UNREADABLE, SafeReader, no_code_from_files
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.config import own_parameters
 from megatron_ext.config.options import options_by_name
@@ -24,20 +22,6 @@ from megatron_ext.config.saved import read_saved
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.terminal import warn
 from megatron_ext.untrusted.folder import file_inside
-
-# What the engine and torch raise for a file that is cut short, altered or missing, or for other tensors than wanted.
-_UNREADABLE = (
-    CheckpointException,
-    CheckpointingException,
-    pickle.UnpicklingError,
-    EOFError,
-    OSError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-)
 
 
 def load_checkpoint(run: Saveable, folder: str | Path) -> int | None:
@@ -72,7 +56,7 @@ def load_found(run: Saveable, found: Found) -> None:
     try:
         with no_code_from_files(found.path), run.sharding.weights_in_place(run.chunks):
             _read(run, found)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         reason = _reason(_refusal_of_metadata(found) if "metadata is None" in str(error) else error)
         raise DataError(
             f"the checkpoint {found.path} cannot be read as one of this model: {reason}. Compare its "
@@ -84,7 +68,7 @@ def _refusal_of_metadata(found: Found) -> BaseException:
     """Return why `.metadata` was refused, which torch swallows: it looks for another file, and has none."""
     try:
         SafeReader(found.path).read_metadata()
-    except (*_UNREADABLE, DataError) as error:
+    except (*UNREADABLE, DataError) as error:
         return error
     return DataError("its .metadata could not be read at first; a second time it could")
 

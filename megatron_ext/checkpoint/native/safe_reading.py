@@ -4,10 +4,11 @@ The format keeps two kinds of pickle: `.metadata`, which says where every tensor
 the random generators) inside the shards. torch reads both with an unpickler that builds whatever they ask for. Inside
 `no_code_from_files()` torch's objects are made here from the first, read as plain data (`torch_dist.py`), and the
 second is read as `torch.load(weights_only=True)` reads it, without those of the classes added by megatron-core that do
-more than to hold what they are given.
+more than to hold what they are given. No archive is read of which a record is compressed: it could fill the memory.
 """
 
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,8 +20,11 @@ from typing import IO, Any, BinaryIO
 
 import torch
 import torch.serialization
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import torch as engine_torch
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -29,13 +33,32 @@ from torch.futures import Future
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.part_reading import place_of_tensor, read_part
+from megatron_ext.checkpoint.native.torch_archive import check_archive
 from megatron_ext.untrusted.folder import check_folder, file_inside
 
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch; it also overrides an explicit weights_only=False
+_LARGEST_OBJECT = 1 << 28  # bytes; a random generator's state has some 5,000, Megatron-LM's arguments 30,000
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 # Of the classes that megatron-core lets torch make, those of these modules only hold what they are given: flags, enums.
 # Others do not, such as numpy's arrays, whose state is taken from the file as it stands, addresses of memory included.
 _HARMLESS = ("argparse", "types", "signal", "pathlib", "megatron.core.")
+
+
+UNREADABLE = (
+    CheckpointException,
+    CheckpointingException,
+    pickle.UnpicklingError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+)
+"""What the engine and torch raise for a file that is cut short, altered or missing, or holds something else than is
+wanted."""
 
 
 class SafeReader(FileSystemReader):
@@ -68,7 +91,11 @@ class SafeReader(FileSystemReader):
         }
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what `plan` asks for: of tensors, no more than the part of the file that holds what is asked for."""
+        """Read what `plan` asks for: of tensors, no more than the part of the file that holds what is asked for.
+
+        Raises:
+            pickle.UnpicklingError: an object, or a tensor that torch is to unpickle, is not as `torch.save` writes it.
+        """
         left = []
         for name, items in groupby(sorted(plan.items, key=self._file_of), self._file_of):
             with Path(self.path, name).open("rb") as file:
@@ -79,20 +106,30 @@ class SafeReader(FileSystemReader):
         return self.storage_data[item.storage_index].relative_path
 
     def _read(self, file: BinaryIO, item: ReadItem, planner: LoadPlanner) -> bool:
-        """Read a part of a tensor; return whether that was possible without unpickling it."""
+        """Read a part of a tensor; return False where torch has to unpickle it, or an object, which it then may."""
         index = item.storage_index
+        stored = self.storage_data[index]
         if item.type is LoadItemType.BYTE_IO or index.offset is None:
+            _check(file, stored.offset, stored.length, index.fqn, _LARGEST_OBJECT)
             return False
         shape, dtype = self._chunks[index.fqn, index.offset]
-        stored = self.storage_data[index]
         place = place_of_tensor(file, stored.offset, stored.length, shape, dtype)
         part = None if place is None else read_part(file, place, shape, dtype, item.storage_offsets, item.lengths)
         if part is None:
+            _check(file, stored.offset, stored.length, index.fqn)
             return False
         target = planner.resolve_tensor(item).detach()
         target.copy_(part)
         planner.commit_tensor(item, target)
         return True
+
+
+def _check(file: BinaryIO, offset: int, length: int, name: str, most: int | None = None) -> None:
+    """Check that torch may unpickle what lies there. Raises pickle.UnpicklingError."""
+    try:
+        check_archive(file, offset, length, most)
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(f"{ascii(name)[:200]} in {file.name}: {error}") from None
 
 
 def read_metadata(file: IO[bytes]) -> metadata.Metadata:
@@ -140,8 +177,12 @@ def no_code_from_files(checkpoint: Path) -> Iterator[None]:
 
     Raises:
         DataError: the folder holds something else than files and folders.
+        pickle.UnpicklingError: the common state of an older checkpoint is not as `torch.save` writes it.
     """
     check_folder(checkpoint)
+    if (common := checkpoint / COMMON_STATE_FNAME).is_file():
+        with common.open("rb") as file:
+            _check(file, 0, common.stat().st_size, common.name, _LARGEST_OBJECT)
     reader, added = engine_torch.FileSystemReader, torch.serialization.get_safe_globals()
     before = os.environ.get(_WEIGHTS_ONLY)
     engine_torch.FileSystemReader = SafeReader

@@ -6,18 +6,19 @@ for name in tensors.names():
 """
 
 import math
+import pickle
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files
+from megatron_ext.checkpoint.native.safe_reading import UNREADABLE, SafeReader, no_code_from_files
 from megatron_ext.errors import DataError
 
 
@@ -53,12 +54,8 @@ class Tensors:
         """
         self._check_extent(name)
         tensors = {name: torch.empty(self.shape(name), dtype=self.dtype(name))}
-        try:
-            with no_code_from_files(self.path), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is on purpose
-                load(tensors, storage_reader=self._reader, no_dist=True)
-        except (CheckpointException, OSError, RuntimeError) as error:
-            raise DataError(f"{self.path}: {name} cannot be read: {error}") from error
+        with self._reading(name):
+            load(tensors, storage_reader=self._reader, no_dist=True)
         return tensors[name]
 
     def _check_extent(self, name: str) -> None:
@@ -81,10 +78,26 @@ class Tensors:
             )
 
     def common(self) -> dict[str, Any]:
-        """Return what is no tensor: iteration, training state, versions."""
-        with no_code_from_files(self.path), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return dist_checkpointing.load_common_state_dict(str(self.path))
+        """Return what is no tensor: iteration, training state, versions.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        with self._reading("its common state"):
+            common = dist_checkpointing.load_common_state_dict(str(self.path))
+            if type(common) is not dict:
+                raise pickle.UnpicklingError("it is no table of values")
+            return common
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Turn what the engine and torch raise into a DataError."""
+        try:
+            with no_code_from_files(self.path), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is on purpose
+                yield
+        except UNREADABLE as error:
+            raise DataError(f"{self.path}: {name} cannot be read: {error}") from error
 
 
 def differences(one: Tensors, other: Tensors) -> Iterator[str]:

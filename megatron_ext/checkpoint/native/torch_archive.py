@@ -9,14 +9,12 @@ off (`torch.serialization.set_crc32_options(False)`): nobody reads those, and th
 test holds them to torch's.
 """
 
-import io
 import math
 import os
 import pickle
 import struct
-import zipfile
-from collections.abc import Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.untrusted import inert_pickle
@@ -29,10 +27,16 @@ _OF_TENSORS = {
     *(("torch", name) for name in _STORAGES.values()),
 }
 _LARGEST_PICKLE = 1 << 20  # bytes; that of a tensor has some 200
+_LARGEST_TABLE = 1 << 26  # bytes; a record takes some 70
 _ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = struct.Struct("<4s3I")
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")
+_ENDS = struct.Struct("<4sQ2H2I4Q4sIQI")  # of the table, where numbers may have 64 bits: and where that stands
+_LOCATOR_SIZE = 20
+_END = struct.Struct("<4s4H2IH")
+_STORED = 0
+_ENCRYPTED = 1
 _FLAGS = 0x0808  # the sizes follow the data, and names are UTF-8
 _LARGEST = (1 << 32) - 1  # beyond this, a zip file has other headers
 # torch's fingerprint of an archive: a hash of the records' names, and one of the checksums, which are switched off.
@@ -84,11 +88,9 @@ def _padding(start: int, path: bytes) -> int:
 
 def _end(count: int, size: int, position: int) -> bytes:
     """Return what closes an archive whose table of `count` records lies at `position`."""
-    return (
-        struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, position)
-        + struct.pack("<4sIQI", b"PK\6\7", 0, position + size, 1)
-        + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, position, 0)
-    )
+    return _ENDS.pack(
+        *(b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, position), *(b"PK\6\7", 0, position + size, 1)
+    ) + _END.pack(b"PK\5\6", 0, 0, count, count, size, position, 0)
 
 
 def tensor_pickle(shape: Sequence[int], dtype: str) -> bytes:
@@ -120,26 +122,25 @@ def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int
     """Return where the elements of a tensor begin that `torch.save` wrote into this range of a file.
 
     Returns:
-        None where they are not all of one record, uncompressed and in order, or where it is another tensor.
+        None where they are not all of one record and in order, or where it is another tensor.
     Raises:
         OSError: the file cannot be read.
     """
     try:
-        with zipfile.ZipFile(_FileRange(file, offset, length)) as opened:  # pyright: ignore[reportArgumentType]
-            records = {info.filename.partition("/")[2]: info for info in opened.infolist()}
-        pickled = records["data.pkl"]
+        records = _records(file, offset, length)
+        at, size = records["data.pkl"]
         # zipfile would compare its checksum, which torch.save may have been told to leave out.
-        if pickled.file_size > _LARGEST_PICKLE:
+        if size > _LARGEST_PICKLE:
             return None
-        content = os.pread(file.fileno(), pickled.file_size, _content(file, offset, pickled))
-        stored, start, size, strides, *_ = inert_pickle.read(content, _OF_TENSORS, stored=True).args
+        content = os.pread(file.fileno(), size, _content(file, offset, at))
+        stored, start, sizes, strides, *_ = inert_pickle.read(content, _OF_TENSORS, stored=True).args
         _, storage, key, _, _ = stored.place
         kind = next(code for code, name in _STORAGES.items() if storage == Global("torch", name))
-        record = records[f"data/{key}"]
+        at, size = records[f"data/{key}"]
         in_order = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-        whole = record.file_size == math.prod(shape) * WIDTH[dtype] and record.compress_type == zipfile.ZIP_STORED
-        if whole and (kind, start, tuple(size), list(strides)) == (dtype, 0, shape, in_order):
-            return _content(file, offset, record)
+        whole = size == math.prod(shape) * WIDTH[dtype]
+        if whole and (kind, start, tuple(sizes), list(strides)) == (dtype, 0, shape, in_order):
+            return _content(file, offset, at)
     except OSError:
         raise
     except Exception:  # whatever it is, it is no such tensor
@@ -147,37 +148,92 @@ def place_of_elements(file: BinaryIO, offset: int, length: int, shape: tuple[int
     return None
 
 
-def _content(file: BinaryIO, offset: int, record: zipfile.ZipInfo) -> int:
-    """Return where a record's content begins in the file."""
-    header = os.pread(file.fileno(), _LOCAL_HEADER.size, offset + record.header_offset)
-    *_, name, extra = _LOCAL_HEADER.unpack(header)
-    return offset + record.header_offset + _LOCAL_HEADER.size + name + extra
+def check_archive(file: BinaryIO, offset: int, length: int, most: int | None = None) -> None:
+    """Require that this range of a file is an archive as `torch.save` writes them: torch's reader inflates what is
+    compressed, a thousandfold, before anybody sees what it is.
+
+    Args:
+        most: bytes of the largest that is taken: a file may claim to have many more than the disk holds of it.
+    Raises:
+        pickle.UnpicklingError: it is no such archive or too large, a record of it is compressed, or its records have
+            more bytes than it has.
+        OSError: the file cannot be read.
+    """
+    if most is not None and length > most:
+        raise pickle.UnpicklingError(f"it has {length:,} bytes, where {most:,} are the most that are read")
+    try:
+        sizes = [size for _, size in _records(file, offset, length).values()]
+    except (struct.error, IndexError, UnicodeDecodeError):
+        raise _no_archive() from None
+    if sum(sizes) > length:
+        raise pickle.UnpicklingError(f"its records have {sum(sizes):,} bytes, of which the file holds {length:,}")
 
 
-class _FileRange(io.RawIOBase):
-    """A range of a file, seen as a file."""
+def _records(file: BinaryIO, offset: int, length: int) -> dict[str, tuple[int, int]]:
+    """Return the offset of the header, in the range, and the size in bytes of every record, by its name without the
+    archive's.
 
-    def __init__(self, file: BinaryIO, offset: int, length: int):
-        self._file, self._offset, self._length, self._position = file, offset, length, 0
+    zipfile finds the table of records by other rules than torch's reader where the two places that name it disagree;
+    here they must agree.
 
-    def readable(self) -> bool:
-        return True
+    Raises:
+        pickle.UnpicklingError, struct.error, IndexError, UnicodeDecodeError: as `check_archive` says.
+    """
+    tail_size = min(length, _ENDS.size + _END.size)
+    tail = os.pread(file.fileno(), tail_size, offset + length - tail_size)
+    *_, count, size, position, comment = _END.unpack(tail[-_END.size :])
+    end = length - _END.size
+    if tail[-_END.size - _LOCATOR_SIZE :].startswith(b"PK\6\7"):
+        end -= _ENDS.size
+        *_, count, size, position, _, _, located, _ = _ENDS.unpack(tail[: _ENDS.size])
+        if located != end or not tail.startswith(b"PK\6\6"):
+            raise _no_archive()
+    is_archive = os.pread(file.fileno(), 4, offset) == b"PK\3\4" and tail[-_END.size :].startswith(b"PK\5\6")
+    if not is_archive or comment or position + size != end or size > _LARGEST_TABLE:
+        raise _no_archive()
+    table, at, found = os.pread(file.fileno(), size, offset + position), 0, {}
+    for _ in range(count):
+        name, *record, at = _record(table, at)
+        found[name] = tuple(record)
+    if at != len(table) or len(found) != count:
+        raise _no_archive()
+    return found
 
-    def seekable(self) -> bool:
-        return True
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        if start + offset < 0:
-            raise ValueError("before the beginning")
-        self._position = start + offset
-        return self._position
+def _record(table: bytes, at: int) -> tuple[str, int, int, int]:
+    """Return name, offset and size of the record at a place of the table, and where the next one begins."""
+    signature, *_, flags, method, _, _, _, packed, size, names, extras, comments, _, _, _, header = (
+        _CENTRAL_HEADER.unpack_from(table, at)
+    )
+    at += _CENTRAL_HEADER.size
+    name, extra = table[at : at + names].decode().partition("/")[2], table[at + names : at + names + extras]
+    if signature != b"PK\1\2" or flags & _ENCRYPTED:
+        raise _no_archive()
+    if method != _STORED:
+        raise pickle.UnpicklingError(f"its record {ascii(name)[:200]} is compressed, which torch.save never does")
+    wide = _wide_numbers(extra)
+    size, packed, header = (next(wide) if number == _LARGEST else number for number in (size, packed, header))
+    if packed != size:
+        raise _no_archive()
+    return name, header, size, at + names + extras + comments
 
-    def tell(self) -> int:
-        return self._position
 
-    def readinto(self, buffer: Any, /) -> int:
-        count = max(0, min(len(buffer), self._length - self._position))
-        got = os.preadv(self._file.fileno(), [memoryview(buffer)[:count]], self._offset + self._position)
-        self._position += got
-        return got
+def _wide_numbers(extra: bytes) -> Iterator[int]:
+    """Yield the numbers of a record that have 64 bits: its size, its size once more, the offset of its header; of
+    these, those that its header has no room for."""
+    while extra:
+        kind, size = struct.unpack_from("<2H", extra)
+        if kind == 1:
+            yield from struct.unpack_from(f"<{size // 8}Q", extra, 4)
+        extra = extra[4 + size :]
+    raise _no_archive()
+
+
+def _no_archive() -> pickle.UnpicklingError:
+    return pickle.UnpicklingError("it is no archive as torch.save writes them")
+
+
+def _content(file: BinaryIO, offset: int, header: int) -> int:
+    """Return where the content of the record begins in the file whose header is there in the range."""
+    *_, name, extra = _LOCAL_HEADER.unpack(os.pread(file.fileno(), _LOCAL_HEADER.size, offset + header))
+    return offset + header + _LOCAL_HEADER.size + name + extra
