@@ -10,9 +10,9 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_ext.config.layers import Activation, layers
-from megatron_ext.config.pipeline import core_layout, is_uneven, layer_counts
+from megatron_ext.config.derived.pipeline import core_layout, is_uneven, layer_counts
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.stack import Activation, layers
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -25,7 +25,7 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 def transformer_config(config: Config, device_kind: str, *, on_meta: bool = False) -> TransformerConfig:
     """Translate `config`. The result is new on each call: megatron-core's schedules write to it.
 
-    It is one for all layers: what differs between them is said by their specs (`model.spec`).
+    It is one for all layers: what differs between them is said by their specs (`parts.spec`).
 
     Args:
         config: the resolved configuration.

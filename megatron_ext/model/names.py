@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.config.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
+from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS
 
 _EXPERTS = "mlp.experts."
 _EXPERT_RANGE = re.compile(r"\.experts\.(\d+):(\d+)\.")
@@ -47,7 +47,7 @@ def forward_place(name: str, parameter: torch.nn.Parameter) -> tuple[int, int]:
 def global_named_parameters(
     model_chunks: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield every parameter of this rank with its global name (see `config.parameters`).
+    """Yield every parameter of this rank with its global name (see `parts.catalogue`).
 
     Args:
         model_chunks: this rank's chunks, wrapped (DDP) or not.

@@ -24,9 +24,9 @@ Source of the scheme: Korthikanti et al. 2022 (arXiv:2205.05198, section 4), who
 import functools
 from dataclasses import dataclass
 
-from megatron_ext.config.layers import Attention, Layer, Mlp, Norm, Stack, final_norm, stack
-from megatron_ext.config.loss_chunks import LOSS_CHUNKS
+from megatron_ext.config.derived.loss_chunks import LOSS_CHUNKS
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import Attention, Layer, Mlp, Norm, Stack, final_norm, stack
 
 _FP32, _INT64 = 4, 8
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Literal
 
-from megatron_ext.config.layers import Stack
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import Stack
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.kernels import with_calls

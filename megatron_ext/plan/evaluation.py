@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.config.layers import stack
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import stack
 from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine

@@ -6,9 +6,9 @@ as much, add up to it.
 
 from collections.abc import Iterator
 
-from megatron_ext.config.layers import Stack, stack
-from megatron_ext.config.parameters import Parameter, kinds_of_parameters
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.catalogue import Parameter, kinds_of_parameters
+from megatron_ext.parts.stack import Stack, stack
 from megatron_ext.plan.shapes import Shapes
 
 

@@ -8,8 +8,8 @@ that causality leaves) over its own share of the peak. Everything else is bytes 
 ranks the program's own calls come on top, which a GPU does not wait for.
 """
 
-from megatron_ext.config.layers import Attention, Layer
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import Attention, Layer
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.products import Product, Products
 from megatron_ext.plan.shapes import Shapes

@@ -8,8 +8,8 @@ experts make M smaller.
 
 from typing import NamedTuple
 
-from megatron_ext.config.layers import Attention, Experts, Layer, Mlp
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import Attention, Experts, Layer, Mlp
 from megatron_ext.plan.shapes import Shapes
 
 

@@ -1,7 +1,7 @@
 """Counts the parameters and layers of each stage and chunk, fast enough to ask for a thousand layouts.
 
-The catalogue (`config/parameters.py`) of a model with hundreds of experts in a hundred layers is long. Its layers are
-of a few kinds (`config/layers.py`), and the experts of a layer are alike: a layer of each kind with one of them says it
+The catalogue (`parts/catalogue.py`) of a model with hundreds of experts in a hundred layers is long. Its layers are
+of a few kinds (`parts/stack.py`), and the experts of a layer are alike: a layer of each kind with one of them says it
 all.
 """
 
@@ -11,17 +11,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from megatron_ext.config import own_parameters
-from megatron_ext.config.layers import Layer, Stack, stack
-from megatron_ext.config.parameters import (
+from megatron_ext.config.derived.pipeline import first_layers, layer_counts
+from megatron_ext.config.schema import Config, DataConfig, ModelConfig
+from megatron_ext.parts import own_parameters
+from megatron_ext.parts.catalogue import (
     WORD_EMBEDDINGS,
     Parameter,
     embedding_parameters,
     layer_parameters,
     output_parameters,
 )
-from megatron_ext.config.pipeline import first_layers, layer_counts
-from megatron_ext.config.schema import Config, DataConfig, ModelConfig
+from megatron_ext.parts.stack import Layer, Stack, stack
 
 
 @dataclasses.dataclass(frozen=True)

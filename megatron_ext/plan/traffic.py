@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.batch import num_microbatches
-from megatron_ext.config.layers import Experts, Layer
-from megatron_ext.config.loss_chunks import LOSS_CHUNKS
+from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.loss_chunks import LOSS_CHUNKS
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import Experts, Layer
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.shapes import Shapes, kinds_of
 from megatron_ext.plan.state_bytes import sharding, sharing_ranks, state_bytes

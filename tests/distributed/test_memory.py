@@ -26,7 +26,7 @@ def _bytes(runs: list[str]) -> list[tuple[int, Bytes, tuple[float, float, float]
     from megatron_ext import device
 
     here = device.install("cpu")
-    from megatron_ext.config.parameters import count
+    from megatron_ext.parts.catalogue import count
     from megatron_ext.plan.state_bytes import state_bytes
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ext.config.reference import flags_page, pinned_command_line  # noqa: E402
+from megatron_ext.config.parse.reference import flags_page, pinned_command_line  # noqa: E402
 from megatron_ext.verify.losses import golden  # noqa: E402
 from tests.support import foreign_keys, near_bounds, planner_numbers, plans  # noqa: E402
 from tests.support.errors_page import errors_page  # noqa: E402

@@ -9,10 +9,10 @@ import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.layers import stack
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import stack
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.estimate import at_least, formula_at_least, pass_times, step_time
 from megatron_ext.plan.evaluation import as_text, evaluate_config

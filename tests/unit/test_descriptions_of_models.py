@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_ext.config import attention_kernels, own_parameters
-from megatron_ext.config.fp8 import layers_in_fp8, multiple_of
-from megatron_ext.config.layers import Attention, Experts, Layer, Mlp, Norm, RotaryScaling, layers, residual_std, stack
-from megatron_ext.config.parameter import Parameter
-from megatron_ext.config.parameters import (
+from megatron_ext.config.derived import attention_flags as attention_kernels
+from megatron_ext.config.derived.pipeline import core_layout, is_uneven, read_pipeline_layout
+from megatron_ext.config.derived.ranks import coordinates, expert_coordinates, rank_of
+from megatron_ext.config.schema import DataConfig, LayoutConfig
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts import own_parameters
+from megatron_ext.parts.catalogue import (
     count,
     count_per_rank,
     kinds_of_parameters,
@@ -18,10 +20,9 @@ from megatron_ext.config.parameters import (
     stages,
     tensor_size,
 )
-from megatron_ext.config.pipeline import core_layout, is_uneven, read_pipeline_layout
-from megatron_ext.config.ranks import coordinates, expert_coordinates, rank_of
-from megatron_ext.config.schema import DataConfig, LayoutConfig
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts.linear.describe import layers_in_fp8, multiple_of
+from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.stack import Attention, Experts, Layer, Mlp, Norm, RotaryScaling, layers, residual_std, stack
 from tests.support.small_models import MIXTURE, distinct_config
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import layers as described
-from megatron_ext.config.layers import Attention, Layer, Rotary, layers, stack
-from megatron_ext.config.parameters import count, count_per_rank, layer_parameters, parameters
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts import stack as described
+from megatron_ext.parts.catalogue import count, count_per_rank, layer_parameters, parameters
+from megatron_ext.parts.stack import Attention, Layer, Rotary, layers, stack
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_flops

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.parameters import parameters
 from megatron_ext.model.names import AFTER_ALL, by_expert, forward_place, global_named_parameters, is_of_an_expert
+from megatron_ext.parts.catalogue import parameters
 from tests.support.small_models import LLAMA, OLMO2, small_config
 
 

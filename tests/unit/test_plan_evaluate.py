@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.parameters import count_per_rank
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts.catalogue import count_per_rank
 from megatron_ext.plan.calibrate import believed
 from megatron_ext.plan.flops import forward_flops
 from megatron_ext.plan.hardware import TABLE, Machine, hardware

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.layers import layers, stack
 from megatron_ext.config.schema import Config
 from megatron_ext.parallel import groups
+from megatron_ext.parts.stack import layers, stack
 from megatron_ext.plan.activations import Activations
 from megatron_ext.verify.saved_bytes import bytes_held_for_backward
 from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config

@@ -26,11 +26,11 @@ from megatron_ext.checkpoint.native.companions import HUGGINGFACE_FILES, TOKENIZ
 from megatron_ext.checkpoint.native.folder import CONFIG, make_partial, publish, saved_iterations
 from megatron_ext.checkpoint.native.torch_archive import archive, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
-from megatron_ext.config.families import ParameterMapping, state_dict_mapping
-from megatron_ext.config.files import to_yaml
+from megatron_ext.config.parse.files import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.families import ParameterMapping, state_dict_mapping
 
 _CHUNK_BYTES = 32 << 20
 # Modules for which megatron-core saves an object besides the weights, which is empty without FP8.

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _world
 
 from megatron_ext import device
 from megatron_ext.checkpoint.native import contents, save
-from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.derived.batch import num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.device.protocol import Device
 from megatron_ext.model import initialize
