@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.shared import QKV
+from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.catalogue import Parameter, parameters
-from megatron_ext.parts.stack import Attention, layers
+from megatron_ext.parts.protocol import Part
+from megatron_ext.parts.stack import layers
 
 _LAYER = "decoder.layers."
 _EXPERT = "mlp.experts."
@@ -44,14 +46,14 @@ class ParameterMapping:
 
 def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]:
     """Return every parameter of the model, with the tensors of the family that hold its rows."""
-    attention = [layer.attention for layer in layers(config)]
+    mixers = [layer.mixer for layer in layers(config)]
     return [
-        _parameter_mapping(parameter, attention[parameter.stage] if isinstance(parameter.stage, int) else None, family)
+        _parameter_mapping(parameter, mixers[parameter.stage] if isinstance(parameter.stage, int) else None, family)
         for parameter in parameters(config)
     ]
 
 
-def _parameter_mapping(parameter: Parameter, attention: Attention | None, family: Family) -> ParameterMapping:
+def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family) -> ParameterMapping:
     module, _, kind = parameter.name.rpartition(".")
     prefix = ""
     if module.startswith(_LAYER):
@@ -62,8 +64,8 @@ def _parameter_mapping(parameter: Parameter, attention: Attention | None, family
     tensors = [f"{prefix}{name.format(parameter.expert)}.{kind}" for name in family.names[module]]
     rows = parameter.true_rows or parameter.shape[0]
     if module == QKV:
-        assert attention is not None
-        ranges = tuple(_grouped(tensors, attention))
+        assert isinstance(mixer, Attention)
+        ranges = tuple(_grouped(tensors, mixer))
     else:
         count = rows // len(tensors)
         ranges = tuple(RowRange(tensor, 0, index * count, count) for index, tensor in enumerate(tensors))

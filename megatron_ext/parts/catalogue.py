@@ -19,7 +19,8 @@ from megatron_ext.config.derived.ranks import chunk_layers
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts import own_parameters
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.stack import Attention, Experts, Layer, Mlp, Norm, final_norm, layers, residual_std, stack
+from megatron_ext.parts.protocol import Place, State, matrix_init
+from megatron_ext.parts.stack import Branch, Layer, final_norm, layers, residual_std, stack
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
@@ -46,6 +47,17 @@ def kinds_of_parameters(config: Config) -> Iterator[tuple[Parameter, int]]:
         experts = 1 if kind.experts is None else kind.experts.count
         for parameter in layer_parameters(config, kind, experts=(0,)):
             yield parameter, number if parameter.expert is None else number * experts
+
+
+def active_kinds_of_parameters(config: Config) -> Iterator[tuple[Parameter, int]]:
+    """Yield the same of what computes one token: of the experts of a layer, which are of one size, the top k."""
+    kinds = {kind.number: kind.experts for kind, _ in stack(config).kinds}
+    for parameter, number in kinds_of_parameters(config):
+        experts = kinds.get(parameter.stage) if isinstance(parameter.stage, int) else None
+        if parameter.expert is None or experts is None:
+            yield parameter, number
+        else:
+            yield parameter, number // experts.count * min(experts.top_k, experts.count)
 
 
 def _of_no_layer(config: Config) -> list[Parameter]:
@@ -147,106 +159,55 @@ def layer_parameters(config: Config, layer: Layer, experts: Iterable[int] | None
     Args:
         experts: the routed experts to name, in place of all of the layer's.
     """
-    attention, prefix = layer.attention, f"decoder.layers.{layer.number}"
-    hidden, index = config.model.hidden_size, layer.number
-    if layer.norms_before:
-        yield from _norm(layer.norm, f"{prefix}.input_layernorm", index, hidden)
-    yield from _attention(config, layer, attention, f"{prefix}.self_attention")
-    if layer.norms_after:
-        yield from _norm(layer.norm, f"{prefix}.post_self_attn_layernorm", index, hidden)
-    if layer.norms_before:
-        yield from _norm(layer.norm, f"{prefix}.pre_mlp_layernorm", index, hidden)
-    if layer.experts is None:
-        yield from _mlp(config, layer.inner, f"{prefix}.mlp", index)
-    else:
-        yield from _mixture(config, layer.experts, f"{prefix}.mlp", index, experts)
-    if layer.norms_after:
-        yield from _norm(layer.norm, f"{prefix}.post_mlp_layernorm", index, hidden)
+    for branch in layer.branches:
+        yield from branch_parameters(config, layer, branch, experts)
     yield from own_parameters.of_layer(config, layer)
 
 
-def _attention(config: Config, layer: Layer, attention: Attention, name: str) -> Iterator[Parameter]:
-    model, index = config.model, layer.number
-    hidden = model.hidden_size
-    qkv = attention.query_size + attention.key_size + attention.value_size
-    if attention.output_bias:
-        yield Parameter(f"{name}.linear_proj.bias", (hidden,), index, "zeros", sequence_parallel=True)
-    shape = (hidden, attention.context_size)
-    yield Parameter(f"{name}.linear_proj.weight", shape, index, *_init(model, shape, residual_std(config)), tp_dim=1)
-    yield Parameter(f"{name}.linear_qkv.weight", (qkv, hidden), index, *_init(model, (qkv, hidden)), tp_dim=0)
-    if attention.qkv_bias:
-        yield Parameter(f"{name}.linear_qkv.bias", (qkv,), index, "zeros", tp_dim=0)
-    for part, size in zip(("q_layernorm", "k_layernorm"), attention.qk_norm_sizes or (), strict=False):
-        yield from _norm(layer.norm, f"{name}.{part}", index, size)
-
-
-def _mixture(
-    config: Config, experts: Experts, mlp: str, index: int, named: Iterable[int] | None
+def branch_parameters(
+    config: Config, layer: Layer, branch: Branch, experts: Iterable[int] | None = None
 ) -> Iterator[Parameter]:
-    model = config.model
-    shape = (experts.count, model.hidden_size)
-    yield Parameter(f"{mlp}.router.weight", shape, index, *_init(model, shape), sequence_parallel=True)
-    for expert in range(experts.count) if named is None else named:
-        yield from _mlp(config, experts.mlp, f"{mlp}.experts.{expert}", index, expert)
-    if experts.shared is not None:
-        yield from _mlp(config, experts.shared, f"{mlp}.shared_experts", index)
+    """Yield the parameters of one branch of a layer, and of its norms."""
+    place, width = _place(config, layer, experts), config.model.hidden_size
+    if branch.before is not None:
+        yield from layer.norm.parameters(place.inside(branch.before), width)
+    yield from branch.part.parameters(place.inside(branch.name))
+    if branch.after is not None:
+        yield from layer.norm.parameters(place.inside(branch.after), width)
 
 
-def _mlp(config: Config, mlp: Mlp, name: str, index: int, expert: int | None = None) -> Iterator[Parameter]:
-    model, hidden = config.model, config.model.hidden_size
-    fc1, stride = (2 * mlp.width, 2) if mlp.gated else (mlp.width, 1)
-    shape = (fc1, hidden)
-    init = _init(model, shape)
-    yield Parameter(f"{name}.linear_fc1.weight", shape, index, *init, tp_dim=0, tp_stride=stride, expert=expert)
-    if mlp.bias:
-        yield Parameter(f"{name}.linear_fc1.bias", (fc1,), index, "zeros", tp_dim=0, tp_stride=stride)
-    shape = (hidden, mlp.width)
-    init = _init(model, shape, residual_std(config))
-    yield Parameter(f"{name}.linear_fc2.weight", shape, index, *init, tp_dim=1, expert=expert)
-    if mlp.bias:
-        yield Parameter(f"{name}.linear_fc2.bias", (hidden,), index, "zeros", sequence_parallel=True)
+def states(config: Config) -> Iterator[State]:
+    """Yield what the layers keep and save besides parameters, in the order of a forward pass."""
+    for layer in layers(config):
+        for branch in layer.branches:
+            yield from branch.part.state(_place(config, layer).inside(branch.name))
+
+
+def _place(config: Config, layer: Layer, experts: Iterable[int] | None = None) -> Place:
+    return Place(f"decoder.layers.{layer.number}", layer.number, config.model, residual_std(config), experts)
 
 
 def output_parameters(config: Config) -> Iterator[Parameter]:
     """Yield the parameters after the last layer, without tied word embeddings."""
     model = config.model
-    yield from _norm(final_norm(model), "decoder.final_layernorm", "output", model.hidden_size)
+    place = Place("decoder.final_layernorm", "output", model, residual_std(config))
+    yield from final_norm(model).parameters(place, model.hidden_size)
     if model.untie_embeddings_and_output_weights:
         shape = (model.padded_vocab_size, model.hidden_size)
         yield Parameter(
             OUTPUT_LAYER,
             shape,
             "output",
-            *_init(model, shape),
+            *matrix_init(model, shape),
             tp_dim=0,
             true_rows=_true_rows(config),
         )
 
 
-def _init(
-    model: ModelConfig, shape: tuple[int, int], std: float | None = None
-) -> tuple[Literal["normal", "uniform"], float]:
-    """Return how a matrix begins: normal, or uniform up to sqrt(6 / (rows + columns)) (Glorot and Bengio 2010,
-    equation 16), whose standard deviation is 1 / sqrt(3) of that.
-
-    Args:
-        std: standard deviation of a normal initialization; default --init-method-std.
-    """
-    if model.init_method_xavier_uniform:
-        return "uniform", math.sqrt(2.0 / sum(shape))
-    return "normal", model.init_method_std if std is None else std
-
-
 def _embedding_init(model: ModelConfig, shape: tuple[int, int]) -> tuple[Literal["normal", "uniform"], float]:
     """Return how an embedding begins: as a matrix, unless --embedding-init-method-std says otherwise."""
     std = model.embedding_init_method_std
-    return _init(model, shape) if std in (None, model.init_method_std) else ("normal", std)
-
-
-def _norm(norm: Norm, name: str, stage: int | Literal["output"], width: int) -> Iterator[Parameter]:
-    yield Parameter(f"{name}.weight", (width,), stage, "ones", sequence_parallel=True)
-    if norm.has_bias:
-        yield Parameter(f"{name}.bias", (width,), stage, "zeros", sequence_parallel=True)
+    return matrix_init(model, shape) if std in (None, model.init_method_std) else ("normal", std)
 
 
 def _true_rows(config: Config) -> int | None:

@@ -75,7 +75,7 @@ def _attention(layer: Layer, tp_group: ProcessGroup) -> ModuleSpec:
     assert attention.kind in _ATTENTIONS, f"nothing builds attention of the kind {attention.kind}"
     assert attention.window is None, "no attention here has a window"
     assert attention.value_head_size == attention.head_size, "megatron-core's fused QKV has heads of one size"
-    query_norm, key_norm = query_key_norms(layer, tp_group)
+    query_norm, key_norm = query_key_norms(attention, tp_group)
     return ModuleSpec(
         module=_ATTENTIONS[attention.kind],
         params={"attn_mask_type": AttnMaskType.causal},

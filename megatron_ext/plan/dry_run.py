@@ -13,8 +13,9 @@ from megatron_ext.config.derived.ranks import (
 )
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.catalogue import count, count_per_rank
+from megatron_ext.parts.experts.describe import Experts
 from megatron_ext.parts.linear.describe import layers_in_fp8
-from megatron_ext.parts.stack import Experts, layers
+from megatron_ext.parts.stack import layers
 from megatron_ext.plan.flops import (
     active_parameters,
     flops_per_token,

@@ -68,7 +68,7 @@ class Evaluation:
         each = flops_per_token(self.config)
         if full_attention:
             length = self.config.model.seq_length
-            each += round(stack(self.config).total(lambda layer: 3 * layer.attention.core_flops(length)))
+            each += round(stack(self.config).total(lambda layer: 3 * layer.core_flops(length)))
         return self.tokens_per_second * each / self.config.layout.world_size / 1e12
 
     def mfu(self, *, full_attention: bool) -> float:

@@ -33,8 +33,8 @@ class ElementCounts:
     norms: int
     """Number of elements of the norm weights among them."""
 
-    attention: int
-    """Number of elements of the attention matrices."""
+    mixer: int
+    """Number of elements of the mixer's matrices."""
 
     mlp: int
     """Number of elements of the matrices that every token passes after attention: MLP, shared experts, router."""
@@ -47,7 +47,7 @@ class ElementCounts:
             self.dense + other.dense,
             self.experts + other.experts,
             self.norms + other.norms,
-            self.attention + other.attention,
+            self.mixer + other.mixer,
             self.mlp + other.mlp,
             max(self.largest, other.largest),
         )
@@ -239,9 +239,9 @@ def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, e
     matrix = held if len(parameter.shape) > 1 else 0
     if routed:
         return ElementCounts(0, held * experts // expert_ranks, 0, 0, 0, matrix)
-    if "router" in parameter.name:
+    if parameter.sequence_parallel and matrix:
         # Whole on every rank of tensor parallelism, which divides its tokens instead.
         return ElementCounts(held, 0, 0, 0, matrix // tensor, 0)
-    attention = matrix if ".self_attention." in parameter.name else 0
+    mixer = matrix if ".self_attention." in parameter.name else 0
     norm = held if "layernorm" in parameter.name else 0
-    return ElementCounts(held, 0, norm, attention, matrix - attention, matrix)
+    return ElementCounts(held, 0, norm, mixer, matrix - mixer, matrix)

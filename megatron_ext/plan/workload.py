@@ -163,7 +163,7 @@ def _gradients_of_a_layer(formulas: Activations, shapes: Shapes) -> float:
     """Return the bytes of the kind of layer that needs most."""
 
     def of(kind: Layer) -> float:
-        held, matrix = formulas.layer(kind), formulas.width * shapes.part(kind).largest
-        return 2 * formulas.stream + max(held.mlp / 2 if kind.experts else held.mlp, held.heads) + matrix
+        matrix = formulas.width * shapes.part(kind).largest
+        return 2 * formulas.stream + max(branch.part.gradients(formulas.share) for branch in kind.branches) + matrix
 
     return max(of(kind) for kind, _ in formulas.kinds)

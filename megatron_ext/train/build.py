@@ -30,6 +30,7 @@ from megatron_ext.model.own_layers import mark_own_parameters
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.parts.attention.choice import allowed_kernels
 from megatron_ext.parts.attention.timing import use
+from megatron_ext.parts.stack import layers
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
@@ -79,7 +80,8 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     core.grad_scale_func = optimizer.scale_loss
     core.finalize_model_grads_func = finalize_model_grads
     loaders = build_loaders(config, device, groups, resume, extensions)
-    watch = GradientWatch(wrapped, sharding, alone=config.layout.world_size == 1)
+    modules = [layer.modules for layer in layers(config)]
+    watch = GradientWatch(wrapped, sharding, modules, alone=config.layout.world_size == 1)
     return Run(
         config=config,
         device=device,

@@ -191,7 +191,7 @@ def test_catalogue_is_the_model(layout: str, model: str, whole_model: Any, descr
 def _dense_first(model: ModelConfig, number: int) -> Layer:
     """A description that no flag gives yet: an MLP in the first two layers, and mixtures of experts after them."""
     layer = _LAYER(model, number)
-    return layer if number > 1 else replace(layer, mlp=config_layers._mlp(model, model.ffn_hidden_size))
+    return layer if number > 1 else replace(layer, mlp=config_layers.mlp_of(model, model.ffn_hidden_size))
 
 
 _LAYER = config_layers._layer

@@ -263,7 +263,7 @@ OF_LAYERS = {
     "qk_layernorm",
 }
 READS_FIELDS_OF_LAYERS = {
-    "parts/stack.py": "describes the layers",
+    "parts/": "describes the layers",
     "config/schema/model.py": "defaults of one field by another",
     "rules/": "judge what was typed, by the flags that were typed",
     "config/derived/pipeline.py": "divides the number of layers over stages",

@@ -258,7 +258,7 @@ def test_heads_are_those_of_ranks_that_exchange_them(monkeypatch: pytest.MonkeyP
     """With a2a each context-parallel rank has whole samples and a part of the heads; the wider of keys and values
     counts."""
     described = attention_kernel.layers(small_config({"attention_dropout": 0.125, "hidden_dropout": 0.5}))
-    wider = replace(described[0], attention=replace(described[0].attention, value_head_size=24))
+    wider = replace(described[0], mixer=replace(described[0].attention, value_head_size=24))
     for kinds, channels in ((described, 16), ([wider], 24)):
         monkeypatch.setattr(attention_kernel, "layers", lambda config, kinds=kinds: kinds)
         layout = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "cp_comm_type": ("a2a",)}

@@ -131,8 +131,7 @@ def test_products_are_all_operations_of_a_forward_pass(layout: str) -> None:
     shapes = Shapes(config)
     products = Products(config, shapes)
     [(kind, number)] = shapes.stacks[0][0].kinds
-    listed = [*products.attention(kind.attention), *products.mlp(kind)]
-    listed += products.routed(kind.experts) if kind.experts else []
+    listed = [*products.of(kind.mixer), *products.of(kind.mlp)]
     sizes = config.layout
     tokens = config.model.seq_length // sizes.context_parallel_size
     core = tokens * kind.attention.core_flops(config.model.seq_length) / sizes.tensor_model_parallel_size

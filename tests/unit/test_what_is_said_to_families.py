@@ -12,7 +12,7 @@ from megatron_ext.families import FAMILIES, family_of, obstacles, state_dict_map
 from megatron_ext.families.hf_config import differences, hf_config
 from megatron_ext.families.reading import Reading
 from megatron_ext.families.state_dict_mapping import _grouped
-from megatron_ext.parts.stack import Attention
+from megatron_ext.parts.attention.describe import Attention
 from tests.support.family_configs import GPT2_WRITTEN, SCALING, WRITTEN, read_config
 
 

@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.derived.ranks import context_chunks
 from megatron_ext.device.triton import choice
-from megatron_ext.parts.stack import Attention, RotaryScaling
+from megatron_ext.parts.attention.describe import Attention, RotaryScaling
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.device.kernels import rms_norm
 from megatron_ext.device.triton import choice
-from megatron_ext.parts.stack import Layer
+from megatron_ext.parts.attention.describe import Attention
 
 NormBuilder = Callable[..., torch.nn.Module]
 """Builds a norm from `config` (megatron-core's), `hidden_size` (channels that are normalized together) and `eps`."""
@@ -141,22 +141,21 @@ def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:
     return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[normalization]
 
 
-def query_key_norms(layer: Layer, tp_group: ProcessGroup) -> tuple[NormBuilder | None, NormBuilder | None]:
-    """Return what builds the norm of a layer's queries, and that of its keys; None where there is none.
+def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormBuilder | None, NormBuilder | None]:
+    """Return what builds the norm of the queries, and that of its keys; None where there is none.
 
     Both are called by megatron-core's attention with the size of a head, and take this rank's heads, [sequence, batch,
     heads, channels].
 
     Args:
-        layer: its description.
+        attention: its description.
         tp_group: the ranks that have divided the heads among themselves.
     """
-    attention = layer.attention
     if attention.qk_norm is None:
         return None, None
     if attention.qk_norm == "head":
-        return norm_class(layer.norm.kind), norm_class(layer.norm.kind)
-    assert layer.norm.kind == "RMSNorm", f"no {layer.norm.kind} here is over the whole projection"
+        return norm_class(attention.norm.kind), norm_class(attention.norm.kind)
+    assert attention.norm.kind == "RMSNorm", f"no {attention.norm.kind} here is over the whole projection"
     builder = partial(ProjectionNorm, tp_group=tp_group)
     return partial(builder, heads=attention.query_heads), partial(builder, heads=attention.groups)
 
