@@ -46,9 +46,9 @@ def write_model(folder: Path) -> None:
     import numpy as np
 
     from megatron_ext.checkpoint.huggingface.safetensors import create
-    from megatron_ext.config.families import FAMILIES, state_dict_mapping
-    from megatron_ext.config.hf_config import read_hf_config
     from megatron_ext.config.resolve import Facts, resolve
+    from megatron_ext.families import FAMILIES, state_dict_mapping
+    from megatron_ext.families.hf_config import read_hf_config
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(MODEL))

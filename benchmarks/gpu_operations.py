@@ -137,7 +137,7 @@ def norms(device: str) -> dict[str, float]:
 def heads(device: str) -> dict[str, float]:
     """Return errors and times of heads out of their product by our kernel, and by torch's operations."""
     from megatron_ext.device.triton.rotary import split_heads
-    from megatron_ext.model.rope import rotate_reference
+    from megatron_ext.parts.attention.rope import rotate_reference
 
     found: dict[str, float] = {}
     for sequence, batch, groups, per_group, channels in HEADS[device]:

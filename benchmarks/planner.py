@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ext.config.arguments import parse  # noqa: E402
+from megatron_ext.config.parse.arguments import parse  # noqa: E402
 from megatron_ext.config.resolve import Facts, resolve  # noqa: E402
 from megatron_ext.config.schema import Config  # noqa: E402
 from megatron_ext.plan.calibrate import believed  # noqa: E402

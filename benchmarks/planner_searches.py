@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.recording import heading, keep, sentence  # noqa: E402
-from megatron_ext.config.arguments import parse  # noqa: E402
+from megatron_ext.config.parse.arguments import parse  # noqa: E402
 from megatron_ext.config.resolve import Facts  # noqa: E402
 from megatron_ext.config.schema import Config  # noqa: E402
 from megatron_ext.plan.evaluation import Evaluation, evaluate  # noqa: E402

@@ -22,7 +22,7 @@ from benchmarks.rehearsal_meter import Meter, Phase
 from benchmarks.rehearsed_world import Objects, played
 from megatron_ext import device
 from megatron_ext.checkpoint.native import contents, save
-from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.derived.batch import num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.device.protocol import Device
 from megatron_ext.model import initialize

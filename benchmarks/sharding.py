@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext import device
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.verify.ranks import run_ranks
 

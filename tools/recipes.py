@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import yaml
 
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.config.batch import training_steps
-from megatron_ext.config.parameters import count, count_per_rank
+from megatron_ext.config.derived.batch import training_steps
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts.catalogue import count, count_per_rank
 from megatron_ext.plan.state_bytes import state_bytes
 from megatron_ext.train.configure import configure
 from tools import plan

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from megatron_ext.cli.pretrain import start
-from megatron_ext.config.optimizers import OptimizerTraits, State
-from megatron_ext.config.parameters import Parameter
+from megatron_ext.config.derived.optimizers import OptimizerTraits, State
 from megatron_ext.data.corpus import Splits
+from megatron_ext.parts.catalogue import Parameter
 from megatron_ext.train.extensions import Extensions
 
 
@@ -66,8 +66,8 @@ def parallel_layer() -> type:
     with parameters of its own. The engine is there when it is called, and not yet when this file is imported."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-    from megatron_ext.model.layer import PreNormLayer
-    from megatron_ext.model.linear import ColumnLinear, RowLinear
+    from megatron_ext.parts.layer import PreNormLayer
+    from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 
     class ParallelLayer(PreNormLayer):
         """A layer whose MLP does not see what its attention adds, next to a narrow one of WIDTH channels.

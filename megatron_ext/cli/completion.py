@@ -12,7 +12,7 @@ import io
 import re
 
 from megatron_ext.commandline import ToolParser
-from megatron_ext.config.options import options_by_flag
+from megatron_ext.config.parse.options import options_by_flag
 from megatron_ext.terminal import say
 
 _BASH = r"""

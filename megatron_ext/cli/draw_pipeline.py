@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.native.resume import look
 from megatron_ext.commandline import ToolParser, split_at_dashes
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import resolve
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.hardware import TABLE, Machine, constants_of, hardware

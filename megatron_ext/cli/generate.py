@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.commandline import ToolParser
-from megatron_ext.config.options import options_by_flag
+from megatron_ext.config.parse.options import options_by_flag
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import say

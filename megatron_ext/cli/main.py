@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_ext.commandline import run_tool
-from megatron_ext.config.help_text import version
+from megatron_ext.config.parse.help_text import version
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import say
 

@@ -22,10 +22,10 @@ from typing import Any
 
 from megatron_ext.checkpoint.native.resume import look
 from megatron_ext.commandline import ToolParser, split_at_dashes
-from megatron_ext.config.arguments import Typed, parse
-from megatron_ext.config.hf_config import read_hf_config
-from megatron_ext.config.options import flag_of
+from megatron_ext.config.parse.arguments import Typed, parse
+from megatron_ext.config.parse.options import flag_of
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.families.hf_config import read_hf_config
 from megatron_ext.plan import evaluation, limits
 from megatron_ext.plan import presentation as report
 from megatron_ext.plan.calibrate import corrected, read_metrics, saved_values

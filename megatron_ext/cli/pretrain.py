@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ext import environment
-from megatron_ext.config.arguments import read
+from megatron_ext.config.parse.arguments import read
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.lost_output import survive_lost_output
 from megatron_ext.terminal import say, warn
@@ -34,7 +34,7 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
     environment.check_launch()
     if not _is_needed(argv):
         return 0
-    from megatron_ext.config.lr_scale import scaling_text
+    from megatron_ext.config.derived.lr_scale import scaling_text
     from megatron_ext.resilience import launch
     from megatron_ext.train.configure import configure
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
 
 def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, Any]) -> int:
     """Print what --dry-run does, of a user's own optimizer and layers too, and return the exit code."""
-    from megatron_ext.config.own_parameters import in_every_layer
+    from megatron_ext.parts.own_parameters import in_every_layer
     from megatron_ext.plan.dry_run import describe
     from megatron_ext.plan.verdict import verdict
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.config import attention_kernels
-from megatron_ext.config.batch import read_schedule
-from megatron_ext.config.cuda_graphs import makes_graphs, obstacles
-from megatron_ext.config.lr_scale import scale
-from megatron_ext.config.pipeline import read_pipeline_layout
+from megatron_ext.config.derived import attention_flags as attention_kernels
+from megatron_ext.config.derived.batch import read_schedule
+from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
+from megatron_ext.config.derived.lr_scale import scale
+from megatron_ext.config.derived.pipeline import read_pipeline_layout
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.model import ModelConfig
 from megatron_ext.config.schema.training import TrainingConfig
@@ -43,7 +43,7 @@ class Facts:
         huggingface_problems: why its config.json cannot be used.
         unread: fields that the user, or a file that the flags name, gave, but whose value could not be read.
         saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
-        missing_paths: files that the flags name and that do not exist (`config.blend.missing_paths`).
+        missing_paths: files that the flags name and that do not exist (`config.parse.blend.missing_paths`).
         missing_checkpoint: what --exit-on-missing-checkpoint finds amiss in the --load folder.
         skip_samples_error: why --skip-samples cannot be read, or None.
         eval_tasks_problems: why the tasks of --eval-tasks cannot be done; empty without it.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.config.ranks import context_chunks
+from megatron_ext.config.derived.ranks import context_chunks
 from megatron_ext.data.packing import Documents, documents_of, restarted_positions
 
 

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.config.blend import Blend
+from megatron_ext.config.parse.blend import Blend
 from megatron_ext.config.schema import Config
 from megatron_ext.data.formula import FormulaDataset, FormulaSource
 from megatron_ext.data.integrity import (

@@ -16,7 +16,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
-from megatron_ext.config.blend import is_url
+from megatron_ext.config.parse.blend import is_url
 from megatron_ext.data.integrity import open_index
 from megatron_ext.data.stored import cache_root, open_bin
 from megatron_ext.durable import replacing

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.config.blend import is_url
+from megatron_ext.config.parse.blend import is_url
 from megatron_ext.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION
 from megatron_ext.data.stored import exists, local_file, open_bin, read_many
 from megatron_ext.errors import ConfigurationError, DataError

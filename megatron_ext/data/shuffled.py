@@ -12,7 +12,7 @@ import numpy as np
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from megatron_ext.config.blend import Blend
+from megatron_ext.config.parse.blend import Blend
 from megatron_ext.config.schema import Config
 from megatron_ext.data.index_cache import CachedGPTDataset, LocalBuilder, cache_folder
 from megatron_ext.data.integrity import Share, open_index

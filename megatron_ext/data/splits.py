@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.blend import Blend, read_blend
+from megatron_ext.config.parse.blend import Blend, read_blend
 from megatron_ext.config.schema import Config
 
 SPLITS = ("train", "valid", "test")  # megatron-core's order

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from megatron_ext.config.blend import is_url
+from megatron_ext.config.parse.blend import is_url
 from megatron_ext.data.remote import RemoteFile
 from megatron_ext.data.threads import DaemonThreads
 from megatron_ext.durable import replacing

@@ -6,11 +6,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_ext.config.optimizers import traits_of
-from megatron_ext.config.parameters import count
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import Config
 from megatron_ext.doctor.finding import Finding, Launch, error, ok, warning
 from megatron_ext.errors import StorageError
+from megatron_ext.parts.catalogue import count
 
 # Process groups of a rank, each of which may connect it with every other rank, at most; and what else is open.
 _GROUPS = 12

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ext.config.optimizers import OPTIMIZERS
-from megatron_ext.config.words import listed
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
+from megatron_ext.config.parse.words import listed
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.optimizers import OPTIMIZERS, OptimizerTraits
-from megatron_ext.config.options import flag_of, options_by_name
+from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.parse.options import flag_of, options_by_name
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign import accelerate, axolotl, axolotl_data, deepspeed
 from megatron_ext.foreign.key_meanings import Cases, Default, Fact, Flags, Launch, Meaning, NoCounterpart, OfOptimizer

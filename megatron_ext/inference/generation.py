@@ -15,7 +15,7 @@ import torch
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.model import Model
 from megatron_ext.inference.sampling import Sampler, Sampling
-from megatron_ext.model.inference import KeyValueCache, TextsInARow
+from megatron_ext.parts.attention.cached import KeyValueCache, TextsInARow
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 OnToken = Callable[[int, list[int]], None]

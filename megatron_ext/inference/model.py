@@ -18,8 +18,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.config.schema import Config
 from megatron_ext.device.protocol import Device
-from megatron_ext.model.inference import WholeSequences
 from megatron_ext.model.names import unwrapped
+from megatron_ext.parts.attention.cached import WholeSequences
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 _OF_SEQUENCE_PARALLELISM = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ext.inference.model import Model
-from megatron_ext.model.inference import Project, WholeSequences
 from megatron_ext.model.loss import TokenLogits
+from megatron_ext.parts.attention.cached import Project, WholeSequences
 
 _LOGITS_AT_ONCE = 1 << 24
 """Logits that a rank computes at once: 64 MB in fp32."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.config.eval_tasks import EvalTask
+from megatron_ext.config.parse.eval_tasks import EvalTask
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.inference.files import read_documents, read_items, text_of
 from megatron_ext.inference.model import Model

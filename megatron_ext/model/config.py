@@ -10,9 +10,10 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_ext.config.layers import Activation, layers
-from megatron_ext.config.pipeline import core_layout, is_uneven, layer_counts
+from megatron_ext.config.derived.pipeline import core_layout, is_uneven, layer_counts
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.mlp.describe import Activation
+from megatron_ext.parts.stack import layers
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -25,7 +26,7 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 def transformer_config(config: Config, device_kind: str, *, on_meta: bool = False) -> TransformerConfig:
     """Translate `config`. The result is new on each call: megatron-core's schedules write to it.
 
-    It is one for all layers: what differs between them is said by their specs (`model.spec`).
+    It is one for all layers: what differs between them is said by their specs (`parts.spec`).
 
     Args:
         config: the resolved configuration.
@@ -38,7 +39,8 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
     exchanges = list(layout.cp_comm_type)
     # Fused by torch.compile on a GPU; on a CPU they are the same operations one by one. GELU is never fused.
     fuses = on_cuda and not training.disable_jit_fuser
-    counts, first = layer_counts(config), layers(config)[0]
+    counts = layer_counts(config)
+    first = next(layer.inner for layer in layers(config) if layer.inner is not None)
     translated = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -52,7 +54,7 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         gated_linear_unit=model.swiglu,
-        activation_func=_ACTIVATIONS[first.inner.activation],
+        activation_func=_ACTIVATIONS[first.activation],
         rotary_interleaved=model.rotary_interleaved,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,

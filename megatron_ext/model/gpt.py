@@ -18,19 +18,20 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import make_viewless_tensor
 
-from megatron_ext.config.layers import Attention, stack
-from megatron_ext.config.ranks import chunk_layers
+from megatron_ext.config.derived.ranks import chunk_layers
 from megatron_ext.config.schema import Config
 from megatron_ext.data.packing import Documents
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.recomputed_outputs import share_or_copy
 from megatron_ext.device.weight_gradients import stand_in
-from megatron_ext.model.inference import WholeSequences
-from megatron_ext.model.linear import keep_gathered, multiply_in_fp8
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 from megatron_ext.model.loss import TokenLogits
-from megatron_ext.model.rope import RotaryTable, ScaledRotaryEmbedding
-from megatron_ext.model.spec import OwnSpec, block_spec
+from megatron_ext.parts.attention.cached import WholeSequences
+from megatron_ext.parts.attention.describe import Attention
+from megatron_ext.parts.attention.rope import RotaryTable, ScaledRotaryEmbedding
+from megatron_ext.parts.linear.compute import keep_gathered, multiply_in_fp8
+from megatron_ext.parts.spec import OwnSpec, block_spec
+from megatron_ext.parts.stack import stack
 
 # It warns on every rank and for every chunk that another model class will one day replace this one.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
@@ -277,7 +278,7 @@ def _build_chunk(
 
 def _rotated(config: Config) -> Attention:
     """Return the attention of all layers, as far as one rotary table serves them."""
-    found = {(kind.attention.rotary, kind.attention.head_size): kind.attention for kind, _ in stack(config).kinds}
+    found = {kind.rotary_table: kind.attention for kind, _ in stack(config).kinds}
     assert len(found) == 1, "a model chunk has one rotary table, for layers that rotate alike"
     return next(iter(found.values()))
 

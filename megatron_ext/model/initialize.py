@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_ext.config import slices
-from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
+from megatron_ext.parts import slices
+from megatron_ext.parts.catalogue import Parameter, parameters
 
 BLOCK_ELEMENTS = 1 << 20
 """Elements of one block (4 MB in fp32). Part of the rule, as the next two: another value gives other weights."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.config.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
+from megatron_ext.parts.catalogue import OUTPUT_LAYER, WORD_EMBEDDINGS
 
 _EXPERTS = "mlp.experts."
 _EXPERT_RANGE = re.compile(r"\.experts\.(\d+):(\d+)\.")
@@ -19,35 +19,33 @@ _FUSED_NORMS = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
 
-# The parts of a layer, or of what follows the layers, in the order in which a forward pass comes to them.
-_PARTS = (
-    *("input_layernorm", "linear_qkv", "q_layernorm", "k_layernorm", "linear_proj", "post_self_attn_layernorm"),
-    *("pre_mlp_layernorm", "router", "linear_fc1", "linear_fc2", "post_mlp_layernorm"),
-    *("final_layernorm", "output_layer"),
-)
+
 _AFTER_LAYERS = 1 << 30
+_LAST = ("final_layernorm", "output_layer")
 AFTER_ALL = (_AFTER_LAYERS + 1, 0)
 """The place of the loss (see `forward_place`)."""
 
 
-def forward_place(name: str, parameter: torch.nn.Parameter) -> tuple[int, int]:
+def forward_place(name: str, parameter: torch.nn.Parameter, modules: Sequence[Sequence[str]]) -> tuple[int, int]:
     """Return where a forward pass of the whole model uses a parameter: the greater, the later; -1 for the embeddings.
 
     Args:
         name: its global name.
         parameter: the last stage's copy of tied word embeddings is used there, at the end.
+        modules: of each layer of the model, its modules in the order of a forward pass (`Layer.modules`).
     """
     if getattr(parameter, "shared", False):
-        return _AFTER_LAYERS, len(_PARTS)
+        return _AFTER_LAYERS, len(_LAST)
     found = _LAYER.match(name)
     group = int(found.group(1)) if found else -1 if name.startswith("embedding.") else _AFTER_LAYERS
-    return group, max((index for index, part in enumerate(_PARTS) if part in name), default=-1)
+    order = modules[group] if found else _LAST
+    return group, max((index for index, part in enumerate(order) if part in name), default=-1)
 
 
 def global_named_parameters(
     model_chunks: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield every parameter of this rank with its global name (see `config.parameters`).
+    """Yield every parameter of this rank with its global name (see `parts.catalogue`).
 
     Args:
         model_chunks: this rank's chunks, wrapped (DDP) or not.

@@ -9,11 +9,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch.distributed import ProcessGroup
 
-from megatron_ext.config import own_parameters
-from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.model.names import by_expert, global_named_parameters
+from megatron_ext.parts import own_parameters
+from megatron_ext.parts.catalogue import Parameter, parameters
 
 
 def mark_own_parameters(chunks: Sequence[torch.nn.Module], config: Config) -> None:

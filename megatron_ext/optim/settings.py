@@ -4,7 +4,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_ext.config.optimizers import traits_of
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import Config
 
 

@@ -1,4 +1,4 @@
-"""torch's optimizers, as config/optimizers.py registers them."""
+"""torch's optimizers, as config/derived/optimizers.py registers them."""
 
 import importlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.config.optimizers import traits_of
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import OptimizerConfig
 
 Group = dict[str, Any]

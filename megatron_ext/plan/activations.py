@@ -1,55 +1,44 @@
 """Bytes of activations that a rank holds for one microbatch between its forward and its backward pass.
 
-Per layer, with T = S/c B tokens of a rank, H hidden, D and V channels of a query or key head and of a value head, q
-and g query and key/value heads of a rank, F the rank's width of the MLP, w bytes of an element; what sequence
-parallelism divides is marked /t:
+Per layer, with T = S/c B tokens of a rank, H hidden, F the rank's width of the MLP, w bytes of an element; what
+sequence parallelism divides is marked /t:
 
     residual      2 w T H /t                inputs of the two norms
     norms         2 (w T H + 4 T) /t        their outputs, and 1/RMS in fp32 (LayerNorm: mean and 1/deviation, 8)
-    heads         w T (D (q + g) + V g)     queries, keys, values (with all_gather: keys and values of all positions)
-    core          w T V q + 4 T q           attention's result and the normalizer of its softmax; SDPA keeps no weights
-    projection    w T V q                   input of the output projection
+    mixer         parts/attention/describe.py, and those of other mixers
     mlp           w T 3 F                   SwiGLU in one kernel: gate and up, and their product (5 F where a CPU
                                             does it in steps, 2 F with GELU)
     dropout       2 T H /t                  masks: a byte an element on a GPU, w on a CPU
     gathered      2 w T H (t-1)/t           with --sequence-parallel-keep-gathered, the inputs of both blocks but for
                                             this rank's part, which is among the norms' outputs
 
-An expert's input, what is inside it (4 F with SwiGLU) and that times the router's weight count for every (token,
-expert) pair; an even load is assumed. Measured against this: tests/unit/test_recompute_bytes.py, to the byte, and
+Measured against this: tests/unit/test_recompute_bytes.py, to the byte, and
 tests/distributed/test_plan_bytes.py, on ranks, within 0.5% (5% with experts, whose load is never even).
 Source of the scheme: Korthikanti et al. 2022 (arXiv:2205.05198, section 4), who store an unfused softmax as well.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_ext.config.layers import Attention, Layer, Mlp, Norm, Stack, final_norm, stack
-from megatron_ext.config.loss_chunks import LOSS_CHUNKS
+from megatron_ext.config.derived.loss_chunks import LOSS_CHUNKS
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.protocol import Share
+from megatron_ext.parts.stack import Layer, Stack, final_norm, stack
 
 _FP32, _INT64 = 4, 8
 
-# Of a mixture of experts: indices of a (token, expert) pair; a probability and a mark for each expert. Counted.
-_OF_A_PAIR, _OF_A_LOGIT = 24, 5
 
-
-@dataclass(frozen=True)
 class LayerBytes:
-    """The bytes that one layer holds of one microbatch, by part."""
+    """The bytes that one layer holds of one microbatch.
 
-    residual: float
-    norms: float
-    heads: float
-    core: float
-    projection: float
-    mlp: float
-    dropout: float
+    Attributes:
+        parts: by name: residual, norms, dropout, and what the parts of the layer say (`Part.held`).
+        total: sum over the parts.
+    """
 
-    @functools.cached_property
-    def total(self) -> float:
-        """Sum over the parts."""
-        return self.residual + self.norms + self.heads + self.core + self.projection + self.mlp + self.dropout
+    def __init__(self, parts: Mapping[str, float]):
+        self.parts, self.total = parts, sum(parts.values())
 
 
 @dataclass(frozen=True)
@@ -95,14 +84,10 @@ class Activations:
     """
 
     def __init__(self, config: Config, *, fused: bool):
-        layout, model, training = config.layout, config.model, config.training
-        self.config, self.fused = config, fused
-        self.width = training.params_bytes
-        self.tensor, self.context = layout.tensor_model_parallel_size, layout.context_parallel_size
-        self.divided = self.tensor if layout.sequence_parallel else 1
-        self.tokens = model.seq_length // self.context * training.micro_batch_size
-        self.stream = self.width * self.tokens * model.hidden_size / self.divided
-        """Bytes of one residual stream."""
+        self.config, self.share = config, Share(config, fused=fused)
+        share = self.share
+        self.fused, self.width, self.tensor, self.divided = fused, share.width, share.tensor, share.divided
+        self.tokens, self.stream = share.tokens, share.stream
         self.kinds = stack(config).kinds
         self._of_kinds: dict[Layer, LayerBytes] = {}
         self._of_chunks: dict[tuple[object, bool, bool], ChunkBytes] = {}
@@ -125,19 +110,15 @@ class Activations:
         return found
 
     def _layer(self, layer: Layer) -> LayerBytes:
-        attention, width = layer.attention, self.width * self.tokens
-        queries = attention.query_heads // self.tensor
-        context = width * attention.value_head_size * queries
-        return LayerBytes(
-            residual=2 * self.stream,
-            # One after attention or MLP keeps what they gave, and they the stream itself: as much as one before.
-            norms=layer.norm_count * (self.stream + self._statistics(layer.norm)),
-            heads=self._heads(attention),
-            core=context + _FP32 * self.tokens * queries,
-            projection=context,
-            mlp=self._mlp(layer),
-            dropout=2 * self._dropout_mask(),
-        )
+        held = {"residual": len(layer.branches) * self.stream, "norms": self._norms(layer)}
+        for branch in layer.branches:
+            held |= branch.part.held(self.share)
+        return LayerBytes({**held, "dropout": len(layer.branches) * self._dropout_mask()})
+
+    def _norms(self, layer: Layer) -> float:
+        # One after attention or MLP keeps what they gave, and they the stream itself: as much as one before.
+        places = len(layer.branches) * (layer.norms_before + layer.norms_after)
+        return places * layer.norm.held(self.share)
 
     def chunk(self, layers: Stack, *, first: bool, last: bool) -> ChunkBytes:
         """Return the bytes of one chunk of these layers; the first has the embedding, the last the loss."""
@@ -160,10 +141,9 @@ class Activations:
             return 0.0, 0.0
         if training.recompute_granularity == "full":
             units = training.recompute_num_layers or 1
-            # The first norm, or product, of a unit keeps the input that is held already; RMSNorm on a CPU keeps another
-            # tensor.
+            # The first norm, or product, of a unit keeps the input that is held already.
             first = next(iter(layers))
-            own_input = self.fused or first.norm.kind != "RMSNorm" or not first.norms_before
+            own_input = first.norm.keeps_its_input(self.share) or not first.norms_before
             shared = self.stream if own_input else 0.0
             if training.recompute_method == "block":
                 again = layers[:units]
@@ -183,35 +163,20 @@ class Activations:
         goes without recomputation alone."""
         if not self.config.layout.sequence_parallel_keep_gathered:
             return 0.0
-        blocks = layers.total(lambda layer: 2 if layer.every_token else 1)
-        return blocks * (self.divided - 1) * self.stream
+        return layers.total(lambda layer: layer.blocks) * (self.divided - 1) * self.stream
 
     def _dropped(self, layer: Layer) -> float:
         """Return the bytes of the parts of a layer that selective recomputation drops."""
-        held = self.layer(layer)
+        held = self.layer(layer).parts
         # Of a norm after attention or MLP nobody keeps the output.
-        norms = held.norms * 2 * layer.norms_before / layer.norm_count
-        sizes = {"core_attn": held.core, "layernorm": norms, "mlp": held.mlp}
+        norms = held["norms"] * layer.norms_before / (layer.norms_before + layer.norms_after)
+        sizes = {"core_attn": held.get("core", 0.0), "layernorm": norms, "mlp": held.get("mlp", 0.0)}
         return sum(sizes[part] for part in self.config.training.recompute_modules or ("core_attn",))
-
-    def _heads(self, attention: Attention) -> float:
-        """Return the bytes of queries, keys and values, and of what their norms keep."""
-        queries = attention.query_heads // self.tensor
-        groups = max(attention.groups // self.tensor, 1)
-        gathered = self.context if "all_gather" in self.config.layout.cp_comm_type else 1
-        keys, values = attention.head_size * groups, attention.value_head_size * groups
-        normed = attention.head_size * queries + keys
-        held = self.width * self.tokens * (attention.head_size * queries + gathered * (keys + values))
-        if attention.qk_norm is None:
-            return held
-        # Queries and keys once more, and a number of each head and token, or of each token's queries and keys.
-        numbers = queries + groups if attention.qk_norm == "head" else 2
-        return held + (self.width * normed + _FP32 * numbers) * self.tokens
 
     def _loss(self) -> tuple[float, float]:
         """Return the bytes held until the backward pass, and what comes on top around the loss."""
         model = self.config.model
-        norm = 2 * self.stream + self._statistics(final_norm(model))
+        norm = self.stream + final_norm(model).held(self.share)
         copy = 0 if self.width == _FP32 else self.width  # 16-bit logits next to their fp32 copy
         if self.config.training.linear_cross_entropy:
             # Both gradients are there from the forward pass on, in place of what they are made of: that of the hidden
@@ -229,28 +194,6 @@ class Activations:
         held = norm + _FP32 * logits + _INT64 * self.tokens + _FP32  # log-softmax, labels, their total weight
         return held, (_FP32 + copy) * logits
 
-    def _mlp(self, layer: Layer) -> float:
-        if layer.experts is None:
-            return self._inside(layer.inner, gated=4) * self.tokens / self.tensor
-        experts, layout, own = layer.experts, self.config.layout, self.tokens / self.divided
-        # Every rank of an expert's tensor-parallel group has all of its pairs.
-        pairs = experts.top_k * own * layout.expert_tensor_size
-        inside = (5 if experts.mlp.gated else 3) * self.width * experts.mlp.width / layout.expert_tensor_size
-        held = pairs * (self.width * self.config.model.hidden_size + inside + _OF_A_PAIR)
-        held += own * experts.count * _OF_A_LOGIT
-        if experts.shared is not None:
-            held += self._inside(experts.shared, gated=5) * self.tokens / self.tensor
-        return held
-
-    def _inside(self, mlp: Mlp, *, gated: int) -> float:
-        """Return the bytes a token of an MLP's inside, undivided; `gated`: how many widths a gate keeps on a CPU."""
-        times = (3 if self.fused else gated) if mlp.gated else 2
-        return times * mlp.width * self.width
-
-    def _statistics(self, norm: Norm) -> float:
-        each = _FP32 if norm.kind == "RMSNorm" else 2 * _FP32
-        return each * self.tokens / self.divided
-
     def _dropout_mask(self) -> float:
         if self.config.model.hidden_dropout == 0.0:
             return 0.0
@@ -259,7 +202,6 @@ class Activations:
     @functools.cached_property
     def _rotary_table(self) -> float:
         """Return the bytes of one table for all layers that rotate alike."""
-        attentions = [kind.attention for kind, _ in self.kinds]
-        tables = {(found.rotary, found.rotary.channels(found.head_size)) for found in attentions if found.rotary}
-        rotated = sum(channels for _, channels in tables)
-        return self.width * self.config.model.seq_length // self.context * rotated
+        tables = {kind.rotary_table for kind, _ in self.kinds} - {None}
+        rotated = sum(rotary.channels(size) for rotary, size in filter(None, tables))
+        return self.width * self.share.length // self.share.context * rotated

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.saved import read_saved
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.constants import ASSUMED_PROGRAMS_DIFFER, PROGRAMS_DIFFER, RUNS_DIFFER
 from megatron_ext.plan.estimate import step_time

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ext.config.options import flag_of, options_by_name
+from megatron_ext.config.parse.options import flag_of, options_by_name
 from megatron_ext.rules.suggest import divisors
 
 Choice = dict[str, Any]

@@ -2,11 +2,8 @@
 
 from collections import Counter
 
-from megatron_ext.config.batch import batch_phases, num_microbatches, training_steps
-from megatron_ext.config.fp8 import layers_in_fp8
-from megatron_ext.config.layers import Experts, layers
-from megatron_ext.config.parameters import count, count_per_rank
-from megatron_ext.config.ranks import (
+from megatron_ext.config.derived.batch import batch_phases, num_microbatches, training_steps
+from megatron_ext.config.derived.ranks import (
     axis_sizes,
     chunk_layers,
     coordinates,
@@ -15,6 +12,10 @@ from megatron_ext.config.ranks import (
     rank_of,
 )
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.catalogue import count, count_per_rank
+from megatron_ext.parts.experts.describe import Experts
+from megatron_ext.parts.linear.describe import layers_in_fp8
+from megatron_ext.parts.stack import layers
 from megatron_ext.plan.flops import (
     active_parameters,
     flops_per_token,

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Literal
 
-from megatron_ext.config.layers import Stack
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import Stack
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.kernels import with_calls
@@ -332,7 +332,7 @@ class _Estimate:
         return 0.0
 
     def _parts(self, stage: int, part: str) -> float:
-        index = ("attention", "core", "mlp").index(part)
+        index = ("mixer", "core", "mlp").index(part)
         return sum(held.total(lambda kind: sum(self.kernels.layer(kind)[index])) for held in self.shapes.stacks[stage])
 
     def _hidden_share_of_tensor(self, stage: int) -> float:
@@ -344,7 +344,7 @@ class _Estimate:
         if not blocks:
             return 0.0
         again = [repeated(self.config, held) for held in stacks]
-        repeats = sum(len(parts["attention"]) + len(parts["mlp"]) for parts in again) / blocks
+        repeats = sum(len(parts["mixer"]) + len(parts["mlp"]) for parts in again) / blocks
         if self.config.layout.sequence_parallel:
             return 2 / (5 + 2 * repeats)
         return 1 / (2 + repeats)
@@ -380,7 +380,7 @@ class _Estimate:
         forward = held.total(lambda kind: sum(ahead for ahead, _ in kernels.layer(kind)))
         backward = held.total(lambda kind: sum(back for _, back in kernels.layer(kind)))
         again = repeated(self.config, held)
-        for index, part in enumerate(("attention", "core", "mlp")):
+        for index, part in enumerate(("mixer", "core", "mlp")):
             backward += again[part].total(lambda kind, index=index: kernels.layer(kind)[index][0])
         return forward, backward
 

@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.config.layers import stack
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import stack
 from megatron_ext.plan.estimate import StepTime, step_time
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine
@@ -68,7 +68,7 @@ class Evaluation:
         each = flops_per_token(self.config)
         if full_attention:
             length = self.config.model.seq_length
-            each += round(stack(self.config).total(lambda layer: 3 * layer.attention.core_flops(length)))
+            each += round(stack(self.config).total(lambda layer: 3 * layer.core_flops(length)))
         return self.tokens_per_second * each / self.config.layout.world_size / 1e12
 
     def mfu(self, *, full_attention: bool) -> float:

@@ -4,11 +4,10 @@ Throughput is reported by `flops_per_token`; the forward passes of all ranks and
 as much, add up to it.
 """
 
-from collections.abc import Iterator
-
-from megatron_ext.config.layers import Stack, stack
-from megatron_ext.config.parameters import Parameter, kinds_of_parameters
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.catalogue import active_kinds_of_parameters, kinds_of_parameters
+from megatron_ext.parts.protocol import Share
+from megatron_ext.parts.stack import Stack, stack
 from megatron_ext.plan.shapes import Shapes
 
 
@@ -26,24 +25,15 @@ def flops_per_token(config: Config) -> int:
     model, vocabulary = config.model, config.data.vocab_size
     assert vocabulary is not None, "the vocabulary's size is known once the configuration is resolved"
     matrices = vocabulary * model.hidden_size
-    matrices += sum(n * p.size for p, n in _active(config) if isinstance(p.stage, int) and len(p.shape) > 1)
-    return 6 * matrices + round(stack(config).total(lambda layer: 3 * layer.attention.core_flops(model.seq_length)))
+    matrices += sum(
+        n * p.size for p, n in active_kinds_of_parameters(config) if isinstance(p.stage, int) and len(p.shape) > 1
+    )
+    return 6 * matrices + round(stack(config).total(lambda layer: 3 * layer.core_flops(model.seq_length)))
 
 
 def active_parameters(config: Config) -> int:
     """Return the parameters that compute one token: those of all experts but the top k are left out."""
-    return sum(number * parameter.size for parameter, number in _active(config))
-
-
-def _active(config: Config) -> Iterator[tuple[Parameter, int]]:
-    """Yield what computes one token, as `kinds_of_parameters` does. All experts of a layer are of one size."""
-    kinds = {kind.number: kind.experts for kind, _ in stack(config).kinds}
-    for parameter, number in kinds_of_parameters(config):
-        experts = kinds.get(parameter.stage) if isinstance(parameter.stage, int) else None
-        if parameter.expert is None or experts is None:
-            yield parameter, number
-        else:
-            yield parameter, number // experts.count * min(experts.top_k, experts.count)
+    return sum(number * parameter.size for parameter, number in active_kinds_of_parameters(config))
 
 
 def parameters_without_embeddings(config: Config) -> int:
@@ -53,16 +43,15 @@ def parameters_without_embeddings(config: Config) -> int:
 
 
 def repeated(config: Config, held: Stack) -> dict[str, Stack]:
-    """Return which layers of a chunk run their attention's core, the rest of their attention, and their MLP once
-    more."""
+    """Return which layers of a chunk run their mixer's core, the rest of their mixer, and their MLP once more."""
     training, none = config.training, held[:0]
     if training.recompute_granularity == "full":
         again = held[: training.recompute_num_layers or 1] if training.recompute_method == "block" else held
-        return {"core": again, "attention": again, "mlp": again}
+        return {"core": again, "mixer": again, "mlp": again}
     parts: tuple[str, ...] = ()
     if training.recompute_granularity == "selective":
         parts = training.recompute_modules or ("core_attn",)
-    return {"core": held if "core_attn" in parts else none, "attention": none, "mlp": held if "mlp" in parts else none}
+    return {"core": held if "core_attn" in parts else none, "mixer": none, "mlp": held if "mlp" in parts else none}
 
 
 def forward_flops(config: Config, shapes: Shapes, stage: int, chunk: int, *, again: bool = False) -> float:
@@ -72,18 +61,14 @@ def forward_flops(config: Config, shapes: Shapes, stage: int, chunk: int, *, aga
         again: whether to count what recomputation repeats in the backward pass instead.
     """
     held = shapes.stacks[stage][chunk]
-    run = repeated(config, held) if again else {"core": held, "attention": held, "mlp": held}
-    model, layout = config.model, config.layout
-    tensor = layout.tensor_model_parallel_size
-    tokens = model.seq_length // layout.context_parallel_size * config.training.micro_batch_size
-    total = run["core"].total(lambda layer: tokens * layer.attention.core_flops(model.seq_length) / tensor)
-    matrices = run["attention"].total(lambda layer: shapes.part(layer).attention)
-    total += 2 * tokens * (matrices + run["mlp"].total(lambda layer: shapes.part(layer).mlp))
-    ranks = layout.expert_model_parallel_size * layout.expert_tensor_size
+    run = repeated(config, held) if again else {"core": held, "mixer": held, "mlp": held}
+    share = Share(config)
+    total = run["core"].total(lambda layer: share.tokens * layer.core_flops(share.length) / share.tensor)
+    matrices = run["mixer"].total(lambda layer: shapes.part(layer).mixer)
+    total += 2 * share.tokens * (matrices + run["mlp"].total(lambda layer: shapes.part(layer).mlp))
     for layer, number in run["mlp"].kinds:
-        if layer.experts is not None:
-            one_expert = shapes.part(layer).experts * ranks / layer.experts.count
-            total += 2 * number * layer.experts.top_k * tokens / tensor * one_expert
+        products = layer.mlp.products(share) if layer.mlp is not None else []
+        total += number * sum(product.flops for product in products if product.routed)
     if shapes.is_last(stage, chunk) and not again:
-        total += 2 * tokens * shapes.table
+        total += 2 * share.tokens * shapes.table
     return total

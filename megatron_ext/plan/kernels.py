@@ -8,10 +8,11 @@ that causality leaves) over its own share of the peak. Everything else is bytes 
 ranks the program's own calls come on top, which a GPU does not wait for.
 """
 
-from megatron_ext.config.layers import Attention, Layer
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.protocol import Part, Product
+from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.hardware import Machine
-from megatron_ext.plan.products import Product, Products
+from megatron_ext.plan.products import Products
 from megatron_ext.plan.shapes import Shapes
 
 Passes = tuple[float, float]
@@ -41,10 +42,9 @@ class Kernels:
         self._of_kinds: dict[Layer, tuple[Passes, Passes, Passes]] = {}
 
     def layer(self, layer: Layer) -> tuple[Passes, Passes, Passes]:
-        """Return the seconds of the projections, of attention's core and of the MLP."""
+        """Return the seconds of the mixer's projections, of its core and of the MLP."""
         if layer not in self._of_kinds:
-            attention = with_calls(self._all(self.products.attention(layer.attention)), self.calls)
-            self._of_kinds[layer] = attention, self._core(layer.attention), with_calls(self._mlp(layer), self.calls)
+            self._of_kinds[layer] = self._part(layer.mixer), self._core(layer.mixer), self._part(layer.mlp)
         return self._of_kinds[layer]
 
     def output(self) -> Passes:
@@ -55,7 +55,7 @@ class Kernels:
         """Return the seconds of products of one size: by operations, but no faster than the weights are read."""
         constants = self.constants
         edge, start = constants.edge, constants.inner
-        rows, columns, inner, _ = product
+        rows, columns, inner, *_ = product
         waits = (1 + edge / rows) * (1 + edge / columns) * (1 + start / inner)
         return product.flops / self.rate * waits
 
@@ -71,31 +71,30 @@ class Kernels:
             backward += max(self.product(of_input), read) + max(self.product(of_weights), added)
         return forward, backward
 
-    def _mlp(self, layer: Layer) -> Passes:
-        forward, backward = self._all(self.products.mlp(layer))
-        if layer.experts is None:
-            return forward, backward
-        # All wait for the rank whose experts have most tokens.
-        routed = self._all(self.products.routed(layer.experts))
-        most = self.constants.imbalance if self.products.experts > 1 else 1.0
-        return forward + most * routed[0], backward + most * routed[1]
+    def _part(self, part: Part | None) -> Passes:
+        """Return the seconds of a part's products, with those of the program's calls."""
+        if part is None:
+            return 0.0, 0.0
+        products = self.products.of(part)
+        forward, backward = self._all([product for product in products if not product.routed])
+        if routed := [product for product in products if product.routed]:
+            # All wait for the rank whose experts have most tokens.
+            most = self.constants.imbalance if self.products.share.experts > 1 else 1.0
+            ahead, back = self._all(routed)
+            forward, backward = forward + most * ahead, backward + most * back
+        return with_calls((forward, backward), self.calls)
 
-    def _core(self, attention: Attention) -> Passes:
-        model, layout = self.config.model, self.config.layout
-        length, tensor = model.seq_length, layout.tensor_model_parallel_size
-        tokens = self.products.tokens
-        causal = tokens * attention.core_flops(length) / tensor
+    def _core(self, mixer: Part | None) -> Passes:
+        core = mixer.core(self.products.share) if mixer is not None else None
+        if core is None:
+            return 0.0, 0.0
         if self.fused:
-            # Flash attention computes the scores once more in its backward pass: 5 products to the forward pass' 2.
-            seconds = causal / self.attention_rate * (1 + self.constants.attention_keys / length)
-            return seconds, 2.5 * seconds
-        # Each step a kernel of its own, whose whole square of scores goes through the memory.
-        heads = attention.query_heads / tensor
-        scores = heads * tokens * length
-        wide = heads * (attention.head_size + attention.value_head_size)
-        square = 2 * tokens * length * wide / self.rate * (1 + self.constants.inner / attention.head_size)
-        width = self.config.training.params_bytes
-        forward, backward = (passes * width * scores / self.stream for passes in _UNFUSED)
+            length = self.products.share.length
+            seconds = core.flops / self.attention_rate * (1 + self.constants.attention_keys / length)
+            return seconds, core.again * seconds
+        # Each step a kernel of its own.
+        square = core.written_out / self.rate * (1 + self.constants.inner / core.inner)
+        forward, backward = (passes * self.width * core.scores / self.stream for passes in _UNFUSED)
         return square + forward, 2 * square + backward
 
 

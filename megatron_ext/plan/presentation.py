@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_ext.config.batch import num_microbatches
-from megatron_ext.config.options import flag_of
-from megatron_ext.config.parameters import count
+from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.catalogue import count
 from megatron_ext.plan.choices import Choice, flags
 from megatron_ext.plan.flops import flops_per_token
 from megatron_ext.plan.hardware import Machine

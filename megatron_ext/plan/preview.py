@@ -7,7 +7,7 @@ and what a pass needs while it runs. Collectives that a pass waits for are drawn
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.config.batch import num_microbatches
+from megatron_ext.config.derived.batch import num_microbatches
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.estimate import pass_times, step_time
 from megatron_ext.plan.hardware import Machine

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_ext.config.blend import DATA_PATH_NAMES
+from megatron_ext.config.parse.blend import DATA_PATH_NAMES
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan.choices import Choice

@@ -1,7 +1,7 @@
 """Counts the parameters and layers of each stage and chunk, fast enough to ask for a thousand layouts.
 
-The catalogue (`config/parameters.py`) of a model with hundreds of experts in a hundred layers is long. Its layers are
-of a few kinds (`config/layers.py`), and the experts of a layer are alike: a layer of each kind with one of them says it
+The catalogue (`parts/catalogue.py`) of a model with hundreds of experts in a hundred layers is long. Its layers are
+of a few kinds (`parts/stack.py`), and the experts of a layer are alike: a layer of each kind with one of them says it
 all.
 """
 
@@ -11,17 +11,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from megatron_ext.config import own_parameters
-from megatron_ext.config.layers import Layer, Stack, stack
-from megatron_ext.config.parameters import (
+from megatron_ext.config.derived.pipeline import first_layers, layer_counts
+from megatron_ext.config.schema import Config, DataConfig, ModelConfig
+from megatron_ext.parts import own_parameters
+from megatron_ext.parts.catalogue import (
     WORD_EMBEDDINGS,
     Parameter,
     embedding_parameters,
     layer_parameters,
     output_parameters,
 )
-from megatron_ext.config.pipeline import first_layers, layer_counts
-from megatron_ext.config.schema import Config, DataConfig, ModelConfig
+from megatron_ext.parts.stack import Layer, Stack, stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ElementCounts:
     norms: int
     """Number of elements of the norm weights among them."""
 
-    attention: int
-    """Number of elements of the attention matrices."""
+    mixer: int
+    """Number of elements of the mixer's matrices."""
 
     mlp: int
     """Number of elements of the matrices that every token passes after attention: MLP, shared experts, router."""
@@ -47,7 +47,7 @@ class ElementCounts:
             self.dense + other.dense,
             self.experts + other.experts,
             self.norms + other.norms,
-            self.attention + other.attention,
+            self.mixer + other.mixer,
             self.mlp + other.mlp,
             max(self.largest, other.largest),
         )
@@ -239,9 +239,9 @@ def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, e
     matrix = held if len(parameter.shape) > 1 else 0
     if routed:
         return ElementCounts(0, held * experts // expert_ranks, 0, 0, 0, matrix)
-    if "router" in parameter.name:
+    if parameter.sequence_parallel and matrix:
         # Whole on every rank of tensor parallelism, which divides its tokens instead.
         return ElementCounts(held, 0, 0, 0, matrix // tensor, 0)
-    attention = matrix if ".self_attention." in parameter.name else 0
+    mixer = matrix if ".self_attention." in parameter.name else 0
     norm = held if "layernorm" in parameter.name else 0
-    return ElementCounts(held, 0, norm, attention, matrix - attention, matrix)
+    return ElementCounts(held, 0, norm, mixer, matrix - mixer, matrix)

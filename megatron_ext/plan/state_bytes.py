@@ -4,7 +4,7 @@ parameters."""
 import functools
 from dataclasses import dataclass
 
-from megatron_ext.config.optimizers import traits_of
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import Config
 
 _SHARED = {
@@ -76,9 +76,9 @@ def state_bytes(config: Config, *, expert: bool = False) -> StateBytes:
     Mixed precision with Adam: 2 (weight) + 4 (fp32 gradient) + 12 (fp32 master and two moments) = 18, and 6 + 12/d
     with the distributed optimizer over d data- times context-parallel ranks (Megatron-LM's documentation of its
     distributed optimizer). fp16 without --accumulate-allreduce-grads-in-fp32 has 2-byte gradients (Megatron-FSDP 4).
-    fp32 has no master: 8 + 8, or 8 + 8/d. Other optimizers keep other states (config/optimizers.py). FSDP2's weights
-    are its fp32 masters: (4 + 4 + 8)/d. For a routed expert, d is the expert-data-parallel size. With copies of the
-    sharded state, d is divided by their number, but for the optimizer's state where the copies divide that
+    fp32 has no master: 8 + 8, or 8 + 8/d. Other optimizers keep other states (config/derived/optimizers.py). FSDP2's
+    weights are its fp32 masters: (4 + 4 + 8)/d. For a routed expert, d is the expert-data-parallel size. With copies of
+    the sharded state, d is divided by their number, but for the optimizer's state where the copies divide that
     (--outer-dp-sharding-strategy optim).
     """
     training, kind = config.training, sharding(config)

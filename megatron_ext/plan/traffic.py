@@ -16,10 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.batch import num_microbatches
-from megatron_ext.config.layers import Experts, Layer
-from megatron_ext.config.loss_chunks import LOSS_CHUNKS
+from megatron_ext.config.derived.batch import num_microbatches
+from megatron_ext.config.derived.loss_chunks import LOSS_CHUNKS
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.protocol import Part, Share
+from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.flops import repeated
 from megatron_ext.plan.shapes import Shapes, kinds_of
 from megatron_ext.plan.state_bytes import sharding, sharing_ranks, state_bytes
@@ -86,7 +87,7 @@ class _Stage:
     def again(self) -> dict[str, Counter[Layer]]:
         """Layers of which recomputation repeats a part of the forward pass, and what that sends."""
         if self.config.training.recompute_granularity is None:
-            return {part: Counter() for part in ("core", "attention", "mlp")}
+            return {part: Counter() for part in ("core", "mixer", "mlp")}
         again = [repeated(self.config, held) for held in self.shapes.stacks[self.stage]]
         return {part: kinds_of(chunk[part] for chunk in again) for part in again[0]}
 
@@ -96,7 +97,7 @@ class _Stage:
 
     def of_model(self) -> list[Term]:
         """Return every other purpose."""
-        parts = self._tensor(), self._context(), self._experts(), self._pipeline()
+        parts = self._tensor(), self._of_parts("cp"), self._of_parts("ep"), self._pipeline()
         return [term for part in parts for term in part]
 
     def _data(self) -> Iterator[Term]:
@@ -161,9 +162,11 @@ class _Stage:
         t, m = self.tensor, self.microbatches
         first, last = self.stage == 0, self.stage == self.pipeline - 1
         one = m * (t - 1) / t * self.activation
-        # Attention, and an MLP. Routed experts have groups of their own.
-        blocks = self.layers + _number(self.held, lambda kind: kind.every_token)
-        again = _number(self.again["attention"]) + _number(self.again["mlp"], lambda kind: kind.every_token)
+        # The mixer, and an MLP. Routed experts have groups of their own.
+        blocks = sum(number * kind.blocks for kind, number in self.held.items())
+        again = _blocks(self.again["mixer"], lambda kind: kind.mixer) + _blocks(
+            self.again["mlp"], lambda kind: kind.mlp
+        )
         if self.config.layout.sequence_parallel:
             # With --linear-cross-entropy the backward pass reads no hidden states, and gathers none again.
             of_loss = last * (1 if self.config.training.linear_cross_entropy else 2)
@@ -176,11 +179,7 @@ class _Stage:
         else:
             sums = 2 * blocks + again + first + last
             yield Term("tp", "all-reduce", 2 * sums * one, f"{2 * sums} m (t-1)/t A", sums * m)
-        # The mean squares of a token's whole queries, and of its keys, in fp32, and their gradients.
-        means = 2 * _number(self.held + self.held + self.again["attention"], _normalizes_projections)
-        if means:
-            each = m * 2 * (t - 1) / t * 4 * self.tokens
-            yield Term("tp", "all-reduce", means * each, f"{2 * means} m (t-1)/t 4 S/c B", means * m)
+        yield from self._of_parts("tp")
         if last and self.config.training.linear_cross_entropy:
             # Of each token's part of the vocabulary the normalizer and, where it is there, the label's logit, in fp32.
             chunk = LOSS_CHUNKS["cpu" if self.config.layout.device == "cpu" else "cuda"]
@@ -190,83 +189,23 @@ class _Stage:
             # The loss over a divided vocabulary: largest logit, logit of the label, sum of exponentials, in fp32.
             yield Term("tp", "all-reduce", 3 * m * 2 * (t - 1) / t * 4 * self.tokens, "6 m (t-1)/t 4 S/c B", 3 * m)
 
-    def _context(self) -> Iterator[Term]:
-        kinds = self.config.layout.cp_comm_type
-        if self.context == 1 or len(set(kinds)) > 1:
-            return
-        m, c, layers = self.microbatches, self.context, self.layers
-        forward = layers + _number(self.again["core"])
-        # Bytes of all layers' keys and values: in a backward pass, and in a forward pass with what it repeats.
-        keys = sum(number * self._keys(kind) for kind, number in self.held.items())
-        keys_forward = keys + sum(number * self._keys(kind) for kind, number in self.again["core"].items())
-        match kinds[0]:
-            case "all_gather":
-                yield Term(
-                    "cp",
-                    "all-gather",
-                    m * (c - 1) * keys_forward,
-                    f"m {_layers(forward, layers)} (c-1) KV",
-                    m * forward,
-                )
-                yield Term("cp", "reduce-scatter", m * (c - 1) * keys, "m L (c-1) KV", m * layers)
-            case "p2p":
-                # Forward the keys, backward the keys and, all the way home, their gradients in fp32.
-                each = (c - 1) * (keys_forward + keys) + c * keys * 4 // self.weight
-                formula = f"m L ({_layers(forward + layers, layers).removesuffix('L')}(c-1) + {4 // self.weight} c) KV"
-                yield Term("cp", "send", m * each, formula, m * (c - 1) * (forward + layers))
-            case "a2a":
-                # Queries, keys and values one way, what they attended to the other; backward the same.
-                passes = self.held + self.held + self.again["core"]
-                each = sum(
-                    number * (c - 1) / c * (self._queries(kind) + self._keys(kind)) for kind, number in passes.items()
-                )
-                yield Term(
-                    "cp",
-                    "all-to-all",
-                    m * each,
-                    f"m {_layers(forward + layers, layers)} (c-1)/c (2Q + KV)",
-                    2 * m * (forward + layers),
-                )
-
-    def _keys(self, layer: Layer) -> int:
-        """Return the bytes of a rank's keys and values of a layer."""
-        attention = layer.attention
-        return attention.groups * (self._one_head(attention.head_size) + self._one_head(attention.value_head_size))
-
-    def _queries(self, layer: Layer) -> int:
-        """Return the bytes of a rank's queries of a layer, and of what they attended to."""
-        attention = layer.attention
-        return attention.query_heads * (self._one_head(attention.head_size) + self._one_head(attention.value_head_size))
-
-    def _one_head(self, channels: int) -> int:
-        return self.tokens * channels * self.weight // self.tensor
-
-    def _experts(self) -> Iterator[Term]:
-        """Yield what routing tokens to their experts and back sends, forward and again backward; an even load is
-        assumed."""
-        layout = self.config.layout
-        ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size
-        if all(layer.experts is None for layer, _ in self.shapes.whole.kinds) or ep * etp == 1:
-            return
-        own = self.microbatches * self.activation / self.tensor
-        # Of each mixture of experts how many layers, and how many passes through them, forward and backward.
-        layers, passes = _mixtures(self.held), _mixtures(self.held + self.held + self.again["mlp"])
-        times, calls = _layers(passes.total(), layers.total()), float(self.microbatches * passes.total())
-        if layout.moe_token_dispatcher_type == "allgather":
-            others = ep * etp - 1
-            # Besides the tokens: which experts each has, forward in bytes, and with which weights, in fp32.
-            one = 4 * self.microbatches * self.tokens / self.tensor
-            weights = sum(number * one * experts.count for experts, number in layers.items())
-            tokens = passes.total() * own
-            yield Term("ep", "all-gather", others * (tokens + 1.25 * weights), f"m {times} (E e - 1) T", calls)
-            yield Term("ep", "reduce-scatter", others * (tokens + weights), f"m {times} (E e - 1) T", calls)
-            return
-        pairs = sum(number * experts.top_k for experts, number in passes.items())
-        yield Term("ep", "all-to-all", 2 * pairs * (ep - 1) / ep * own, f"2 m {times} k (E-1)/E T", 2 * calls)
-        if etp > 1:
-            each = pairs * (etp - 1) * own
-            yield Term("ep", "all-gather", each, f"m {times} k (e-1) T", calls)
-            yield Term("ep", "reduce-scatter", each, f"m {times} k (e-1) T", calls)
+    def _of_parts(self, axis: str) -> Iterator[Term]:
+        """Yield what the parts of the layers exchange with these ranks, summed over the layers."""
+        share, m = Share(self.config), self.microbatches
+        sums: dict[tuple[str, str], list[float]] = {}
+        for kind, layers in self.held.items():
+            for exchange in (one for branch in kind.branches for one in branch.part.sent(share) if one.axis == axis):
+                forward, backward = layers + self.again[exchange.repeated_with][kind], layers
+                calls = exchange.calls
+                found = sums.setdefault((exchange.collective, exchange.formula), [0.0] * 4)
+                found[0] += forward * exchange.forward + backward * exchange.backward
+                found[1] += forward * calls[0] + backward * calls[1]
+                found[2] += forward * (calls[0] > 0) + backward * (calls[1] > 0)
+                found[3] += layers
+        for (collective, formula), (sent_bytes, calls, passes, layers) in sums.items():
+            times = _layers(passes, layers)
+            text = formula.format(layers=times, times=times.removesuffix("L"), twice=f"{2 * calls:g}")
+            yield Term(axis, collective, m * sent_bytes, text, m * calls)
 
     def _pipeline(self) -> Iterator[Term]:
         if self.pipeline == 1:
@@ -283,25 +222,13 @@ class _Stage:
             yield Term("pp", "all-reduce", 4.0 * table, "2 (2-1)/2 4 V/t H")
 
 
-def _number(layers: Counter[Layer], where: Callable[[Layer], object] = lambda kind: True) -> int:
-    """Return the number of the layers for which `where` holds."""
-    return sum(number for kind, number in layers.items() if where(kind))
+def _blocks(layers: Counter[Layer], part: Callable[[Layer], Part | None]) -> int:
+    """Return how often one part of each layer has its input gathered, and its output scattered."""
+    found = ((part(kind), number) for kind, number in layers.items())
+    return sum(number * one.blocks for one, number in found if one is not None)
 
 
-def _normalizes_projections(layer: Layer) -> bool:
-    return layer.attention.qk_norm == "projection"
-
-
-def _mixtures(layers: Counter[Layer]) -> Counter[Experts]:
-    """Return how many layers have each mixture of experts."""
-    found: Counter[Experts] = Counter()
-    for kind, number in layers.items():
-        if kind.experts is not None:
-            found[kind.experts] += number
-    return found
-
-
-def _layers(passes: float, layers: int) -> str:
+def _layers(passes: float, layers: float) -> str:
     """Return how often L layers count: `L`, `2 L`, `1.5 L`."""
     return "L" if passes == layers else f"{passes / layers:g} L" if layers else "0"
 

@@ -4,9 +4,9 @@ from it, for a search that tries thousands of configurations and several machine
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from megatron_ext.config.batch import num_microbatches
-from megatron_ext.config.layers import Layer
+from megatron_ext.config.derived.batch import num_microbatches
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import Layer
 from megatron_ext.plan.activations import Activations, recomputation
 from megatron_ext.plan.hardware import Machine
 from megatron_ext.plan.kernels import Kernels
@@ -163,7 +163,7 @@ def _gradients_of_a_layer(formulas: Activations, shapes: Shapes) -> float:
     """Return the bytes of the kind of layer that needs most."""
 
     def of(kind: Layer) -> float:
-        held, matrix = formulas.layer(kind), formulas.width * shapes.part(kind).largest
-        return 2 * formulas.stream + max(held.mlp / 2 if kind.experts else held.mlp, held.heads) + matrix
+        matrix = formulas.width * shapes.part(kind).largest
+        return 2 * formulas.stream + max(branch.part.gradients(formulas.share) for branch in kind.branches) + matrix
 
     return max(of(kind) for kind, _ in formulas.kinds)

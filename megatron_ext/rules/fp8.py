@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator
 
-from megatron_ext.config.fp8 import FP8_BLOCK, layers_in_fp8, multiple_of
-from megatron_ext.config.layers import stack
-from megatron_ext.config.parameters import layer_parameters, tensor_size
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.catalogue import layer_parameters, tensor_size
+from megatron_ext.parts.linear.describe import FP8_BLOCK, layers_in_fp8, multiple_of
+from megatron_ext.parts.stack import stack
 from megatron_ext.rules.suggest import groups_fit, listed
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from megatron_ext.config.pipeline import counted_as_layers, read_pipeline_layout
+from megatron_ext.config.derived.pipeline import counted_as_layers, read_pipeline_layout
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, pipeline_sizes

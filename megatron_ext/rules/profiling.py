@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_ext.config.options import flag_of
+from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts, runs_on_cpu
 from megatron_ext.config.schema import Config
 

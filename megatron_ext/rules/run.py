@@ -4,10 +4,10 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ext.config.blend import DATA_PATH_NAMES, read_blend
-from megatron_ext.config.options import Option, flag_of, names_by_resume, options, options_by_name
+from megatron_ext.config.parse.blend import DATA_PATH_NAMES, read_blend
+from megatron_ext.config.parse.options import Option, flag_of, names_by_resume, options, options_by_name
+from megatron_ext.config.parse.saved import model_names
 from megatron_ext.config.resolve import Facts
-from megatron_ext.config.saved import model_names
 from megatron_ext.config.schema import Config
 
 
@@ -164,7 +164,7 @@ def model_is_the_one_to_load(config: Config, facts: Facts) -> Iterator[str]:
     yield from facts.huggingface_problems
     if not facts.huggingface:
         return
-    from megatron_ext.config.hf_config import differences  # with every family
+    from megatron_ext.families.hf_config import differences  # with every family
 
     different = differences(config, facts.huggingface)
     if different:

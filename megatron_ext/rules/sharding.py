@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from megatron_ext.config.optimizers import run_by, traits_of
+from megatron_ext.config.derived.optimizers import run_by, traits_of
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.suggest import divisors, listed

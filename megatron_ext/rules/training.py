@@ -3,12 +3,12 @@
 import re
 from collections.abc import Iterator
 
-from megatron_ext.config.batch import evaluation_batch, read_schedule
-from megatron_ext.config.layers import stack
-from megatron_ext.config.optimizers import OPTIMIZERS, has_short_averages
-from megatron_ext.config.pipeline import layer_counts
+from megatron_ext.config.derived.batch import evaluation_batch, read_schedule
+from megatron_ext.config.derived.optimizers import OPTIMIZERS, has_short_averages
+from megatron_ext.config.derived.pipeline import layer_counts
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import stack
 from megatron_ext.rules.pipeline import split_is_right
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples
 

@@ -7,7 +7,7 @@ that value speaks. Each problem names flags, their values, and a setting that wo
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from megatron_ext.config.options import flag_of
+from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.rules import (

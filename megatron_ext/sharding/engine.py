@@ -79,7 +79,7 @@ def build_optimizer(
 ) -> Any:
     """Build megatron-core's optimizer over wrapped chunks whose weights are already initialized.
 
-    What updates inside of it is the optimizer that `config` chooses, as config/optimizers.py registers it.
+    What updates inside of it is the optimizer that `config` chooses, as config/derived/optimizers.py registers it.
     """
     replace_loops()
     _FINALIZE.reset_model_temporary_tensors = reset_routers

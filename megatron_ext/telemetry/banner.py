@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from megatron_ext import __version__
-from megatron_ext.config.batch import samples_at_iteration
-from megatron_ext.config.blend import read_blend
-from megatron_ext.config.cuda_graphs import makes_graphs
-from megatron_ext.config.layers import stack
-from megatron_ext.config.parameters import count
-from megatron_ext.config.ranks import axis_sizes
+from megatron_ext.config.derived.batch import samples_at_iteration
+from megatron_ext.config.derived.cuda_graphs import makes_graphs
+from megatron_ext.config.derived.ranks import axis_sizes
+from megatron_ext.config.parse.blend import read_blend
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.catalogue import count
+from megatron_ext.parts.stack import stack
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Place:
 
     @property
     def pipeline(self) -> int:
-        """Number of the pipeline that the rank is in: ranks of a stage are neighbours (config/ranks.py)."""
+        """Number of the pipeline that the rank is in: ranks of a stage are neighbours (config/derived/ranks.py)."""
         return self.rank % (self.world_size // self.stages)
 
 

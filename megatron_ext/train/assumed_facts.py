@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_ext.config.arguments import Typed
+from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.resolve import Facts
 
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")

@@ -15,25 +15,26 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.batch import evaluation_batch
-from megatron_ext.config.blend import is_url
-from megatron_ext.config.cuda_graphs import makes_graphs
+from megatron_ext.config.derived.batch import evaluation_batch
+from megatron_ext.config.derived.cuda_graphs import makes_graphs
+from megatron_ext.config.parse.blend import is_url
 from megatron_ext.config.schema import Config
 from megatron_ext.data.batch import StageView
 from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe_sample
 from megatron_ext.data.skipped import NOTHING, SkippedSamples, skipped_samples
-from megatron_ext.device.attention_choice import use
 from megatron_ext.device.protocol import Device
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.own_layers import mark_own_parameters
 from megatron_ext.optim.loss_scale import share_loss_scale
 from megatron_ext.parallel import groups as process_groups
+from megatron_ext.parts.attention.choice import allowed_kernels
+from megatron_ext.parts.attention.timing import use
+from megatron_ext.parts.stack import layers
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
-from megatron_ext.train.attention_kernel import allowed_kernels
 from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
 from megatron_ext.train.extensions import NONE, Extensions
@@ -81,7 +82,8 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     core.grad_scale_func = optimizer.scale_loss if loss_scale is None else loss_scale.scaled
     core.finalize_model_grads_func = finalize_model_grads if loss_scale is None else loss_scale.finalize
     loaders = build_loaders(config, device, groups, resume, extensions)
-    watch = GradientWatch(wrapped, sharding, alone=config.layout.world_size == 1)
+    modules = [layer.modules for layer in layers(config)]
+    watch = GradientWatch(wrapped, sharding, modules, alone=config.layout.world_size == 1)
     return Run(
         config=config,
         device=device,

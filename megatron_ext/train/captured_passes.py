@@ -12,7 +12,7 @@ captured. So
 - what hooks see of the gradients is what they saw at the capture, with the numbers of this replay;
 - evaluations and steps of --record-schedule run without the graph;
 - with dropout, experts, loss scales and whatever else differs from step to step there is no graph
-  (`config/cuda_graphs.py` says when, and why).
+  (`config/derived/cuda_graphs.py` says when, and why).
 
 The update, the norm, clipping and what is read by the host stay outside.
 """

@@ -14,14 +14,14 @@ from megatron_ext import environment
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import load_problem
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
-from megatron_ext.config import attention_kernels
-from megatron_ext.config.arguments import Typed, read
-from megatron_ext.config.blend import missing_paths
-from megatron_ext.config.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
-from megatron_ext.config.eval_tasks import look_at_eval_tasks
-from megatron_ext.config.options import flag_of, names_by_resume, options_by_name
+from megatron_ext.config.derived import attention_flags as attention_kernels
+from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
+from megatron_ext.config.parse.arguments import Typed, read
+from megatron_ext.config.parse.blend import missing_paths
+from megatron_ext.config.parse.eval_tasks import look_at_eval_tasks
+from megatron_ext.config.parse.options import flag_of, names_by_resume, options_by_name
+from megatron_ext.config.parse.saved import adopt, shapes_and_function
 from megatron_ext.config.resolve import Facts, graph_obstacles, resolve
-from megatron_ext.config.saved import adopt, shapes_and_function
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.data import DataConfig
 from megatron_ext.data.skipped import skipped_samples
@@ -176,7 +176,7 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
 def _without_graphs(typed: Typed, config: Config, facts: Facts) -> Iterator[str]:
     """Yield what a run that was to have CUDA graphs says where it has none, or others than the flags say."""
     if typed.values.get("cuda_graph_impl") != FULL_ITERATION:
-        return  # config/without_effect.py knows the others
+        return  # config/parse/without_effect.py knows the others
     steps = typed.values.get("cuda_graph_warmup_steps")
     if not makes_graphs(config):
         yield graphs_warning(graph_obstacles(config, facts))
@@ -347,7 +347,7 @@ def _huggingface(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[st
     folder = values.get("load_hf")
     if folder is None:
         return {}, ()
-    from megatron_ext.config.hf_config import read_hf_config  # with every family
+    from megatron_ext.families.hf_config import read_hf_config  # with every family
 
     try:
         return read_hf_config(folder)[1], ()

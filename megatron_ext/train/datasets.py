@@ -5,7 +5,7 @@ import os
 import torch
 
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.batch import evaluation_batch, global_batch_size, samples_at_iteration, training_steps
+from megatron_ext.config.derived.batch import evaluation_batch, global_batch_size, samples_at_iteration, training_steps
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.manifest import Judged, judge, made_with

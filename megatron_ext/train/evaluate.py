@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ext.config.batch import evaluation_batch, num_microbatches
+from megatron_ext.config.derived.batch import evaluation_batch, num_microbatches
 from megatron_ext.resilience.progress import EVALUATION
 from megatron_ext.train.run import HeldOut, HeldOutPart, Run
 from megatron_ext.train.step import held_out_loss

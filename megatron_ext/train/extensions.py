@@ -10,22 +10,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs, without_graphs
-from megatron_ext.config.optimizers import OPTIMIZERS, OptimizerTraits
-from megatron_ext.config.own_parameters import OwnParameters, in_every_layer
+from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs, without_graphs
+from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Source
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.optim.curves import Schedule
+from megatron_ext.parts.own_parameters import OwnParameters, in_every_layer
 from megatron_ext.tokenizer.protocol import Tokenizer
 
 if TYPE_CHECKING:
     import torch
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megatron_ext.config.layers import Layer
     from megatron_ext.model.loss import TokenLogits
+    from megatron_ext.parts.stack import Layer
     from megatron_ext.train.trainer import Callback
 
 MakeDatasets = Callable[[Config, Tokenizer, Splits[int]], Splits[SampleDataset | None]]

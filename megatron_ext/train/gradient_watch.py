@@ -56,10 +56,14 @@ class GradientWatch:
     """Watches every local gradient of a step, and names the first that is NaN or infinite.
 
     Args:
+        modules: of each layer of the model, its modules in the order of a forward pass.
         alone: whether there is no other rank.
     """
 
-    def __init__(self, chunks: Sequence[_BaseDataParallel], sharding: Sharding, *, alone: bool):
+    def __init__(
+        self, chunks: Sequence[_BaseDataParallel], sharding: Sharding, modules: Sequence[Sequence[str]], *, alone: bool
+    ):
+        self._modules = modules
         self._alone = alone
         self._reduced: list[Sequence[Any]] = []
         self._names: dict[int, str] = {}
@@ -99,7 +103,7 @@ class GradientWatch:
         parameters = list(global_named_parameters([chunk]))
         for name, parameter in parameters:
             self._names[id(parameter)] = name
-            self._places[name] = forward_place(name, parameter)
+            self._places[name] = forward_place(name, parameter, self._modules)
         return parameters
 
     def _bad_in_buckets(self, evidence: Evidence) -> Iterator[Finding]:

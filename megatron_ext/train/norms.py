@@ -2,9 +2,9 @@
 
 import torch
 
-from megatron_ext.config.parameters import parameters
 from megatron_ext.model.names import global_named_parameters, is_of_an_expert
 from megatron_ext.parallel.rows import local_part
+from megatron_ext.parts.catalogue import parameters
 from megatron_ext.train.run import Run
 
 

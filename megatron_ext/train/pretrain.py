@@ -9,14 +9,14 @@ from megatron_ext import device, environment
 from megatron_ext.checkpoint.native.folder import saved_iterations
 from megatron_ext.checkpoint.native.lock import hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
-from megatron_ext.config.cuda_graphs import graphs_warning, makes_graphs, without_graphs
-from megatron_ext.config.optimizers import OptimizerTraits
-from megatron_ext.config.own_parameters import OwnParameters
+from megatron_ext.config.derived.cuda_graphs import graphs_warning, makes_graphs, without_graphs
+from megatron_ext.config.derived.optimizers import OptimizerTraits
 from megatron_ext.config.schema import CheckpointConfig, Config, TrainingConfig
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySignal, TrainingError
 from megatron_ext.gc_freeze import kept_from_the_collector
 from megatron_ext.optim.curves import Schedule
+from megatron_ext.parts.own_parameters import OwnParameters
 from megatron_ext.resilience import elastic, exit_record, launch
 from megatron_ext.resilience.deadline import StopDeadline
 from megatron_ext.resilience.peer_processes import end_stopped_ranks
@@ -57,7 +57,7 @@ def pretrain(
         loss: returns the loss of every token, in place of the cross-entropy.
         layer_spec: changes the spec of each layer.
         layer_parameters: names the parameters that a layer then has besides ours.
-        optimizer: traits of an optimizer that is not in config/optimizers.py, in place of --optimizer.
+        optimizer: traits of an optimizer that is not in config/derived/optimizers.py, in place of --optimizer.
         learning_rate: changes the rate of each step.
     Raises:
         TrainingError: something ended the run before its planned end.
@@ -109,8 +109,8 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         require_fp8(config.training, here)
         # Only now may megatron-core be imported.
         from megatron_ext.parallel import groups
+        from megatron_ext.parts.attention import choice as attention_kernel
         from megatron_ext.sharding.choose import sharding_of
-        from megatron_ext.train import attention_kernel
         from megatron_ext.train.callbacks import memory_history
         from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
         from megatron_ext.train.watching import begin_watch
@@ -138,7 +138,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
     if extensions.layer_spec is None:  # the formulas are those of our layers
         check_it_fits(config, here)
     with telling_of_memory(config, here):
-        attention = attention_kernel.choose(graphs_of(here, config), here, resume)
+        attention = attention_kernel.choose(graphs_of(here, config), here, getattr(resume, "saved", None))
         configured = replace(configured, config=attention.config)
         _build_and_train(configured, here, status, extensions, attention.text)
 

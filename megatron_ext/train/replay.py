@@ -9,8 +9,8 @@ from typing import Any
 from megatron_ext import device as devices
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import CONFIG, iteration_folder, saved_iterations
-from megatron_ext.config.options import options, options_by_name
-from megatron_ext.config.saved import read_saved
+from megatron_ext.config.parse.options import options, options_by_name
+from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import Configured, configure

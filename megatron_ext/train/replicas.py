@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ext.config.parameters import WORD_EMBEDDINGS
 from megatron_ext.errors import NumericError
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import local_part
+from megatron_ext.parts.catalogue import WORD_EMBEDDINGS
 from megatron_ext.resilience.weight_hash import weight_hash
 from megatron_ext.train.run import Run
 

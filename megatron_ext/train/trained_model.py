@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import device
-from megatron_ext.config.arguments import read
-from megatron_ext.config.options import options_by_flag
+from megatron_ext.config.parse.arguments import read
+from megatron_ext.config.parse.options import options_by_flag
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.build import tokenizer_from_flags
@@ -177,7 +177,7 @@ def _huggingface_flags(values: Mapping[str, Any]) -> list[str]:
     if "tokenizer_type" not in values and (folder / "tokenizer.json").is_file():
         flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     if "seq_length" not in values:
-        from megatron_ext.config.hf_config import read_hf_config
+        from megatron_ext.families.hf_config import read_hf_config
 
         longest = read_hf_config(str(folder))[1].get("max_position_embeddings", _LONGEST)
         flags += ["--seq-length", str(min(longest, _LONGEST))]

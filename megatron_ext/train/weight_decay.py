@@ -1,12 +1,12 @@
-"""The optimizer's parameter groups against the catalogue: what decays is what `config.parameters` says."""
+"""The optimizer's parameter groups against the catalogue: what decays is what `parts.catalogue` says."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron_ext.config.parameters import parameters
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import by_expert, global_named_parameters
+from megatron_ext.parts.catalogue import parameters
 from megatron_ext.sharding.parts import OptimizerPart
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ext.config.ranks import context_chunks
+from megatron_ext.config.derived.ranks import context_chunks
 from megatron_ext.config.schema import Config
 from megatron_ext.model.names import unwrapped
 from megatron_ext.train.run import Run

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.config.schema import Config
-from megatron_ext.config.slices import pieces
 from megatron_ext.model.names import by_expert, global_named_parameters, is_of_an_expert
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
+from megatron_ext.parts.catalogue import Parameter, parameters
+from megatron_ext.parts.slices import pieces
 from megatron_ext.train.run import Run
 
 

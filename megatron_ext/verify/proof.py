@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.options import flag_of, options, options_by_name
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.parse.options import flag_of, options, options_by_name
 from megatron_ext.config.schema import CheckpointConfig, LoggingConfig
 from megatron_ext.train.configure import configure
 from megatron_ext.verify.parity import GRADIENT_TOLERANCE

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config import layers as config_layers
-from megatron_ext.config.layers import Layer
-from megatron_ext.config.parameters import Parameter, count_per_rank, parameters, stages, tensor_size
-from megatron_ext.config.ranks import expert_coordinates
+from megatron_ext.config.derived.ranks import expert_coordinates
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
+from megatron_ext.parts import stack as config_layers
+from megatron_ext.parts.catalogue import Parameter, count_per_rank, parameters, stages, tensor_size
+from megatron_ext.parts.stack import Layer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.in_turn import in_turn
 from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config
@@ -191,7 +191,7 @@ def test_catalogue_is_the_model(layout: str, model: str, whole_model: Any, descr
 def _dense_first(model: ModelConfig, number: int) -> Layer:
     """A description that no flag gives yet: an MLP in the first two layers, and mixtures of experts after them."""
     layer = _LAYER(model, number)
-    return layer if number > 1 else replace(layer, mlp=config_layers._mlp(model, model.ffn_hidden_size))
+    return layer if number > 1 else replace(layer, mlp=config_layers.mlp_of(model, model.ffn_hidden_size))
 
 
 _LAYER = config_layers._layer

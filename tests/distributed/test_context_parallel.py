@@ -34,9 +34,9 @@ def _far_from_whole(value_size: int, dtype: torch.dtype) -> dict[str, Any]:
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     from megatron_ext.data.batch import Batch, StageView, divide
-    from megatron_ext.model import context_parallel
-    from megatron_ext.model.packed_attention import attend_documents
-    from megatron_ext.model.segments import attend_segments
+    from megatron_ext.parts.attention import context_parallel
+    from megatron_ext.parts.attention.packed import attend_documents
+    from megatron_ext.parts.attention.segments import attend_segments
 
     group: Any = torch.distributed.group.WORLD
     rank, size = group.rank(), group.size()

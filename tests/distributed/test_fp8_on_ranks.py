@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.model import fp8
-from megatron_ext.model.scaled_products import E5M2, RECIPES
+from megatron_ext.parts.linear import fp8
+from megatron_ext.parts.linear.scaled_products import E5M2, RECIPES
 from megatron_ext.verify.cases import MODELS, RECIPE
 from megatron_ext.verify.corpus import write_corpus
 from megatron_ext.verify.parity import BF16_FACTOR, FIRST_LOSS_TOLERANCE, GRADIENT_TOLERANCE, compare

@@ -13,10 +13,10 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-from megatron_ext.config.parameters import parameters
 from megatron_ext.config.schema import Config
 from megatron_ext.model.loss import token_loss
 from megatron_ext.model.names import global_named_parameters
+from megatron_ext.parts.catalogue import parameters
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.in_turn import in_turn
 from tests.support.small_models import LLAMA, build_small_model, small_config

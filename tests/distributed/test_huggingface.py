@@ -147,7 +147,7 @@ def test_rope_scaling_is_needed(models: dict[str, Any]) -> None:
 
 
 def our_logits_without_scaling(arguments: list[str]) -> torch.Tensor | None:
-    from megatron_ext.model import rope
+    from megatron_ext.parts.attention import rope
 
     rope.scaled_inverse_frequencies = lambda inverse_frequencies, _model: inverse_frequencies
     return our_logits(arguments)

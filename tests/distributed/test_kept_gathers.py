@@ -16,7 +16,7 @@ def _compare() -> list[tuple[bool, list[bool], tuple[int, int]]]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
-    from megatron_ext.model.linear import _GatheredLinear
+    from megatron_ext.parts.linear.compute import _GatheredLinear
 
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_ext.verify.losses.layouts import write_corpus
 
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.in_turn import in_turn
+from tests.support.losses.layouts import write_corpus
 from tests.support.program import Ended, run_program
 
 MODEL = """

@@ -27,7 +27,7 @@ def _bytes(runs: list[str]) -> list[tuple[int, Bytes, tuple[float, float, float]
 
     here = device.install("cpu")
     from benchmarks.memory import bytes_per_rank
-    from megatron_ext.config.parameters import count
+    from megatron_ext.parts.catalogue import count
     from megatron_ext.plan.state_bytes import state_bytes
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.model.config import transformer_config
-from megatron_ext.model.norm import ProjectionNorm
+from megatron_ext.parts.norm.compute import ProjectionNorm
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.small_models import small_config
 

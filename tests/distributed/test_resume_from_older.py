@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.saved import read_saved
+from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.corpora import write_windows

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import sharding
 from benchmarks.sharding import MODEL, TOLERANCE, Count, measure, write_into
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.verify.ranks import run_ranks
 

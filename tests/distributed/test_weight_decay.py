@@ -32,7 +32,7 @@ def _refusals(layouts: dict[str, str]) -> dict[str, tuple[set[str], set[str]]]:
     here = device.install("cpu")
     import megatron.core.optimizer as engine
 
-    from megatron_ext.config.parameters import parameters
+    from megatron_ext.parts.catalogue import parameters
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from megatron_ext.config.files import to_yaml
+from megatron_ext.config.parse.files import to_yaml
+from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.saved import read_saved
 from megatron_ext.errors import DataError, TrainingError
 from megatron_ext.foreign.translate import read as read_foreign
 from megatron_ext.plan.dry_run import describe
@@ -46,7 +46,7 @@ _VALUES = (*shlex.split(_NUMBERS), *shlex.split(_WORDS), *_ODD)
 
 def flags(folder: Path) -> Read:
     """Random values after random flags, next to those of a whole command line."""
-    from megatron_ext.config.options import options
+    from megatron_ext.config.parse.options import options
 
     # Naming a tokenizer, a folder or a file has targets of its own.
     known = [option for option in options() if option.name not in ("load", "load_hf", "tokenizer_model", "save")]

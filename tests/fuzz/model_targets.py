@@ -14,10 +14,10 @@ from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.checkpoint.megatron_lm.arguments import read_args
 from megatron_ext.checkpoint.native import manifest, torch_dist
 from megatron_ext.checkpoint.native.folder import find_all
-from megatron_ext.config.hf_config import differences, read_hf_config
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.data.record import read_record
 from megatron_ext.errors import DataError
+from megatron_ext.families.hf_config import differences, read_hf_config
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.train.configure import configure
 from tests.fuzz.mutations import Read, changed

@@ -12,10 +12,10 @@ import torch
 
 from examples.extension.extension import EXTENSIONS, Progressions, layer_parameters, layer_spec
 from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
-from megatron_ext.config.optimizers import OPTIMIZERS
-from megatron_ext.config.own_parameters import in_every_layer
-from megatron_ext.config.parameters import Parameter, count, count_per_rank, parameters
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts.catalogue import Parameter, count, count_per_rank, parameters
+from megatron_ext.parts.own_parameters import in_every_layer
 from megatron_ext.train.configure import configure
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.verify.cases import MODELS, RECIPE

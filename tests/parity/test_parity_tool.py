@@ -58,7 +58,7 @@ def skip_replicated_norms() -> None:
 
 def forget_a_sum() -> None:
     """The second matrix of the third layer's MLP leaves partial sums as they are."""
-    from megatron_ext.model.linear import RowLinear
+    from megatron_ext.parts.linear.compute import RowLinear
 
     forward = RowLinear.forward
 

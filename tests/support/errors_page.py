@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 from unittest import mock
 
-from megatron_ext.config.options import flag_of
+from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.errors import ConfigurationError

@@ -49,7 +49,7 @@ def our_results(tasks: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def _ours(task: dict[str, Any]) -> dict[str, Any]:
-    from megatron_ext.config.eval_tasks import EvalTask
+    from megatron_ext.config.parse.eval_tasks import EvalTask
     from megatron_ext.inference.generation import generate
     from megatron_ext.inference.sampling import Sampling
     from megatron_ext.inference.tasks import evaluate_task

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from megatron_ext.config.options import Option, options_by_flag, read_texts
+from megatron_ext.config.parse.options import Option, options_by_flag, read_texts
 
 CommandLine = Mapping[str, tuple[str, ...]]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.arguments import read
-from megatron_ext.config.megatron_options import find
-from megatron_ext.config.other_programs import advice
+from megatron_ext.config.compat.megatron_options import find
+from megatron_ext.config.compat.other_programs import advice
+from megatron_ext.config.parse.arguments import read
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.rules.validate import problems
 from megatron_ext.train.configure import warnings_of_flags

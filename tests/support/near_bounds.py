@@ -7,7 +7,7 @@ does not, and the flags that a rule must not mistake for each other. A launch th
 import shlex
 from collections.abc import Sequence
 
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.rules.validate import problems
 from tests.support.wrong_flags import BASE, WRONG

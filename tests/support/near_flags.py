@@ -10,8 +10,8 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.options import options_by_flag, options_by_name, read_texts
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.parse.options import options_by_flag, options_by_name, read_texts
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.rules.validate import RULES
 from tests.support.wrong_flags import BASE, EXAMPLES

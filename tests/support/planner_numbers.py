@@ -9,10 +9,10 @@ import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.layers import stack
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.stack import stack
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.estimate import at_least, formula_at_least, pass_times, step_time
 from megatron_ext.plan.evaluation import as_text, evaluate_config
@@ -291,11 +291,10 @@ def _lines(config: Config, machine: Machine, usable: float) -> Iterator[str]:
     kernels, products = Kernels(config, shapes, machine, fsdp=False), Products(config, shapes)
     for layer, number in stack(config).kinds:
         held = work.formulas.layer(layer)
-        yield f"{number} layers hold: {_named(dataclasses.asdict(held))}"
+        yield f"{number} layers hold: {_named(dict(held.parts))}"
         yield f"  take: {'; '.join(_row(*passes) for passes in kernels.layer(layer))}"
-        every = [*products.attention(layer.attention), *products.mlp(layer)]
-        every += products.routed(layer.experts) if layer.experts else []
-        yield f"  products: {'; '.join(_row(*product) for product in every)}"
+        every = [*products.of(layer.mixer), *products.of(layer.mlp)]
+        yield f"  products: {'; '.join(_row(*product[:4]) for product in every)}"
     yield f"output: {_row(*products.output())}; {_row(*kernels.output())}"
 
 

@@ -29,7 +29,7 @@ def shift_qkv() -> None:
 
 def forget_sequence_parallel_mark() -> None:
     """The norms' parameters lack the mark by which megatron-core sums their gradients over tensor-parallel ranks."""
-    from megatron_ext.model import norm
+    from megatron_ext.parts.norm import compute as norm
 
     make = norm._parameter
 
@@ -104,7 +104,7 @@ def batch_sends_between_two_stages() -> None:
 
 def double_the_gradient_of_one_expert() -> None:
     """The second expert of the second expert-parallel rank: number 5 of 8."""
-    from megatron_ext.model import moe
+    from megatron_ext.parts.experts import compute as moe
 
     build = moe.ExpertMatrices.__init__
 
@@ -127,7 +127,7 @@ def give_each_rank_two_neighbouring_chunks() -> None:
 
 def turn_the_ring_around() -> None:
     """Keys travel the other way than the ranks believe. With two ranks both ways are the same: it takes four."""
-    from megatron_ext.model import context_parallel
+    from megatron_ext.parts.attention import context_parallel
 
     context_parallel._neighbours = lambda rank, size: ((rank - 1) % size, (rank + 1) % size)
 

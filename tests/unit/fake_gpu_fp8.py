@@ -18,8 +18,8 @@ from torch.torch_version import TorchVersion
 
 from megatron_ext.device import cuda
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.model import fp8, scaled_products
-from megatron_ext.model.scaled_products import E4M3, E5M2, RECIPES, Block, product, quantize
+from megatron_ext.parts.linear import fp8, scaled_products
+from megatron_ext.parts.linear.scaled_products import E4M3, E5M2, RECIPES, Block, product, quantize
 from megatron_ext.train.pretrain import require_fp8
 from tests.support.fake_tensors import backward, on_gpu
 from tests.support.operator_calls import Calls, aten

@@ -22,7 +22,7 @@ from megatron_ext.device.triton import swiglu as activation
 from megatron_ext.device.triton.norm import layer_norm, norm_of_sum, rms_norm
 from megatron_ext.device.triton.rotary import rotate, split_heads
 from megatron_ext.device.triton.swiglu import swiglu
-from megatron_ext.model.rope import rotate_reference
+from megatron_ext.parts.attention.rope import rotate_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-3

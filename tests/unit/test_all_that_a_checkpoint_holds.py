@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.native import contents, load, optimizer_state
 from megatron_ext.checkpoint.native.contents import Contents, Parts
 from megatron_ext.checkpoint.native.folder import Found
 from megatron_ext.checkpoint.native.resume import Search
-from megatron_ext.config.optimizers import traits_of
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.errors import DataError
 from megatron_ext.parallel.rows import RowShard

@@ -13,7 +13,7 @@ import torch
 from megatron_ext.checkpoint.local import agreement, rank_state, writer
 from megatron_ext.checkpoint.native import contents, manifest, optimizer_state
 from megatron_ext.checkpoint.native.folder import Found
-from megatron_ext.config.files import to_yaml
+from megatron_ext.config.parse.files import to_yaml
 from megatron_ext.config.schema import CheckpointConfig, OptimizerConfig
 from tests.support.made_run import FIELDS, LOADED, YES_NO, Made, optimizer_part
 from tests.support.small_models import small_config

@@ -32,6 +32,7 @@ FLOORS = [
     "resilience",
     "optim",
     "model",
+    "parts",
     "data",
     "tokenizer",
     "parallel",
@@ -40,16 +41,35 @@ FLOORS = [
     "plan",
     "rules",
     "foreign",
+    "families",
+    "parts, described",
     "config",
     "untrusted",
 ]
-FREE_OF_TORCH = ("untrusted", "config", "foreign", "rules", "tokenizer", "plan", "seams")
+FREE_OF_TORCH = ("untrusted", "config", "families", "foreign", "rules", "tokenizer", "plan", "seams")
+# Of a part the description lies on a floor of its own, below all that reads it, and is free of torch.
+DESCRIPTIONS = {
+    "describe",
+    "ways",
+    "protocol",
+    "stack",
+    "catalogue",
+    "parameter",
+    "own_parameters",
+    "slices",
+    "__init__",
+}
 
 
 def room_of(path: Path) -> str | None:
     """The room that a file lies in; None for the files beside the rooms (errors.py and the like)."""
     parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else None
+    return floor_of(parts[0], path.stem) if len(parts) > 1 else None
+
+
+def floor_of(room: str, *names: str) -> str:
+    """The floor of a file in a room, by its dotted name there."""
+    return "parts, described" if room == "parts" and DESCRIPTIONS.intersection(names) else room
 
 
 @functools.cache
@@ -71,7 +91,8 @@ def _imports(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, bool]]:
         if id(node) in for_types:
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, id(node) in top_level
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", id(node) in top_level
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, id(node) in top_level
@@ -112,12 +133,12 @@ def test_every_room_has_a_floor() -> None:
 
 def test_the_tree_of_the_readme_has_every_room_in_order() -> None:
     tree = (ROOT / "README.md").read_text().partition("\nmegatron_ext/ ")[2].partition("\ntools/ ")[0]
-    assert re.findall(r"^  (\w+)/ ", tree, re.MULTILINE) == FLOORS
+    assert re.findall(r"^  (\w+(?:, described)?)/? ", tree, re.MULTILINE) == FLOORS
 
 
 def test_the_tour_names_every_room() -> None:
     tour = (ROOT / "docs/tour.md").read_text()
-    assert [room for room in FLOORS if f"`{room}/" not in tour] == []
+    assert [room for room in FLOORS if f"`{room.partition(',')[0]}/" not in tour] == []
 
 
 def climbs(path: Path) -> Iterator[str]:
@@ -127,7 +148,7 @@ def climbs(path: Path) -> Iterator[str]:
         parts = module.split(".")
         if parts[0] != "megatron_ext" or len(parts) < 2 or parts[1] not in FLOORS:
             continue
-        if own is None or FLOORS.index(parts[1]) < FLOORS.index(own):
+        if own is None or FLOORS.index(floor_of(*parts[1:])) < FLOORS.index(own):
             yield f"{path.relative_to(PACKAGE)} imports {module}, which is a floor above"
 
 
@@ -182,7 +203,7 @@ _ONLY_FOR_RUNS = {"psutil", "multiprocessing", "json", "subprocess", "socket", "
     ("flags", "left_out", "rooms"),
     [
         ("--help", _SLOW_TO_IMPORT | _ONLY_FOR_RUNS, {"cli", "config"}),
-        (_DRY_RUN, _SLOW_TO_IMPORT | {"megatron_ext.config.families"}, None),
+        (_DRY_RUN, _SLOW_TO_IMPORT | {"megatron_ext.families"}, None),
     ],
 )
 def test_an_answer_waits_for_no_import_that_it_does_not_need(
@@ -206,9 +227,9 @@ def test_an_answer_waits_for_no_import_that_it_does_not_need(
     assert rooms is None or entered == rooms
 
 
-@pytest.mark.parametrize("room", [room for room in FREE_OF_TORCH if (PACKAGE / room).exists()])
+@pytest.mark.parametrize("room", [*FREE_OF_TORCH, "parts, described"])
 def test_torch_free_rooms(room: str) -> None:
-    for path in (PACKAGE / room).rglob("*.py"):
+    for path in (path for path in sources() if room_of(path) == room):
         found = {module.split(".")[0] for module, _ in imports(path)} & {"torch", "megatron", "transformers"}
         assert not found, f"{path.relative_to(ROOT)} imports {found}"
 
@@ -228,7 +249,7 @@ def test_the_device_comes_before_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
         device.install("cpu")
 
 
-# Fields of the configuration that say how many layers there are and what they are; `config/layers.py` reads them.
+# Fields of the configuration that say how many layers there are and what they are; `parts/stack.py` reads them.
 OF_LAYERS = {
     "num_layers",
     "num_attention_heads",
@@ -242,12 +263,12 @@ OF_LAYERS = {
     "qk_layernorm",
 }
 READS_FIELDS_OF_LAYERS = {
-    "config/layers.py": "describes the layers",
+    "parts/": "describes the layers",
     "config/schema/model.py": "defaults of one field by another",
     "rules/": "judge what was typed, by the flags that were typed",
-    "config/pipeline.py": "divides the number of layers over stages",
-    "config/families/": "translate flags to config.json and compare them with those of a family",
-    "config/hf_config.py": "compares flags with those of config.json",
+    "config/derived/pipeline.py": "divides the number of layers over stages",
+    "families/": "translate flags to config.json and compare them with those of a family",
+    "families/hf_config.py": "compares flags with those of config.json",
     "model/config.py": "translates flags to megatron-core's configuration, which is one for all layers",
     "checkpoint/huggingface/exporter.py": "writes the flags into the model card",
     "checkpoint/huggingface/importer.py": "sizes of the tensors that stack all layers in a checkpoint",
@@ -267,7 +288,7 @@ def test_layers_are_described_in_one_place() -> None:
         for name, fields in found.items()
         if fields and not any(name.startswith(allowed) for allowed in READS_FIELDS_OF_LAYERS)
     }
-    assert not others, f"read the layers of config/layers.py instead: {others}"
+    assert not others, f"read the layers of parts/stack.py instead: {others}"
     for allowed in READS_FIELDS_OF_LAYERS:
         assert any(fields for name, fields in found.items() if name.startswith(allowed)), f"{allowed} reads none"
 
@@ -280,7 +301,7 @@ def test_only_the_file_of_a_family_knows_the_family() -> None:
         for node in nodes_of(source(path))
         if isinstance(node, ast.Compare) and "family.model_type" in ast.unparse(node)
     }
-    assert not asks, f"make it a field of Family (config/families/protocol.py): {asks}"
+    assert not asks, f"make it a field of Family (families/protocol.py): {asks}"
 
 
 # Fields of the configuration that choose how data-parallel ranks divide the model; `sharding/` reads them.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.arguments import Typed, parse
-from megatron_ext.config.reference import pinned_command_line
+from megatron_ext.config.parse.arguments import Typed, parse
+from megatron_ext.config.parse.reference import pinned_command_line
 from megatron_ext.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]

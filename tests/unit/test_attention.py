@@ -8,9 +8,9 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_ext.model import attention as module
-from megatron_ext.model.attention import SDPAttention
 from megatron_ext.model.config import transformer_config
+from megatron_ext.parts.attention import compute as module
+from megatron_ext.parts.attention.compute import SDPAttention
 from tests.support.small_models import small_config
 
 

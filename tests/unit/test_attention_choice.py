@@ -16,13 +16,13 @@ from torch.nn import attention
 
 from megatron_ext import device
 from megatron_ext.config.schema import Config
-from megatron_ext.device import attention_choice
-from megatron_ext.device.attention_choice import KERNELS, Heads, Kernel, is_installed, seconds, use
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import GPT
-from megatron_ext.train import attention_kernel
-from megatron_ext.train.attention_kernel import allowed_kernels, choose
+from megatron_ext.parts.attention import choice as attention_kernel
+from megatron_ext.parts.attention import timing as attention_choice
+from megatron_ext.parts.attention.choice import allowed_kernels, choose
+from megatron_ext.parts.attention.timing import KERNELS, Heads, Kernel, is_installed, seconds, use
 from megatron_ext.train.configure import configure
 from tests.support.operator_calls import Calls, aten
 from tests.support.small_models import small_config
@@ -171,18 +171,17 @@ def test_rank_0s_fastest_is_everybodys(times: dict[Kernel, float], monkeypatch: 
 
 def test_a_resumed_run_keeps_its_kernel(times: dict[Kernel, float]) -> None:
     def resumed(backend: str, version: int | None = None, **flags: Any) -> tuple[str, int | None]:
-        resume: Any = SimpleNamespace(saved={"attention_backend": backend, "flash_attention_version": version})
-        return settled(choose(bf16(**flags), GPU, resume).config)
+        saved = {"attention_backend": backend, "flash_attention_version": version}
+        return settled(choose(bf16(**flags), GPU, saved).config)
 
     assert resumed("flash", 2) == ("flash", 2)
     assert resumed("auto") == ("fused", None), "saved before there was a choice, or on a CPU"
     assert resumed("flash", 3) == ("fused", None), "its package is gone"
     assert resumed("flash", 2, attention_backend="fused") == ("fused", None), "the flag is stronger"
-    missing: Any = SimpleNamespace(saved=None)
-    assert settled(choose(bf16(), GPU, missing).config) == ("fused", None)
+    assert settled(choose(bf16(), GPU, None).config) == ("fused", None)
     times[FLASH] = 0.001
     assert resumed("fused") == ("fused", None), "another would round differently"
-    assert settled(choose(bf16(), GPU, missing).config) == ("flash", 2)
+    assert settled(choose(bf16(), GPU, None).config) == ("flash", 2)
 
 
 @pytest.mark.parametrize("runs_on_rank_0", [True, False])
@@ -200,8 +199,8 @@ def test_rank_0_says_whether_a_resumed_run_keeps_its_kernel(
 
     asked: list[Any] = []
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", from_rank_0)
-    resume: Any = SimpleNamespace(saved={"attention_backend": "flash", "flash_attention_version": 2})
-    found = settled(choose(bf16(), GPU, resume).config)
+    saved = {"attention_backend": "flash", "flash_attention_version": 2}
+    found = settled(choose(bf16(), GPU, saved).config)
     assert found == (("flash", 2) if runs_on_rank_0 else ("fused", None))
     assert asked[0] == (None if runs_on_rank_0 else 0.003)
 
@@ -259,7 +258,7 @@ def test_heads_are_those_of_ranks_that_exchange_them(monkeypatch: pytest.MonkeyP
     """With a2a each context-parallel rank has whole samples and a part of the heads; the wider of keys and values
     counts."""
     described = attention_kernel.layers(small_config({"attention_dropout": 0.125, "hidden_dropout": 0.5}))
-    wider = replace(described[0], attention=replace(described[0].attention, value_head_size=24))
+    wider = replace(described[0], mixer=replace(described[0].attention, value_head_size=24))
     for kinds, channels in ((described, 16), ([wider], 24)):
         monkeypatch.setattr(attention_kernel, "layers", lambda config, kinds=kinds: kinds)
         layout = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "cp_comm_type": ("a2a",)}

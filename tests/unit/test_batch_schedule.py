@@ -5,8 +5,8 @@ import shlex
 import pytest
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.batch import batch_phases, global_batch_size, read_schedule, samples_at_iteration
+from megatron_ext.config.derived.batch import batch_phases, global_batch_size, read_schedule, samples_at_iteration
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from tests.support.wrong_flags import BASE

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import batch
-from megatron_ext.config.lr_scale import scale, scaling_text
-from megatron_ext.config.optimizers import OPTIMIZERS, has_own_optimizer, run_by, traits_of
+from megatron_ext.config.derived import batch
+from megatron_ext.config.derived.lr_scale import scale, scaling_text
+from megatron_ext.config.derived.optimizers import OPTIMIZERS, has_own_optimizer, run_by, traits_of
 from megatron_ext.config.schema import OptimizerConfig
 from tests.support.small_models import MIXTURE, distinct_config
 

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import sinkhorn
 
-from megatron_ext.config.layers import stack
 from megatron_ext.data.packing import Segment
 from megatron_ext.inference import scoring
 from megatron_ext.inference.generation import _Batch
 from megatron_ext.inference.scoring import Scorable, Score, score
-from megatron_ext.model import context_parallel
 from megatron_ext.model.config import transformer_config
-from megatron_ext.model.context_parallel import _in_chunks, _in_order, _neighbours, _visible, segments_of_rank
-from megatron_ext.model.moe import Router
-from megatron_ext.model.rope import RotaryTable, scaled_inverse_frequencies
+from megatron_ext.parts.attention import context_parallel
+from megatron_ext.parts.attention.context_parallel import _in_chunks, _in_order, _neighbours, _visible, segments_of_rank
+from megatron_ext.parts.attention.rope import RotaryTable, scaled_inverse_frequencies
+from megatron_ext.parts.experts.compute import Router
+from megatron_ext.parts.stack import stack
 from megatron_ext.sharding import fsdp2
 from megatron_ext.train import spikes
 from megatron_ext.train.callbacks.evaluation import Evaluation

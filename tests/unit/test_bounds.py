@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.layers import stack
-from megatron_ext.config.parameters import count, count_per_rank, count_per_stage, parameters, stages, tensor_size
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts.catalogue import count, count_per_rank, count_per_stage, parameters, stages, tensor_size
+from megatron_ext.parts.stack import stack
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import active_parameters
 from megatron_ext.rules.suggest import divisors

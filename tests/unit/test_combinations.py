@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext import rules
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import resolve
 from megatron_ext.train.configure import gather_facts
 from tests.support.errors_page import combinations, errors_page

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.schema import Config
 from megatron_ext.foreign.translate import read, translate
 from megatron_ext.train.configure import configure
@@ -103,7 +103,7 @@ def test_its_configuration_means_the_flags_of_the_command(section: str, tmp_path
 
 
 def test_the_flags_of_the_tables_exist() -> None:
-    from megatron_ext.config.options import options_by_flag
+    from megatron_ext.config.parse.options import options_by_flag
 
     here = {
         word for row in re.findall(r"^\| .* \| (.*) \|$", PAGE, re.MULTILINE) for word in re.findall(r"--[\w-]+", row)

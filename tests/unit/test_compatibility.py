@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import other_programs
-from megatron_ext.config.arguments import parse, read
-from megatron_ext.config.megatron_options import find
-from megatron_ext.config.options import options_by_flag
+from megatron_ext.config.compat import other_programs
+from megatron_ext.config.compat.megatron_options import find
+from megatron_ext.config.parse.arguments import parse, read
+from megatron_ext.config.parse.options import options_by_flag
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.rules.validate import problems

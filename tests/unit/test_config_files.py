@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.arguments import parse, read
-from megatron_ext.config.files import to_yaml
+from megatron_ext.config.parse.arguments import parse, read
+from megatron_ext.config.parse.files import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
 from tests.support.wrong_flags import BASE

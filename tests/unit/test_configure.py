@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.native.resume import Resume, Search
-from megatron_ext.config.arguments import Typed
+from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
@@ -295,7 +295,7 @@ def test_the_compiler_that_torch_would_call(
 
 
 def test_problems_of_a_hugging_face_folder_name_their_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_ext.config import hf_config
+    from megatron_ext.families import hf_config
 
     def refuse(folder: str) -> Any:
         raise ConfigurationError(["one", "two"])

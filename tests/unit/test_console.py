@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_ext import lost_output
-from megatron_ext.config.help_text import about
+from megatron_ext.config.parse.help_text import about
 from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.telemetry.console import Console
 from megatron_ext.telemetry.metrics import ValidationMetrics

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.cli.pretrain import main
-from megatron_ext.config.cuda_graphs import makes_graphs
+from megatron_ext.config.derived.cuda_graphs import makes_graphs
 from megatron_ext.device import graph_support
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.telemetry.banner import Begun, banner

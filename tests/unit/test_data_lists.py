@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import data_lists
-from megatron_ext.config.arguments import parse, read
+from megatron_ext.config.parse import data_lists
+from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 

@@ -6,11 +6,14 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_ext.config import attention_kernels, own_parameters
-from megatron_ext.config.fp8 import layers_in_fp8, multiple_of
-from megatron_ext.config.layers import Attention, Experts, Layer, Mlp, Norm, RotaryScaling, layers, residual_std, stack
-from megatron_ext.config.parameter import Parameter
-from megatron_ext.config.parameters import (
+from megatron_ext.config.derived import attention_flags as attention_kernels
+from megatron_ext.config.derived.pipeline import core_layout, is_uneven, read_pipeline_layout
+from megatron_ext.config.derived.ranks import coordinates, expert_coordinates, rank_of
+from megatron_ext.config.schema import DataConfig, LayoutConfig
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts import own_parameters
+from megatron_ext.parts.attention.describe import Attention, RotaryScaling
+from megatron_ext.parts.catalogue import (
     count,
     count_per_rank,
     kinds_of_parameters,
@@ -18,10 +21,12 @@ from megatron_ext.config.parameters import (
     stages,
     tensor_size,
 )
-from megatron_ext.config.pipeline import core_layout, is_uneven, read_pipeline_layout
-from megatron_ext.config.ranks import coordinates, expert_coordinates, rank_of
-from megatron_ext.config.schema import DataConfig, LayoutConfig
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts.experts.describe import Experts
+from megatron_ext.parts.linear.describe import layers_in_fp8, multiple_of
+from megatron_ext.parts.mlp.describe import Mlp
+from megatron_ext.parts.norm.describe import Norm
+from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.stack import Layer, layers, residual_std, stack
 from tests.support.small_models import MIXTURE, distinct_config
 
 
@@ -87,7 +92,7 @@ def test_a_layer_is_what_the_flags_say() -> None:
     first = layers(distinct_config({**model, "use_rope_scaling": True}))[0]
     assert first == Layer(
         number=0,
-        attention=Attention(
+        mixer=Attention(
             kind="grouped_query",
             query_heads=6,
             groups=2,
@@ -96,6 +101,7 @@ def test_a_layer_is_what_the_flags_say() -> None:
             window=None,
             rotary=first.attention.rotary,
             qk_norm="projection",
+            norm=Norm("RMSNorm", 0.25),
             qkv_bias=True,
             output_bias=False,
         ),
@@ -108,13 +114,15 @@ def test_a_layer_is_what_the_flags_say() -> None:
     assert (rotary.base, rotary.percent, rotary.scaling) == (7.0, 0.35, RotaryScaling(2.0, 3.0, 5.0, 11))
     assert rotary.channels(10) == 3, "rounded down"
     assert first.attention.qk_norm_sizes == (60, 20)
-    assert (first.norms_before, first.norms_after, first.norm_count) == (False, True, 2)
-    assert replace(first, norm_places="both").norm_count == 4
-    assert first.every_token == Mlp(True, "silu", 56, False)
+    assert (first.norms_before, first.norms_after) == (False, True)
+    assert [(branch.before, branch.after) for branch in first.branches] == [
+        (None, "post_self_attn_layernorm"),
+        (None, "post_mlp_layernorm"),
+    ]
     assert first.inner == Mlp(True, "silu", 24, False)
     plain = layers(distinct_config({**model, "num_experts": None}))[0]
     assert plain.attention.rotary == replace(rotary, scaling=None)
-    assert (plain.mlp, plain.every_token, plain.experts) == (Mlp(True, "silu", 40, False),) * 2 + (None,)
+    assert (plain.mlp, plain.experts) == (Mlp(True, "silu", 40, False), None)
     values = replace(first.attention, value_head_size=4)
     assert (values.key_size, values.value_size, values.context_size) == (20, 8, 24)
     assert values.core_flops(8) == 2 * 6 * (10 + 4) * 4.0
@@ -126,7 +134,9 @@ def test_a_layer_is_what_the_flags_say() -> None:
         ({"squared_relu": True}, "squared_relu"),
         ({"swiglu": True}, "silu"),
     ):
-        assert layers(distinct_config(flags))[0].inner.activation == activation
+        inner = layers(distinct_config(flags))[0].inner
+        assert inner is not None
+        assert inner.activation == activation
 
 
 def test_slices_of_layers_are_one_object_and_share_their_kinds() -> None:

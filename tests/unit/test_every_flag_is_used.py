@@ -6,22 +6,22 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.optimizers import OPTIMIZERS
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.schema import Config
 from tests.support.syntax import nodes_of, source
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ext"
 # Checking a value, or showing it, is not using it.
-NOT_USES = ("config/schema/", "rules/", "plan/dry_run.py", "config/help_text.py", "config/reference.py")
+NOT_USES = ("config/schema/", "rules/", "plan/dry_run.py", "config/parse/help_text.py", "config/parse/reference.py")
 # Used by what they stand for rather than by name.
 BY_CONSTRUCTION = {
     "exit_signal_handler": "SIGTERM always saves and stops; the help says that the flag changes nothing",
     "ckpt_format": "one format, and the flag's only choice",
     "non_persistent_ckpt_type": "one kind, and the flag's only choice: the rules ask for it",
-    "use_checkpoint_args": "config/saved.py reads it among the typed values, before there is a configuration",
+    "use_checkpoint_args": "config/parse/saved.py reads it among the typed values, before there is a configuration",
     **dict.fromkeys(
         ("data_args_path", "per_split_data_args_path"),
-        "config/data_lists.py reads them among the typed values, and puts what they list in their place",
+        "config/parse/data_lists.py reads them among the typed values, and puts what they list in their place",
     ),
     "test_data_path": "data/corpus.py reads `{split}_data_path`",
     "train_data_path": "data/corpus.py reads `{split}_data_path`",
@@ -38,7 +38,7 @@ BY_CONSTRUCTION = {
     "grad_reduce_in_bf16": "resolve leaves accumulate_allreduce_grads_in_fp32 off",
     "main_grads_dtype": "resolve turns it into grad_reduce_in_bf16",
     "make_vocab_size_divisible_by": "resolve turns it into padded_vocab_size",
-    "lr_scale_base_batch_size": "config/lr_scale.py reads it among the typed values, and the rates are scaled",
+    "lr_scale_base_batch_size": "config/derived/lr_scale.py reads it among the typed values, and the rates are scaled",
     "recompute_activations": "resolve turns it into recompute_granularity",
     **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "types of Adam's states, which the registry reads by name"),
     **dict.fromkeys(

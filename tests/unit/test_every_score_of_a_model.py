@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.eval_tasks import EvalTask
+from megatron_ext.config.parse.eval_tasks import EvalTask
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference import tasks
 from megatron_ext.inference.scoring import Scorable, Score, _Scored, score

@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_ext import families
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface import safetensors as hf_safetensors
 from megatron_ext.checkpoint.huggingface.folder import HFFolder
-from megatron_ext.config import families
-from megatron_ext.config.families import FAMILIES, family_of, state_dict_mapping
-from megatron_ext.config.hf_config import hf_config, read_hf_config
-from megatron_ext.config.parameters import parameters
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.families import FAMILIES, family_of, state_dict_mapping
+from megatron_ext.families.hf_config import hf_config, read_hf_config
+from megatron_ext.parts.catalogue import parameters
 from megatron_ext.train.configure import configure
 from tests.support.small_models import LLAMA, OLMO2, small_config
 

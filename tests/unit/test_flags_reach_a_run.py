@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.cli import compare_runs, generate, generate_sample, parity, show_run, tasks
 from megatron_ext.cli import doctor as cli_doctor
-from megatron_ext.config.eval_tasks import EvalTask
+from megatron_ext.config.parse.eval_tasks import EvalTask
 from megatron_ext.doctor import collectives, flight_recorder
 from megatron_ext.doctor.finding import Launch, error, ok, warning
 from megatron_ext.errors import ConfigurationError

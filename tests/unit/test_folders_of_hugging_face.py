@@ -35,9 +35,9 @@ LLAMA = {
 
 def _write(folder: Path, code: str = "F16") -> Path:
     """Write a model whose weights count from 0."""
-    from megatron_ext.config.families import state_dict_mapping
-    from megatron_ext.config.hf_config import read_hf_config
     from megatron_ext.config.resolve import Facts, resolve
+    from megatron_ext.families import state_dict_mapping
+    from megatron_ext.families.hf_config import read_hf_config
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ext.config.fp8 import layers_in_fp8
 from megatron_ext.config.resolve import Facts
 from megatron_ext.device.weight_gradients import expect_first
-from megatron_ext.model import fp8
-from megatron_ext.model.linear import ColumnLinear, RowLinear
-from megatron_ext.model.scaled_products import (
+from megatron_ext.parts.linear import fp8
+from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
+from megatron_ext.parts.linear.describe import layers_in_fp8
+from megatron_ext.parts.linear.scaled_products import (
     E4M3,
     E5M2,
     RECIPES,

@@ -13,7 +13,7 @@ FIRST, LAST = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.mlp.li
 
 
 def _watch(loss: torch.Tensor | None = None, *, alone: bool = False) -> tuple[Any, Evidence]:
-    watch: Any = GradientWatch([], SimpleNamespace(), alone=alone)  # pyright: ignore[reportArgumentType]
+    watch: Any = GradientWatch([], SimpleNamespace(), (), alone=alone)  # pyright: ignore[reportArgumentType]
     watch._places = {FIRST: (0, 1), LAST: (1, 1)}
     return watch, watch.begin(torch.tensor(1.0) if loss is None else loss)
 

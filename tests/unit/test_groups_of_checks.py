@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.native import contents, load
-from megatron_ext.config.parameters import WORD_EMBEDDINGS
+from megatron_ext.parts.catalogue import WORD_EMBEDDINGS
 from megatron_ext.sharding import megatron_fsdp
 from megatron_ext.sharding.ddp import DataParallel
 from megatron_ext.train import replicas

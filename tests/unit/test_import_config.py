@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.cli.import_config import report
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.foreign.key_meanings import MIXED_PRECISION, Fact, Flags
 from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, leaves, read, translate

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.model.gpt import GPT
-from megatron_ext.model.inference import KeyValueCache, TextsInARow, WholeSequences
+from megatron_ext.parts.attention.cached import KeyValueCache, TextsInARow, WholeSequences
 from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from megatron_ext.checkpoint.native import resume
 from megatron_ext.cli import generate, tasks
 from megatron_ext.cli.generate import encoder
-from megatron_ext.config.eval_tasks import EvalTask, read_eval_tasks
+from megatron_ext.config.parse.eval_tasks import EvalTask, read_eval_tasks
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.inference import leader
 from megatron_ext.inference.files import read_documents, read_items, read_prompts

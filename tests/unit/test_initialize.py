@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.config.parameters import Parameter, parameters
 from megatron_ext.model import initialize
 from megatron_ext.model.initialize import BLOCK_ELEMENTS, WHOLE_ELEMENTS, column_parts, fill
 from megatron_ext.parallel.rows import RowShard, mark
+from megatron_ext.parts.catalogue import Parameter, parameters
 from tests.support.small_models import small_config
 from tests.support.warm_python import warm_python
 
@@ -179,7 +179,7 @@ def test_pinned_values() -> None:
 
 MEASURED = """
 import resource, torch
-from megatron_ext.config.parameters import Parameter
+from megatron_ext.parts.catalogue import Parameter
 from megatron_ext.model.initialize import fill
 
 torch.get_num_threads = lambda: 8  # blocks under way; threads of torch's own would only spin

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
-from megatron_ext.model.rope import ScaledRotaryEmbedding, rotate, rotate_reference
+from megatron_ext.parts.attention.rope import ScaledRotaryEmbedding, rotate, rotate_reference
 
 POSITIONS, HEAD = 6, 16
 

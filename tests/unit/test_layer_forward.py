@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.model import attention, layer
-from megatron_ext.model.attention import CausalSelfAttention, SDPAttention
-from megatron_ext.model.layer import PostNormLayer, PreNormLayer
+from megatron_ext.parts import layer
+from megatron_ext.parts.attention import compute as attention
+from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
+from megatron_ext.parts.layer import PostNormLayer, PreNormLayer
 
 
 def _layer(

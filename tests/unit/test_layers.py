@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import layers as described
-from megatron_ext.config.layers import Attention, Layer, Rotary, layers, stack
-from megatron_ext.config.parameters import count, count_per_rank, layer_parameters, parameters
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts import stack as described
+from megatron_ext.parts.attention.describe import Attention, Rotary
+from megatron_ext.parts.catalogue import count, count_per_rank, layer_parameters, parameters
+from megatron_ext.parts.stack import Layer, layers, stack
 from megatron_ext.plan.activations import Activations
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import active_parameters, flops_per_token, forward_flops
@@ -27,8 +28,8 @@ def of_two_kinds(model: ModelConfig, number: int) -> Layer:
     layer = _LAYER(model, number)
     if number > 0:
         return layer
-    dense = described._mlp(model, model.ffn_hidden_size)
-    return replace(layer, mlp=dense, attention=replace(layer.attention, window=4))
+    dense = described.mlp_of(model, model.ffn_hidden_size)
+    return replace(layer, mlp=dense, mixer=replace(layer.attention, window=4))
 
 
 _LAYER = described._layer
@@ -121,7 +122,7 @@ def test_norms_may_stand_after_attention_and_mlp() -> None:
 
 def _with_norms_after(model: ModelConfig, number: int) -> Layer:
     attention = replace(_LAYER(model, number).attention, qk_norm="projection")
-    return replace(_LAYER(model, number), norm_places="after", attention=attention)
+    return replace(_LAYER(model, number), norm_places="after", mixer=attention)
 
 
 def _recomputing_norms(epsilon: float) -> Config:
@@ -171,12 +172,12 @@ def test_what_kept_gathers_hold(model: dict[str, Any], inputs: int) -> None:
 def test_norms_of_queries_and_keys_and_sizes_of_values() -> None:
     layer = layers(small_config(LLAMA))[0]
     attention: Attention = replace(layer.attention, qk_norm="projection", value_head_size=8)
-    found = _catalogue(replace(layer, attention=attention))
+    found = _catalogue(replace(layer, mixer=attention))
     assert found["self_attention.q_layernorm.weight"] == (4 * 16,)
     assert found["self_attention.k_layernorm.weight"] == (2 * 16,)
     assert found["self_attention.linear_qkv.weight"] == (4 * 16 + 2 * 16 + 2 * 8, 64)
     assert found["self_attention.linear_proj.weight"] == (64, 4 * 8)
-    norms = [p for p in layer_parameters(small_config(LLAMA), replace(layer, attention=attention)) if "q_lay" in p.name]
+    norms = [p for p in layer_parameters(small_config(LLAMA), replace(layer, mixer=attention)) if "q_lay" in p.name]
     assert [p.local_shape(2) for p in norms] == [(4 * 16,)]
 
 

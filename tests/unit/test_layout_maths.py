@@ -6,16 +6,14 @@ import shlex
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.batch import (
+from megatron_ext.config.derived.batch import (
     BatchPhase,
     batch_phases,
     global_batch_size,
     samples_at_iteration,
     training_steps,
 )
-from megatron_ext.config.parameters import count, count_per_rank
-from megatron_ext.config.ranks import (
+from megatron_ext.config.derived.ranks import (
     AXES,
     axis_sizes,
     chunk_layers,
@@ -26,8 +24,10 @@ from megatron_ext.config.ranks import (
     groups,
     rank_of,
 )
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, padded_vocabulary, resolve
 from megatron_ext.config.schema import Config, TrainingConfig
+from megatron_ext.parts.catalogue import count, count_per_rank
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.plan.flops import (
     active_parameters,

@@ -5,9 +5,9 @@ import shlex
 
 import pytest
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.lr_scale import scale
-from megatron_ext.config.options import options
+from megatron_ext.config.derived.lr_scale import scale
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.parse.options import options
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.resilience.process_end import RunStatus

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_ext.config.optimizers import OPTIMIZERS
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.torch_optimizer import is_maskable, mask_by, torch_optimizer
 

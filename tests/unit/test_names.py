@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.parameters import parameters
 from megatron_ext.model.names import AFTER_ALL, by_expert, forward_place, global_named_parameters, is_of_an_expert
+from megatron_ext.parts.catalogue import parameters
+from megatron_ext.parts.stack import layers
 from tests.support.small_models import LLAMA, OLMO2, small_config
 
 
@@ -81,7 +82,8 @@ def test_a_forward_pass_comes_to_parameters_in_this_order(model: dict[str, Any])
     """Embeddings, layers with their norms where they stand, the final norm, the output layer, the loss."""
     weight = torch.nn.Parameter(torch.zeros(1))
     config = small_config({**model, "num_layers": 11})
-    places = {one.name: forward_place(one.name, weight) for one in parameters(config)}
+    modules = [layer.modules for layer in layers(config)]
+    places = {one.name: forward_place(one.name, weight, modules) for one in parameters(config)}
     groups = {name: place[0] for name, place in places.items()}
     for name, group in groups.items():
         if name.startswith("decoder.layers."):
@@ -107,6 +109,6 @@ def test_a_forward_pass_comes_to_parameters_in_this_order(model: dict[str, Any])
     assert ends == sorted(ends)
     shared: Any = torch.nn.Parameter(torch.zeros(1))
     shared.shared = True
-    tied = forward_place("embedding.word_embeddings.weight", shared)
+    tied = forward_place("embedding.word_embeddings.weight", shared, modules)
     assert max(places.values()) <= max(tied, *ends) < AFTER_ALL
     assert tied > places["decoder.final_layernorm.weight"]

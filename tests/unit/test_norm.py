@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.parameters import parameters
 from megatron_ext.model.config import transformer_config
-from megatron_ext.model.norm import LayerNorm, ProjectionNorm, RMSNorm, norm_class
+from megatron_ext.parts.catalogue import parameters
+from megatron_ext.parts.norm.compute import LayerNorm, ProjectionNorm, RMSNorm, norm_class
 from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config
 
 PARALLEL = {"tensor_model_parallel_size": 2, "world_size": 2, "sequence_parallel": True}

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.optimizers import OPTIMIZERS, OptimizerTraits, traits_of
-from megatron_ext.config.options import options_by_name
-from megatron_ext.config.parameters import count
+from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits, traits_of
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.doctor.machine import checkpoint_bytes
 from megatron_ext.foreign.translate import translate
 from megatron_ext.optim.short_adam import ShortAdam, keep, kept_average
 from megatron_ext.optim.torch_optimizer import as_registered, is_torchs, over, torch_optimizer
+from megatron_ext.parts.catalogue import count
 from megatron_ext.plan.state_bytes import state_bytes
 from tests.support.syntax import nodes_of, source
 from tests.support.wrong_flags import BASE

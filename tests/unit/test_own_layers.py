@@ -9,13 +9,13 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_ext.config.layers import Layer
-from megatron_ext.config.own_parameters import in_every_layer
-from megatron_ext.config.parameters import Parameter
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.model import own_layers
 from megatron_ext.model.own_layers import divided, mark_own_parameters
+from megatron_ext.parts.catalogue import Parameter
+from megatron_ext.parts.own_parameters import in_every_layer
+from megatron_ext.parts.stack import Layer
 from tests.support.small_models import small_config
 
 SIZES = {"world_size": 2, "tensor_model_parallel_size": 2}

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.cuda_graphs import FULL_ITERATION
-from megatron_ext.config.optimizers import OPTIMIZERS
-from megatron_ext.config.own_parameters import current
+from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import SampleWindow, Source
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts.own_parameters import current
 from megatron_ext.train.extensions import NONE, Extensions, OwnSamples
 from megatron_ext.train.trainer import Callback
 from tests.support.small_models import small_config

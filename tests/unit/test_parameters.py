@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from megatron_ext.config import slices
-from megatron_ext.config.parameters import (
+from megatron_ext.parts import slices
+from megatron_ext.parts.catalogue import (
     OUTPUT_LAYER,
     WORD_EMBEDDINGS,
     count,
@@ -104,12 +104,12 @@ def test_a_rank_holds_its_share_of_the_matrices_and_all_of_the_rest() -> None:
 
 
 def test_the_catalogue_needs_no_torch() -> None:
-    program = "import sys, megatron_ext.config.parameters; sys.exit('torch' in sys.modules)"
+    program = "import sys, megatron_ext.parts.catalogue; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_the_slices_of_a_stride_of_two() -> None:
-    """The picture at the head of config/slices.py: the second rank has the second half of the gate and of the rest."""
+    """The picture at the head of parts/slices.py: the second rank has the second half of the gate and of the rest."""
     assert slices.pieces(8, 2, 0, 2) == [(0, 0, 2), (4, 2, 2)]
     assert slices.pieces(8, 2, 1, 2) == [(2, 0, 2), (6, 2, 2)]
 

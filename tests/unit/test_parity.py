@@ -82,7 +82,7 @@ def test_bf16_is_measured_from_both_curves_of_one_process() -> None:
 
 def _shards(tp_size: int) -> list[Shard]:
     """Every parameter of a small model as `tp_size` shards of zeros."""
-    from megatron_ext.config.parameters import parameters
+    from megatron_ext.parts.catalogue import parameters
 
     return [
         Shard(parameter.name, rank, np.zeros(parameter.local_shape(tp_size), np.float32))

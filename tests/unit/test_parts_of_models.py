@@ -12,18 +12,19 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_ext.config.layers import stack
-from megatron_ext.config.parameters import parameters
-from megatron_ext.model import gpt, linear_cross_entropy, spec
-from megatron_ext.model.attention import SDPAttention
+from megatron_ext.model import gpt, linear_cross_entropy
 from megatron_ext.model.gpt import GPT
-from megatron_ext.model.layer import PostNormLayer, PreNormLayer
-from megatron_ext.model.linear import ColumnLinear
 from megatron_ext.model.linear_cross_entropy import Vocabulary
-from megatron_ext.model.moe import Router
-from megatron_ext.model.norm import LayerNorm, RMSNorm
-from megatron_ext.model.spec import block_spec, layer_spec
 from megatron_ext.parallel.own_groups import rank_groups
+from megatron_ext.parts import spec
+from megatron_ext.parts.attention.compute import SDPAttention
+from megatron_ext.parts.catalogue import parameters
+from megatron_ext.parts.experts.compute import Router
+from megatron_ext.parts.layer import PostNormLayer, PreNormLayer
+from megatron_ext.parts.linear.compute import ColumnLinear
+from megatron_ext.parts.norm.compute import LayerNorm, RMSNorm
+from megatron_ext.parts.spec import block_spec, layer_spec
+from megatron_ext.parts.stack import stack
 from tests.support.small_models import LLAMA, OLMO2, small_config
 
 

@@ -10,12 +10,12 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.parameters import count_per_stage
-from megatron_ext.config.pipeline import core_layout, layer_counts, read_pipeline_layout
-from megatron_ext.config.ranks import chunk_layers
+from megatron_ext.config.derived.pipeline import core_layout, layer_counts, read_pipeline_layout
+from megatron_ext.config.derived.ranks import chunk_layers
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
+from megatron_ext.parts.catalogue import count_per_stage
 from megatron_ext.plan.dry_run import describe
 from megatron_ext.rules.validate import problems
 from tests.support.small_models import small_config

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.parameters import count_per_rank
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.parts.catalogue import count_per_rank
 from megatron_ext.plan.calibrate import believed
 from megatron_ext.plan.flops import forward_flops
 from megatron_ext.plan.hardware import TABLE, Machine, hardware
@@ -124,8 +124,7 @@ def test_products_are_all_operations_of_a_forward_pass(layout: str) -> None:
     shapes = Shapes(config)
     products = Products(config, shapes)
     [(kind, number)] = shapes.stacks[0][0].kinds
-    listed = [*products.attention(kind.attention), *products.mlp(kind)]
-    listed += products.routed(kind.experts) if kind.experts else []
+    listed = [*products.of(kind.mixer), *products.of(kind.mlp)]
     sizes = config.layout
     tokens = config.model.seq_length // sizes.context_parallel_size
     core = tokens * kind.attention.core_flops(config.model.seq_length) / sizes.tensor_model_parallel_size

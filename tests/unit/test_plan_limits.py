@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.cli import plan as plan_cli
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plan import limits

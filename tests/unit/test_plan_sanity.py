@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.plan.constants import CPU, Constants

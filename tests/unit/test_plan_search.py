@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_searches import CASES, Case
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.options import options_by_name
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError

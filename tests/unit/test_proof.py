@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from megatron_ext.config.options import options
+from megatron_ext.config.parse.options import options
 from megatron_ext.verify import activations, gather
 from megatron_ext.verify.activations import LOSS, ModuleOutput, assemble_outputs, forward_order
 from megatron_ext.verify.gather import Shard

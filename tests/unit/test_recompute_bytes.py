@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.layers import layers, stack
 from megatron_ext.config.schema import Config
 from megatron_ext.parallel import groups
+from megatron_ext.parts.stack import layers, stack
 from megatron_ext.plan.activations import Activations
 from tests.support.saved_bytes import bytes_held_for_backward
 from tests.support.small_models import LLAMA, OLMO2, build_small_model, small_config
@@ -75,11 +75,11 @@ def test_a_layer_is_what_docs_say() -> None:
     """14.1 residual streams, of which the parts are written out here."""
     config = _config(LAYERS)
     layer = Activations(config, fused=False).layer(layers(config)[0])
-    assert layer.core == UNIT + 4 * B * HEADS * S  # context and the softmax's normalizer
-    assert layer.norms == 2 * (UNIT + 4 * S * B)  # output, and 1/RMS of every token
-    assert layer.mlp == 4 * UNIT * F // H  # gate and up (2F), silu(gate), their product
-    assert layer.heads == 2 * UNIT  # 2 groups of 4 heads
-    assert layer.residual + layer.projection == 3 * UNIT
+    assert layer.parts["core"] == UNIT + 4 * B * HEADS * S  # context and the softmax's normalizer
+    assert layer.parts["norms"] == 2 * (UNIT + 4 * S * B)  # output, and 1/RMS of every token
+    assert layer.parts["mlp"] == 4 * UNIT * F // H  # gate and up (2F), silu(gate), their product
+    assert layer.parts["heads"] == 2 * UNIT  # 2 groups of 4 heads
+    assert layer.parts["residual"] + layer.parts["projection"] == 3 * UNIT
     assert _held(2) == 2 * layer.total + _held(LAYERS) - LAYERS * layer.total
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.cli.replay_step import main
-from megatron_ext.config.options import options_by_name
+from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train import replay
 from megatron_ext.train.state import TrainState

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.files import to_yaml
-from megatron_ext.config.options import Option, names_by_resume, options, options_by_name
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.parse.files import to_yaml
+from megatron_ext.config.parse.options import Option, names_by_resume, options, options_by_name
+from megatron_ext.config.parse.saved import adopt, read_saved, shapes_and_function
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.saved import adopt, read_saved, shapes_and_function
 from megatron_ext.config.schema import Config, model
 from megatron_ext.config.schema.option import Resume, option
 from megatron_ext.rules.validate import problems

@@ -4,8 +4,8 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron_ext.config.layers import RotaryScaling
-from megatron_ext.model.rope import rotate, rotate_reference, scaled_inverse_frequencies, split_and_rotate
+from megatron_ext.parts.attention.describe import RotaryScaling
+from megatron_ext.parts.attention.rope import rotate, rotate_reference, scaled_inverse_frequencies, split_and_rotate
 
 
 def _frequencies(base: float = 500000.0, channels: int = 128) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from megatron.core.transformer.moe.moe_utils import sinkhorn
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_ext.model import moe
-from megatron_ext.model.moe import GroupedExperts, Router
+from megatron_ext.parts.experts import compute as moe
+from megatron_ext.parts.experts.compute import GroupedExperts, Router
 
 
 def _router(topk: int, training: bool) -> Any:

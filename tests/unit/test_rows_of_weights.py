@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.huggingface import load
-from megatron_ext.model.moe import ExpertMatrices
 from megatron_ext.parallel.rows import RowShard, mark
+from megatron_ext.parts.experts.compute import ExpertMatrices
 from megatron_ext.sharding.megatron_fsdp import MegatronFSDPChunk
 from megatron_ext.sharding.row_shards import HostRowOptimizer, RowPart, _optimized
 from tests.support.small_models import small_config

@@ -19,10 +19,10 @@ from megatron_ext.checkpoint.huggingface.importer import import_huggingface
 from megatron_ext.checkpoint.huggingface.safetensors import create
 from megatron_ext.checkpoint.huggingface.saved_model import SavedModel
 from megatron_ext.cli import convert_checkpoint
-from megatron_ext.config.families import state_dict_mapping
-from megatron_ext.config.hf_config import read_hf_config
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.families import state_dict_mapping
+from megatron_ext.families.hf_config import read_hf_config
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from tests.support.crashes import Disk
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.options import options_by_flag
+from megatron_ext.config.parse.options import options_by_flag
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/symptoms.md").read_text()

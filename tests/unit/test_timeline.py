@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.cli import draw_pipeline
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError

@@ -126,7 +126,7 @@ def test_a_hugging_face_folder_gives_tokenizer_and_length(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    from megatron_ext.config import hf_config
+    from megatron_ext.families import hf_config
 
     values = {} if longest is None else {"max_position_embeddings": longest}
     monkeypatch.setattr(hf_config, "read_hf_config", lambda folder: ("family", values))

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext import environment
 from megatron_ext.checkpoint.native import lock
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.errors import ConfigurationError, StorageError
 from megatron_ext.resilience.process_end import RunStatus, run_guarded
 from megatron_ext.resilience.signals import SignalWatcher

@@ -20,13 +20,13 @@ from backports import zstd
 from megatron_ext.checkpoint.huggingface.folder import _index
 from megatron_ext.checkpoint.huggingface.safetensors import read_header
 from megatron_ext.checkpoint.native import manifest
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.hf_config import read_hf_config
-from megatron_ext.config.saved import read_saved
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.data.prepare import documents
 from megatron_ext.data.prepare.inputs import find_files
 from megatron_ext.data.record import read_record
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.families.hf_config import read_hf_config
 from megatron_ext.foreign.translate import read
 from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.untrusted.folder import file_inside

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.blend import Blend, read_blend
-from megatron_ext.config.options import options, options_by_name
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.parse.blend import Blend, read_blend
+from megatron_ext.config.parse.options import options, options_by_name
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.device import hardware_queues
 from megatron_ext.rules import (

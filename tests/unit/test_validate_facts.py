@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.device import hardware_queues
 from megatron_ext.rules.run import checkpoint_options_have_a_checkpoint

@@ -11,8 +11,8 @@ import megatron_ext.verify.record as recording  # which starts no rank here
 from megatron_ext import device
 from megatron_ext.cli import inspect_dataset
 from megatron_ext.cli import pretrain as program
-from megatron_ext.config import lr_scale
-from megatron_ext.config.arguments import Typed
+from megatron_ext.config.derived import lr_scale
+from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.schema.data import TOKENIZER_TYPES, DataConfig
 from megatron_ext.device.external_kernels import asked_for
 from megatron_ext.errors import ConfigurationError, DataError

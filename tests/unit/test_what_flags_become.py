@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import help_text, megatron_options, old_spellings
-from megatron_ext.config.arguments import parse, read
-from megatron_ext.config.help_text import about, default_text
-from megatron_ext.config.megatron_options import MegatronOption
-from megatron_ext.config.options import options_by_flag, options_by_name, read_texts, read_yaml_value
-from megatron_ext.config.other_defaults import other_default
-from megatron_ext.config.other_programs import advice
-from megatron_ext.config.words import listed
+from megatron_ext.config.compat import megatron_options, old_spellings
+from megatron_ext.config.compat.megatron_options import MegatronOption
+from megatron_ext.config.compat.other_defaults import other_default
+from megatron_ext.config.compat.other_programs import advice
+from megatron_ext.config.parse import help_text
+from megatron_ext.config.parse.arguments import parse, read
+from megatron_ext.config.parse.help_text import about, default_text
+from megatron_ext.config.parse.options import options_by_flag, options_by_name, read_texts, read_yaml_value
+from megatron_ext.config.parse.words import listed
 
 FULL = {"recompute_method": "uniform", "recompute_num_layers": 1}
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import cuda_graphs
-from megatron_ext.config.arguments import parse, read
-from megatron_ext.config.blend import missing_paths, read_blend
-from megatron_ext.config.eval_tasks import look_at_eval_tasks, read_eval_tasks
-from megatron_ext.config.files import to_yaml
+from megatron_ext.config.derived import cuda_graphs
+from megatron_ext.config.parse.arguments import parse, read
+from megatron_ext.config.parse.blend import missing_paths, read_blend
+from megatron_ext.config.parse.eval_tasks import look_at_eval_tasks, read_eval_tasks
+from megatron_ext.config.parse.files import to_yaml
+from megatron_ext.config.parse.saved import adopt, model_names, read_saved
 from megatron_ext.config.resolve import Facts, resolve, runs_on_cpu
-from megatron_ext.config.saved import adopt, model_names, read_saved
 from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.errors import ConfigurationError
 

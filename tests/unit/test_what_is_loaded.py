@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.native import contents, load, optimizer_state, rete
 from megatron_ext.checkpoint.native.contents import Contents, Parts
 from megatron_ext.checkpoint.native.folder import Found
 from megatron_ext.checkpoint.native.saved_rows import joined
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.errors import DataError

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.families import FAMILIES, family_of, obstacles, state_dict_mapping
-from megatron_ext.config.families.reading import Reading
-from megatron_ext.config.families.state_dict_mapping import _grouped
-from megatron_ext.config.hf_config import differences, hf_config
-from megatron_ext.config.layers import Attention
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, DataConfig, LayoutConfig, ModelConfig
+from megatron_ext.families import FAMILIES, family_of, obstacles, state_dict_mapping
+from megatron_ext.families.hf_config import differences, hf_config
+from megatron_ext.families.reading import Reading
+from megatron_ext.families.state_dict_mapping import _grouped
+from megatron_ext.parts.attention.describe import Attention
 from tests.support.family_configs import GPT2_WRITTEN, SCALING, WRITTEN, read_config
 
 

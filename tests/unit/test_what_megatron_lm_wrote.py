@@ -20,7 +20,7 @@ from megatron_ext.checkpoint.megatron_lm import arguments
 from megatron_ext.checkpoint.megatron_lm import state as megatron_lm
 from megatron_ext.checkpoint.native import load, torch_dist
 from megatron_ext.checkpoint.native.torch_dist import Chunk
-from megatron_ext.config.options import options_by_name
+from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import DataError
 from tests.support.small_models import small_config

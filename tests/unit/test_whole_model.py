@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.parameters import WORD_EMBEDDINGS
 from megatron_ext.errors import NumericError
+from megatron_ext.parts.catalogue import WORD_EMBEDDINGS
 from megatron_ext.resilience.weight_hash import weight_hash
 from megatron_ext.train import norms, replicas
 from megatron_ext.train.norms import parameters_norm

@@ -13,7 +13,7 @@ import torch
 from megatron_ext import inference
 from megatron_ext.cli import tasks as cli_tasks
 from megatron_ext.cli.generate import encoder
-from megatron_ext.config.eval_tasks import EvalTask
+from megatron_ext.config.parse.eval_tasks import EvalTask
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.inference import leader
 from megatron_ext.inference.sampling import Sampler, Sampling

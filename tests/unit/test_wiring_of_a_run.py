@@ -11,10 +11,11 @@ import torch
 from megatron_ext.config.schema import CheckpointConfig, Config
 from megatron_ext.data.synthetic import MockDataset
 from megatron_ext.parallel import groups as process_groups
+from megatron_ext.parts.attention import choice as attention_kernel
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.sharding import choose, fsdp2
 from megatron_ext.sharding.fsdp2 import TorchFSDP
-from megatron_ext.train import attention_kernel, build, memory_check, pretrain, trainer, watching, weight_decay
+from megatron_ext.train import build, memory_check, pretrain, trainer, watching, weight_decay
 from megatron_ext.train.callbacks import memory_history, standard
 from megatron_ext.train.configure import Configured
 from megatron_ext.train.datasets import Splits
@@ -252,7 +253,7 @@ def test_the_way_from_flags_to_the_training(
         *agreed,
         *([] if own_layers else [("check_it_fits", (config, here), {})]),
         ("telling_of_memory", (config, here), {}),
-        ("choose", (config, here, resume), {}),
+        ("choose", (config, here, None), {}),
         ("_build_and_train", (final, here, status, extensions, "the kernel of attention"), {}),
     ]
 

@@ -32,13 +32,13 @@ from megatron_ext.checkpoint.huggingface.importer import copy_tokenizer
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.huggingface.saved_model import Piece, SavedModel
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
-from megatron_ext.config.families import Family, ParameterMapping, family_of, state_dict_mapping
-from megatron_ext.config.hf_config import hf_config
-from megatron_ext.config.parameters import count
 from megatron_ext.config.schema import Config
 from megatron_ext.durable import sync
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.families import Family, ParameterMapping, family_of, state_dict_mapping
+from megatron_ext.families.hf_config import hf_config
 from megatron_ext.markdown import code, table
+from megatron_ext.parts.catalogue import count
 from megatron_ext.tokenizer.build import tokenizer_from_flags
 from megatron_ext.tokenizer.protocol import Tokenizer
 from megatron_ext.untrusted.text import load_json, read_file

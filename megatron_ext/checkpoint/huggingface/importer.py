@@ -26,16 +26,14 @@ from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENI
 from megatron_ext.checkpoint.native.folder import CONFIG, make_partial, publish, saved_iterations
 from megatron_ext.checkpoint.native.torch_archive import archive, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
-from megatron_ext.config.families import ParameterMapping, state_dict_mapping
-from megatron_ext.config.files import to_yaml
+from megatron_ext.config.parse.files import to_yaml
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.families import ParameterMapping, state_dict_mapping
+from megatron_ext.parts.catalogue import states
 
 _CHUNK_BYTES = 32 << 20
-# Modules for which megatron-core saves an object besides the weights, which is empty without FP8.
-_WITH_EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv")
-_WITH_EXTRA_STATE_IF_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
 
 
 def import_huggingface(source: str | Path, destination: str | Path) -> Path:
@@ -193,11 +191,10 @@ def _convert(entry: Entry, transposed: bool, rows: range, dtype: str, target: me
 
 
 def _objects(config: Config) -> Iterator[tuple[str, Any]]:
-    layers = config.model.num_layers
-    modules = (*_WITH_EXTRA_STATE, *(_WITH_EXTRA_STATE_IF_DENSE if config.model.num_experts is None else ()))
-    for layer in range(layers):
-        for module in modules:
-            yield f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", None
+    for state in states(config):
+        assert state.kind == "extra", f"{state.name}: an import has parameters alone"
+        key, (layer, *_) = stacked_key(state.name)
+        yield f"{key}/shard_{layer}_{config.model.num_layers}", None
     yield (
         "common_state/shard_0_1",
         {

@@ -9,12 +9,12 @@ from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.huggingface.folder import HFFolder
 from megatron_ext.checkpoint.huggingface.safetensors import Entry
 from megatron_ext.checkpoint.native.saveable import Saveable
-from megatron_ext.config import slices
-from megatron_ext.config.families import ParameterMapping, state_dict_mapping
 from megatron_ext.errors import DataError
+from megatron_ext.families import ParameterMapping, state_dict_mapping
 from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
+from megatron_ext.parts import slices
 
 
 def load_huggingface(run: Saveable, path: str | Path) -> None:

@@ -16,14 +16,14 @@ from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.folder import CONFIG, checkpoint_at
 from megatron_ext.checkpoint.native.torch_archive import check_archive, place_of_elements
 from megatron_ext.checkpoint.native.torch_dist import Chunk
-from megatron_ext.config.arguments import parse
-from megatron_ext.config.families import family_of, state_dict_mapping
-from megatron_ext.config.optimizers import has_own_optimizer
-from megatron_ext.config.parameters import parameters
+from megatron_ext.config.derived.optimizers import has_own_optimizer
+from megatron_ext.config.parse.arguments import parse
+from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.resolve import Facts, resolve
-from megatron_ext.config.saved import read_saved
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.families import family_of, state_dict_mapping
+from megatron_ext.parts.catalogue import parameters
 from megatron_ext.untrusted.folder import check_folder, file_inside
 
 if TYPE_CHECKING:

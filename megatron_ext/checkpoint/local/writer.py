@@ -18,7 +18,7 @@ from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native.folder import CONFIG, DATA, iteration_folder, saved_iterations
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.snapshot import HostMemory
-from megatron_ext.config.files import to_yaml
+from megatron_ext.config.parse.files import to_yaml
 from megatron_ext.errors import DataError
 
 

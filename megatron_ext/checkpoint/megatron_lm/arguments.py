@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.native import torch_dist
-from megatron_ext.config.options import options_by_name, read_yaml_value
-from megatron_ext.config.saved import shapes_and_function
+from megatron_ext.config.parse.options import options_by_name, read_yaml_value
+from megatron_ext.config.parse.saved import shapes_and_function
 from megatron_ext.untrusted import inert_pickle
 from megatron_ext.untrusted.folder import file_inside, read_inside
 from megatron_ext.untrusted.inert_pickle import Global
@@ -60,7 +60,7 @@ def model_flags(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_model(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `config.saved.read_saved` returns of a checkpoint of ours, for --use-checkpoint-args."""
+    """Return what `config.parse.saved.read_saved` returns of a checkpoint of ours, for --use-checkpoint-args."""
     was = model_flags(args)
     without_effect = {"vocab_size"}  # its tokenizer may have more; loading compares the padded sizes
     if not was.get("group_query_attention"):

@@ -14,9 +14,9 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 
 from megatron_ext.checkpoint.megatron_lm.arguments import model_flags
-from megatron_ext.config.options import flag_of, names_by_resume
+from megatron_ext.config.parse.options import flag_of, names_by_resume
+from megatron_ext.config.parse.saved import model_names
 from megatron_ext.config.resolve import padded_vocabulary
-from megatron_ext.config.saved import model_names
 from megatron_ext.config.schema import Config
 from megatron_ext.optim.loss_scale import of_the_mean
 

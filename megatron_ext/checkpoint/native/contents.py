@@ -23,11 +23,11 @@ from megatron_ext.checkpoint.native import optimizer_state
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.saved_rows import joined, pieces
 from megatron_ext.checkpoint.native.snapshot import Copy
-from megatron_ext.config import own_parameters
 from megatron_ext.model.names import unwrapped
 from megatron_ext.model.own_layers import divided
 from megatron_ext.optim.loss_scale import loss_scale_of
 from megatron_ext.parallel.rows import RowShard, row_shard
+from megatron_ext.parts import own_parameters
 from megatron_ext.sharding.parts import Exchange, OptimizerPart
 
 # What megatron-core's readers want to know of the tensors' names and cuts.

@@ -16,10 +16,10 @@ from megatron_ext.checkpoint.native.folder import CONFIG, RELEASE, Found
 from megatron_ext.checkpoint.native.resume import search_in
 from megatron_ext.checkpoint.native.safe_reading import UNREADABLE, SafeReader, no_code_from_files
 from megatron_ext.checkpoint.native.saveable import Saveable
-from megatron_ext.config import own_parameters
-from megatron_ext.config.options import options_by_name
-from megatron_ext.config.saved import read_saved
+from megatron_ext.config.parse.options import options_by_name
+from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.parts import own_parameters
 from megatron_ext.terminal import warn
 from megatron_ext.untrusted.folder import file_inside
 

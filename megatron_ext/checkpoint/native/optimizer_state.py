@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 
 from megatron_ext.checkpoint.native.saved_rows import Pieces, joined, pieces
 from megatron_ext.checkpoint.native.snapshot import Copy
-from megatron_ext.config.optimizers import traits_of
+from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.torch_optimizer import is_torchs
 from megatron_ext.parallel.rows import RowShard, row_shard

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ext.checkpoint.native import manifest
 from megatron_ext.checkpoint.native.extra_files import TOKENIZER
 from megatron_ext.checkpoint.native.folder import CONFIG, DATA, Found, find_to_load
-from megatron_ext.config.saved import read_saved
+from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.errors import DataError
 from megatron_ext.untrusted.folder import file_inside
 

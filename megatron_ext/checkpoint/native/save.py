@@ -38,7 +38,7 @@ from megatron_ext.checkpoint.native.lock import hold_again
 from megatron_ext.checkpoint.native.retention import remove_expired
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, as_it_is
-from megatron_ext.config.files import to_yaml
+from megatron_ext.config.parse.files import to_yaml
 from megatron_ext.device.protocol import Device
 from megatron_ext.errors import StorageError, TrainingError
 from megatron_ext.sharding.parts import IN_PLACE, Exchange

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config.optimizers import OPTIMIZERS
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.schema.option import free, option
 
 _BY_TENSOR = {"fp8": "it would need a scale for each tensor, which differs between the shards of different layouts"}

@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from megatron_ext.config.blend import is_url
+from megatron_ext.config.parse.blend import is_url
 from megatron_ext.data.remote import RemoteFile, RemoteStream, entry, file_system, tried_again
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.untrusted.text import load_json, read_file

@@ -28,7 +28,7 @@ def split_heads(
 
     Args:
         packed_SBGC: each of the G groups has its queries, its key and its value, [S, B, G, (H / G + 2) * D].
-        table: from `model.rope.RotaryTable`, [2, S, half] or [2, B, 1, S, half]; None rotates nothing.
+        table: from `parts.attention.rope.RotaryTable`, [2, S, half] or [2, B, 1, S, half]; None rotates nothing.
         channels: D.
         interleaved: whether pair i is (channel 2i, channel 2i + 1), and not (channel i, channel i + half).
     """
@@ -36,7 +36,7 @@ def split_heads(
 
 
 def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
-    """Return `model.rope.rotate` of heads that may lie in any order; the result is contiguous."""
+    """Return `parts.attention.rope.rotate` of heads that may lie in any order; the result is contiguous."""
     return _Rotation.apply(x_BHSD, table, interleaved)  # pyright: ignore[reportReturnType]
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from megatron_ext.config.batch import training_steps
+from megatron_ext.config.derived.batch import training_steps
 from megatron_ext.data.accounting import use_of_sources
 from megatron_ext.optim.curves import weight_decay
 from megatron_ext.plan.flops import flops_per_token

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.eval_tasks import read_eval_tasks
+from megatron_ext.config.parse.eval_tasks import read_eval_tasks
 from megatron_ext.config.schema import Config
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher

@@ -6,8 +6,8 @@ follows from: no random numbers are drawn, and no data is read but the tasks' ow
 
 from collections.abc import Sequence
 
-from megatron_ext.config.batch import evaluation_batch
-from megatron_ext.config.eval_tasks import EvalTask
+from megatron_ext.config.derived.batch import evaluation_batch
+from megatron_ext.config.parse.eval_tasks import EvalTask
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.inference.generation import check_prompts, generate
 from megatron_ext.inference.model import Model

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_ext.config.arguments import read
-from megatron_ext.config.megatron_options import MegatronOption, earlier_options, megatron_options
+from megatron_ext.config.compat.megatron_options import MegatronOption, earlier_options, megatron_options
+from megatron_ext.config.parse.arguments import read
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.rules.validate import RULES, problems
 from tests.support.fixes import CommandLine, command_line, fixes, words

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.reference import pinned_command_line
+from megatron_ext.config.parse.reference import pinned_command_line
 from megatron_ext.errors import ConfigurationError
 from tests.support.wrong_flags import EXAMPLES
 from tools import make_docs

@@ -1,0 +1,110 @@
+"""Finds Megatron's own options that are not fields of our schema: each is accepted with a warning, or refused by name.
+
+Launch scripts written for Megatron-LM name many of its roughly 850 options. None may be misread or silently dropped, so
+each is in one of four classes: supported (a field of the schema), an old spelling (`old_spellings.py`, or an alias in
+the schema), of no bearing here (`megatron_accepted.py`: one warning line says what happens instead), or refused
+(`refused/`: it would change what is trained or kept). The last two are listed with the number of values that they take.
+What earlier releases and forks had besides (`earlier_options.py`) is taken with a warning too, or refused by value.
+"""
+
+import functools
+import re
+from dataclasses import dataclass
+
+from megatron_ext.config.compat.earlier_options import EARLIER, REFUSED_OF_FORKS
+from megatron_ext.config.compat.megatron_accepted import ACCEPTED
+from megatron_ext.config.compat.refused import REFUSED
+
+_MANY = 1_000_000
+
+
+@dataclass(frozen=True)
+class MegatronOption:
+    """One option of Megatron that is no field of the schema."""
+
+    flag: str
+    reason: str
+    accepted: bool
+    most_values: int
+    neutral: str | None
+    """Values that ask for nothing, separated by `;`."""
+    needs_value: bool = False
+
+    def refused_value(self, values: list[str]) -> str | None:
+        """Return why these values of an accepted flag are refused; None where they are not."""
+        return _REFUSED_VALUES.get((self.flag, " ".join(values)))
+
+    def is_neutral(self, values: list[str]) -> bool:
+        """Return whether these values ask for nothing (`--context-parallel-size 1`), so that the flag may pass
+        silently."""
+        given = " ".join(values)
+        if self.flag in _NEUTRAL_FORMS:
+            return _NEUTRAL_FORMS[self.flag](given)
+        return self.neutral is not None and any(_same(given, one) for one in self.neutral.split(";"))
+
+
+def _experts_in_every_layer(text: str) -> bool:
+    """Return whether a value of --moe-layer-freq says so: `1` (MindSpeed's `-1` too), or a list of ones, such as
+    `([1]*48)`."""
+    term = r"\[\s*1\s*(,\s*1\s*)*,?\s*\]\s*(\*\s*\d+\s*)?"
+    return re.fullmatch(rf"-?1|\(?\s*{term}(\+\s*{term})*\)?", text.strip()) is not None
+
+
+_NEUTRAL_FORMS = {"--moe-layer-freq": _experts_in_every_layer}
+"""Flags whose values ask for nothing in more than one form."""
+
+_REFUSED_VALUES = {
+    ("--dataloader-type", "external"): (
+        "a loader of one's own is given to pretrain(datasets=...), as docs/extending.md shows; leave it out"
+    )
+}
+"""Values of flags that otherwise change nothing here -> why they do."""
+
+
+def _same(given: str, neutral: str) -> bool:
+    if given == neutral:
+        return True
+    try:
+        return float(given) == float(neutral)
+    except ValueError:
+        return False
+
+
+def find(flag: str) -> MegatronOption | None:
+    """Return the option behind a flag, if Megatron has it, or had it, and the schema does not."""
+    return megatron_options().get(flag) or earlier_options().get(flag)
+
+
+@functools.cache
+def megatron_options() -> dict[str, MegatronOption]:
+    """Return flag -> option, for all of them."""
+    return _read_tables((ACCEPTED, True), (REFUSED, False))
+
+
+@functools.cache
+def earlier_options() -> dict[str, MegatronOption]:
+    """Return flag -> option, for those that Megatron no longer has, or that a fork has."""
+    return _read_tables((EARLIER, True), (REFUSED_OF_FORKS, False))
+
+
+def _read_tables(*tables: tuple[tuple[tuple[str, str], ...], bool]) -> dict[str, MegatronOption]:
+    found: dict[str, MegatronOption] = {}
+    for table, accepted in tables:
+        for reason, flags in table:
+            for entry in " ".join(flags.split()).split(", "):
+                option = _read_entry(entry, reason, accepted)
+                assert option.flag not in found, f"{option.flag} is listed twice"
+                found[option.flag] = option
+    return found
+
+
+def _read_entry(entry: str, reason: str, accepted: bool) -> MegatronOption:
+    flag, *rest = entry.split(" ")
+    neutral = None
+    most_values = 0
+    for word in rest:
+        if word.startswith("="):
+            neutral = word.removeprefix("=")
+        else:
+            most_values = _MANY if word == "N..." else 1
+    return MegatronOption(flag, reason, accepted, most_values, neutral, needs_value="N" in rest)

@@ -1,0 +1,1 @@
+"""Reads what the user typed: flags, files of flags, help."""

@@ -1,0 +1,119 @@
+"""Makes the text of `--help`: every flag, grouped as the schema groups them, with its default."""
+
+import itertools
+import textwrap
+
+from megatron_ext.config.parse.options import Option, options
+
+_USAGE = """\
+usage: pretrain_gpt.py [--config run.yaml] [flags]
+
+Pretrain a GPT model. Start it as one process, or as many with torchrun. Flags win over the --config file.
+"""
+
+_PROGRAM = (
+    ("--config FILE", "YAML file with any of the names below (underscores for hyphens)."),
+    (
+        "--dry-run",
+        "Check everything, print the layout and its memory, and exit. The layout is judged, not this machine: GPUs, "
+        "packages and data that are not here are believed, with a warning.",
+    ),
+    ("--device-memory-gb X", "With --dry-run: whether a rank fits in this memory; exit code 1 where it does not."),
+    ("--device-name TEXT", "With --dry-run: the same for a device by name (h200, h100, a100)."),
+    ("--allow-unknown-flags", "Leave out flags that nobody here knows, with a warning for each."),
+    ("--help, -h [WORD]", "Show this text, or the flags that have to do with a word, and exit."),
+    ("--version", "Show the version and exit."),
+)
+
+
+def version() -> str:
+    """Return the text of `--version`."""
+    from importlib import metadata  # with it comes a parser of e-mails, which nothing else here waits for
+
+    try:
+        return f"megatron-ext {metadata.version('megatron-ext')}"
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "megatron-ext (not installed)"
+
+
+_EXAMPLES = """
+examples:
+  python pretrain_gpt.py --help rope            # the flags that have to do with a word
+  python pretrain_gpt.py --config run.yaml --dry-run --world-size 64
+  torchrun --nproc-per-node 8 --max-restarts 3 pretrain_gpt.py --config run.yaml --save ckpt --load ckpt
+  python pretrain_gpt.py --device cpu --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
+      --position-embedding-type rope --mock-data --vocab-size 512 --micro-batch-size 4 --global-batch-size 4 \\
+      --train-iters 20 --lr 1e-3 --log-interval 1
+"""
+
+
+def about(word: str) -> str:
+    """Return the flags that have `word` in their name, group or sentence; the nearest names where none has."""
+    wanted = word.lstrip("-").replace("_", "-").lower()
+    found = [option for option in options() if wanted in _searched(option)]
+    if not found:
+        import difflib  # as for what an unknown flag meant: nobody else waits for it
+
+        names = [option.flag.removeprefix("--") for option in options()]
+        close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
+        hint = f"; near it: {', '.join(f'--{name}' for name in close)}" if close else ""
+        return f"no flag speaks of {word!r}{hint}. --help lists all of them."
+    lines: list[str] = []
+    for group, of_group in itertools.groupby(found, lambda option: option.group):
+        lines += [*([""] if lines else []), f"{group}:"]
+        for option in of_group:
+            lines += _option(option)
+    return "\n".join(lines)
+
+
+def _searched(option: Option) -> str:
+    return " ".join((option.flag, *option.aliases, option.group, option.help, *map(str, option.choices or ()))).lower()
+
+
+def text() -> str:
+    """Return the text with all flags, 120 columns wide."""
+    lines = [_USAGE, "program:"]
+    for flag, sentence in _PROGRAM:
+        lines += _entry(flag, sentence)
+    group = ""
+    for option in options():
+        if option.group != group:
+            group = option.group
+            lines += ["", f"{group}:"]
+        lines += _option(option)
+    lines += [
+        _EXAMPLES.rstrip(),
+        "",
+        "Defaults are in brackets. Exit codes: 0 done, 64 configuration, 65 data, 70 numeric, 74 storage,",
+    ]
+    lines += ["75 stopped by a signal and saved, 76 a peer was lost."]
+    return "\n".join(lines)
+
+
+def default_text(option: Option) -> str:
+    """Return the default as a user would type it; empty for switches and for values that are derived or optional."""
+    if option.default is None:
+        return "required" if option.required else ""
+    if option.is_switch:
+        return ""
+    return f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+
+
+def _option(option: Option) -> list[str]:
+    names = ", ".join((option.flag, *option.aliases))
+    return _entry(f"{names} {option.metavar}".rstrip(), _sentence(option))
+
+
+def _sentence(option: Option) -> str:
+    default = default_text(option)
+    return f"{option.help} [{default}]" if default else option.help
+
+
+def _entry(flag: str, sentence: str) -> list[str]:
+    wrapped = textwrap.wrap(sentence, 74, break_on_hyphens=False)
+    if len(flag) <= 41:
+        head = f"  {flag:<42}  {wrapped[0]}"
+        return [head, *(" " * 46 + line for line in wrapped[1:])]
+    # A long list of choices breaks after a comma.
+    head = textwrap.wrap(flag.replace(",", ", "), 118, initial_indent="  ", subsequent_indent=" " * 6)
+    return [*(line.replace(", ", ",") for line in head), *(" " * 46 + line for line in wrapped)]

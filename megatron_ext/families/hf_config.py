@@ -1,0 +1,112 @@
+"""Reads what a Hugging Face `config.json` says as values of our flags, and writes it back. The file is data: nothing
+that it names is run.
+
+What is peculiar to a family stands in its file in `config/families/`. A value that our model cannot have (a sliding
+window, another kind of rope scaling) and a key that nobody knows are refused by name: a model that trains as something
+slightly else is worse than none.
+What is peculiar to a family stands in its file in `families/`. A value that our model cannot have (a sliding
+window, another kind of rope scaling) is refused by name: a model that trains as something slightly else is worse than
+none.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.parse.options import check_size, flag_of, options_by_name
+from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.families import FAMILIES, Family
+from megatron_ext.families.reading import Reading
+from megatron_ext.families.without_bearing import WITHOUT_BEARING
+from megatron_ext.untrusted.text import load_json, read_file
+
+_LARGEST = 1 << 24  # bytes; one has some 1,000
+
+
+def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
+    """Return the family of the model in `folder`, and the values of our flags by field name.
+
+    Raises:
+        ConfigurationError: there is no readable `config.json`, or our model cannot be what it describes; with every
+            problem.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        content = load_json(read_file(path, _LARGEST))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}; give the folder of a Hugging Face model") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} is not a JSON object")
+    family = FAMILIES.get(str(content.get("model_type")))
+    if family is None:
+        raise ConfigurationError(
+            f"{path}: model_type {json.dumps(content.get('model_type'))} is not supported; "
+            f"use one of {', '.join(FAMILIES)}"
+        )
+    reading = Reading(content, family.defaults, family.aliases)
+    if reading.get("quantization_config") is not None:
+        reading.problems.append("quantization_config: quantized weights are not supported; use the unquantized model")
+    reading.refuse_unless("is_encoder_decoder", False, False, "only false is supported")
+    values = family.read(reading)
+    reading.refuse_the_rest(
+        f"a key that is not known for {family.model_type}; if the model is the same without it, leave it out of a copy "
+        "of config.json",
+        but=frozenset(key for keys in WITHOUT_BEARING.values() for key in keys),
+    )
+    problems = list(dict.fromkeys(reading.problems)) or list(_out_of_bounds(values))
+    if problems:
+        raise ConfigurationError([f"{path}: {problem}" for problem in problems])
+    return family, {**family.fixed, **values}
+
+
+def _out_of_bounds(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with values that a command line would not take either: sizes that nothing can count up to."""
+    for name, value in values.items():
+        option = options_by_name()[name]
+        try:
+            if option.type is int and type(value) is int:
+                check_size(option, value)
+        except ValueError as error:
+            yield f"{option.flag}: {error}"
+
+
+def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
+    """Return where the configuration is not the model of `values` (from `read_hf_config`), each as a flag with both
+    values."""
+    given = {**vars(config.model), "vocab_size": config.data.vocab_size}
+    given["group_query_attention"] = config.model.num_key_value_heads != config.model.num_attention_heads
+    given["num_query_groups"] = config.model.num_key_value_heads
+    if not config.model.disable_bias_linear:
+        given["add_qkv_bias"] = False  # it adds nothing to the biases that are there
+    if config.model.position_embedding_type == "rope":
+        given.pop("max_position_embeddings")  # a promise about lengths, with no parameter behind it
+    return [
+        f"{flag_of(name)} is {_shown(given[name])} and there {_shown(value)}"
+        for name, value in values.items()
+        if name in given and given[name] != value
+    ]
+
+
+def hf_config(config: Config, family: Family, dtype: str) -> dict[str, Any]:
+    """Return the content of `config.json`. `dtype` is torch's name of the weights' dtype, such as "bfloat16".
+
+    Rotary settings are written as transformers 4 knows them; transformers 5 reads those too.
+    """
+    shared = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": config.data.vocab_size,
+        "initializer_range": config.model.init_method_std,
+        "tie_word_embeddings": not config.model.untie_embeddings_and_output_weights,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    return {**shared, **family.write(config)}
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,67 @@
+"""Mixtral: Mistral with a mixture of experts in every layer."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families.protocol import Family
+from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import (
+    DECODER_FLAGS,
+    EXPERT_FLAGS,
+    decoder_json,
+    decoder_values,
+    expert_json,
+    expert_names,
+    expert_values,
+    refuse_others,
+    refuse_window,
+)
+
+_NAMES = expert_names("block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    values = decoder_values(reading)
+    refuse_window(reading)
+    refuse_others(reading, {"router_jitter_noise": 0.0})
+    experts, width = reading.integer("num_local_experts"), reading.integer("intermediate_size")
+    return {**values, **expert_values(reading, experts, width, normalized=True)}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    model = config.model
+    return {
+        **decoder_json(config),
+        "sliding_window": None,
+        **expert_json(config),
+        "num_local_experts": model.num_experts,
+        "intermediate_size": model.expert_ffn_hidden_size,
+    }
+
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    _NAMES,
+    {
+        **DECODER_FLAGS,
+        **EXPERT_FLAGS,
+        "qk_layernorm": False,
+        "add_qkv_bias": False,
+        "disable_bias_linear": True,
+        "moe_router_pre_softmax": False,
+    },
+    _read,
+    _write,
+    {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 131072,
+    },
+    aliases={"num_local_experts": "num_experts"},
+    experts=True,
+)

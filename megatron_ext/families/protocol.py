@@ -1,0 +1,78 @@
+"""What a family of Hugging Face consists of. Its file makes one `Family`, which `registry.py` finds there."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.families.reading import Reading
+
+
+def _no_flags(_model: ModelConfig) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Says how one family names, arranges and divides the parameters that we have, and what its `config.json` says.
+
+    Fused matrices need no code of their own: whoever moves tensors (`checkpoint/huggingface/`) copies ranges of rows,
+    in either direction and in any slice (see `state_dict_mapping.py`).
+    """
+
+    model_type: str
+    """Name of the family as in `config.json`."""
+
+    architecture: str
+    """The class of transformers, as in `config.json`."""
+
+    names: Mapping[str, tuple[str, ...]]
+    """Module of ours (in a layer, without the layer's prefix) -> modules there whose rows it holds, in this order.
+    One name for the fused QKV: queries, keys and values lie one above the other there."""
+
+    flags: Mapping[str, Any]
+    """Values of our flags that every model of the family has. A kind of part (a flag of the model with a closed set of
+    values, on which its weights depend) that is not named here is the usual one."""
+
+    read: Callable[[Reading], dict[str, Any]]
+    """Translates a `config.json` into values of our flags by field name, beyond `flags`. It adds what our model cannot
+    be to the reading's problems."""
+
+    write: Callable[[Config], dict[str, Any]]
+    """Returns the content of `config.json` beyond what all families write."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for a key that is not in the file, where families differ or it is not None."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Key -> another name that transformers takes for it."""
+
+    dependent_flags: Callable[[ModelConfig], Mapping[str, Any]] = _no_flags
+    """Values of our flags that follow from other values of the model, in every model of the family."""
+
+    layers: str = "model.layers.{}."
+    """Prefix of a layer's modules."""
+
+    headless_prefix: str = ""
+    """Prefix that files written from the model without its head leave out of every name; empty: there are no such
+    files."""
+
+    transposed: frozenset[str] = frozenset()
+    """Modules of ours whose weight lies transposed there."""
+
+    experts: bool = False
+    """Whether each layer's MLP is a mixture of experts. `{}` in the names of their modules is the expert's index."""
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """`flags`, with the usual kind of every part that they do not name."""
+        return {**_usual_kinds(), **self.flags}
+
+
+@functools.cache
+def _usual_kinds() -> dict[str, Any]:
+    """Return the default of every flag of the model that chooses among kinds of a part with weights of their own."""
+    kinds = [one for one in dataclasses.fields(ModelConfig) if one.metadata["choices"]]
+    return {one.name: one.default for one in kinds if one.metadata["resume"] == "shape"}

@@ -1,0 +1,37 @@
+"""Qwen3: Llama with norms of queries and keys, head by head."""
+
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families.protocol import Family
+from megatron_ext.families.reading import Reading
+from megatron_ext.families.shared import (
+    DECODER_FLAGS,
+    DECODER_NAMES,
+    decoder_json,
+    decoder_values,
+    refuse_attention_bias,
+    refuse_chosen_windows,
+)
+
+
+def _read(reading: Reading) -> dict[str, Any]:
+    values = decoder_values(reading)
+    refuse_attention_bias(reading)
+    refuse_chosen_windows(reading)
+    return values
+
+
+def _write(config: Config) -> dict[str, Any]:
+    return {**decoder_json(config), "attention_bias": not config.model.disable_bias_linear, "use_sliding_window": False}
+
+
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    DECODER_NAMES,
+    {**DECODER_FLAGS, "qk_layernorm": True, "add_qkv_bias": False, "disable_bias_linear": True},
+    _read,
+    _write,
+    {"num_key_value_heads": 32, "head_dim": 128},
+)

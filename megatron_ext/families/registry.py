@@ -1,0 +1,79 @@
+"""Lists the families of Hugging Face, and finds which of them a configuration is."""
+
+import dataclasses
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.parse.options import flag_of
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.families.protocol import Family
+from megatron_ext.parts.stack import stack
+
+
+def _found() -> dict[str, Family]:
+    """Return every family that a file of this folder makes, by model type, in the order of the files' names."""
+    package = __package__ or ""
+    files = [f"{package}.{found.name}" for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    readers = (__name__, f"{package}.hf_config")  # of all families
+    modules = [importlib.import_module(name) for name in files if name not in readers]
+    families = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    return {family.model_type: family for family in families}
+
+
+# In the order in which a configuration that fits several is given one.
+FAMILIES = _found()
+
+
+def family_of(config: Config) -> Family:
+    """Return the family that the configuration is shape-equal to.
+
+    Raises:
+        ConfigurationError: there is no such family; the message names the flags that stand in the way of the nearest
+            one.
+    """
+    found = {family.model_type: obstacles(config, family) for family in FAMILIES.values()}
+    mixture = any(layer.experts is not None for layer, _ in stack(config).kinds)
+    nearest = min(found, key=lambda model_type: (FAMILIES[model_type].experts != mixture, len(found[model_type])))
+    if found[nearest]:
+        raise ConfigurationError(
+            f"no Hugging Face family has this model's shape; the nearest is {nearest}, which has "
+            f"{', '.join(found[nearest])}. Train with the flags of a family to export to it (docs/huggingface.md)"
+        )
+    return FAMILIES[nearest]
+
+
+def obstacles(config: Config, family: Family) -> list[str]:
+    """Return what the family has and the configuration does not have, each as a flag."""
+    model = _normalized(config.model)
+    wanted = {**family.fixed, **family.dependent_flags(model)}
+    found = [
+        _difference(name, value, getattr(model, name))
+        for name, value in wanted.items()
+        if getattr(model, name) != value
+    ]
+    if model.load_balancing == "sinkhorn" and family.experts:
+        found.append("no --moe-router-load-balancing-type sinkhorn")
+    if any(family.experts != (layer.experts is not None) for layer, _ in stack(config).kinds):
+        found.append("--num-experts" if family.experts else "no --num-experts")
+    return found
+
+
+def _normalized(model: ModelConfig) -> ModelConfig:
+    """Return the values with switches that change nothing next to others put to one form."""
+    return dataclasses.replace(
+        model,
+        add_qkv_bias=model.add_qkv_bias and model.disable_bias_linear,
+        group_query_attention=model.num_key_value_heads != model.num_attention_heads,
+    )
+
+
+def _difference(name: str, wanted: Any, given: Any) -> str:
+    flag = flag_of(name)
+    if wanted is None:
+        return f"no {flag}"
+    if isinstance(wanted, bool):
+        return flag if wanted else f"no {flag}"
+    return f"{flag} {wanted:g} (not {given:g})" if isinstance(wanted, float) else f"{flag} {wanted} (not {given})"

@@ -1,0 +1,221 @@
+"""Holds what several families have in common: names, flags, and parts of `config.json` in both directions."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families.reading import Reading
+
+QKV = "self_attention.linear_qkv"
+
+DECODER_NAMES: dict[str, tuple[str, ...]] = {
+    "embedding.word_embeddings": ("model.embed_tokens",),
+    "input_layernorm": ("input_layernorm",),
+    QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.q_layernorm": ("self_attn.q_norm",),
+    "self_attention.k_layernorm": ("self_attn.k_norm",),
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "pre_mlp_layernorm": ("post_attention_layernorm",),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+    "decoder.final_layernorm": ("model.norm",),
+    "output_layer": ("lm_head",),
+}
+DECODER_FLAGS = {
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+}
+EXPERT_FLAGS = {"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"}
+
+
+def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+    """Return the names of a decoder with experts: the module of the mixture, and those of one expert's matrices.
+
+    The router is the module `gate` of the mixture in every family.
+    """
+    expert = f"{mixture}.experts.{{}}"
+    return {
+        **{name: theirs for name, theirs in DECODER_NAMES.items() if not name.startswith("mlp.")},
+        "mlp.router": (f"{mixture}.gate",),
+        "mlp.experts.linear_fc1": (f"{expert}.{gate}", f"{expert}.{up}"),
+        "mlp.experts.linear_fc2": (f"{expert}.{down}",),
+    }
+
+
+def decoder_values(reading: Reading) -> dict[str, Any]:
+    """Return the values of our flags that every decoder with rotary positions, SwiGLU and RMSNorm has in
+    `config.json`."""
+    hidden, heads = reading.integer("hidden_size"), reading.integer("num_attention_heads")
+    groups = reading.integer("num_key_value_heads", heads)
+    values: dict[str, Any] = {
+        "num_layers": reading.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": reading.integer("intermediate_size"),
+        "num_attention_heads": heads,
+        "kv_channels": reading.integer("head_dim", max(hidden // heads, 1)),
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
+        "norm_epsilon": reading.number("rms_norm_eps", 1e-6),
+        "untie_embeddings_and_output_weights": not reading.boolean("tie_word_embeddings", False),
+        "vocab_size": reading.integer("vocab_size"),
+        "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
+        **_rotary_values(reading),
+    }
+    if heads % groups:
+        reading.problems.append(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
+    reading.refuse_unless("hidden_act", "silu", "silu", "but the MLP here is SwiGLU: silu")
+    refuse_others(reading, {"activation": "swiglu", "rope_interleaved": False, "use_mrope": False})
+    return values
+
+
+def decoder_json(config: Config) -> dict[str, Any]:
+    """Return the content of `config.json` that every decoder with rotary positions, SwiGLU and RMSNorm has."""
+    model = config.model
+    content: dict[str, Any] = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.kv_channels,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_epsilon,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rope_theta": model.rotary_base,
+        "rope_scaling": None,
+        "attention_dropout": 0.0,
+    }
+    if model.use_rope_scaling:
+        content["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_scaling_low_freq_factor,
+            "high_freq_factor": model.rope_scaling_high_freq_factor,
+            "original_max_position_embeddings": model.rope_scaling_original_max_position_embeddings,
+        }
+    return content
+
+
+def expert_values(reading: Reading, experts: int, width: int, *, normalized: bool) -> dict[str, Any]:
+    """Return the values of our flags for `experts` experts of the MLP width `width` in every layer.
+
+    Args:
+        normalized: whether the weights of the experts that compute a token are normalized to the sum 1.
+    """
+    used = reading.integer("num_experts_per_tok")
+    if used > experts:
+        reading.problems.append(f"num_experts_per_tok {used} is above the number of experts, {experts}")
+    if normalized and used == 1:
+        reading.problems.append(
+            "num_experts_per_tok is 1 and weights are normalized, so that every expert has the weight 1 and the "
+            "router cannot be trained"
+        )
+    return {
+        "num_experts": experts,
+        "moe_ffn_hidden_size": width,
+        "moe_router_topk": used,
+        # The softmax over the top k alone is the one over all experts, normalized over the top k.
+        "moe_router_pre_softmax": not normalized,
+    }
+
+
+def expert_json(config: Config) -> dict[str, Any]:
+    """Return the content of `config.json` that every family with experts has."""
+    return {
+        "num_experts_per_tok": config.model.moe_router_topk,
+        "router_aux_loss_coef": config.model.load_balancing_coefficient,
+        "output_router_logits": False,
+    }
+
+
+_NO_WINDOW = (
+    "a sliding window, which is not supported. Where no sequence is longer than the window it has no effect: "
+    "set it to null in a copy of config.json"
+)
+
+
+def refuse_window(reading: Reading) -> None:
+    """Refuse `sliding_window`, in families that have a window where it is not null."""
+    if reading.get("sliding_window") is not None:
+        reading.problems.append(f"sliding_window is {reading.get('sliding_window')}: {_NO_WINDOW}")
+
+
+def refuse_chosen_windows(reading: Reading) -> None:
+    """Refuse the windows of families that switch them on (`use_sliding_window`) and choose layers for them."""
+    reading.refuse_unless("use_sliding_window", False, False, _NO_WINDOW)
+    reading.understand("sliding_window", "max_window_layers")  # read with use_sliding_window alone
+    kinds = reading.get("layer_types") or []
+    if "sliding_attention" in kinds:
+        reading.problems.append(f"layer_types names sliding_attention: {_NO_WINDOW}")
+    elif kinds and kinds != ["full_attention"] * len(kinds):
+        reading.problems.append(f"layer_types is {json.dumps(kinds)}, only full_attention is supported")
+
+
+def refuse_others(reading: Reading, usual: Mapping[str, Any]) -> None:
+    """Refuse what only some files have, and what our model has in one form alone: key -> its one value."""
+    for key, value in usual.items():
+        reading.refuse_unless(key, value, value, f"only {json.dumps(value)} is supported")
+
+
+def refuse_attention_bias(reading: Reading) -> None:
+    """Refuse biases of the attention's matrices without biases of the MLP's."""
+    reading.refuse_unless("attention_bias", False, False, "which has no flag; only false is supported")
+
+
+def _rotary_values(reading: Reading) -> dict[str, Any]:
+    """Return the values of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
+
+    A file may have all three, for `rope_scaling` is what model cards tell people to add. As transformers 5 does
+    (`modeling_rope_utils.convert_rope_params_to_dict`), `rope_scaling` takes the place of all of `rope_parameters`, and
+    what neither says is taken from next to them. Where they say different things, that is refused.
+    """
+    written, added = (reading.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    for key, place in (("rope_parameters", written), ("rope_scaling", added)):
+        if not isinstance(place, dict) or any(isinstance(value, dict) for value in place.values()):
+            reading.problems.append(f"{key} differ between layers, which is not supported")
+            return {}
+    name, taken = ("rope_scaling", added) if added else ("rope_parameters", written)
+    beside = {"rope_theta": reading.number("rope_theta", 10000.0), "partial_rotary_factor": 1.0}
+    reading.refuse_unless("partial_rotary_factor", 1.0, 1.0, "only 1 is supported")
+    rotary = Reading(taken, beside, {"rope_type": "type"})
+    rotary.refuse_unless("partial_rotary_factor", 1.0, 1.0, "only 1 is supported")
+    kind = rotary.get("rope_type", "default")
+    values: dict[str, Any] = {
+        "rotary_base": rotary.number("rope_theta", 10000.0),
+        "use_rope_scaling": kind == "llama3",
+    }
+    if kind == "llama3":
+        values |= {
+            "rope_scaling_factor": rotary.number("factor", 8.0),
+            "rope_scaling_low_freq_factor": rotary.number("low_freq_factor", 1.0),
+            "rope_scaling_high_freq_factor": rotary.number("high_freq_factor", 4.0),
+            "rope_scaling_original_max_position_embeddings": rotary.integer("original_max_position_embeddings"),
+        }
+    if kind in ("default", "llama3"):
+        rotary.refuse_the_rest(f"which rope_type {kind} does not read; leave it out")
+    else:
+        rotary.problems.append(f"rope_type is {json.dumps(kind)}; only default and llama3 are supported")
+    reading.problems += [f"{name}: {problem}" for problem in dict.fromkeys(rotary.problems)]
+    reading.problems += _contradictions(reading, name, {**beside, **taken, "rope_type": kind})
+    return values
+
+
+def _contradictions(reading: Reading, name: str, taken: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where another place says something else than what is taken from `name`; that nothing is scaled is said by
+    no more than a default."""
+    places = {"": {"rope_theta": reading.content.get("rope_theta")}}
+    if name == "rope_scaling":
+        places["rope_parameters: "] = reading.get("rope_parameters") or {}
+    for place, content in places.items():
+        for key, value in content.items():
+            key_taken = "rope_type" if key == "type" else key
+            unsaid = value is None or (key_taken == "rope_type" and value == "default")
+            if not unsaid and taken.get(key_taken) != value:
+                yield (
+                    f"{place}{key} is {json.dumps(value)}, but by {name}, which transformers reads first, it is "
+                    f"{json.dumps(taken.get(key_taken))}; say it once, or the same in both"
+                )

@@ -1,0 +1,90 @@
+"""Finds where the rows of our parameters lie in a family's tensors: a parameter is a list of ranges of rows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ext.config.schema import Config
+from megatron_ext.families.protocol import Family
+from megatron_ext.families.shared import QKV
+from megatron_ext.parts.attention.describe import Attention
+from megatron_ext.parts.catalogue import Parameter, parameters
+from megatron_ext.parts.protocol import Part
+from megatron_ext.parts.stack import layers
+
+_LAYER = "decoder.layers."
+_EXPERT = "mlp.experts."
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Says that rows `start` to `start + count` of a parameter are rows `tensor_start` and on of a Hugging Face
+    tensor."""
+
+    tensor: str
+    tensor_start: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ParameterMapping:
+    """Says where the rows of one parameter lie. Rows that no range covers are vocabulary padding, and zero."""
+
+    parameter: Parameter
+    ranges: tuple[RowRange, ...]
+    transposed: bool
+    """Whether the Hugging Face tensors are [columns, rows] of the parameter."""
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of the Hugging Face tensors that hold this parameter."""
+        rows: dict[str, int] = {}
+        for span in self.ranges:
+            rows[span.tensor] = rows.get(span.tensor, 0) + span.count
+        columns = self.parameter.shape[1:]
+        return {name: (*columns, count) if self.transposed else (count, *columns) for name, count in rows.items()}
+
+
+def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]:
+    """Return every parameter of the model, with the tensors of the family that hold its rows."""
+    mixers = [layer.mixer for layer in layers(config)]
+    return [
+        _parameter_mapping(parameter, mixers[parameter.stage] if isinstance(parameter.stage, int) else None, family)
+        for parameter in parameters(config)
+    ]
+
+
+def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family) -> ParameterMapping:
+    module, _, kind = parameter.name.rpartition(".")
+    prefix = ""
+    if module.startswith(_LAYER):
+        layer, _, module = module.removeprefix(_LAYER).partition(".")
+        prefix = family.layers.format(layer)
+    if parameter.expert is not None:
+        module = _EXPERT + module.removeprefix(f"{_EXPERT}{parameter.expert}.")
+    tensors = [f"{prefix}{name.format(parameter.expert)}.{kind}" for name in family.names[module]]
+    rows = parameter.true_rows or parameter.shape[0]
+    if module == QKV:
+        assert isinstance(mixer, Attention)
+        ranges = tuple(_grouped(tensors, mixer))
+    else:
+        count = rows // len(tensors)
+        ranges = tuple(RowRange(tensor, 0, index * count, count) for index, tensor in enumerate(tensors))
+    return ParameterMapping(parameter, ranges, transposed=kind == "weight" and module in family.transposed)
+
+
+def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
+    """Yield the rows of megatron-core's fused QKV: for each query group its query heads, then its key head and its
+    value head."""
+    groups, keys, values = attention.groups, attention.head_size, attention.value_head_size
+    queries = attention.query_size // groups
+    if len(tensors) == 1:
+        tensors = tensors * 3
+        first_key, first_value = queries * groups, (queries + keys) * groups
+    else:
+        first_key = first_value = 0
+    query, key, value = tensors
+    for group in range(groups):
+        start = group * (queries + keys + values)
+        yield RowRange(query, group * queries, start, queries)
+        yield RowRange(key, first_key + group * keys, start + queries, keys)
+        yield RowRange(value, first_value + group * values, start + queries + keys, values)

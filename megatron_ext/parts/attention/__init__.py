@@ -1,0 +1,1 @@
+"""Self-attention: its description, its ways of computation, positions, and the choice of kernels."""

@@ -1,0 +1,190 @@
+"""Computes self-attention with torch's scaled_dot_product_attention: causal, grouped-query, no mask tensor.
+
+Shapes: S sequence (of this context-parallel rank), B batch, H query heads of this rank, G key/value heads of this rank,
+D channels of a query or key head, V of a value head.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_ext.data.packing import Documents
+from megatron_ext.parts.attention import context_parallel
+from megatron_ext.parts.attention.cached import WholeSequences
+from megatron_ext.parts.attention.packed import attend_documents
+from megatron_ext.parts.attention.rope import TokenAngles, rotate, split_and_rotate
+
+
+class CausalSelfAttention(SelfAttention):
+    """megatron-core's self-attention with a forward pass of our own: project, rotate, attend, project.
+
+    Its parameters, and how they are divided over the ranks, are megatron-core's.
+    """
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | Any = None,
+        packed_seq_params: Documents | WholeSequences | None = None,
+        **unused: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the projected context, [S, B, hidden], and the bias that must still be added, if any. hidden_states:
+        [S, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal, whatever is given; with documents as
+        `packed_seq_params` it is causal within each of them, and otherwise `packed_seq_params` itself attends."""
+        given = [name for name, value in unused.items() if value is not None]
+        assert attention_mask is None, "the mask is causal"
+        assert not given, f"not for training on plain sequences: {given}"
+        if isinstance(packed_seq_params, WholeSequences):
+            query, key, value = self._projected(hidden_states)
+            return self._inferred(query, key, value, rotary_pos_emb, packed_seq_params)
+        attend: Any = self.core_attention
+        heads_BHSD = self._heads(hidden_states, rotary_pos_emb)
+        if not (isinstance(attend, SDPAttention) and attend.reads_views(heads_BHSD[1], packed_seq_params)):
+            # Contiguous heads cost a copy, and save more than that in the attention's strided reads.
+            heads_BHSD = tuple(head.contiguous() for head in heads_BHSD)
+        if packed_seq_params is not None:
+            attend = partial(attend, documents=packed_seq_params)
+        if self.checkpoint_core_attention and self.training:
+            context = tensor_parallel.checkpoint(attend, False, *heads_BHSD)
+        else:
+            context = attend(*heads_BHSD)
+        return self.linear_proj(context)
+
+    def _heads(self, hidden_states: torch.Tensor, table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return queries, [B, H, S, D], keys and values, [B, G, S, D], rotated if there is a table of angles."""
+        interleaved = self.config.rotary_interleaved
+        # A GPU's kernels read heads where they are, where nothing is to be rotated.
+        written = table is not None or hidden_states.device.type == "cpu"
+        if written and self._splits_at_once and not torch.compiler.is_compiling():
+            mixed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+            per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
+            return split_and_rotate(mixed[0], per_group, table, interleaved=interleaved)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in self._projected(hidden_states))
+        if table is None:
+            return query, key, value
+        return rotate(query, table, interleaved=interleaved), rotate(key, table, interleaved=interleaved), value
+
+    @property
+    def _splits_at_once(self) -> bool:
+        """Whether nothing happens to queries and keys between their product and their rotation: no norm, and no choice
+        of heads where ranks share a group."""
+        groups: Any = self.config.num_query_groups
+        return self.q_layernorm is None and self.k_layernorm is None and groups >= self.world_size
+
+    def _projected(self, hidden_states: torch.Tensor) -> Any:
+        """Return queries, keys and values, [S, B, heads, D]."""
+        return self.get_query_key_value_tensors(hidden_states)
+
+    def _inferred(
+        self,
+        query_SBHD: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        angles: TokenAngles | torch.Tensor | None,
+        inference: WholeSequences,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the same without gradients: in the last layer that of the positions that are read alone."""
+        if isinstance(angles, TokenAngles):
+            query_SBHD, key_SBGD = angles.turned(query_SBHD, key_SBGD)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBHD, key_SBGD, value_SBGD))
+        if isinstance(angles, torch.Tensor):
+            query = rotate(query, angles, interleaved=self.config.rotary_interleaved)
+            key = rotate(key, angles, interleaved=self.config.rotary_interleaved)
+        if query.size(2) > 1:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        attention: Any = self.core_attention
+        context = inference.attend(self.layer_number, query, key, value, attention.softmax_scale)
+        return self.linear_proj(inference.narrowed(context, self))
+
+
+class SDPAttention(torch.nn.Module):
+    """Computes softmax(Q K^T / sqrt(D), causal) V (Vaswani et al. 2017, equation 1), by torch's fastest kernel for the
+    device.
+
+    It is built as megatron-core builds a core attention, and called by `CausalSelfAttention`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        assert attn_mask_type is AttnMaskType.causal, f"only causal attention is implemented, not {attn_mask_type}"
+        assert pg_collection is not None or config.context_parallel_size == 1, "which ranks share a sample?"
+        self.cp_group = pg_collection.cp if pg_collection is not None and config.context_parallel_size > 1 else None
+        self.cp_comm_type = cp_comm_type
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout
+        # Under sequence parallelism the whole block already draws from this rank's own generator.
+        self.fork_generator = not config.sequence_parallel
+
+    def reads_views(self, key_BGSD: torch.Tensor, documents: Documents | None) -> bool:
+        """Return whether heads may lie in any order: a GPU's kernels read rows of channels that begin at multiples of
+        16 bytes wherever they are."""
+        aligned = key_BGSD.size(-1) * key_BGSD.element_size() % 16 == 0
+        return key_BGSD.device.type == "cuda" and aligned and documents is None and self.cp_group is None
+
+    def forward(
+        self,
+        query_BHSD: torch.Tensor,
+        key_BGSD: torch.Tensor,
+        value_BGSV: torch.Tensor,
+        documents: Documents | None = None,
+    ) -> torch.Tensor:
+        """Returns the context, [S, B, H * V]. With `documents`, tokens see their own document alone."""
+        attend: Any = self._whole if self.cp_group is None and documents is None else partial(self._divided, documents)
+        heads = query_BHSD, key_BGSD, value_BGSV
+        if self.training and self.dropout > 0.0 and self.fork_generator:
+            # Ranks hold different heads, so that their dropout masks must differ.
+            with tensor_parallel.get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
+                context_BHSV = attend(*heads)
+        else:
+            context_BHSV = attend(*heads)
+        return context_BHSV.permute(2, 0, 1, 3).flatten(2)
+
+    def _whole(self, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            query_BHSD,
+            key_BGSD,
+            value_BGSV,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=query_BHSD.size(1) != key_BGSD.size(1),
+        )
+
+    @torch.compiler.disable
+    def _divided(
+        self, documents: Documents | None, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute attention where the samples are divided over ranks, into documents, or both."""
+        query, key, value = query_BHSD, key_BGSD, value_BGSV
+        group, scale = self.cp_group, self.softmax_scale or 1.0 / math.sqrt(query.size(-1))
+        packed = None if documents is None else partial(attend_documents, documents=documents, scale=scale)
+        if group is None:
+            assert packed is not None
+            return packed(query, key, value)
+        if self.cp_comm_type == "a2a":
+            return context_parallel.attend_by_heads(query, key, value, group, packed or self._whole)
+        assert self.dropout == 0.0, "validated: blocks are put together without dropout"
+        if packed is not None:
+            assert self.cp_comm_type == "all_gather", "validated: documents need all keys at once"
+            return packed(query, *context_parallel.all_positions(key, value, group))
+        if self.cp_comm_type == "all_gather":
+            return context_parallel.attend_gathered(query, key, value, group, scale)
+        return context_parallel.attend_ring(query, key, value, group, scale)

@@ -1,0 +1,238 @@
+"""Describes causal self-attention: what queries, keys and values are, what each query sees, and what it costs.
+
+With T tokens of a rank, H hidden, D and V channels of a query or key head and of a value head, q and g query and
+key/value heads of a rank, w bytes of an element, a rank holds of each layer
+
+    heads         w T (D (q + g) + V g)     queries, keys, values (with all_gather: keys and values of all positions)
+    core          w T V q + 4 T q           attention's result and the normalizer of its softmax; SDPA keeps no weights
+    projection    w T V q                   input of the output projection
+
+and of its context-parallel ranks c each sends, with Q and KV this rank's queries, and keys with values:
+
+    all_gather    (c-1) KV forward, as much backward       all keys to all ranks, their gradients back
+    p2p           (c-1) KV forward; (c-1) KV and their gradients in fp32 all the way home backward
+    a2a           (c-1)/c (2Q + KV) both ways              queries, keys and values one way, their result the other
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_ext.config.schema import ModelConfig
+from megatron_ext.parts.norm.describe import Norm
+from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.protocol import Core, Exchange, Part, Place, Product, Share, State
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Says how the rotary frequencies are stretched, as Llama 3.1 does it (see
+    `parts.attention.rope.scaled_inverse_frequencies`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Says how queries and keys are rotated by their position."""
+
+    base: float
+    percent: float
+    """Share of a head's channels that is rotated."""
+
+    scaling: RotaryScaling | None
+
+    def channels(self, head_size: int) -> int:
+        """Return the number of rotated channels of a head."""
+        return int(head_size * self.percent)
+
+
+@dataclass(frozen=True)
+class Attention(Part):
+    """Causal self-attention, whose query heads share key/value heads group by group. Sizes are of the whole model."""
+
+    modules = ("linear_qkv", "q_layernorm", "k_layernorm", "linear_proj")
+
+    kind: Literal["grouped_query"]
+    """How queries, keys and values come about; multi-head attention is that of one query head a group."""
+
+    query_heads: int
+    groups: int
+    """Number of key/value heads."""
+
+    head_size: int
+    """Channels of a query head and of a key head, which are multiplied with each other."""
+
+    value_head_size: int
+    """Channels of a value head, and of the context that a query head gets."""
+
+    window: int | None
+    """Number of latest positions that a query sees, its own included; None: all up to its own."""
+
+    rotary: Rotary | None
+    qk_norm: Literal["head", "projection"] | None
+    """Whether queries and keys are normalized, head by head or all heads of a token at once."""
+
+    norm: Norm
+    """What these norms are."""
+
+    qkv_bias: bool
+    output_bias: bool
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int] | None:
+        """Channels that are normalized together: of queries, and of keys. None without these norms."""
+        if self.qk_norm is None:
+            return None
+        return (self.head_size, self.head_size) if self.qk_norm == "head" else (self.query_size, self.key_size)
+
+    @property
+    def query_size(self) -> int:
+        """Number of channels of all query heads."""
+        return self.query_heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Number of channels of all key heads."""
+        return self.groups * self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Number of channels of all value heads."""
+        return self.groups * self.value_head_size
+
+    @property
+    def context_size(self) -> int:
+        """Channels of what all query heads attended to: the width of the output projection's input."""
+        return self.query_heads * self.value_head_size
+
+    def parameters(self, place: Place) -> Iterator[Parameter]:
+        """Yield the output projection, the fused QKV, and the norms of queries and keys."""
+        hidden, qkv = place.model.hidden_size, self.query_size + self.key_size + self.value_size
+        if self.output_bias:
+            yield place.vector("linear_proj.bias", hidden, sequence_parallel=True)
+        yield place.matrix("linear_proj.weight", hidden, self.context_size, adds=True, tp_dim=1)
+        yield place.matrix("linear_qkv.weight", qkv, hidden, tp_dim=0)
+        if self.qkv_bias:
+            yield place.vector("linear_qkv.bias", qkv, tp_dim=0)
+        for name, size in zip(("q_layernorm", "k_layernorm"), self.qk_norm_sizes or (), strict=False):
+            yield from self.norm.parameters(place.inside(name), size)
+
+    def state(self, place: Place) -> Iterator[State]:
+        """Yield what is saved with each linear layer."""
+        for name in ("linear_proj", "linear_qkv"):
+            yield State(f"{place.name}.{name}._extra_state", "extra")
+
+    def products(self, share: Share) -> list[Product]:
+        """Return the projections."""
+        # A rank has at least one group of keys and values, so that they are repeated where there are fewer of them.
+        keys = max(self.groups // share.tensor, 1) * (self.head_size + self.value_head_size)
+        return [
+            Product(share.tokens, self.query_size // share.tensor + keys, share.hidden),
+            Product(share.tokens, share.hidden, self.context_size // share.tensor),
+        ]
+
+    def held(self, share: Share) -> Mapping[str, float]:
+        """Return the bytes of queries, keys and values with what their norms keep, of what they attended to, and of
+        that as the output projection's input."""
+        queries, groups = self.query_heads // share.tensor, max(self.groups // share.tensor, 1)
+        gathered = share.context if "all_gather" in share.config.layout.cp_comm_type else 1
+        keys, values = self.head_size * groups, self.value_head_size * groups
+        heads = share.width * share.tokens * (self.head_size * queries + gathered * (keys + values))
+        if self.qk_norm is not None:
+            # Queries and keys once more, and a number of each head and token, or of each token's queries and keys.
+            numbers = queries + groups if self.qk_norm == "head" else 2
+            heads += (share.width * (self.head_size * queries + keys) + _FP32 * numbers) * share.tokens
+        context = share.width * share.tokens * self.value_head_size * queries
+        return {"heads": heads, "core": context + _FP32 * share.tokens * queries, "projection": context}
+
+    def gradients(self, share: Share) -> float:
+        """Return those of queries, keys and values."""
+        return self.held(share)["heads"]
+
+    def sent(self, share: Share) -> Iterator[Exchange]:
+        """Yield the sums of norms over the whole projection, and what context-parallel ranks exchange."""
+        if share.tensor > 1 and self.qk_norm == "projection":
+            # The mean squares of a token's whole queries, and of its keys, in fp32, and their gradients.
+            both = 2 * 2 * (share.tensor - 1) / share.tensor * _FP32 * share.tokens
+            yield Exchange("tp", "all-reduce", both, both, (2, 2), "{twice} m (t-1)/t 4 S/c B", "mixer")
+        exchanges, c = set(share.config.layout.cp_comm_type), share.context
+        if c == 1 or len(exchanges) > 1:
+            return
+        [exchange] = exchanges
+        sizes = self.head_size, self.value_head_size
+        head = sum(share.tokens * channels * share.width // share.tensor for channels in sizes)
+        keys, queries = self.groups * head, self.query_heads * head
+        if exchange == "all_gather":
+            yield Exchange("cp", "all-gather", (c - 1) * keys, 0.0, (1, 0), "m {layers} (c-1) KV", "core")
+            yield Exchange("cp", "reduce-scatter", 0.0, (c - 1) * keys, (0, 1), "m {layers} (c-1) KV", "core")
+        elif exchange == "p2p":
+            home = c * keys * _FP32 // share.width
+            formula = f"m L ({{times}}(c-1) + {_FP32 // share.width} c) KV"
+            yield Exchange("cp", "send", (c - 1) * keys, (c - 1) * keys + home, (c - 1, c - 1), formula, "core")
+        elif exchange == "a2a":
+            both = (c - 1) / c * (queries + keys)
+            yield Exchange("cp", "all-to-all", both, both, (2, 2), "m {layers} (c-1)/c (2Q + KV)", "core")
+
+    def mean_keys(self, length: int) -> float:
+        """Return the number of keys that a query sees on average in a sequence of `length` positions, counted as half
+        of it.
+
+        With a window w < length the first w queries see w/2 on average, and those after them w: w - w^2 / (2 length).
+        """
+        seen = length if self.window is None else min(self.window, length)
+        return seen - seen * seen / (2 * length)
+
+    def core_flops(self, length: int) -> float:
+        """Return the floating-point operations of Q K^T and A V for one token, forward, a multiply and an add counted
+        as two."""
+        return 2 * self.query_heads * (self.head_size + self.value_head_size) * self.mean_keys(length)
+
+    def core(self, share: Share) -> Core:
+        """Return scores, softmax and sum of values.
+
+        Flash attention computes the scores once more in its backward pass: 5 products to the forward pass' 2. Written
+        out, the whole square of scores goes through the memory.
+        """
+        heads, wide = self.query_heads / share.tensor, self.head_size + self.value_head_size
+        return Core(
+            flops=share.tokens * self.core_flops(share.length) / share.tensor,
+            again=2.5,
+            written_out=2 * share.tokens * share.length * (heads * wide),
+            inner=self.head_size,
+            scores=heads * share.tokens * share.length,
+        )
+
+
+def attention_of(model: ModelConfig, norm: Norm) -> Attention:
+    """Return the model's attention, with norms of this kind."""
+    return Attention(
+        kind="grouped_query",
+        query_heads=model.num_attention_heads,
+        groups=model.num_key_value_heads,
+        head_size=model.kv_channels,
+        value_head_size=model.kv_channels,
+        window=None,
+        rotary=_rotary(model),
+        qk_norm=model.qk_layernorm_over if model.qk_layernorm else None,  # pyright: ignore[reportArgumentType]
+        norm=norm,
+        qkv_bias=model.has_qkv_bias,
+        output_bias=not model.disable_bias_linear,
+    )
+
+
+def _rotary(model: ModelConfig) -> Rotary | None:
+    if model.position_embedding_type != "rope":
+        return None
+    scaling = RotaryScaling(
+        model.rope_scaling_factor,
+        model.rope_scaling_low_freq_factor,
+        model.rope_scaling_high_freq_factor,
+        model.rope_scaling_original_max_position_embeddings,
+    )
+    return Rotary(model.rotary_base, model.rotary_percent, scaling if model.use_rope_scaling else None)

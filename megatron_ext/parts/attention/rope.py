@@ -1,0 +1,251 @@
+"""Computes rotary position embedding whose scaling takes the constants of Llama 3.1 as values.
+
+megatron-core knows that scaling for an original context of 8,192 positions and the factors 1 and 4 alone, and
+moves its frequencies to a GPU whatever the device is.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.config.derived.ranks import context_chunks
+from megatron_ext.device.triton import choice
+from megatron_ext.parts.attention.describe import Attention, RotaryScaling
+
+
+class ScaledRotaryEmbedding(RotaryEmbedding):
+    """Computes angles of rotation for every position (Su et al. 2021, RoFormer, equation 15), in layers with this
+    attention."""
+
+    def __init__(self, attention: Attention, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        rotary = attention.rotary
+        assert rotary is not None, "these layers rotate nothing"
+        super().__init__(
+            kv_channels=attention.head_size,
+            rotary_percent=rotary.percent,
+            rotary_base=rotary.base,  # pyright: ignore[reportArgumentType]
+            use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=pg_collection.cp,
+        )
+        self.interleaved = config.rotary_interleaved
+        if rotary.scaling is not None:
+            self.inv_freq = scaled_inverse_frequencies(self.inv_freq, rotary.scaling)
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Return angles in radians, [positions, 1, 1, rotated channels]; the two channels of a pair have the same."""
+        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        twice = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
+        return twice[:, None, None, :]
+
+
+class RotaryTable(ScaledRotaryEmbedding):
+    """Holds cosines and sines of the angles, computed once for a sequence length, as `rotate` takes them."""
+
+    def __init__(self, attention: Attention, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(attention, config, pg_collection)
+        assert attention.rotary is not None
+        self.dtype, self.turns_halves = config.params_dtype, attention.rotary.percent == 1.0 and not self.interleaved
+        self.chunks = context_chunks(pg_collection.cp.rank(), pg_collection.cp.size())
+        self.cp_group: Any = None  # else megatron-core would divide the table, along another dimension
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Return cosines, then sines, [2, this rank's positions, rotated channels / 2]."""
+        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        # A table for one token is made in vain: such a pass takes its angles from `at`.
+        if sum(self.chunks) > 1 and max_seq_len % (sum(self.chunks) + 1) == 0:
+            angles = torch.cat([angles.chunk(sum(self.chunks) + 1)[chunk] for chunk in self.chunks])
+        return self._table(angles)
+
+    def at(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return the table for positions [B, S] that differ from sample to sample: [2, B, 1, S, rotated channels /
+        2]."""
+        inverse = self.inv_freq.to(position_ids.device)
+        return self._table(position_ids.to(inverse.dtype)[:, None, :, None] * inverse)
+
+    def at_token(self, positions_B1: torch.Tensor) -> "TokenAngles | torch.Tensor":
+        """Return what turns the heads of one token of each row; where not all channels are turned, in two halves, that
+        is a table of one position."""
+        if not self.turns_halves:
+            return self.at(positions_B1)
+        inverse = self.inv_freq.to(positions_B1.device)
+        cosines, sines = self._table(positions_B1.to(inverse.dtype)[None, :, :, None] * inverse)
+        return TokenAngles(torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1))
+
+    def _table(self, angles: torch.Tensor) -> torch.Tensor:
+        return torch.stack((angles.cos(), angles.sin())).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class TokenAngles:
+    """Turns queries and keys of one token of each row together, in as few operations as there are: what a layer takes
+    for a single token is the time of its calls."""
+
+    cosines_1B1D: torch.Tensor
+    sines_1B1D: torch.Tensor
+    """The sines, negative for the first half of the channels."""
+
+    def turned(self, query_1BHD: torch.Tensor, key_1BGD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return both as `rotate` would, without gradients."""
+        heads = torch.cat((query_1BHD, key_1BGD), dim=2)
+        swapped = heads.roll(heads.size(-1) // 2, -1)
+        turned = torch.addcmul(heads * self.cosines_1B1D, swapped, self.sines_1B1D)
+        return turned.split((query_1BHD.size(2), key_1BGD.size(2)), dim=2)
+
+
+def rotate(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Rotate pairs of the first channels by their position's angles.
+
+    Args:
+        x_BHSD: queries or keys; channels beyond twice the table's are left alone.
+        table: from `RotaryTable`.
+        interleaved: whether pair i is (channel 2i, channel 2i + 1), and not (channel i, channel i + half).
+    Returns:
+        A contiguous tensor of the same shape.
+    """
+    if torch.compiler.is_compiling():
+        return rotate_reference(x_BHSD, table, interleaved=interleaved)
+    if choice.take(x_BHSD):
+        from megatron_ext.device.triton import rotary
+
+        return rotary.rotate(x_BHSD, table, interleaved=interleaved)
+    if not torch.is_grad_enabled():
+        return _turn(x_BHSD, table, 1, interleaved)
+    return _Rotation.apply(x_BHSD, table, interleaved)  # pyright: ignore[reportReturnType]
+
+
+def split_and_rotate(
+    mixed_SBGM: torch.Tensor, heads_per_group: int, table: torch.Tensor | None, *, interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries [B, H, S, D], keys and values [B, G, S, D], contiguous, the first two rotated as `rotate` does.
+
+    Args:
+        mixed_SBGM: the product that has them all: of each of G groups its queries' heads, its key and its value.
+        heads_per_group: query heads of a group.
+        table: from `RotaryTable`; None to rotate nothing.
+        interleaved: see `rotate`.
+    """
+    if choice.take(mixed_SBGM):
+        from megatron_ext.device.triton import rotary
+
+        channels = mixed_SBGM.size(-1) // (heads_per_group + 2)
+        return rotary.split_heads(mixed_SBGM, table, channels, interleaved=interleaved)
+    return _SplitRotation.apply(mixed_SBGM, heads_per_group, table, interleaved)  # pyright: ignore[reportReturnType]
+
+
+def rotate_reference(x_BHSD: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Compute `rotate` in the usual operations, for the compiler, which fuses them and their gradients."""
+    cosines, sines = table[0], table[1]
+    first, second, rest = _pairs(x_BHSD, cosines.size(-1), interleaved)
+    turned = first * cosines - second * sines, second * cosines + first * sines
+    if interleaved:
+        return torch.cat((torch.stack(turned, dim=-1).flatten(-2), rest), dim=-1)
+    return torch.cat((*turned, rest), dim=-1)
+
+
+def _pairs(x: torch.Tensor, half: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return views of x: the first channel of every pair, the second one, and the channels that are not rotated."""
+    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        return rotated[..., ::2], rotated[..., 1::2], rest
+    return rotated[..., :half], rotated[..., half:], rest
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotates channels; the gradient is the rotation back. Written out, both take four operations in place of some
+    twenty."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        ctx.save_for_backward(table)
+        ctx.interleaved = interleaved
+        return _turn(x, table, 1, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (table,) = ctx.saved_tensors
+        return _turn(grad, table, -1, ctx.interleaved), None, None
+
+
+class _SplitRotation(torch.autograd.Function):
+    """Splits and rotates. Its gradient is one tensor, into which those of queries, keys and values are rotated back:
+    apart they would be three, put together and laid out anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: torch.Tensor, heads_per_group: int, table: torch.Tensor | None, interleaved: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(table)
+        ctx.shape, ctx.heads_per_group, ctx.interleaved = mixed.shape, heads_per_group, interleaved
+        queries, key, value = _heads(mixed, heads_per_group)
+        turned_queries, turned_key = mixed.new_empty(queries.shape), mixed.new_empty(key.shape)
+        _turn_into(turned_queries, queries, _of_groups(table), 1, interleaved)
+        _turn_into(turned_key, key, table, 1, interleaved)
+        return turned_queries.flatten(1, 2), turned_key, value.contiguous()
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, for_queries: torch.Tensor, for_key: torch.Tensor, for_value: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
+        (table,) = ctx.saved_tensors
+        for_mixed = for_queries.new_empty(ctx.shape)
+        queries, key, value = _heads(for_mixed, ctx.heads_per_group)
+        _turn_into(queries, for_queries.view(queries.shape), _of_groups(table), -1, ctx.interleaved)
+        _turn_into(key, for_key, table, -1, ctx.interleaved)
+        value.copy_(for_value)
+        return for_mixed, None, None, None
+
+
+def _heads(mixed_SBGM: torch.Tensor, heads_per_group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return views: the queries of each group, [B, G, heads, S, D], its key and its value, [B, G, S, D]."""
+    heads_BGHSD = mixed_SBGM.unflatten(-1, (heads_per_group + 2, -1)).permute(1, 2, 3, 0, 4)
+    return heads_BGHSD[:, :, :heads_per_group], heads_BGHSD[:, :, -2], heads_BGHSD[:, :, -1]
+
+
+def _of_groups(table: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the table for the heads of groups, which have a dimension more; one of samples is [2, B, 1, S, ...]."""
+    return table.unsqueeze(2) if table is not None and table.dim() == 5 else table
+
+
+def _turn(x: torch.Tensor, table: torch.Tensor, direction: int, interleaved: bool) -> torch.Tensor:
+    turned = x.new_empty(x.shape)
+    _turn_into(turned, x, table, direction, interleaved)
+    return turned
+
+
+def _turn_into(
+    turned: torch.Tensor, x: torch.Tensor, table: torch.Tensor | None, direction: int, interleaved: bool
+) -> None:
+    if table is None:
+        turned.copy_(x)
+        return
+    cosines, sines = table[0], table[1]
+    half = cosines.size(-1)
+    first, second, rest = _pairs(x, half, interleaved)
+    turned_first, turned_second, turned_rest = _pairs(turned, half, interleaved)
+    torch.mul(first, cosines, out=turned_first).addcmul_(second, sines, value=-direction)
+    torch.mul(second, cosines, out=turned_second).addcmul_(first, sines, value=direction)
+    if rest.size(-1):
+        turned_rest.copy_(rest)
+
+
+def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, scaling: RotaryScaling) -> torch.Tensor:
+    """Scale the rotary frequencies (`llama3` of Hugging Face's modeling_rope_utils).
+
+    Wavelengths longer than original / low factor are stretched in full, those shorter than original / high factor
+    not at all, and between the two the frequency is interpolated linearly in original / wavelength.
+
+    Args:
+        inverse_frequencies: [rotated channels / 2], radians per position.
+        scaling: gives the factor, the low and high factors, and the original context length.
+    Returns:
+        A new tensor of the same shape and dtype.
+    """
+    original, low, high = scaling.original_positions, scaling.low_freq_factor, scaling.high_freq_factor
+    periods = original * inverse_frequencies / (2.0 * math.pi)
+    unscaled = ((periods - low) / (high - low)).clamp(0.0, 1.0)
+    return unscaled * inverse_frequencies + (1.0 - unscaled) * inverse_frequencies / scaling.factor

@@ -1,0 +1,128 @@
+"""Causal attention over segments: consecutive queries that see consecutive keys, and no others.
+
+A document in a packed sample is a segment; so is the part of a document, or of a whole sample, that one
+context-parallel rank holds. No mask is made: a segment is at most a square causal block and a full block before it, and
+attention over two blocks is put together from their log-sum-exps (Dao 2023, arXiv:2307.08691, section 3.1.1).
+
+Shapes: B batch, H query heads, G key/value heads, Q queries, K keys, D channels of a query or key head, V channels of a
+value head.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ext.data.packing import Segment
+from megatron_ext.parts.attention.blocks import block_backward, block_forward
+
+
+def attend_segments(
+    query_BHQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    value_BGKV: torch.Tensor,
+    segments: Sequence[Segment],
+    scale: float,
+) -> torch.Tensor:
+    """Return attention of each segment's queries over its keys, [B, H, Q, V]; contiguous.
+
+    Args:
+        segments: cover every query once. The last query of a segment sees all keys of the segment, the one before it
+            all but the last, and so on. Every row of the batch has the same segments.
+    """
+    return _Segments.apply(query_BHQD, key_BGKD, value_BGKV, tuple(segments), scale)  # pyright: ignore[reportReturnType]
+
+
+def attend_segments_reference(
+    query_BHQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    value_BGKV: torch.Tensor,
+    segments: Sequence[Segment],
+    scale: float,
+) -> torch.Tensor:
+    """Compute `attend_segments` written out with one mask over all queries and keys."""
+    queries, keys = query_BHQD.size(2), key_BGKD.size(2)
+    visible = torch.zeros(queries, keys, dtype=torch.bool)
+    for segment in segments:
+        rows, columns = segment.rows, slice(segment.first_key, segment.first_key + segment.keys)
+        visible[rows, columns] = torch.ones(segment.queries, segment.keys, dtype=torch.bool).tril(
+            segment.keys - segment.queries
+        )
+    repeats = query_BHQD.size(1) // key_BGKD.size(1)
+    key, value = key_BGKD.repeat_interleave(repeats, 1), value_BGKV.repeat_interleave(repeats, 1)
+    scores = (query_BHQD @ key.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+def merge(
+    out: torch.Tensor, log_sum_exp: torch.Tensor, other: torch.Tensor, other_log_sum_exp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention over the keys of two blocks, from the attention over each.
+
+    Args:
+        out, other: [..., Q, V]; the result has the wider of their types.
+        log_sum_exp, other_log_sum_exp: [..., Q].
+    """
+    joint = torch.logaddexp(log_sum_exp, other_log_sum_exp)
+    share = (log_sum_exp - joint).exp().unsqueeze(-1)
+    other_share = (other_log_sum_exp - joint).exp().unsqueeze(-1)
+    return out * share + other * other_share, joint
+
+
+def _blocks(segment: Segment) -> Iterator[tuple[slice, bool]]:
+    """Yield the keys of a segment in blocks, and whether a block is causal (and square) or full."""
+    if segment.keys > segment.queries:
+        yield slice(segment.first_key, segment.first_key + segment.keys - segment.queries), False
+    yield slice(segment.first_key + segment.keys - segment.queries, segment.first_key + segment.keys), True
+
+
+class _Segments(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: tuple[Segment, ...],
+        scale: float,
+    ) -> torch.Tensor:
+        out = query.new_empty((*query.shape[:-1], value.size(-1)))
+        log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+        for segment in segments:
+            parts = [
+                block_forward(
+                    query[:, :, segment.rows], key[:, :, block], value[:, :, block], causal=causal, scale=scale
+                )
+                for block, causal in _blocks(segment)
+            ]
+            joint = parts[0] if len(parts) == 1 else merge(*parts[0], *parts[1])
+            out[:, :, segment.rows], log_sum_exp[:, :, segment.rows] = joint
+        ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        query, key, value, out, log_sum_exp = ctx.saved_tensors
+        for_query, for_key, for_value = (
+            tensor.new_zeros(tensor.shape, dtype=log_sum_exp.dtype) for tensor in (query, key, value)
+        )
+        for segment in ctx.segments:
+            rows = segment.rows
+            for block, causal in _blocks(segment):
+                parts = block_backward(
+                    grad[:, :, rows],
+                    query[:, :, rows],
+                    key[:, :, block],
+                    value[:, :, block],
+                    out[:, :, rows],
+                    log_sum_exp[:, :, rows].contiguous(),
+                    causal=causal,
+                    scale=ctx.scale,
+                )
+                for_query[:, :, rows] += parts[0]
+                for_key[:, :, block] += parts[1]
+                for_value[:, :, block] += parts[2]
+        return for_query.to(query.dtype), for_key.to(key.dtype), for_value.to(value.dtype), None, None

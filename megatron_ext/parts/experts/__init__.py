@@ -1,0 +1,1 @@
+"""A mixture of experts, in the place of an MLP."""

@@ -1,0 +1,328 @@
+"""Builds a mixture of experts on plain torch: megatron-core's MoE layer, router and dispatchers, with experts of our
+own.
+
+Without Transformer Engine megatron-core computes the experts of a rank one after another, even where a grouped product
+was asked for. `GroupedExperts` holds each matrix of all local experts as one parameter and, with --moe-grouped-gemm,
+multiplies by them in one call.
+
+Shapes: T (token, expert) pairs on this rank, sorted by expert; E local experts; H hidden; F this rank's part of an
+expert's width; I and O inputs and outputs of a matrix.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    get_tokens_per_expert_and_token_count,
+    router_gating_linear,
+    sinkhorn,
+    switch_load_balancing_loss_func,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+from megatron_ext.device.kernels import linear
+from megatron_ext.device.triton import choice
+from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+# The kernel reads matrices in pieces of 16 bytes, 8 elements of bf16.
+_GROUPED_ALIGNMENT = 8
+
+LOAD_BALANCING, Z_LOSS = "load_balancing_loss", "z_loss"
+"""megatron-core's names of the two auxiliary losses, and Megatron-LM's tags."""
+
+_OF_SAMPLES = "seq_load_balancing_loss"
+"""megatron-core's name of the first, where it is that of each sample."""
+
+
+def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """Return rows of x times the matrix of their expert, in one product: [T, O]. Products are 16-bit, as in
+    `linear_by_expert`.
+
+    Args:
+        tokens_per_expert: [E] integers whose sum is T; rows are sorted by expert.
+    """
+    ends = tokens_per_expert.to(device=x_TI.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return F.grouped_mm(x_TI, weight_EOI.transpose(1, 2), offs=ends)
+
+
+def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """Return the same, one expert after another, in any precision."""
+    parts = zip(x_TI.split(tokens_per_expert.tolist()), weight_EOI.unbind(0), strict=True)
+    # An expert without tokens still takes part, so that its gradient is zero and not missing.
+    return torch.cat([linear(x, weight) if len(x) else F.linear(x, weight) for x, weight in parts])
+
+
+def can_group(x_TI: torch.Tensor, weight_EOI: torch.Tensor) -> bool:
+    """Return whether `grouped_linear` takes these operands."""
+    aligned = all(size % _GROUPED_ALIGNMENT == 0 for size in weight_EOI.shape[1:])
+    return x_TI.dtype == weight_EOI.dtype == torch.bfloat16 and aligned
+
+
+class ExpertMatrices(torch.nn.Module):
+    """One matrix of every local expert, stacked in one parameter [E, O, I], of which O or I is divided over the ranks.
+
+    Args:
+        rows, columns: numbers of rows and columns of one expert's matrix on this rank.
+        divided: the dimension, 0 (rows) or 1 (columns), that the expert-tensor-parallel ranks divide.
+        gated: whether rows are a gate above an up projection, each divided by itself.
+    """
+
+    def __init__(
+        self,
+        experts: range,
+        rows: int,
+        columns: int,
+        *,
+        divided: int,
+        gated: bool,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__()
+        self.experts, self.divided, self.gated, self.groups = experts, divided, gated, groups
+        self.group_products = config.moe_grouped_gemm
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        weight = torch.empty(len(experts), rows, columns, dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(self.weight, True, divided + 1, 2 if gated else 1)
+        # Which ranks hold the same experts, and so whose gradients are added: as megatron-core's own layers say it.
+        own_groups = groups.ep.size() > 1 or groups.expt_tp.size() != groups.tp.size()
+        marked: Any = self.weight
+        marked.allreduce = not own_groups
+
+    def forward(self, x_TI: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """Return the products, [T, O]. x_TI: sorted by expert."""
+        grouped = self.group_products and can_group(x_TI, self.weight)
+        return (grouped_linear if grouped else linear_by_expert)(x_TI, self.weight, tokens_per_expert)
+
+    def sharded(self, name: str, key: str, offsets: tuple[Any, ...]) -> dict[str, ShardedTensorFactory]:
+        """Return the parameter as single matrices of a tensor [..., all experts, all rows, all columns], whose names
+        and pieces are those of megatron-core's own experts.
+
+        Args:
+            offsets: offsets of the axes before, as megatron-core gives them: (axis, this part's index, number of
+                parts).
+        """
+        prepended = len(offsets) + 1
+        axis = prepended + self.divided
+        all_experts = len(self.experts) * self.groups.ep.size()
+        tp_rank, tp_size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
+        # A gated matrix has a part of the gate and one of the up projection, which lies after the whole gate.
+        places = [tp_rank, tp_size + tp_rank] if self.gated else [tp_rank]
+
+        def matrices(key: str, stacked: torch.Tensor, replica_id: Any, _flattened: Any) -> Any:
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    part,
+                    *offsets,
+                    (prepended - 1, expert, all_experts),
+                    (axis, place, len(places) * tp_size),
+                    replica_id=replica_id,
+                    prepend_axis_num=prepended,
+                )
+                for expert, matrix in zip(self.experts, stacked, strict=True)
+                for place, part in zip(places, matrix.chunk(len(places)), strict=True)
+            ]
+
+        def stack(parts: Any) -> torch.Tensor:
+            return torch.cat(parts).view(self.weight.shape)
+
+        replica = (0, 0, self.groups.expt_dp.rank())
+        return {name: ShardedTensorFactory(key, self.weight, matrices, stack, replica)}
+
+
+class GroupedExperts(MegatronModule):
+    """The routed experts of this rank, MLPs of one shape without biases, built by megatron-core's MoELayer."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert not config.add_bias_linear, "experts have no biases"
+        assert config.moe_ffn_hidden_size is not None
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        first = pg_collection.ep.rank() * num_local_experts
+        self.local_experts = experts = range(first, first + num_local_experts)
+        gated = config.gated_linear_unit
+        build = partial(ExpertMatrices, experts, config=config, groups=pg_collection)
+        self.linear_fc1 = build(2 * width if gated else width, config.hidden_size, divided=0, gated=gated)
+        self.linear_fc2 = build(config.hidden_size, width, divided=1, gated=False)
+
+    def forward(
+        self, tokens_TH: torch.Tensor, tokens_per_expert: torch.Tensor, weights_T: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Return every row through its expert, times the router's weight: [T, H].
+
+        With tensor-parallel experts it is this rank's part of the sum, which the dispatcher takes. The second value
+        is the bias that megatron-core's experts may have.
+        """
+        hidden_TF = self.linear_fc1(tokens_TH, tokens_per_expert)
+        activation: Any = self.config.activation_func
+        if self.config.bias_activation_fusion and choice.take(hidden_TF):
+            from megatron_ext.device.triton.swiglu import swiglu
+
+            return self.linear_fc2(swiglu(hidden_TF, weights_T), tokens_per_expert), None
+        if self.config.gated_linear_unit:
+            gate_TF, up_TF = hidden_TF.chunk(2, dim=-1)
+            hidden_TF = activation(gate_TF) * up_TF
+        else:
+            hidden_TF = activation(hidden_TF)
+        hidden_TF = (hidden_TF * weights_T.unsqueeze(-1)).to(tokens_TH.dtype)
+        return self.linear_fc2(hidden_TF, tokens_per_expert), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the state dict with the keys of megatron-core's experts: those of all ranks are one tensor, [layers,
+        experts, ...]."""
+        return {
+            **self.linear_fc1.sharded(
+                f"{prefix}linear_fc1.weight", f"{prefix}experts.linear_fc1.weight", sharded_offsets
+            ),
+            **self.linear_fc2.sharded(
+                f"{prefix}linear_fc2.weight", f"{prefix}experts.linear_fc2.weight", sharded_offsets
+            ),
+        }
+
+
+class Router(TopKRouter):
+    """A router of megatron-core's whose logits need no GPU, and whose balance does not depend on the layout."""
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, is_mtp_layer: bool = False
+    ) -> None:
+        assert pg_collection is not None
+        super().__init__(config, pg_collection, is_mtp_layer)
+        self.dp_group = pg_collection.dp
+        # megatron-core's own counts would be rounded to bf16 with the model.
+        self.global_tokens_per_expert: Any = None
+        self.ga_steps: Any = None
+        self.reset_global_aux_loss_tracker()
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Forget the load of a global batch. megatron-core calls it at the end of a step."""
+        self._tokens_before_E: torch.Tensor | int = 0
+        self._microbatches_before = 0
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the logits, [..., experts]. input: [..., H]."""
+        dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
+        return router_gating_linear(input, self.weight, self.bias, dtype)
+
+    def _apply_global_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        """Return the weights, to whose gradient that of the load-balancing loss with the load of the global batch is
+        added (Qiu et al. 2025, arXiv:2501.11873, section 3).
+
+        The loss of a microbatch is E sum_i f_i P_i, P_i being the mean score of expert i in this microbatch, and f_i
+        its share of the tokens in this and all earlier microbatches of the global batch. Microbatches are ordered as
+        their samples are, so that data-parallel ranks take turns. For one data-parallel rank that is megatron-core's
+        own loss. With more it counts the microbatches of all ranks at once, and divides the loss by the number of
+        ranks, so that another layout would train another model.
+        """
+        coefficient = self.get_aux_loss_coeff("global_aux_loss")
+        if coefficient == 0:
+            return probs
+        tokens_E, own_tokens, tokens = get_tokens_per_expert_and_token_count(
+            routing_map, self.tp_cp_group, self.topk, with_padding_mask
+        )
+        loss = switch_load_balancing_loss_func(
+            scores_for_aux_loss,
+            self._load_so_far(tokens_E),
+            tokens,  # pyright: ignore[reportArgumentType]
+            self.topk,
+            scores_for_aux_loss.shape[1],
+            coefficient,
+        )
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, LOAD_BALANCING, self.tp_cp_group, valid_token_count=own_tokens
+        )
+
+    def _load_so_far(self, tokens_E: torch.Tensor) -> torch.Tensor:
+        """Return the mean number of tokens of each expert, [E], over the microbatches up to and with this one.
+
+        Args:
+            tokens_E: the numbers in this microbatch, the same on all ranks that share it.
+        """
+        group = self.dp_group
+        everyones = tokens_E.new_empty(group.size() * len(tokens_E))
+        torch.distributed.all_gather_into_tensor(everyones, tokens_E, group=group)
+        everyones_DE = everyones.view(group.size(), -1)
+        turn = group.rank() + 1
+        load_E = (self._tokens_before_E + everyones_DE[:turn].sum(0)) / (self._microbatches_before + turn)
+        self._tokens_before_E = self._tokens_before_E + everyones_DE.sum(0)
+        self._microbatches_before += group.size()
+        return load_E
+
+    def sinkhorn_load_balancing(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts' weights and which experts are chosen, both [tokens, experts]. logits: of this rank's
+        tokens.
+
+        Experts are chosen by Sinkhorn's balanced assignment (Clark et al. 2022, arXiv:2202.01169, section 3.1), in an
+        evaluation by the weights alone. megatron-core balances the tokens of each rank; here it is those of the whole
+        microbatch, so that the choice is the same in every layout.
+        """
+        weights = logits.sigmoid() if self.topk == 1 else logits.softmax(dim=-1, dtype=torch.float32).type_as(logits)
+        with torch.no_grad():
+            scores = self._balanced(logits) if self.training else weights
+            experts = scores.topk(self.topk, dim=1).indices
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+        return weights * chosen, chosen
+
+    def _balanced(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of the assignment of all tokens of the microbatch, fp32."""
+        group, own = self.tp_cp_group, logits.float().contiguous()
+        if group.size() == 1:
+            return sinkhorn(own)
+        everyones = own.new_empty(group.size() * len(own), own.size(1))
+        torch.distributed.all_gather_into_tensor(everyones, own, group=group)
+        return sinkhorn(everyones).chunk(group.size())[group.rank()]
+
+
+def mixture_of_experts() -> Any:
+    """Return what builds the mixture that takes the place of a layer's MLP."""
+    shared = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+    submodules = MoESubmodules(
+        experts=GroupedExperts,  # pyright: ignore[reportArgumentType]
+        shared_experts=partial(SharedExpertMLP, submodules=shared),
+        router=Router,
+    )
+    return partial(MoELayer, submodules=submodules)
+
+
+def take_auxiliary_losses(groups: ProcessGroupCollection) -> tuple[float, float]:
+    """Return this rank's part of the load-balancing loss and of the z-loss, over its layers and microbatches since the
+    last call: added up over all ranks, the sums over layers and microbatches of the means over the data-parallel ranks.
+
+    Neither includes its coefficient.
+    """
+    metrics = get_moe_metrics_tracker().metrics
+    sums = {name: float(entry.values.sum()) for name, entry in metrics.items()}
+    get_moe_metrics_tracker().clear()
+    balance = sums.get(LOAD_BALANCING, 0.0) + sums.get(_OF_SAMPLES, 0.0)
+    # The first is a part of the sum over a microbatch's tokens, the second a mean over this rank's tokens.
+    return balance / groups.dp.size(), sums.get(Z_LOSS, 0.0) / groups.tp_dp_cp.size()

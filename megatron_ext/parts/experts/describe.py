@@ -1,0 +1,127 @@
+"""Describes a mixture of experts, which takes the place of an MLP.
+
+An expert's input, what is inside it (4 F with SwiGLU) and that times the router's weight count for every (token,
+expert) pair; an even load is assumed. E and e are the experts' parallel size and tensor-parallel size, k the experts of
+a token, T a rank's part of the activations, which it routes.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.mlp.describe import Mlp, mlp_of
+from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.protocol import Exchange, Part, Place, Product, Share, State
+
+# Indices of a (token, expert) pair; a probability and a mark for each expert. Counted.
+_OF_A_PAIR, _OF_A_LOGIT = 24, 5
+
+
+@dataclass(frozen=True)
+class Experts(Part):
+    """A mixture of experts, which takes the place of an MLP."""
+
+    modules = ("router", "linear_fc1", "linear_fc2")
+
+    count: int
+    top_k: int
+    """Number of experts that compute each token."""
+
+    mlp: Mlp
+    """What each of them is."""
+
+    shared: Mlp | None
+    """What computes every token next to them: the shared experts together."""
+
+    @property
+    def blocks(self) -> int:
+        """The shared experts' input is gathered; that of routed ones goes its own way."""
+        return 0 if self.shared is None else self.shared.blocks
+
+    def parameters(self, place: Place) -> Iterator[Parameter]:
+        """Yield the router, the routed experts, and the shared ones."""
+        yield place.matrix("router.weight", self.count, place.model.hidden_size, sequence_parallel=True)
+        for expert in range(self.count) if place.experts is None else place.experts:
+            yield from self.mlp.parameters(place.inside(f"experts.{expert}"), expert)
+        if self.shared is not None:
+            yield from self.shared.parameters(place.inside("shared_experts"))
+
+    def state(self, place: Place) -> Iterator[State]:
+        """Yield what is saved with the linear layers of shared experts."""
+        if self.shared is not None:
+            yield from self.shared.state(place.inside("shared_experts"))
+
+    def products(self, share: Share) -> list[Product]:
+        """Return the products of the router, of the shared experts, and of the routed experts that the rank has; an
+        even load is assumed."""
+        own = share.tokens / share.tensor
+        each = own * self.top_k * share.experts * share.expert_tensor / self.count
+        routed = self.mlp.products_of(share, each, share.expert_tensor)
+        return [
+            Product(own, self.count, share.hidden),
+            *([] if self.shared is None else self.shared.products(share)),
+            *(product._replace(number=self.count / share.experts, routed=True) for product in routed),
+        ]
+
+    def held(self, share: Share) -> Mapping[str, float]:
+        """Return the bytes of the pairs, of their inside, and of the router's."""
+        own = share.tokens / share.divided
+        # Every rank of an expert's tensor-parallel group has all of its pairs.
+        pairs = self.top_k * own * share.expert_tensor
+        inside = (5 if self.mlp.gated else 3) * share.width * self.mlp.width / share.expert_tensor
+        held = pairs * (share.width * share.hidden + inside + _OF_A_PAIR) + own * self.count * _OF_A_LOGIT
+        if self.shared is not None:
+            held += self.shared.inside(share, gated=5) * share.tokens / share.tensor
+        return {"mlp": held}
+
+    def gradients(self, share: Share) -> float:
+        """Return those of half of what it holds."""
+        return self.held(share)["mlp"] / 2
+
+    def sent(self, share: Share) -> Iterator[Exchange]:
+        """Yield what routing tokens to their experts and back sends, forward and again backward."""
+        ep, etp = share.experts, share.expert_tensor
+        if ep * etp == 1:
+            return
+        own = share.tokens * share.hidden * share.width / share.tensor
+        if share.config.layout.moe_token_dispatcher_type == "allgather":
+            others, formula = ep * etp - 1, "m {layers} (E e - 1) T"
+            # Besides the tokens: which experts each has, forward in bytes, and with which weights, in fp32.
+            weights = 4 * share.tokens / share.tensor * self.count
+            for collective, times in (("all-gather", 1.25), ("reduce-scatter", 1.0)):
+                forward, backward = others * own, others * (own + times * weights)
+                yield Exchange("ep", collective, forward, backward, (1, 1), formula, "mlp")
+            return
+        both = 2 * self.top_k * (ep - 1) / ep * own
+        yield Exchange("ep", "all-to-all", both, both, (2, 2), "2 m {layers} k (E-1)/E T", "mlp")
+        if etp > 1:
+            each = self.top_k * (etp - 1) * own
+            yield Exchange("ep", "all-gather", each, each, (1, 1), "m {layers} k (e-1) T", "mlp")
+            yield Exchange("ep", "reduce-scatter", each, each, (1, 1), "m {layers} k (e-1) T", "mlp")
+
+    def cannot(self, config: Config) -> Iterator[str]:
+        """Yield what a mixture of experts does not go with."""
+        layout = config.layout
+        if self.mlp.bias:
+            yield "--num-experts with biases in the linear layers: experts have none; add --disable-bias-linear"
+        if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
+            yield (
+                f"--num-experts with --tensor-model-parallel-size {layout.tensor_model_parallel_size} would route "
+                "every token on every tensor-parallel rank; add --sequence-parallel"
+            )
+        if config.training.torch_compile:
+            yield (
+                "--num-experts with --torch-compile: how many tokens an expert gets differs at every step, and each "
+                "number would be compiled anew; leave --torch-compile out"
+            )
+
+
+def experts_of(model: ModelConfig, count: int) -> Experts:
+    """Return the model's mixture of `count` experts."""
+    shared = model.moe_shared_expert_intermediate_size
+    return Experts(
+        count=count,
+        top_k=model.moe_router_topk,
+        mlp=mlp_of(model, model.expert_ffn_hidden_size),
+        shared=None if shared is None else mlp_of(model, shared),
+    )

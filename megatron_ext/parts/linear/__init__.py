@@ -1,0 +1,1 @@
+"""Matrix products of layers, in the precision of the weights or in FP8."""

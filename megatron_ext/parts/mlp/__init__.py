@@ -1,0 +1,1 @@
+"""The MLP that computes every token."""

@@ -1,0 +1,167 @@
+"""RMSNorm and LayerNorm on plain torch work under sequence parallelism.
+
+Under it each tensor-parallel rank normalizes its own slice of the sequence, so that its gradient covers only those
+tokens. The mark `sequence_parallel` on the parameters tells megatron-core to sum it over the ranks. The norms of
+queries and keys see all tokens but only this rank's heads; megatron-core knows them by their names, and sums their
+gradients under tensor parallelism in any case.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch.distributed import ProcessGroup
+
+from megatron_ext.device.kernels import rms_norm
+from megatron_ext.device.triton import choice
+from megatron_ext.parts.attention.describe import Attention
+
+NormBuilder = Callable[..., torch.nn.Module]
+"""Builds a norm from `config` (megatron-core's), `hidden_size` (channels that are normalized together) and `eps`."""
+
+
+class RMSNorm(torch.nn.Module):
+    """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, equation 4).
+
+    The statistics of 16-bit inputs are computed in fp32, and the result is rounded once.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _parameter(config, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x + residual, and that sum, by one kernel (`choice.take_rows`)."""
+        from megatron_ext.device.triton.norm import norm_of_sum
+
+        return norm_of_sum(x, residual, self.weight, None, self.eps)
+
+
+class LayerNorm(torch.nn.Module):
+    """Computes (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (Ba et al. 2016,
+    equation 4)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.shape = (hidden_size,)
+        self.eps = eps
+        self.weight = _parameter(config, hidden_size)
+        self.bias = _parameter(config, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized x, of its shape and dtype. x: [..., hidden_size]."""
+        if choice.take_rows(x):
+            from megatron_ext.device.triton.norm import layer_norm
+
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x + residual, and that sum, by one kernel (`choice.take_rows`)."""
+        from megatron_ext.device.triton.norm import norm_of_sum
+
+        return norm_of_sum(x, residual, self.weight, self.bias, self.eps)
+
+
+class ProjectionNorm(torch.nn.Module):
+    """RMSNorm of all heads of a token at once, which tensor-parallel ranks have divided (OLMo 2, arXiv:2501.00656).
+
+    The mean square is that of the heads of all ranks. Every rank has the weights of all heads and uses those of its
+    own, so that gradients are zero elsewhere and sum up to the whole, as those of norms of single heads do.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, tp_group: ProcessGroup
+    ) -> None:
+        """hidden_size: channels of a head; heads: those of all ranks."""
+        super().__init__()
+        self.eps, self.heads, self.tp_group = eps, heads, tp_group
+        self.weight = _parameter(config, heads * hidden_size)
+
+    def forward(self, x_SBHD: torch.Tensor) -> torch.Tensor:
+        """x_SBHD: this rank's heads, [sequence, batch, heads, channels]; the result has its shape and dtype.
+
+        Where there are more ranks than heads, consecutive ranks hold the same head.
+        """
+        if self.tp_group.size() == 1:
+            return rms_norm(x_SBHD.flatten(2), self.weight, self.eps).view(x_SBHD.shape)
+        divided: Any = self._divided
+        return divided(x_SBHD)
+
+    @torch.compiler.disable
+    def _divided(self, x_SBHD: torch.Tensor) -> torch.Tensor:
+        heads, channels = x_SBHD.shape[2:]
+        first = self.tp_group.rank() * self.heads // self.tp_group.size() * channels
+        weight = self.weight[first : first + heads * channels]
+        copies = self.tp_group.size() * heads // self.heads
+        normed: Any = _DividedRMSNorm.apply(x_SBHD.flatten(2), weight, self.eps, copies, self.tp_group)
+        return normed.view(x_SBHD.shape)
+
+
+class _DividedRMSNorm(torch.autograd.Function):
+    """RMSNorm of vectors whose channels the ranks of a group hold, each of them on `copies` ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, copies: int, group: ProcessGroup
+    ) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        ctx.width = x.size(-1) * group.size() // copies
+        total = wide.square().sum(-1, keepdim=True)
+        torch.distributed.all_reduce(total, group=group)
+        inverse = total.div_(ctx.width * copies).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, inverse, weight)
+        ctx.copies, ctx.group = copies, group
+        return (wide * inverse * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        x, inverse, weight = ctx.saved_tensors
+        normalized, weighted = x * inverse, grad * weight.to(inverse.dtype)
+        # What would change the norm of the whole vector has no effect: it is taken out.
+        radial = (weighted * normalized).sum(-1, keepdim=True)
+        torch.distributed.all_reduce(radial, group=ctx.group)
+        for_x = (weighted - normalized * (radial / (ctx.width * ctx.copies))) * inverse
+        for_weight = (grad * normalized).flatten(0, -2).sum(0)
+        return for_x.to(x.dtype), for_weight.to(weight.dtype), None, None, None
+
+
+def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:
+    """Return the class that `--normalization` names."""
+    return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[normalization]
+
+
+def query_key_norms(attention: Attention, tp_group: ProcessGroup) -> tuple[NormBuilder | None, NormBuilder | None]:
+    """Return what builds the norm of the queries, and that of its keys; None where there is none.
+
+    Both are called by megatron-core's attention with the size of a head, and take this rank's heads, [sequence, batch,
+    heads, channels].
+
+    Args:
+        attention: its description.
+        tp_group: the ranks that have divided the heads among themselves.
+    """
+    if attention.qk_norm is None:
+        return None, None
+    if attention.qk_norm == "head":
+        return norm_class(attention.norm.kind), norm_class(attention.norm.kind)
+    assert attention.norm.kind == "RMSNorm", f"no {attention.norm.kind} here is over the whole projection"
+    builder = partial(ProjectionNorm, tp_group=tp_group)
+    return partial(builder, heads=attention.query_heads), partial(builder, heads=attention.groups)
+
+
+def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
+    parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+    return parameter

@@ -1,0 +1,55 @@
+"""Describes one parameter of the model: what the catalogue (`parts/catalogue.py`) has a list of."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the whole model."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape in the whole model, vocabulary padding included."""
+
+    stage: int | Literal["embedding", "output"]
+    """Index of the layer that it belongs to, or the first or last pipeline stage."""
+
+    init: Literal["normal", "uniform", "ones", "zeros"]
+    std: float = 0.0
+    """Standard deviation of a normal or uniform initialization."""
+
+    tp_dim: int | None = None
+    """Dimension that tensor parallelism divides; None when every rank holds the whole."""
+
+    tp_stride: int = 1
+    """2 for SwiGLU's first matrix: a rank's shard is its part of the gate above its part of the up projection."""
+
+    true_rows: int | None = None
+    """Rows that stand for entries of the vocabulary; those after them are padding, and zero. None: no padding."""
+
+    sequence_parallel: bool = False
+    """Whether, under sequence parallelism, each rank sees the gradient of its own tokens only, so that it must be
+    summed over the tensor-parallel ranks. (Those of the query and key norms, whole on every rank, are summed in
+    any case.)"""
+
+    expert: int | None = None
+    """Index of the routed expert that it is part of. Its shards lie on the expert-tensor-parallel ranks."""
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay applies: it is for matrices; norms and biases have none."""
+        return len(self.shape) > 1
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def local_shape(self, tensor_model_parallel_size: int) -> tuple[int, ...]:
+        """Return the shape of one tensor-parallel rank's shard."""
+        shape = list(self.shape)
+        if self.tp_dim is not None:
+            shape[self.tp_dim] //= tensor_model_parallel_size
+        return tuple(shape)

@@ -1,0 +1,219 @@
+"""What a part of a layer says about itself, without torch: all that anybody else asks of it.
+
+A part is a norm, an MLP, a mixture of experts, attention, or another mixer: a frozen description with the methods of
+`Part`, in `parts/<kind>/describe.py`, next to its operation in `compute.py`. The catalogue, FLOPs, activations,
+traffic and the planner sum over the parts of the layers (`parts/stack.py`) and know no kind of part.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.parameter import Parameter
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part stands in the model, and how its parameters begin."""
+
+    name: str
+    """Global name of the module, `decoder.layers.3.mlp`."""
+
+    stage: int | Literal["output"]
+    """Index of the layer, or the end of the model."""
+
+    model: ModelConfig
+    residual_std: float
+    """Standard deviation of matrices whose products are added to the residual stream."""
+
+    experts: Iterable[int] | None = None
+    """The routed experts to name, in place of all."""
+
+    def inside(self, name: str) -> "Place":
+        """Return the place of a module of the part."""
+        return replace(self, name=f"{self.name}.{name}")
+
+    def matrix(self, name: str, rows: int, columns: int, *, adds: bool = False, **divided: Any) -> Parameter:
+        """Return a matrix: normal with the model's standard deviation, or with that of `adds` to the residual
+        stream."""
+        init = matrix_init(self.model, (rows, columns), self.residual_std if adds else None)
+        return Parameter(f"{self.name}.{name}", (rows, columns), self.stage, *init, **divided)
+
+    def vector(self, name: str, size: int, init: Literal["ones", "zeros"] = "zeros", **divided: Any) -> Parameter:
+        """Return a vector, such as a bias."""
+        return Parameter(f"{self.name}.{name}", (size,), self.stage, init, **divided)
+
+
+def matrix_init(
+    model: ModelConfig, shape: tuple[int, int], std: float | None = None
+) -> tuple[Literal["normal", "uniform"], float]:
+    """Return how a matrix begins: normal, or uniform up to sqrt(6 / (rows + columns)) (Glorot and Bengio 2010,
+    equation 16), whose standard deviation is 1 / sqrt(3) of that.
+
+    Args:
+        std: standard deviation of a normal initialization; default --init-method-std.
+    """
+    if model.init_method_xavier_uniform:
+        return "uniform", math.sqrt(2.0 / sum(shape))
+    return "normal", model.init_method_std if std is None else std
+
+
+@dataclass(frozen=True)
+class State:
+    """What a part keeps and saves besides its parameters."""
+
+    name: str
+    """Global name, `decoder.layers.3.mlp.router.expert_bias`."""
+
+    kind: Literal["buffer", "extra"]
+    """A tensor of the module, or an object that megatron-core saves with a linear layer, which is empty without
+    FP8 of Transformer Engine."""
+
+    shape: tuple[int, ...] = ()
+
+
+class Share:
+    """What one rank computes of one microbatch, of a resolved configuration: the sizes in the formulas of parts.
+
+    Args:
+        fused: whether one kernel computes SwiGLU, and another RMSNorm, and dropout masks are bytes: on GPUs.
+    """
+
+    def __init__(self, config: Config, *, fused: bool = False):
+        layout, model, training = config.layout, config.model, config.training
+        self.config, self.fused = config, fused
+        self.hidden, self.length = model.hidden_size, model.seq_length
+        self.width = training.params_bytes
+        """Bytes of a weight or an activation."""
+        self.tensor, self.context = layout.tensor_model_parallel_size, layout.context_parallel_size
+        self.divided = self.tensor if layout.sequence_parallel else 1
+        """Ranks among which what lies between the blocks is divided."""
+        self.experts, self.expert_tensor = layout.expert_model_parallel_size, layout.expert_tensor_size
+        self.tokens = self.length // self.context * training.micro_batch_size
+        self.stream = self.width * self.tokens * self.hidden / self.divided
+        """Bytes of one residual stream."""
+
+
+class Product(NamedTuple):
+    """Matrix products of one size in a forward pass of one microbatch: (M, K) by (K, N)."""
+
+    rows: float
+    """M: tokens."""
+
+    columns: float
+    """N: channels of the output."""
+
+    inner: float
+    """K: channels of the input."""
+
+    number: float = 1
+    routed: bool = False
+    """Whether routing chooses the rows: ranks then wait for the one that was given most."""
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward pass, a multiplication and an addition counted as two."""
+        return 2.0 * self.number * self.rows * self.columns * self.inner
+
+    def backward(self) -> "tuple[Product, Product]":
+        """Return the product that gives the input's gradient, and the one that gives the weight's."""
+        return self._replace(columns=self.inner, inner=self.columns), self._replace(rows=self.inner, inner=self.rows)
+
+
+class Core(NamedTuple):
+    """What a mixer computes between its projections in a forward pass of one microbatch."""
+
+    flops: float
+    """Floating-point operations in one kernel."""
+
+    again: float
+    """How many times as many its backward pass has."""
+
+    written_out: float
+    """Operations of the same where no kernel fuses them."""
+
+    inner: float
+    """Terms of each sum of these."""
+
+    scores: float
+    """Numbers that go through the memory between these."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a part of one layer sends for one microbatch, in one kind of collective."""
+
+    axis: str
+    """Ranks that exchange it: tp, cp or ep."""
+
+    collective: str
+    forward: float
+    """Bytes of a forward pass, which recomputation repeats."""
+
+    backward: float
+    """Bytes of a backward pass, or of what nothing repeats."""
+
+    calls: tuple[float, float]
+    """Number of collectives in each of the two."""
+
+    formula: str
+    """The same in symbols: `{layers}` stands for how often the L layers count, `{times}` for that without the L,
+    `{twice}` for two times the number of calls."""
+
+    repeated_with: Literal["core", "mixer", "mlp"]
+    """What recomputation must repeat to repeat it."""
+
+
+class Part:
+    """A part that adds its output to the residual stream. Parts of one kind are equal, and hash alike.
+
+    What a kind does not say is as here: it has no state, sends nothing of its own, computes products alone, and every
+    configuration can compute it.
+    """
+
+    modules: ClassVar[tuple[str, ...]] = ()
+    """Names of what holds its parameters, in the order of a forward pass."""
+
+    @property
+    def blocks(self) -> int:
+        """How often tensor-parallel ranks gather its input and scatter its output."""
+        return 1
+
+    def parameters(self, place: Place) -> Iterator[Parameter]:
+        """Yield the parameters, in the order of a forward pass."""
+        raise NotImplementedError
+
+    def state(self, place: Place) -> Iterator[State]:
+        """Yield what is kept and saved besides parameters."""
+        yield from ()
+
+    def products(self, share: Share) -> list[Product]:
+        """Return the matrix products of a rank."""
+        raise NotImplementedError
+
+    def held(self, share: Share) -> Mapping[str, float]:
+        """Return the bytes that a rank holds between the passes, by name; `core` is dropped where
+        --recompute-modules has core_attn, `mlp` where it has mlp."""
+        raise NotImplementedError
+
+    def gradients(self, share: Share) -> float:
+        """Return the bytes of gradients that are there at once in its backward pass."""
+        return max(self.held(share).values())
+
+    def sent(self, share: Share) -> Iterator[Exchange]:
+        """Yield what a rank sends, besides gathering the part's input and scattering its output."""
+        yield from ()
+
+    def core_flops(self, length: int) -> float:
+        """Return the floating-point operations of one token, forward, besides products with weights."""
+        return 0.0
+
+    def core(self, share: Share) -> Core | None:
+        """Return the same of a rank's microbatch; None where there are none."""
+        return None
+
+    def cannot(self, config: Config) -> Iterator[str]:
+        """Yield why this configuration cannot compute it, each with a setting that works."""
+        yield from ()

@@ -1,0 +1,100 @@
+"""Builds the spec of what a transformer layer is made of: ours on plain torch, or Transformer Engine's."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch.distributed import ProcessGroup
+
+from megatron_ext.config.schema import Config
+from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
+from megatron_ext.parts.experts.compute import mixture_of_experts
+from megatron_ext.parts.layer import layer_class
+from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
+from megatron_ext.parts.mlp.compute import FeedForward
+from megatron_ext.parts.norm.compute import norm_class, query_key_norms
+from megatron_ext.parts.stack import Layer, Stack, final_norm
+
+OwnSpec = Callable[[ModuleSpec, Layer], ModuleSpec]
+"""From the spec of a layer and its description, the spec to build in its place."""
+
+
+def block_spec(
+    config: Config, held: Stack, tp_group: ProcessGroup, own: OwnSpec | None = None
+) -> TransformerBlockSubmodules:
+    """Return the layers of one model chunk, each by its own description, and the final norm that the last chunk has.
+
+    Args:
+        config: the resolved configuration.
+        held: the chunk's layers.
+        tp_group: the ranks that share each layer.
+        own: changes the spec of each layer.
+    """
+    if config.model.transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        specs, final = {kind: _transformer_engine_spec(kind) for kind, _ in held.kinds}, TENorm
+    else:
+        specs = {kind: layer_spec(kind, tp_group) for kind, _ in held.kinds}
+        final = norm_class(final_norm(config.model).kind)
+    chosen = [specs[layer] if own is None else own(specs[layer], layer) for layer in held]
+    return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=final)
+
+
+def layer_spec(layer: Layer, tp_group: ProcessGroup) -> ModuleSpec:
+    """Return one layer on plain torch: it needs neither Transformer Engine nor apex."""
+    before = norm_class(layer.norm.kind) if layer.norms_before else IdentityOp
+    return ModuleSpec(
+        module=layer_class(layer.norm_places),
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=before,
+            self_attention=_attention(layer, tp_group),
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            pre_mlp_layernorm=before,
+            mlp=_dense_mlp() if layer.experts is None else mixture_of_experts(),
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+        ),
+    )
+
+
+_ATTENTIONS = {"grouped_query": CausalSelfAttention}
+"""The class of a layer's attention by kind."""
+
+
+def _attention(layer: Layer, tp_group: ProcessGroup) -> ModuleSpec:
+    attention = layer.attention
+    assert attention.kind in _ATTENTIONS, f"nothing builds attention of the kind {attention.kind}"
+    assert attention.window is None, "no attention here has a window"
+    assert attention.value_head_size == attention.head_size, "megatron-core's fused QKV has heads of one size"
+    query_norm, key_norm = query_key_norms(attention, tp_group)
+    return ModuleSpec(
+        module=_ATTENTIONS[attention.kind],
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnLinear,
+            core_attention=SDPAttention,  # pyright: ignore[reportArgumentType]
+            linear_proj=RowLinear,
+            q_layernorm=query_norm,
+            k_layernorm=key_norm,
+        ),
+    )
+
+
+def _transformer_engine_spec(layer: Layer) -> ModuleSpec:
+    assert layer.norm_places == "before", "Transformer Engine's layers have their norms before attention and MLP"
+    assert layer.attention.qk_norm in (None, "head"), layer.attention.qk_norm
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=layer.attention.qk_norm == "head")
+
+
+def _dense_mlp() -> Any:
+    matrices = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+    return partial(FeedForward.as_mlp_submodule, submodules=matrices)

@@ -1,0 +1,208 @@
+"""Describes what every layer of the model is: the one description, which everything else reads.
+
+    for layer in layers(config):
+        print(layer.number, layer.attention.window, layer.mlp)
+
+The catalogue, the layer spec, FLOPs, activations, traffic, the families of Hugging Face, `--dry-run` and the planner
+sum over these layers and their parts; none of them takes one layer times their number. A new kind of part is its
+folder (`parts/<kind>/`: what it says of itself, and its operation) and its line in `_layer`.
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.attention.describe import Attention, Rotary, attention_of
+from megatron_ext.parts.experts.describe import Experts, experts_of
+from megatron_ext.parts.mlp.describe import Mlp, mlp_of
+from megatron_ext.parts.norm.describe import Norm
+from megatron_ext.parts.protocol import Part
+
+
+class Branch(NamedTuple):
+    """What a layer adds to the residual stream x: after(part(before(x))), with the names of its modules."""
+
+    name: str
+    part: Part
+    before: str | None
+    """Name of the norm before it; None without one."""
+
+    after: str | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One transformer layer. Two layers are equal where they are of one kind, whatever their numbers."""
+
+    number: int = field(compare=False)
+    """Index in the whole model, from 0."""
+
+    mixer: Part | None
+    """What mixes positions; None in a layer of an MLP alone."""
+
+    mlp: Part | None
+    """What computes each position by itself; None in a layer of a mixer alone."""
+
+    norm: Norm
+    """What every norm of the layer is."""
+
+    norm_places: Literal["before", "after", "both"]
+    """Whether norms stand before mixer and MLP (on what they take in), after them (on what they give, before it is
+    added to the residual stream), or on both sides."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Once a layer: the planner looks layers up some hundred times for each of thousands of layouts.
+        return hash((self.mixer, self.mlp, self.norm, self.norm_places))
+
+    @functools.cached_property
+    def branches(self) -> tuple[Branch, ...]:
+        """What the layer adds to the residual stream, one after another."""
+        before, after = self.norms_before, self.norms_after
+        pieces = (
+            ("self_attention", self.mixer, "input_layernorm", "post_self_attn_layernorm"),
+            ("mlp", self.mlp, "pre_mlp_layernorm", "post_mlp_layernorm"),
+        )
+        return tuple(
+            Branch(name, part, first if before else None, last if after else None)
+            for name, part, first, last in pieces
+            if part is not None
+        )
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer of a layer that has attention."""
+        assert isinstance(self.mixer, Attention), f"layer {self.number} has no attention"
+        return self.mixer
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts, or None in a layer without one."""
+        return self.mlp if isinstance(self.mlp, Experts) else None
+
+    @property
+    def inner(self) -> Mlp | None:
+        """The layer's MLP, or that of one of its experts."""
+        inner = self.mlp.mlp if isinstance(self.mlp, Experts) else self.mlp
+        return inner if isinstance(inner, Mlp) else None
+
+    @property
+    def rotary_table(self) -> tuple[Rotary, int] | None:
+        """What says which table of angles the layer reads: how it rotates, and the size of a head."""
+        if not isinstance(self.mixer, Attention) or self.mixer.rotary is None:
+            return None
+        return self.mixer.rotary, self.mixer.head_size
+
+    @property
+    def blocks(self) -> int:
+        """How often tensor-parallel ranks gather an input and scatter an output."""
+        return sum(branch.part.blocks for branch in self.branches)
+
+    @property
+    def norms_before(self) -> bool:
+        """Whether norms stand before mixer and MLP."""
+        return self.norm_places != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether norms stand after mixer and MLP."""
+        return self.norm_places != "before"
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of what holds its parameters, in the order of a forward pass."""
+        every = ((branch.before, *branch.part.modules, branch.after) for branch in self.branches)
+        return tuple(name for names in every for name in names if name is not None)
+
+    def core_flops(self, length: int) -> float:
+        """Return the floating-point operations of one token, forward, besides products with weights."""
+        return sum(branch.part.core_flops(length) for branch in self.branches)
+
+
+class Stack:
+    """Consecutive layers of the model, such as all of them, or those of a pipeline stage's chunk.
+
+    A sum over its layers computes each kind of layer once.
+    """
+
+    def __init__(self, layers: tuple[Layer, ...], kinds: tuple[Layer, ...] | None = None):
+        self._layers = layers
+        first: dict[Layer, Layer] = {}
+        # One object for each kind, the same in all slices, so that looking it up compares nothing.
+        self._kinds = tuple(first.setdefault(layer, layer) for layer in layers) if kinds is None else kinds
+        self._slices: dict[tuple[int | None, int | None], Stack] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self._layers)
+
+    def __getitem__(self, part: slice) -> "Stack":
+        """Return some of the layers; the same object each time."""
+        assert part.step is None
+        found = self._slices.get((part.start, part.stop))
+        if found is None:
+            found = self._slices[part.start, part.stop] = Stack(self._layers[part], self._kinds[part])
+        return found
+
+    @functools.cached_property
+    def kinds(self) -> tuple[tuple[Layer, int], ...]:
+        """The model's first layer of every kind that is among these, in their order, and the number of its like."""
+        return tuple(Counter(self._kinds).items())
+
+    def total(self, of: Callable[[Layer], float]) -> float:
+        """Return the sum of `of` over the layers."""
+        return sum((number * of(kind) for kind, number in self.kinds), 0.0)
+
+    def count(self, where: Callable[[Layer], object]) -> int:
+        """Return the number of layers for which `where` holds."""
+        return sum(number for kind, number in self.kinds if where(kind))
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the description of every layer of the model, in the order of a forward pass."""
+    return tuple(stack(config))
+
+
+def stack(config: Config) -> Stack:
+    """Return the same as a stack, of which a chunk is a slice."""
+    return _stack(config.model)
+
+
+@functools.lru_cache(maxsize=64)
+def _stack(model: ModelConfig) -> Stack:
+    return Stack(tuple(_layer(model, number) for number in range(model.num_layers)))
+
+
+def _layer(model: ModelConfig, number: int) -> Layer:
+    """Return layer `number` of the model: where kinds of layers are dealt out. All are alike today."""
+    experts = model.num_experts
+    return Layer(
+        number=number,
+        mixer=attention_of(model, final_norm(model)),
+        mlp=mlp_of(model, model.ffn_hidden_size) if experts is None else experts_of(model, experts),
+        norm=final_norm(model),
+        norm_places=model.norm_position,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def final_norm(model: ModelConfig) -> Norm:
+    """Return the norm after the last layer, and of the layers themselves."""
+    return Norm(model.normalization, model.norm_epsilon)  # pyright: ignore[reportArgumentType]
+
+
+def residual_std(config: Config) -> float:
+    """Return the standard deviation of the initial weights whose products a layer adds to the residual stream.
+
+    It shrinks with the depth, so that the sum of 2 x layers branches keeps its variance (Radford et al. 2019, "Language
+    Models are Unsupervised Multitask Learners", section 2.3).
+    """
+    return config.model.init_method_std / math.sqrt(2.0 * len(stack(config)))
