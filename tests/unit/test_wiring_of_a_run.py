@@ -1,7 +1,7 @@
 """What the functions that wire a run hand from one part to the next, by stand-ins that record what they are given."""
 
 import dataclasses
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.sharding import choose, fsdp2
 from megatron_ext.sharding.fsdp2 import TorchFSDP
 from megatron_ext.train import attention_kernel, build, memory_check, pretrain, trainer, watching, weight_decay
-from megatron_ext.train.callbacks import memory_history, standard
+from megatron_ext.train.callbacks import history, memory_history, standard
 from megatron_ext.train.configure import Configured
 from megatron_ext.train.datasets import Splits
 from megatron_ext.train.extensions import Extensions
@@ -219,7 +219,7 @@ def test_the_way_from_flags_to_the_training(
         (process_groups, "start", "store"),
         (choose, "sharding_of", SimpleNamespace(lives_on_host=True)),
         (pretrain.elastic, "keep_spares", None),
-        (watching, "begin_watch", "watch"),
+        (watching, "begin_watch", SimpleNamespace(close=print)),
         (snapshots, "newest_snapshot", snapshot),
         (checkpoints, "agree", "checkpoint"),
         (memory_check, "check_it_fits", None),
@@ -233,7 +233,8 @@ def test_the_way_from_flags_to_the_training(
     )
     status = RunStatus(1)
     extensions = Extensions(layer_spec=(lambda spec, layer: spec) if own_layers else None)
-    pretrain._pretrain(configured, status, extensions)
+    ends = ExitStack()
+    pretrain._pretrain(configured, status, extensions, ends)
     resume = search and (snapshot or "checkpoint")
     final = dataclasses.replace(configured, config=chosen, resume=resume)
     agreed = [("newest_snapshot", (config, "search"), {})] if search else []
@@ -253,7 +254,7 @@ def test_the_way_from_flags_to_the_training(
         *([] if own_layers else [("check_it_fits", (config, here), {})]),
         ("telling_of_memory", (config, here), {}),
         ("choose", (config, here, resume), {}),
-        ("_build_and_train", (final, here, status, extensions, "the kernel of attention"), {}),
+        ("_build_and_train", (final, here, status, extensions, "the kernel of attention", ends), {}),
     ]
 
 
@@ -279,7 +280,7 @@ def test_own_parts_are_applied_to_the_flags_of_the_checkpoint_that_is_loaded(
         (process_groups, "start", "store"),
         (choose, "sharding_of", SimpleNamespace(lives_on_host=False)),
         (pretrain.elastic, "keep_spares", None),
-        (watching, "begin_watch", "watch"),
+        (watching, "begin_watch", SimpleNamespace(close=print)),
         (snapshots, "newest_snapshot", None),
         (checkpoints, "agree", "checkpoint"),
         (memory_check, "telling_of_memory", nullcontext()),
@@ -307,7 +308,7 @@ def test_own_parts_are_applied_to_the_flags_of_the_checkpoint_that_is_loaded(
         def applied(self, config: Config) -> Config:
             return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, optimizer="own"))
 
-    pretrain._pretrain(configured, RunStatus(1), Own())
+    pretrain._pretrain(configured, RunStatus(1), Own(), ExitStack())
     chosen = second if loads else first
     expected = dataclasses.replace(chosen, optimizer=dataclasses.replace(chosen.optimizer, optimizer="own"))
     assert built == [(expected, "checkpoint" if loads else None)]
@@ -335,10 +336,11 @@ def test_the_loop_is_given_the_callbacks_of_all(elastic: bool, monkeypatch: pyte
         sharding=SimpleNamespace(host_memory_flags=()),
         release_graph=given("release"),
         loaders=SimpleNamespace(close=given("close")),
+        chunks=[],
     )
     signals = SimpleNamespace(for_good=None)
     watched = nullcontext(signals)
-    own = trainer.Callback()
+    own, of_flags = trainer.Callback(), trainer.Callback()
     for module, name, result in (
         (pretrain, "StopDeadline", nullcontext()),
         (pretrain.launch, "requested_before", "before"),
@@ -346,18 +348,18 @@ def test_the_loop_is_given_the_callbacks_of_all(elastic: bool, monkeypatch: pyte
         (pretrain, "_load", None),
         (pretrain, "SignalWatcher", watched),
         (build, "build_run", run),
-        (standard, "standard_callbacks", ["of flags"]),
+        (standard, "standard_callbacks", [of_flags]),
         (trainer, "Trainer", SimpleNamespace(fit=given("fit"), stop_reason=None)),
-        (process_groups, "destroy", None),
+        (history, "History", losses := history.History()),
         (pretrain.elastic, "dismiss_spares", None),
     ):
         monkeypatch.setattr(module, name, given(name, result))
     status, here = RunStatus(1), SimpleNamespace(kind="cpu")
-    closed: list[bool] = []
-    status.watch = SimpleNamespace(close=lambda: closed.append(True))  # pyright: ignore[reportAttributeAccessIssue]
+    ends = ExitStack()
+    ends.callback(given("what is left"))
     extensions = Extensions(callbacks=(own,), learning_rate=lambda samples, rate: rate)
     configured: Any = SimpleNamespace(config=config, resume="resume")
-    pretrain._build_and_train(configured, here, status, extensions, "text")  # pyright: ignore[reportArgumentType]
+    pretrain._build_and_train(configured, here, status, extensions, "text", ends)  # pyright: ignore[reportArgumentType]
     [deadline] = [one for one in heard if one[0] == "StopDeadline"]
     assert deadline[1][3]() == [3], "the saved iterations of --save"
     assert [one for one in heard if one[0] != "StopDeadline"] == [
@@ -365,14 +367,14 @@ def test_the_loop_is_given_the_callbacks_of_all(elastic: bool, monkeypatch: pyte
         ("_load", (run, config.checkpoint, "resume"), {}),
         ("requested_before", (), {}),
         ("SignalWatcher", (None, "before"), {}),
+        ("History", (), {}),
         ("standard_callbacks", (run, signals, status), {}),
-        ("Trainer", (run, ["of flags", own], extensions.learning_rate), {}),
+        ("Trainer", (run, [of_flags, losses, own], extensions.learning_rate), {}),
         ("fit", (), {}),
-        *((name, (), {}) for name in ("release", "close", "destroy", "dismiss_spares")),
+        *((name, (), {}) for name in ("release", "close", "what is left", "dismiss_spares")),
         ("saved_iterations", ("folder",), {}),
     ]
     assert deadline[1][:3] == (11.0, signals, status)
-    assert closed == [True]
     assert run.progress is status.progress
     assert watched.for_good is (not elastic)  # pyright: ignore[reportAttributeAccessIssue]
     assert pretrain._saved(CheckpointConfig()) == []
