@@ -59,7 +59,7 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
     # shellcheck disable=SC1091
     if [ -x .venv/bin/python ]; then source .venv/bin/activate; fi
 fi
-python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null ||
+python -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 ||
     if [ -n "${VIRTUAL_ENV:-}" ]; then
         fail "the active environment $VIRTUAL_ENV has $(python --version 2>&1), 3.12 or later is needed. Leave it (deactivate) and start again."
     else
