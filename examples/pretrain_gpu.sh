@@ -6,6 +6,7 @@
 # A rank that dies is started again with all others, from the last checkpoint, up to RESTARTS times (default 3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source tools/environment.sh --no-install
 : "${TRAIN:?prefix of the training .bin/.idx}" "${VALID:?prefix of the validation .bin/.idx}"
 : "${TOKENIZER:?folder with tokenizer.json}" "${SAVE:?folder for checkpoints}"
 

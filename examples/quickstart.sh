@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# From nothing to a small GPT that writes PyTorch code, in Hugging Face's format, in minutes on two cores.
-#   bash examples/quickstart.sh [FOLDER [ITERATIONS [RANKS]]]      default: runs/quickstart, 1200
-# Begins by emptying FOLDER, if an earlier quickstart made it; refuses any other folder that holds something.
+# From nothing to a small GPT that writes PyTorch code, in Hugging Face's format, in five minutes on two cores.
+#   bash examples/quickstart.sh [FOLDER [ITERATIONS [RANKS]]]      default: runs/quickstart, 1200 where they fit
+# Begins by emptying FOLDER, if an earlier quickstart made it; refuses any other folder that holds something. Measures a
+# few steps, and trains fewer than 1200 where these would take more than five minutes; ITERATIONS are taken as given.
 # Trains on one process, stops, and goes on from its checkpoint on RANKS (1, 2, 4 or 8) of the machine's GPUs, by default
 # as many as it has, or else on CPU processes, by default 8: the same program, the same flags, the same curve.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 run=${1:-runs/quickstart}
-iterations=${2:-1200}
+iterations=${2:-}
 ranks=${3:-}
 while [[ $run == ?*/ ]]; do run=${run%/}; done # "link/" is what the link points to
 marker=.made_by_quickstart
@@ -29,6 +30,24 @@ find "$run" -mindepth 1 -maxdepth 1 ! -name "$marker" -exec rm -rf -- {} +
 started=$SECONDS
 step() { printf '\n== [%3d s] %s\n' "$((SECONDS - started))" "$*"; }
 
+# A Llama-shaped model of 0.9M parameters.
+model=(
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --swiglu --ffn-hidden-size 352 --normalization RMSNorm --disable-bias-linear
+    --position-embedding-type rope --seq-length 256 --hidden-dropout 0 --attention-dropout 0
+)
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
+if ((gpus)); then machine=(--bf16); else machine=(--device cpu); fi
+export OMP_NUM_THREADS=1
+# A thread for each core, up to four. (Not by nproc, which counts OMP_NUM_THREADS.) One that waits sleeps soon: awake, it
+# would take the core of whatever else runs; at once, the step would take a fifth longer.
+threads=$(python -c 'import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
+if [ -z "$iterations" ]; then
+    echo "== measuring a few steps"
+    iterations=$(OMP_NUM_THREADS=$threads GOMP_SPINCOUNT=5000 python examples/quickstart_steps.py 1200 \
+        "${model[@]}" "${machine[@]}" --micro-batch-size 8 --global-batch-size 8 --lr 6e-3)
+fi
+
 step "1/8 corpus: the models in the transformers package that is installed, PyTorch code in one style"
 python tools/python_corpus.py --output-prefix "$run/python" \
     --package transformers --files "models/*/modeling_*.py" --without-header
@@ -45,12 +64,6 @@ for part in train valid; do
 done
 cat "$run/train_manifest.json"
 
-# A Llama-shaped model of 0.9M parameters.
-model=(
-    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
-    --swiglu --ffn-hidden-size 352 --normalization RMSNorm --disable-bias-linear
-    --position-embedding-type rope --seq-length 256 --hidden-dropout 0 --attention-dropout 0
-)
 stop=$((iterations * 97 / 100))
 training=(
     --global-batch-size 8 --train-iters "$iterations" --eval-at-start --eval-interval $((iterations / 2)) --eval-iters 8
@@ -67,8 +80,6 @@ three_d=(
     --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
-if ((gpus)); then machine=(--bf16); else machine=(--device cpu); fi
 case "${ranks:-$gpus}" in
     1) ranks=1 shape="one process" layout=() ;;
     2 | 3)
@@ -81,15 +92,11 @@ case "${ranks:-$gpus}" in
         ;;
     *) ranks=8 shape="8 processes, TP 2 x PP 2 x DP 2" layout=("${three_d[@]}") ;;
 esac
-export OMP_NUM_THREADS=1
 train() {
     python -m torch.distributed.run --nproc-per-node "$1" pretrain_gpt.py \
         "${model[@]}" "${training[@]}" "${data[@]}" "${outputs[@]}" "${machine[@]}" "${@:2}"
 }
 
-# A thread for each core, up to four. (Not by nproc, which counts OMP_NUM_THREADS.) One that waits sleeps soon: awake, it
-# would take the core of whatever else runs; at once, the step would take a fifth longer.
-threads=$(python -c 'import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 step "4/8 training on one process, threads: $threads; stops after $stop of $iterations steps"
 python tools/prepare_cache.py "${model[@]}" "${training[@]}" "${data[@]}" "${machine[@]}" --micro-batch-size 8
 OMP_NUM_THREADS=$threads GOMP_SPINCOUNT=5000 \
@@ -114,12 +121,16 @@ step "8/8 a sample of it, by transformers"
 python tools/generate_sample.py --model "$run/hf" --max-new-tokens 225 --temperature 0.5 --prompt \
     $'class SmallMLP(nn.Module):\n    def __init__(self, config'
 
+# The set-up's .venv, or the environment that was active.
+environment=$VIRTUAL_ENV
+if [ "$environment" = "$PWD/.venv" ]; then environment=.venv; fi
 cat <<TEXT
 
 Done in $((SECONDS - started)) s. Everything is under $run.
 The TensorBoard log is in $run/tensorboard. Next:
-  python pretrain_gpt.py --help                                   # all flags
-  bash examples/pretrain_cpu.sh                                   # the same data and model, 100 steps on one process
-  python tools/generate_sample.py --model $run/hf --prompt "class " --max-new-tokens 200 --seed 1
-  tensorboard --logdir $run/tensorboard          # the curves in a browser
+  cd $(printf %q "$PWD") && source $(printf %q "$environment")/bin/activate   # in a new shell
+  python pretrain_gpt.py --help                                   # all flags; megatron-ext --help lists the programs
+  bash examples/pretrain_cpu.sh $(printf %q "$run")               # the same data and model, 100 steps on one process
+  python tools/generate_sample.py --model $(printf %q "$run")/hf --prompt "class " --max-new-tokens 200 --seed 1
+  tensorboard --logdir $(printf %q "$run")/tensorboard            # the curves in a browser
 TEXT

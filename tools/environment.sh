@@ -1,9 +1,15 @@
 # shellcheck shell=bash
-# Sourced by examples/quickstart.sh and tests/run.sh: gives them `python` with our requirements installed.
-#   source tools/environment.sh REQUIREMENTS_FILE
-# Uses the virtual environment that is active; otherwise makes and uses .venv in the root of the repository.
+# Sourced by the scripts of examples/, benchmarks/ and tests/ in the root of the repository: gives them `python`,
+# `torchrun` and `megatron-ext`.
+#   source tools/environment.sh REQUIREMENTS_FILE    makes .venv where it is missing, and installs the requirements
+#   source tools/environment.sh --no-install         makes and installs nothing: for launches, on many machines at once
+# Uses the virtual environment that is active, or else .venv in the root of the repository; the second form goes on with
+# the `python` of $PATH where neither is there, as in an image.
 
-requirements="$1"
+case "${1:?a file of requirements, or --no-install}" in
+    --no-install) requirements="" ;;
+    *) requirements="$1" ;;
+esac
 
 fail() {
     echo "error: $*" >&2
@@ -22,29 +28,42 @@ find_python() {
     return 1
 }
 
-if [ -z "${VIRTUAL_ENV:-}" ]; then
-    if [ ! -x .venv/bin/python ]; then
-        if found=$(find_python); then
-            echo "== making .venv with $("$found" --version)"
-            "$found" -m venv .venv
-        elif command -v uv >/dev/null 2>&1; then
-            echo "== making .venv with uv"
-            uv venv --quiet --seed --python 3.12 .venv
-        else
-            fail "no Python 3.12 (with venv) was found. Install it (Debian/Ubuntu: apt install python3.12-venv;" \
-                "anywhere: pyenv install 3.12, or uv), or name one: PYTHON=/path/to/python3.12 bash $0"
-        fi
+make_environment() {
+    local found
+    if found=$(find_python); then
+        echo "== making .venv with $("$found" --version)"
+        "$found" -m venv .venv
+    elif command -v uv >/dev/null 2>&1; then
+        echo "== making .venv with uv"
+        uv venv --quiet --seed --python 3.12 .venv
+    else
+        fail "no Python 3.12 (with venv) was found. Install it (Debian/Ubuntu: apt install python3.12-venv;" \
+            "anywhere: pyenv install 3.12, or uv), or name one: PYTHON=/path/to/python3.12 bash $0"
     fi
-    # shellcheck disable=SC1091
-    source .venv/bin/activate
-fi
-python -c 'import sys; sys.exit(sys.version_info < (3, 12))' ||
-    fail "the active environment $VIRTUAL_ENV has $(python --version 2>&1), 3.12 or later is needed. Leave it (deactivate) and start again."
+}
 
-# Installing takes a minute and 5 GB the first time; a stamp spares asking pip again.
-stamp="$VIRTUAL_ENV/.installed-$(basename "$requirements")-$(cat requirements*.txt | cksum | cut -d' ' -f1)"
-if [ ! -e "$stamp" ]; then
-    echo "== installing $requirements (about 5 GB the first time)"
+install_requirements() {
+    # Installing takes a minute and 5 GB the first time; a stamp spares asking pip again.
+    local stamp
+    stamp="$VIRTUAL_ENV/.installed-$(basename "$requirements")-$( (pwd && cat requirements*.txt pyproject.toml) | cksum | cut -d' ' -f1)"
+    if [ -e "$stamp" ]; then return; fi
+    echo "== installing $requirements (about 5 GB the first time), and megatron-ext"
     python -m pip install --quiet --disable-pip-version-check -r "$requirements" 2> >(grep -v '^WARNING: Location' >&2)
+    # The command megatron-ext, of the sources as they are here. All that building it needs is installed by now.
+    python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
     touch "$stamp"
+}
+
+if [ -z "${VIRTUAL_ENV:-}" ]; then
+    if [ -n "$requirements" ] && [ ! -x .venv/bin/python ]; then make_environment; fi
+    # shellcheck disable=SC1091
+    if [ -x .venv/bin/python ]; then source .venv/bin/activate; fi
 fi
+python -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 ||
+    if [ -n "${VIRTUAL_ENV:-}" ]; then
+        fail "the active environment $VIRTUAL_ENV has $(python --version 2>&1), 3.12 or later is needed. Leave it (deactivate) and start again."
+    else
+        fail "no Python environment: there is no .venv in $PWD, and no python of 3.12 or later in \$PATH. Make one first:" \
+            "bash tools/environment.sh requirements.txt"
+    fi
+if [ -n "$requirements" ]; then install_requirements; fi

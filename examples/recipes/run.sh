@@ -10,6 +10,7 @@
 # HF=/models/Llama-3.1-8B begins with the weights of a Hugging Face folder.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source tools/environment.sh --no-install
 name=${1:?name of a recipe, as in 'python tools/recipes.py list'}
 shift
 

@@ -25,7 +25,7 @@ from megatron_ext.device.kernels import linear
 from megatron_ext.device.recomputed_outputs import share_or_copy
 from megatron_ext.device.weight_gradients import stand_in
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
-from megatron_ext.model.loss import TokenLogits
+from megatron_ext.model.loss import TokenLogits, checked_losses
 from megatron_ext.parts.attention.cached import WholeSequences
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.attention.rope import RotaryTable, ScaledRotaryEmbedding
@@ -152,7 +152,7 @@ class GPT(GPTModel):
     ) -> torch.Tensor:
         if self.own_loss is not None:
             logits, _ = output_layer(hidden_states, weight=output_weight)
-            return self.own_loss(TokenLogits(logits, labels, self.pg_collection.tp))
+            return checked_losses(self.own_loss(TokenLogits(logits, labels, self.pg_collection.tp)), labels)
         if self.pg_collection.tp.size() > 1 or not self.reads_output_weight:
             logits, _ = output_layer(hidden_states, weight=output_weight)
             return self.compute_language_model_loss(labels, logits)

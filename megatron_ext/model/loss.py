@@ -6,6 +6,8 @@ import torch
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch.distributed import ProcessGroup
 
+from megatron_ext.errors import ConfigurationError
+
 
 def token_loss(
     loss_mask: torch.Tensor, losses: torch.Tensor
@@ -32,6 +34,29 @@ def summed_loss(
     num_tokens = loss_mask.sum()
     report = torch.stack((loss_sum.detach(), num_tokens.float()))
     return loss_sum, num_tokens.to(torch.int), {"lm loss": report}
+
+
+def checked_losses(losses: object, labels_BS: torch.Tensor) -> torch.Tensor:
+    """Return what a user's own loss has returned.
+
+    Raises:
+        ConfigurationError: it is not the loss of every token, [B, S], or cannot be differentiated.
+    """
+    batch, sequence = labels_BS.shape
+    wanted = f"it must return the loss of every token, [batch, sequence] = [{batch}, {sequence}]"
+    if not isinstance(losses, torch.Tensor):
+        raise ConfigurationError(f"loss= returned {type(losses).__name__} and no tensor: {wanted}")
+    if losses.shape != labels_BS.shape:
+        average = ", and never an average: the division by the tokens of the global batch follows"
+        raise ConfigurationError(f"loss= returned a tensor of shape {list(losses.shape)}: {wanted}{average}")
+    if not losses.is_floating_point():
+        raise ConfigurationError(f"loss= returned a tensor of {losses.dtype}: {wanted}, in fp32")
+    if torch.is_grad_enabled() and not losses.requires_grad:
+        raise ConfigurationError(
+            "loss= returned a tensor without a gradient: compute it from token.logits_SBV, or by token's methods, and "
+            "not under torch.no_grad(), nor from what detach() or item() returns"
+        )
+    return losses
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 
 from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.errors import ConfigurationError
 
 Group = dict[str, Any]
 """A parameter group of torch."""
@@ -72,5 +73,18 @@ def _without_its_own(group: Group, built: torch.optim.Optimizer) -> Group:
 
 
 def _torch_class(settings: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    module, _, name = traits_of(settings).torch_class.partition(":")
-    return getattr(importlib.import_module(module), name)
+    traits = traits_of(settings)
+    module, _, name = traits.torch_class.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: the text is empty
+        raise ConfigurationError(
+            f"the optimizer {traits.name!r} has torch_class={traits.torch_class!r}, which cannot be imported "
+            f"({error}); name it 'module:Class'"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ConfigurationError(
+            f"the optimizer {traits.name!r} has torch_class={traits.torch_class!r}, which is no class derived from "
+            "torch.optim.Optimizer; name one that is"
+        )
+    return found

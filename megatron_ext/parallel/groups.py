@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.config.schema import LayoutConfig
@@ -83,7 +84,8 @@ def tensor_group(groups: ProcessGroupCollection, *, expert: bool) -> torch.distr
 
 
 def destroy() -> None:
-    """End megatron-core's groups and torch.distributed."""
+    """End megatron-core's groups, what else it keeps for the process of a run, and torch.distributed."""
     parallel_state.destroy_model_parallel()
+    destroy_moe_metrics_tracker()  # whose tensors have the number of layers of this run
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

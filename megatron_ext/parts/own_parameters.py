@@ -10,6 +10,7 @@ code is known to the process that the user's script starts, and to nobody else.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
@@ -45,16 +46,33 @@ def of_layer(config: Config, layer: Layer) -> Iterator[Parameter]:
     Raises:
         ConfigurationError: one of them cannot be initialized or divided as it says.
     """
-    for parameter in () if _current is None else _current(config, layer):
+    for parameter in _listed(config, layer):
         _check(parameter, config.layout.tensor_model_parallel_size)
         yield replace(parameter, name=f"decoder.layers.{layer.number}.{parameter.name}", stage=layer.number)
 
 
 def names(config: Config) -> list[str]:
     """Return the names of own parameters, as they begin in a layer, sorted."""
+    return sorted({parameter.name for layer in layers(config) for parameter in _listed(config, layer)})
+
+
+def _listed(config: Config, layer: Layer) -> list[Parameter]:
+    """Return what the own function lists for a layer.
+
+    Raises:
+        ConfigurationError: it lists something else than parameters.
+    """
     if _current is None:
         return []
-    return sorted({parameter.name for layer in layers(config) for parameter in _current(config, layer)})
+    listed: object = _current(config, layer)
+    parameters = list(listed) if isinstance(listed, Iterable) else [listed]
+    for parameter in parameters:
+        if not isinstance(parameter, Parameter):
+            raise ConfigurationError(
+                f"layer_parameters= listed {type(parameter).__name__} for layer {layer.number}: it must return a list "
+                "of Parameter (megatron_ext.parts.catalogue), which is empty where a layer has none of its own"
+            )
+    return cast(list[Parameter], parameters)
 
 
 def _check(parameter: Parameter, ranks: int) -> None:

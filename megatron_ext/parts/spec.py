@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
 from megatron_ext.parts.experts.compute import mixture_of_experts
 from megatron_ext.parts.layer import layer_class
@@ -46,8 +47,22 @@ def block_spec(
     else:
         specs = {kind: layer_spec(kind, tp_group) for kind, _ in held.kinds}
         final = norm_class(final_norm(config.model).kind)
-    chosen = [specs[layer] if own is None else own(specs[layer], layer) for layer in held]
+    chosen = [specs[layer] if own is None else _checked(own(specs[layer], layer), layer) for layer in held]
     return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=final)
+
+
+def _checked(spec: object, layer: Layer) -> ModuleSpec:
+    """Return what a user's function made of the spec of a layer.
+
+    Raises:
+        ConfigurationError: it is no spec.
+    """
+    if not isinstance(spec, ModuleSpec):
+        raise ConfigurationError(
+            f"layer_spec= returned {type(spec).__name__} for layer {layer.number}: it must return the ModuleSpec to "
+            "build, as dataclasses.replace(spec, module=...) does, or the one that it was given"
+        )
+    return spec
 
 
 def layer_spec(layer: Layer, tp_group: ProcessGroup) -> ModuleSpec:

@@ -223,9 +223,8 @@ def _last_line(error: BaseException, status: RunStatus, cause: str | None) -> st
         case ConfigurationError():
             count = len(error.problems)
             problems = "1 problem" if count == 1 else f"{count} problems"
-            text = (
-                f"{problems} in the configuration, named above; nothing was started. Change the flags and start again."
-            )
+            what = "nothing was started. Change the flags" if not started else f"found {where}. Correct it"
+            text = f"{problems} in the configuration, named above; {what} and start again."
         case TrainingError():
             pass
         case KeyboardInterrupt():

@@ -5,17 +5,19 @@
 docs/extending.md has an example of each. Every function is called on every rank that has a use for it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs, without_graphs
 from megatron_ext.config.derived.optimizers import OPTIMIZERS, OptimizerTraits
 from megatron_ext.config.schema import Config
 from megatron_ext.data.corpus import Splits
 from megatron_ext.data.samples import SampleDataset, Samples, SampleWindow, Source
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.parts.own_parameters import OwnParameters, in_every_layer
 from megatron_ext.tokenizer.protocol import Tokenizer
@@ -50,19 +52,58 @@ class Extensions:
     optimizer: OptimizerTraits | None = None
     learning_rate: Schedule | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError where a part is not of its kind."""
+        for part in fields(self):
+            given = getattr(self, part.name)
+            if part.name == "callbacks":
+                fits, kind = isinstance(given, Sequence), "a list of callbacks"
+            elif part.name == "optimizer":
+                fits, kind = (
+                    isinstance(given, OptimizerTraits),
+                    "OptimizerTraits (megatron_ext.config.derived.optimizers)",
+                )
+            else:
+                fits, kind = callable(given), "a function"
+            if given is not None and not fits:
+                raise ConfigurationError(f"{part.name}= is {type(given).__name__}: give {kind}, or leave it out")
+
     def named(self) -> tuple[str, ...]:
         """Return the names of the parts that are not ours."""
         return tuple(part.name for part in fields(self) if getattr(self, part.name))
 
-    def in_the_catalogue(self) -> AbstractContextManager[None]:
-        """Return a context in which the catalogue of this process lists the own layers' parameters. A run is within."""
-        return in_every_layer(self.layer_parameters)
+    @contextmanager
+    def in_the_catalogue(self) -> Iterator[None]:
+        """Return a context in which the catalogue of this process lists the own layers' parameters. A run is within.
+
+        The own optimizer that it registers (`applied`) is forgotten with it: the next run may have another of its name.
+        """
+        known = set(OPTIMIZERS)
+        with in_every_layer(self.layer_parameters):
+            try:
+                yield
+            finally:
+                if self.optimizer is not None and self.optimizer.name not in known:
+                    OPTIMIZERS.pop(self.optimizer.name, None)
 
     def made_callbacks(self) -> list["Callback"]:
-        """Return the own callbacks, made where a class or function stands for one. The engine must be there."""
+        """Return the own callbacks, made where a class or function stands for one. The engine must be there.
+
+        Raises:
+            ConfigurationError: one of them is no callback.
+        """
         from megatron_ext.train.trainer import Callback
 
-        return [one if isinstance(one, Callback) else one() for one in self.callbacks]
+        made = [one if isinstance(one, Callback) or not callable(one) else one() for one in self.callbacks]
+        for given, callback in zip(self.callbacks, made, strict=True):
+            if not isinstance(callback, Callback):
+                name = getattr(given, "__name__", type(given).__name__)
+                what = f"made {type(callback).__name__}" if callable(given) else "is none"
+                raise ConfigurationError(
+                    f"callbacks= has {name}, which {what}: give what derives from Callback "
+                    "(megatron_ext.train.trainer), or a class or function that makes one"
+                )
+        return made
 
     def applied(self, config: Config) -> Config:
         """Return the configuration with the own optimizer, which is registered, and without CUDA graphs of own parts.
@@ -119,23 +160,41 @@ class Extensions:
         if self.datasets is None:
             return None
         made = self.datasets(config, tokenizer, numbers)
+        if not isinstance(made, Splits):
+            raise ConfigurationError(
+                f"datasets= returned {type(made).__name__}: it must return Splits(train, valid, test) "
+                "(megatron_ext.data.corpus), with None for a split that is not read"
+            )
+        for split in fields(made):
+            own = getattr(made, split.name)
+            if own is not None and not (hasattr(own, "__len__") and hasattr(own, "__getitem__")):
+                raise ConfigurationError(
+                    f"datasets= returned {type(own).__name__} as {split.name}: a dataset has __len__ and __getitem__; "
+                    "give it both"
+                )
         if made.train is None or len(made.train) < numbers.train:
             held = 0 if made.train is None else len(made.train)
             raise ConfigurationError(
                 f"the own training dataset has {held} samples, and the run reads {numbers.train}; repeat them (index "
                 "modulo their number), or lower --train-iters"
             )
-        return Splits(*(None if own is None else OwnSamples(own) for own in (made.train, made.valid, made.test)))
+        length = config.model.seq_length
+        return Splits(
+            *(None if own is None else OwnSamples(own, length) for own in (made.train, made.valid, made.test))
+        )
 
 
 NONE = Extensions()
 
 
-class OwnSamples:
-    """A user's dataset, seen as the samples of one source."""
+_SAMPLE_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
-    def __init__(self, dataset: SampleDataset):
-        self._dataset = dataset
+
+class OwnSamples:
+    """A user's dataset, seen as the samples of one source, each of which has `seq_length` tokens."""
+
+    def __init__(self, dataset: SampleDataset, seq_length: int):
+        self._dataset, self._seq_length = dataset, seq_length
         self.sources = [Source(type(dataset).__name__, len(dataset))]
         self.order_depends_on: list[int] = []
 
@@ -143,7 +202,28 @@ class OwnSamples:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._dataset[index]
+        """Return a sample.
+
+        Raises:
+            DataError: it is none, or lacks a field, or a field has another shape.
+        """
+        sample = self._dataset[index]
+        where = f"sample {index} of the own dataset {type(self._dataset).__name__}"
+        if not isinstance(sample, Mapping):
+            raise DataError(
+                f"{where} is {type(sample).__name__}: it must be a dict of {', '.join(_SAMPLE_FIELDS)}, each of "
+                f"[{self._seq_length}]"
+            )
+        for name in _SAMPLE_FIELDS:
+            if name not in sample:
+                raise DataError(f"{where} has no {name}; give it {', '.join(_SAMPLE_FIELDS)}")
+            shape = tuple(np.shape(sample[name]))
+            if shape != (self._seq_length,):
+                raise DataError(
+                    f"{where} has {name} of shape {list(shape)}, and --seq-length {self._seq_length} reads "
+                    f"[{self._seq_length}]; return that many"
+                )
+        return sample
 
     def counts(self, samples: int) -> list[int]:
         """Return the number of samples: all of the first `samples` samples come from the only source."""

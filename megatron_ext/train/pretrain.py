@@ -1,13 +1,16 @@
 """Runs the main job: build the run, load a checkpoint if there is one, train."""
 
+import contextlib
+import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext import device, environment
 from megatron_ext.checkpoint.native.folder import saved_iterations
-from megatron_ext.checkpoint.native.lock import hold_until_exit
+from megatron_ext.checkpoint.native.lock import give_up, hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.derived.cuda_graphs import graphs_warning, makes_graphs, without_graphs
 from megatron_ext.config.derived.optimizers import OptimizerTraits
@@ -26,6 +29,7 @@ from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.terminal import say, warn
 from megatron_ext.train.configure import Configured, configure, configure_for
 from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets
+from megatron_ext.train.trained import Trained
 
 if TYPE_CHECKING:
     from megatron_ext.device.protocol import Device
@@ -44,10 +48,13 @@ def pretrain(
     layer_parameters: OwnParameters | None = None,
     optimizer: OptimizerTraits | None = None,
     learning_rate: Schedule | None = None,
-) -> None:
+    returns_model: bool = False,
+) -> Trained:
     """Train as configured, on this rank: the entry of the library. docs/extending.md has an example of every argument.
 
     Where the newest checkpoint turns out to be damaged, the flags are resolved once more, for the one that is loaded.
+    Without `status` the process is left as it was found, whether the run ends or fails: process groups, threads,
+    signal handlers and the lock of --save are given back, and `pretrain` can be called again.
 
     Args:
         config: flags as for pretrain_gpt.py, or what `configure` made of them.
@@ -59,6 +66,9 @@ def pretrain(
         layer_parameters: names the parameters that a layer then has besides ours.
         optimizer: traits of an optimizer that is not in config/derived/optimizers.py, in place of --optimizer.
         learning_rate: changes the rate of each step.
+        returns_model: whether what is returned has the model, which otherwise is freed.
+    Returns:
+        The losses of the steps, and where the run wrote what.
     Raises:
         TrainingError: something ended the run before its planned end.
     """
@@ -69,20 +79,34 @@ def pretrain(
         _tell(configured.typed.warnings)
     extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate)
     with extensions.in_the_catalogue():
-        _watched(configured, status, extensions)
+        trained = _watched(configured, status, extensions)
+    return trained if returns_model else replace(trained, model=())
 
 
-def _watched(configured: Configured, status: RunStatus | None, extensions: Extensions) -> None:
-    """Train, and end the watch if nobody else does."""
-    if status is not None:  # whose owner reports a failure, with what the watch knows of it
-        _pretrain(configured, status, extensions)
-        return
-    status = RunStatus(environment.rank(), save=configured.config.checkpoint.save)
-    try:
-        _pretrain(configured, status, extensions)
-    finally:
-        if status.watch is not None:
-            status.watch.close()
+def _watched(configured: Configured, status: RunStatus | None, extensions: Extensions) -> Trained:
+    """Train, and leave the process as it was unless somebody ends it."""
+    ends = ExitStack()
+    if status is not None:
+        # Its owner reports a failure, with what the watch knows of it, and ends the process at once: groups whose other
+        # ranks are gone may not hold that up.
+        return _pretrain(configured, status, extensions, ends)
+    save = configured.config.checkpoint.save
+    with ExitStack() as process:
+        process.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+        if save is not None:
+            process.callback(give_up, save)
+        status = RunStatus(environment.rank(), save=save)
+        try:
+            return _pretrain(configured, status, extensions, ends)
+        except BaseException:
+            # NCCL's groups would wait for operations in which another rank, which has failed, never takes part.
+            gives_back = environment.world_size() == 1 or configured.config.layout.device == "cpu"
+            with contextlib.suppress(Exception):  # the error that ended the run is the one to be seen
+                if gives_back:
+                    ends.close()
+                elif status.watch is not None:
+                    status.watch.close()
+            raise
 
 
 def _tell(warnings: Sequence[str]) -> None:
@@ -91,7 +115,8 @@ def _tell(warnings: Sequence[str]) -> None:
         warn(warning)
 
 
-def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions) -> None:
+def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions, ends: ExitStack) -> Trained:
+    """Train; `ends` gets what gives back what the run holds. It is closed here, unless an error ends the run."""
     config = extensions.applied(configured.config)
     _tell(extensions.warnings(configured.typed.values))
     if config.checkpoint.save is not None and status.rank == 0:
@@ -107,6 +132,8 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
             kernels=external_kernels.asked_for(config),
         )
         require_fp8(config.training, here)
+        import torch
+
         # Only now may megatron-core be imported.
         from megatron_ext.parallel import groups
         from megatron_ext.parts.attention import choice as attention_kernel
@@ -114,6 +141,11 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         from megatron_ext.train.callbacks import memory_history
         from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
         from megatron_ext.train.watching import begin_watch
+    ends.callback(
+        torch.use_deterministic_algorithms,
+        torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     memory_history.begin(config, status.rank, here)
     if configured.search is None:  # before the ranks meet, where it can be known
         _require_checkpoint(config.checkpoint, configured.resume)
@@ -122,8 +154,10 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         store = groups.start(config.layout, here, from_host=sharding_of(config).lives_on_host)
     except PeerLostError as error:
         raise PeerLostError(f"{error}{end_stopped_ranks()}") from error
+    ends.callback(groups.destroy)
     elastic.keep_spares()
     status.watch = begin_watch(status, config.layout, here, store)
+    ends.callback(status.watch.close)
     if configured.search is not None:
         from megatron_ext.checkpoint.local.agreement import newest_snapshot
         from megatron_ext.checkpoint.native.agreement import agree
@@ -140,7 +174,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
     with telling_of_memory(config, here):
         attention = attention_kernel.choose(graphs_of(here, config), here, getattr(resume, "saved", None))
         configured = replace(configured, config=attention.config)
-        _build_and_train(configured, here, status, extensions, attention.text)
+        return _build_and_train(configured, here, status, extensions, attention.text, ends)
 
 
 def require_fp8(training: TrainingConfig, here: "Device") -> None:
@@ -167,16 +201,24 @@ def graphs_of(here: "Device", config: Config) -> Config:
 
 
 def _build_and_train(
-    configured: Configured, here: "Device", status: RunStatus, extensions: Extensions, attention: str | None
-) -> None:
-    from megatron_ext.parallel import groups
+    configured: Configured,
+    here: "Device",
+    status: RunStatus,
+    extensions: Extensions,
+    attention: str | None,
+    ends: ExitStack,
+) -> Trained:
+    from megatron_ext.model.names import unwrapped
     from megatron_ext.train.build import build_run
+    from megatron_ext.train.callbacks.history import History
     from megatron_ext.train.callbacks.standard import standard_callbacks, stop_file
     from megatron_ext.train.trainer import Trainer
 
     config, resume = configured.config, configured.resume
     status.progress.phase = "the construction of the model and its data"
     run = build_run(config, here, resume, extensions)
+    ends.callback(run.loaders.close)
+    ends.callback(run.release_graph)
     run.progress = status.progress
     for flag in run.sharding.host_memory_flags:
         if here.kind == "cpu" and run.rank == 0:
@@ -188,11 +230,14 @@ def _build_and_train(
     # One rank watches the stop file and tells the others at the end of a step.
     watched = SignalWatcher(stop_file(config) if status.rank == 0 else None, launch.requested_before())
     watched.for_good = not config.layout.elastic
+    history = History()
     with (
         watched as signals,
         StopDeadline(config.training.exit_signal_deadline, signals, status, lambda: _saved(config.checkpoint)),
     ):
-        callbacks = [*standard_callbacks(run, signals, status), *extensions.made_callbacks()]
+        callbacks = [*standard_callbacks(run, signals, status), history, *extensions.made_callbacks()]
+        for callback in callbacks:
+            ends.callback(callback.close)
         trainer = Trainer(run, callbacks, extensions.learning_rate)
         try:
             trainer.fit()
@@ -204,14 +249,24 @@ def _build_and_train(
             raise
         if trainer.stop_reason is not None:
             launch.remember_stop(0, trainer.stop_reason)
-    run.release_graph()
-    run.loaders.close()
-    if status.watch is not None:
-        status.watch.close()
-    groups.destroy()
+    ends.close()
     if status.rank == 0:
         _record_end(status, run.state.iteration, trainer.stop_reason)
     elastic.dismiss_spares()
+    return Trained(
+        iteration=run.state.iteration,
+        losses=tuple(history.losses),
+        validation_losses=history.validation_losses,
+        stop_reason=trainer.stop_reason,
+        save=_path(config.checkpoint.save),
+        metrics_file=_path(config.logging.metrics_file),
+        tensorboard_dir=_path(config.logging.tensorboard_dir),
+        model=tuple(unwrapped(run.chunks)),
+    )
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)
 
 
 def _require_checkpoint(flags: CheckpointConfig, resume: Resume | None) -> None:

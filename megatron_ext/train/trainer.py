@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.derived.batch import global_batch_size
-from megatron_ext.errors import StoppedBySignal
+from megatron_ext.errors import ConfigurationError, StoppedBySignal
 from megatron_ext.optim.curves import LearningRateCurve, Schedule, WeightDecayCurve, learning_rate, weight_decay
 from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import Evaluated
@@ -70,7 +70,7 @@ class Trainer:
         """Return the learning rate of the next step: that of the flags, or what a user's own schedule makes of it."""
         samples = self.run.state.scheduled_samples
         rate = learning_rate(samples, self.learning_rate_curve)
-        return rate if self._schedule is None else self._schedule(samples, rate)
+        return rate if self._schedule is None else _checked_rate(self._schedule(samples, rate), samples)
 
     def stop(self, reason: str, *, by_signal: bool = False) -> None:
         """End the loop after this step. Every rank must call it at the same step."""
@@ -221,6 +221,27 @@ class Callback:
 
     def on_end(self, trainer: Trainer) -> None:
         """Run after the last step of this process, unless an error ended it; in the reverse order of the list."""
+
+    def close(self) -> None:
+        """Give back what the callback holds, threads and files, where the process goes on after the run. It is called
+        last, after an error too, when other ranks may be gone: it must not communicate."""
+
+
+def _checked_rate(rate: object, samples: int) -> float:
+    """Return what a user's own schedule has returned.
+
+    Raises:
+        ConfigurationError: it is no rate.
+    """
+    try:
+        number = float(rate)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0.0 <= number < math.inf:
+        raise ConfigurationError(
+            f"learning_rate= returned {rate!r} after {samples} samples: it must return a number of at least 0"
+        )
+    return number
 
 
 def _overrides(callback: object, event: str) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ext.train.configure import configure
 from megatron_ext.untrusted.metrics_rows import read_rows
+from tests.support.fresh_environment import make_environment
 from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,7 @@ def run(*command: str, variables: Mapping[str, str]) -> str:
 # the model and the batches of both trainings are as asked.
 PYTHON_WITH_LESS_TEXT = """#!/bin/bash
 case "$*" in *" pretrain_gpt.py "* | "tools/prepare_cache.py "*) set -- "$@" {changes} ;; esac
+if [[ "$1 $2" == "-m pip" ]]; then exec {environment}/bin/python "$@"; fi
 {python} "$@" || exit
 if [[ $1 == tools/python_corpus.py ]]; then sed -i -n '1~30p' {folder}/python_train.jsonl; fi
 """
@@ -53,8 +55,11 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_p
         (folder / stale).mkdir(parents=True)
         (folder / stale / "stale").touch()
     (folder / ".made_by_quickstart").touch()
-    warm = warm_python(tmp_path / "warm")
-    less = PYTHON_WITH_LESS_TEXT.format(changes=small, python=tmp_path / "warm/python", folder=folder)
+    make_environment(tmp_path / "environment")
+    warm = warm_python(tmp_path / "warm") | {"VIRTUAL_ENV": str(tmp_path / "environment")}
+    less = PYTHON_WITH_LESS_TEXT.format(
+        changes=small, python=tmp_path / "warm/python", folder=folder, environment=tmp_path / "environment"
+    )
     write_program(tmp_path / "bin/python", less)
     variables = {**warm, "PATH": f"{tmp_path}/bin:{warm['PATH']}"}
     said = run("bash", "examples/quickstart.sh", str(folder), "10", ranks, variables=variables)
@@ -80,11 +85,75 @@ def test_the_quickstart_in_short_and_what_it_tells_to_try_next(ranks: str, tmp_p
     assert float(losses_of_both[1]) == pytest.approx(float(losses_of_both[2]), rel=1e-6)
     assert (folder / "hf/model.safetensors").exists()
     assert "\nclass SmallMLP(nn.Module):\n    def __init__(self, config" in said.partition("8/8 a sample")[2]
-    if ranks == "1":  # which is what the next script trains on
-        return
     short = ["--train-iters", "2", "--lr-warmup-iters", "1", *small.split()]
+    if ranks == "1":
+        next_commands_work_in_a_new_shell(said.partition(" Next:\n")[2], " ".join(short))
+        return
     said = run("bash", "examples/pretrain_cpu.sh", str(folder), *short, variables=warm)
     assert " validation loss at iteration 2 |" in said
+
+
+def next_commands_work_in_a_new_shell(printed: str, short: str) -> None:
+    """Paste what the quickstart prints at its end into a shell that knows the system's programs alone."""
+    lines = printed.splitlines()
+    assert [bool(re.search(words, line)) for words, line in zip(NEXT, lines, strict=True)] == [True] * len(NEXT)
+    # As printed; but the training in short, and of the server what it would show.
+    lines[2] = re.sub(r"  +#", f" {short} #", lines[2])
+    lines[4] = lines[4].replace("--logdir", "--inspect --logdir")
+    script = "set -e\n" + "\n".join([*lines, "megatron-ext --help"])
+    clean = ["env", "-i", "PATH=/usr/bin:/bin", f"HOME={os.environ['HOME']}", "OMP_NUM_THREADS=1", "bash", "-c", script]
+    ended = subprocess.run(clean, cwd="/", capture_output=True, text=True, timeout=540, check=False)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    for said in (
+        "--tensor-model-parallel-size",
+        " validation loss at iteration 2 |",
+        "\nclass ",
+        "usage: megatron-ext",
+    ):
+        assert said in ended.stdout
+
+
+NEXT = (
+    "cd .* && source .*/bin/activate",
+    "pretrain_gpt.py --help",
+    "pretrain_cpu.sh",
+    "generate_sample.py",
+    "tensorboard",
+)
+
+
+CLOCK = """import runpy, sys, time
+read, sys.argv = time.perf_counter, sys.argv[2:]
+time.perf_counter = lambda: {factor} * read()
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("factor", "takes"), [(1e-6, "1,200 steps of 0.00 s: about a minute in all"), (1e6, "100 steps")]
+)
+def test_the_quickstart_fits_its_steps_to_the_machine(factor: float, takes: str, tmp_path: Path) -> None:
+    """It measures its own model; a clock that runs slower or faster makes the machine a fast or a slow one."""
+    commands, folder = tmp_path / "commands", tmp_path / "run"
+    (tmp_path / "clock.py").write_text(CLOCK.format(factor=factor))
+    stand_in = STAND_IN.format(commands=commands, run=folder, python=sys.executable)
+    measures = (
+        f"""if [[ $1 == examples/quickstart_steps.py ]]; then exec {sys.executable} {tmp_path}/clock.py - "$@"; fi"""
+    )
+    write_program(tmp_path / "bin/python", stand_in.replace("#!/bin/bash\n", f"#!/bin/bash\n{measures}\n"))
+    environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "VIRTUAL_ENV": str(tmp_path)}
+    script = ["bash", str(ROOT / "examples/quickstart.sh"), str(folder)]
+    ended = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert takes in ended.stderr
+    steps = "1200" if factor < 1 else "100"
+    assert f"of {steps} steps" in ended.stdout
+    trainings = [line.split() for line in commands.read_text().splitlines() if "pretrain_gpt.py" in line]
+    assert [words[words.index("--train-iters") + 1] for words in trainings] == [steps] * 2
+    # A fast machine's training is the one whose losses README prints.
+    first = trainings[0]
+    warm_up = first[first.index("--lr-warmup-iters") + 1]
+    assert (first[first.index("--exit-interval") + 1], warm_up) == (("1164", "60") if factor < 1 else ("97", "5"))
 
 
 # Writes its arguments down, and the one file that the quickstart itself reads. A `-c` is run: it counts the cores.

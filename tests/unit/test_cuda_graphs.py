@@ -20,6 +20,7 @@ from megatron_ext.train import pretrain as pretraining
 from megatron_ext.train.configure import Configured, configure
 from megatron_ext.train.extensions import NONE, Extensions
 from megatron_ext.train.pretrain import graphs_of
+from megatron_ext.train.trained import Trained
 from tests.support.small_models import small_config
 
 GRAPHS = "--cuda-graph-impl full_iteration"
@@ -212,7 +213,12 @@ def test_the_library_prints_the_warnings_of_flags(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: list[Configured] = []
-    monkeypatch.setattr(pretraining, "_watched", lambda configured, *_others: given.append(configured))
+
+    def watched(configured: Configured, *_others: object) -> Trained:
+        given.append(configured)
+        return Trained(1, (), {}, None, None, None, None)
+
+    monkeypatch.setattr(pretraining, "_watched", watched)
     words = shlex.split(f"{MODEL} {GRAPHS} --device cpu")
     pretraining.pretrain(words)
     assert capsys.readouterr().err.startswith(f"warning: {SAYS}")

@@ -14,6 +14,7 @@ from megatron_ext.data.samples import SampleWindow, Source
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.own_parameters import current
 from megatron_ext.train.extensions import NONE, Extensions, OwnSamples
+from megatron_ext.train.trained import Trained
 from megatron_ext.train.trainer import Callback
 from tests.support.small_models import small_config
 
@@ -139,7 +140,7 @@ class _Dataset:
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"index": index}
+        return dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), [index] * 4)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +172,8 @@ def test_own_training_data_is_enough(held: int | None, said: str | None) -> None
 
 
 def test_an_own_dataset_is_one_source() -> None:
-    samples = OwnSamples(_Dataset(12))
-    assert (len(samples), samples[5], samples.counts(7)) == (12, {"index": 5}, [7])
+    samples = OwnSamples(_Dataset(12), 4)
+    assert (len(samples), samples[5], samples.counts(7)) == (12, _Dataset(12)[5], [7])
     assert samples.sources == [Source("_Dataset", 12)]
     assert samples.place(5) == SampleWindow(0, 5)
     assert samples.part(0) is samples
@@ -185,15 +186,16 @@ def test_parts_are_given_to_a_run_by_their_names(monkeypatch: pytest.MonkeyPatch
 
     heard: list[Any] = []
 
-    def watched(configured: Any, status: Any, extensions: Extensions) -> None:
+    def watched(configured: Any, status: Any, extensions: Extensions) -> Trained:
         heard.append((configured, status, extensions, current()))
+        return Trained(1, (), {}, None, None, None, None, model=(NOTHING,))
 
     typed = SimpleNamespace(warnings=("careful",))
     monkeypatch.setattr(pretrain, "_watched", watched)
     monkeypatch.setattr(pretrain, "configure", lambda flags: SimpleNamespace(flags=flags, typed=typed))
     monkeypatch.setattr(pretrain, "_tell", heard.append)
     status: Any = "status"
-    pretrain.pretrain(["--flags"], status, **PARTS)
+    assert pretrain.pretrain(["--flags"], status, **PARTS).model == ()
     said, (configured, told, extensions, parameters) = heard
     assert (said, configured.flags, told) == (("careful",), ["--flags"], "status")
     assert extensions == Extensions(**PARTS)

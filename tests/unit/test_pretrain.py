@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 from megatron_ext.checkpoint.native import load
 from megatron_ext.config.schema import CheckpointConfig
 from megatron_ext.errors import ConfigurationError, DataError, StoppedBySignal
-from megatron_ext.parallel import groups
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.telemetry.banner import Begun
 from megatron_ext.train import build, datasets, pretrain, trainer
@@ -22,6 +21,13 @@ from megatron_ext.train.state import TrainState
 from tests.support.small_models import small_config
 
 NOTHING: Any = None
+
+
+def ends_with(heard: list[Any], word: str) -> ExitStack:
+    """Return what a run is to close at its end, which then says a word."""
+    ends = ExitStack()
+    ends.callback(heard.append, word)
+    return ends
 
 
 @pytest.mark.parametrize(("finetune", "done"), [(False, ["load", "compare"]), (True, ["load"])])
@@ -60,7 +66,7 @@ def test_one_rank_watches_the_stop_file_and_a_stop_is_remembered(
 ) -> None:
     """A stop that was planned is no failure: a restart of the launch ends with 0, and at once."""
     heard: list[Any] = []
-    run: Any = SimpleNamespace(rank=1, state=SimpleNamespace(iteration=5), progress=NOTHING)
+    run: Any = SimpleNamespace(rank=1, state=SimpleNamespace(iteration=5), progress=NOTHING, chunks=[])
     run.sharding, run.release_graph = SimpleNamespace(host_memory_flags=()), lambda: None
     run.loaders = SimpleNamespace(close=lambda: heard.append("close"))
     loop: Any = SimpleNamespace(fit=lambda: heard.append("fit"), stop_reason=reason)
@@ -68,7 +74,6 @@ def test_one_rank_watches_the_stop_file_and_a_stop_is_remembered(
     monkeypatch.setattr(standard, "standard_callbacks", lambda *_: [])
     monkeypatch.setattr(standard, "stop_file", lambda config: "folder/stop")
     monkeypatch.setattr(trainer, "Trainer", lambda *_: loop)
-    monkeypatch.setattr(groups, "destroy", lambda: heard.append("destroy"))
     monkeypatch.setattr(pretrain, "_load", lambda *_: None)
     monkeypatch.setattr(pretrain.launch, "remember_stop", lambda code, why: heard.append((code, why)))
     monkeypatch.setattr(pretrain.elastic, "dismiss_spares", lambda: heard.append("dismiss"))
@@ -76,7 +81,7 @@ def test_one_rank_watches_the_stop_file_and_a_stop_is_remembered(
     monkeypatch.setattr(pretrain, "SignalWatcher", lambda file, _: heard.append(file) or watcher())
     configured: Any = SimpleNamespace(config=small_config(), resume=None)
     here: Any = SimpleNamespace(kind="cpu")
-    pretrain._build_and_train(configured, here, RunStatus(rank), NONE, None)
+    pretrain._build_and_train(configured, here, RunStatus(rank), NONE, None, ends_with(heard, "destroy"))
     remembered = [] if reason is None else [(0, reason)]
     assert heard == ["folder/stop" if rank == 0 else None, "fit", *remembered, "close", "destroy", "dismiss"]
 
@@ -125,7 +130,7 @@ def test_one_rank_claims_the_folder_before_anything_else(
     typed: Any = SimpleNamespace(values={}, warnings=())
     configured: Any = SimpleNamespace(config=config, typed=typed, search=None, resume=None)
     with pytest.raises(DataError, match=r"^seen enough$"):
-        pretrain._pretrain(configured, RunStatus(rank), NONE)
+        pretrain._pretrain(configured, RunStatus(rank), NONE, ExitStack())
     assert heard == [*([("claim", save)] if save and rank == 0 else []), "device"]
     assert capsys.readouterr().err == ("warning: one queue is too few\n" if rank == 0 else "")
 
@@ -251,26 +256,6 @@ def test_graphs_are_those_of_a_gpu_that_torch_finds(kind: str, asked: str, monke
     assert [("torch finds no GPU on this machine" in one) for one in said] == [True] * lost
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("owned", [False, True])
-def test_the_watch_is_ended_unless_somebody_else_does(
-    owned: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who gave the status reports a failure, with what the watch knows."""
-    closed: list[bool] = []
-
-    def train(configured: Any, status: RunStatus, extensions: Any) -> None:
-        status.watch = SimpleNamespace(close=lambda: closed.append(True))  # pyright: ignore[reportAttributeAccessIssue]
-        if fails:
-            raise DataError("bad")
-
-    monkeypatch.setattr(pretrain, "_pretrain", train)
-    configured: Any = SimpleNamespace(config=small_config())
-    with nullcontext() if not fails else pytest.raises(DataError):
-        pretrain._watched(configured, RunStatus(0) if owned else None, NONE)
-    assert closed == ([] if owned else [True])
-
-
 @pytest.mark.parametrize("signalled", [False, True])
 @pytest.mark.parametrize("for_good", [False, True])
 def test_a_stop_by_a_signal_is_remembered_where_it_is_for_good(
@@ -284,7 +269,7 @@ def test_a_stop_by_a_signal_is_remembered_where_it_is_for_good(
         if signalled:
             raise StoppedBySignal("stopped")
 
-    run: Any = SimpleNamespace(rank=0, state=SimpleNamespace(iteration=5), progress=NOTHING)
+    run: Any = SimpleNamespace(rank=0, state=SimpleNamespace(iteration=5), progress=NOTHING, chunks=[])
     run.sharding = SimpleNamespace(host_memory_flags=("--optimizer-cpu-offload",))
     run.release_graph = lambda: heard.append("release")
     run.loaders = SimpleNamespace(close=lambda: heard.append("close"))
@@ -299,7 +284,6 @@ def test_a_stop_by_a_signal_is_remembered_where_it_is_for_good(
         (pretrain, "SignalWatcher", signals),
     ):
         monkeypatch.setattr(module, name, lambda *_, made=made: made)
-    monkeypatch.setattr(groups, "destroy", lambda: heard.append("destroy"))
     monkeypatch.setattr(pretrain, "_record_end", lambda status, *given: heard.append(given))
     monkeypatch.setattr(pretrain.launch, "remember_stop", lambda *given: heard.append(given))
     monkeypatch.setattr(pretrain.elastic, "dismiss_spares", lambda: heard.append("dismiss"))
@@ -308,7 +292,7 @@ def test_a_stop_by_a_signal_is_remembered_where_it_is_for_good(
         heard.clear()
         here: Any = SimpleNamespace(kind=kind)
         with pytest.raises(StoppedBySignal) if signalled else nullcontext():
-            pretrain._build_and_train(configured, here, RunStatus(0), NONE, None)
+            pretrain._build_and_train(configured, here, RunStatus(0), NONE, None, ends_with(heard, "destroy"))
         remembered = [(StoppedBySignal("stopped").exit_code, "stopped"), "dismiss"] if for_good else []
         ended = ["release", "close", "destroy", (5, None), "dismiss"]
         assert heard == (["release", *remembered] if signalled else ended)

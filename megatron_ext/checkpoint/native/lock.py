@@ -85,6 +85,18 @@ def hold_again(folder: str | Path) -> None:
     hold_until_exit(folder)
 
 
+def give_up(folder: str | Path) -> None:
+    """Unlock a folder that this process goes on without; does nothing where it has not locked it."""
+    key = os.path.realpath(folder)
+    held = _held.pop(key, None)
+    _contents.pop(key, None)
+    if held is None:
+        return
+    for file in [one for one in _open if os.path.samestat(os.fstat(one.fileno()), os.fstat(held.fileno()))]:
+        _open.remove(file)
+        file.close()
+
+
 def name_of_contents(folder: str | Path) -> str | None:
     """Return the name of what the folder holds, which it keeps until it is emptied; None where this process has not
     locked it."""

@@ -60,6 +60,11 @@ class Checkpointing(Callback):
             self._start(trainer)
         self._finish()
 
+    def close(self) -> None:
+        """Let a background save that an error has given up end: nobody writes there once the run is over."""
+        if self._save is not None:
+            self._save.join()
+
     def _start(self, trainer: Trainer) -> None:
         self._finish()
         self._started = time.perf_counter()

@@ -33,3 +33,6 @@ class Profiling(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         self._profiler.finish()
+
+    def close(self) -> None:
+        self._profiler.finish()

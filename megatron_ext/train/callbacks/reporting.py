@@ -103,7 +103,12 @@ class Reporting(Callback):
             sink.write(metrics)
 
     def on_end(self, trainer: Trainer) -> None:
-        for sink in (*self.step_sinks, *self.log_sinks):
+        self.close()
+
+    def close(self) -> None:
+        sinks = [*self.step_sinks, *self.log_sinks]
+        self.step_sinks = self.log_sinks = ()
+        for sink in sinks:
             sink.close()
 
     def _wanted(self, trainer: Trainer) -> tuple[bool, bool]:
