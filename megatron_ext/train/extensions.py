@@ -61,7 +61,7 @@ class Extensions:
             elif part.name == "optimizer":
                 fits, kind = (
                     isinstance(given, OptimizerTraits),
-                    "OptimizerTraits (megatron_ext.config.derived.optimizers)",
+                    "OptimizerTraits (config/derived/optimizers.py)",
                 )
             else:
                 fits, kind = callable(given), "a function"
