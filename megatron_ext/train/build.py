@@ -32,6 +32,7 @@ from megatron_ext.parallel import groups as process_groups
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
+from megatron_ext.train import cpu_gemm
 from megatron_ext.train.attention_kernel import allowed_kernels
 from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
@@ -120,6 +121,7 @@ def set_kernels(config: Config, device: Device) -> None:
     """Set precision and determinism of the kernels of this process, and the kernel of attention that was chosen."""
     allowed = allowed_kernels(config)
     use(allowed[0] if len(allowed) == 1 else None, device)
+    cpu_gemm.use(config)
     torch.backends.cuda.matmul.allow_tf32 = config.training.tf32
     torch.backends.cudnn.allow_tf32 = config.training.tf32
     if config.training.deterministic_mode:

@@ -111,7 +111,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         # Only now may megatron-core be imported.
         from megatron_ext.parallel import groups
         from megatron_ext.sharding.choose import sharding_of
-        from megatron_ext.train import attention_kernel
+        from megatron_ext.train import attention_kernel, cpu_gemm
         from megatron_ext.train.callbacks import memory_history
         from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
         from megatron_ext.train.watching import begin_watch
@@ -140,7 +140,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions)
         check_it_fits(config, here)
     with telling_of_memory(config, here):
         attention = attention_kernel.choose(graphs_of(here, config), here, resume)
-        configured = replace(configured, config=attention.config)
+        configured = replace(configured, config=cpu_gemm.choose(attention.config, here, resume))
         _build_and_train(configured, here, status, extensions, attention.text)
 
 
