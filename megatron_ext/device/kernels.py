@@ -1,7 +1,7 @@
 """Computes the operations that torch does slowly on a CPU, each next to torch's own, which it equals.
 
-Matrix products: torch uses MKL, which on AMD processors does without AVX-512. oneDNN, which is in torch as well,
-uses it, and is 2.2 times as fast there (docs/decisions.md); torch itself asks it for 16-bit types alone.
+Matrix products: torch has two libraries for them, its BLAS (MKL on x86), which it asks for fp32, and oneDNN, which it
+asks for 16-bit types alone. Which one is faster depends on the vectors that each of them uses (`GEMMS`).
 
 RMSNorm: on a CPU torch has no kernel for it, so that autograd runs back through every operation it is made of.
 
@@ -9,7 +9,8 @@ SwiGLU: autograd makes the gradients of gate and up apart, and then puts them ne
 made in its place.
 """
 
-from pathlib import Path
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,27 +20,61 @@ from megatron_ext.device.triton import choice
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
-
 _FEW_ROWS = 32
 _LARGE = 1 << 20
-"""Elements of a matrix from which on oneDNN is the faster one on any processor, be the rows few or many."""
+"""Elements of a matrix from which on oneDNN is the faster one with AVX-512, be the rows few or many."""
+
+GEMMS = ("blas", "mixed", "onednn")
+"""What multiplies fp32 matrices on a CPU: torch's BLAS, which is MKL on x86; oneDNN but for weight gradients, of which
+it would copy an operand; or oneDNN.
+
+With AVX2 both reach the same, and BLAS does without an autograd function in Python. With AVX-512 oneDNN is ahead in
+forward products and input gradients: a little where MKL uses AVX-512 too or AVX2 is as fast, and 2.2 times where MKL
+does without it on a processor that is twice as fast with it (docs/decisions.md)."""
+
+_FAR_AHEAD = 1.6
+"""How many times as fast as BLAS oneDNN must be to take the weight gradients too. Measured processors lie at 1.1 or
+2.2, so that noise does not decide."""
 
 
-def _processor() -> tuple[str, int]:
-    """Return vendor and family of the processor, ("", 0) where Linux does not say."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(errors="replace")[:1000].splitlines() if cpuinfo.exists() else []
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    family = facts.get("cpu family", "")
-    return facts.get("vendor_id", ""), int(family) if family.isdigit() else 0
+def gemm_by_ability() -> str:
+    """Return the entry of `GEMMS` that follows from the vectors that torch uses on this processor, without measuring.
+    ATEN_CPU_CAPABILITY counts."""
+    return "mixed" if _HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512" else "blas"
 
 
-_PROCESSOR = _processor()
-_MKL_IS_FAST = _PROCESSOR[0] == "GenuineIntel"
-_MKL_KEEPS_UP = _PROCESSOR == ("AuthenticAMD", 25)
-"""Whether MKL, with AVX2, comes close to what the processor reaches with AVX-512 (Zen 3, Zen 4). Then it makes weight
-gradients, for which oneDNN copies an operand; and what is compiled, for the compiler fuses nothing with an operation
-that it does not know."""
+def measured_gemm() -> str:
+    """Return the entry of `GEMMS` for this processor. Where it has AVX-512, some products tell whether BLAS uses it."""
+    found = gemm_by_ability()
+    if found != "mixed":
+        return found
+    x, weight, threads = torch.ones(512, 512), torch.ones(512, 512), torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        ratio = _ratio(lambda: F.linear(x, weight), lambda: _product(x, weight))
+    torch.set_num_threads(threads)
+    return "onednn" if ratio >= _FAR_AHEAD else found
+
+
+def _ratio(one: Callable[[], object], other: Callable[[], object], calls: int = 8) -> float:
+    """Return the shortest time of some calls of `one` over that of `other`, in turns: seconds of this thread alone, so
+    that what else the machine does counts little (1.01 to 1.18 in 25 tries at a load of 16 on two cores)."""
+    seconds = []
+    for call in (one, other) * calls:
+        began = time.thread_time()
+        call()
+        seconds.append(time.thread_time() - began)
+    return min(seconds[::2]) / min(seconds[1::2])
+
+
+_gemm = gemm_by_ability()
+
+
+def use_gemm(name: str) -> None:
+    """Have fp32 products of this process on a CPU computed by the entry `name` of `GEMMS` from now on."""
+    global _gemm
+    assert name in GEMMS, name
+    _gemm = name if _HAS_ONEDNN else "blas"
 
 
 def nothing_is_trained() -> bool:
@@ -51,8 +86,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """Return x A^T + b, differentiable as F.linear is. x: [..., in]; weight: [out, in]; bias: [out]."""
     if nothing_is_trained():
         return _linear_without_gradient(x, weight, bias)
-    left_to_the_compiler = _MKL_KEEPS_UP and torch.compiler.is_compiling()
-    if _HAS_ONEDNN and _is_fp32_on_cpu(x, weight) and not left_to_the_compiler:
+    # The compiler fuses nothing with an operation that it does not know.
+    left_to_the_compiler = _gemm == "mixed" and torch.compiler.is_compiling()
+    if _gemm != "blas" and _is_fp32_on_cpu(x, weight) and not left_to_the_compiler:
         return _OneDNNLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
@@ -60,8 +96,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def _linear_without_gradient(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute `linear` in inference mode, where oneDNN's 30 us a call can be more than the product itself."""
     few = x.numel() <= _FEW_ROWS * x.size(-1)
-    with_onednn = weight.numel() >= _LARGE or not (few or _MKL_IS_FAST)
-    if with_onednn and _HAS_ONEDNN and _is_fp32_on_cpu(x, weight):
+    if _gemm != "blas" and (weight.numel() >= _LARGE or not few) and _is_fp32_on_cpu(x, weight):
         return _product(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -132,7 +167,7 @@ class _OneDNNLinear(torch.autograd.Function):
 
 
 def _weight_gradient(grad_NV: torch.Tensor, x_NH: torch.Tensor) -> torch.Tensor:
-    return grad_NV.t() @ x_NH if _MKL_KEEPS_UP else _product(grad_NV.t(), x_NH.t())
+    return _product(grad_NV.t(), x_NH.t()) if _gemm == "onednn" else grad_NV.t() @ x_NH
 
 
 class _RMSNorm(torch.autograd.Function):

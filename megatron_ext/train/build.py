@@ -35,6 +35,7 @@ from megatron_ext.parts.stack import layers
 from megatron_ext.sharding.choose import sharding_of
 from megatron_ext.telemetry.profiler import open_range
 from megatron_ext.telemetry.timers import Timers
+from megatron_ext.train import cpu_gemm
 from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
 from megatron_ext.train.extensions import NONE, Extensions
@@ -124,6 +125,7 @@ def set_kernels(config: Config, device: Device) -> None:
     """Set precision and determinism of the kernels of this process, and the kernel of attention that was chosen."""
     allowed = allowed_kernels(config)
     use(allowed[0] if len(allowed) == 1 else None, device)
+    cpu_gemm.use(config)
     torch.backends.cuda.matmul.allow_tf32 = config.training.tf32
     torch.backends.cudnn.allow_tf32 = config.training.tf32
     if config.training.deterministic_mode:

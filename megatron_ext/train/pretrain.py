@@ -138,6 +138,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions,
         from megatron_ext.parallel import groups
         from megatron_ext.parts.attention import choice as attention_kernel
         from megatron_ext.sharding.choose import sharding_of
+        from megatron_ext.train import cpu_gemm
         from megatron_ext.train.callbacks import memory_history
         from megatron_ext.train.memory_check import check_it_fits, telling_of_memory
         from megatron_ext.train.watching import begin_watch
@@ -173,7 +174,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions,
         check_it_fits(config, here)
     with telling_of_memory(config, here):
         attention = attention_kernel.choose(graphs_of(here, config), here, getattr(resume, "saved", None))
-        configured = replace(configured, config=attention.config)
+        configured = replace(configured, config=cpu_gemm.choose(attention.config, here, resume))
         return _build_and_train(configured, here, status, extensions, attention.text, ends)
 
 

@@ -116,6 +116,12 @@ class TrainingConfig:
         "Version of FlashAttention: 2 (torch's own), or 3 or 4 where its package is installed; default the fastest.",
         choices=(2, 3, 4),
     )
+    cpu_gemm: str = free(
+        "auto",
+        "Library for fp32 matrix products on a CPU: blas (MKL on x86), onednn, mixed (oneDNN but for weight "
+        "gradients), or auto: by the processor's vectors and a measurement at the start, which is kept on resuming.",
+        choices=("auto", "blas", "mixed", "onednn"),
+    )
     tf32: bool = free(False, "Let fp32 matrix products use TF32 on GPUs that have it.")
     loss_scale: float | None = free(
         None, "Fixed loss scale for --fp16, of the mean loss over the global batch; default dynamic."

@@ -1,5 +1,10 @@
 """The operations that stand in for torch's own on a CPU give the same values and gradients."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,15 +38,32 @@ def test_linear_reads_views_and_skips_gradients_that_nobody_wants() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("mkl_keeps_up", [True, False])
-def test_the_weight_gradient_is_that_of_f_linear_on_any_processor(
-    mkl_keeps_up: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "_MKL_KEEPS_UP", mkl_keeps_up)
+@pytest.fixture
+def gemm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have this process multiply by the library that the test is given."""
+    kernels.use_gemm(request.param)
+    yield
+    kernels.use_gemm(kernels.gemm_by_ability())
+
+
+@pytest.mark.parametrize("gemm", kernels.GEMMS, indirect=True)
+@pytest.mark.usefixtures("gemm")
+def test_every_library_gives_the_products_and_gradients_of_f_linear() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(7, 3, 24, requires_grad=True), torch.randn(40, 24, requires_grad=True)
     expected = gradients(F.linear(x.double(), weight.double()).float(), x, weight)
     torch.testing.assert_close(gradients(linear(x, weight), x, weight), expected, rtol=1e-5, atol=1e-5)
+    with torch.inference_mode():
+        for rows in (x[0], x.repeat(9, 1, 1)):
+            torch.testing.assert_close(linear(rows, weight), F.linear(rows, weight), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs a processor with AVX2")
+def test_without_avx_512_the_blas_multiplies_whoever_made_the_processor() -> None:
+    program = "from megatron_ext.device import kernels; print(kernels.gemm_by_ability(), kernels.measured_gemm())"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["blas", "blas"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -1,0 +1,313 @@
+"""Every field of the configuration, changed alone, changes what a real run does: its losses, files, messages or traffic.
+
+Each line of `CHANGES` names a field, a run, and the flags that change the field in it. Runs take four steps of a model
+of a few thousand weights; all of one kind share the start of their ranks. A field without a line stands in `ELSEWHERE`,
+with the test that shows what it does.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.verify.corpus import write_corpus
+from megatron_ext.verify.ranks import run_ranks
+
+BASE = """
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16
+    --max-position-embeddings 16 --mock-data --vocab-size 61 --make-vocab-size-divisible-by 16 --attention-dropout 0
+    --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-2 --lr-decay-style cosine
+    --eval-interval 0 --log-interval 1 --metrics-file OUT/metrics.jsonl
+"""
+ROPE = "--position-embedding-type rope"
+MOE = "--num-experts 4 --disable-bias-linear --swiglu --moe-aux-loss-coeff 0.01"
+TWO = "--tensor-model-parallel-size 2 --sequence-parallel"
+SAVES = "--save OUT/save"
+SAVES_EACH = f"{SAVES} --save-interval 1"
+DATA = "DATA"
+"""Stands for the flags of `write_corpus`."""
+
+RUNS: dict[str, tuple[int, str]] = {
+    "plain": (1, ""),
+    "dropout": (1, "--attention-dropout 0.1 --hidden-dropout 0.1"),
+    "rope": (1, ROPE),
+    "scaled rope": (1, f"{ROPE} --use-rope-scaling --rope-scaling-original-max-position-embeddings 16"),
+    "queries in groups": (1, "--group-query-attention --num-query-groups 2 --disable-bias-linear"),
+    "rmsnorm": (1, "--normalization RMSNorm --qk-layernorm"),
+    "experts": (1, MOE),
+    "sgd": (1, "--optimizer sgd"),
+    "lion": (1, "--optimizer lion"),
+    "wsd": (1, "--lr-decay-style WSD --lr-wsd-decay-iters 2 --min-lr 1e-3"),
+    "decoupled": (1, "--untie-embeddings-and-output-weights --decoupled-lr 1e-3"),
+    "decay": (1, "--start-weight-decay 0.01 --end-weight-decay 0.5 --weight-decay-incr-style linear"),
+    "evaluated": (1, f"{DATA} --eval-interval 2 --eval-iters 1"),
+    "data": (1, DATA),
+    "saves": (1, SAVES),
+    "saves each step": (1, SAVES_EACH),
+    "bf16": (1, "--bf16"),
+    "fp16": (1, "--fp16 --initial-loss-scale 1024"),
+    "profiled": (1, "--profile --profile-step-start 1 --profile-step-end 2 --use-pytorch-profiler "
+                 "--tensorboard-dir OUT/tensorboard"),
+    "two": (2, ""),
+    "two, distributed": (2, "--use-distributed-optimizer"),
+    "two of tensor": (2, TWO),
+    "two stages": (2, "--pipeline-model-parallel-size 2 --num-layers 4 --untie-embeddings-and-output-weights"),
+    "two chunks": (2, "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
+    "two of context": (2, f"--context-parallel-size 2 {ROPE}"),
+    "two of experts": (2, f"{MOE} --expert-model-parallel-size 2"),
+    "fsdp2": (2, "--use-torch-fsdp2 --untie-embeddings-and-output-weights"),
+}  # fmt: skip
+
+CHANGES: dict[str, tuple[str, str]] = {
+    # model
+    "num_layers": ("plain", "--num-layers 3"),
+    "hidden_size": ("plain", "--hidden-size 40"),
+    "ffn_hidden_size": ("plain", "--ffn-hidden-size 64"),
+    "num_attention_heads": ("plain", "--num-attention-heads 2"),
+    "kv_channels": ("plain", "--kv-channels 16"),
+    "group_query_attention": ("plain", "--group-query-attention"),
+    "num_query_groups": ("queries in groups", "--num-query-groups 1"),
+    "seq_length": ("plain", "--seq-length 8"),
+    "max_position_embeddings": ("saves", "--max-position-embeddings 32"),
+    "position_embedding_type": ("plain", ROPE),
+    "no_position_embedding": ("plain", "--no-position-embedding --position-embedding-type none"),
+    "rotary_base": ("rope", "--rotary-base 100"),
+    "rotary_percent": ("rope", "--rotary-percent 0.5"),
+    "rotary_interleaved": ("rope", "--rotary-interleaved"),
+    "use_rope_scaling": ("rope", "--use-rope-scaling --rope-scaling-original-max-position-embeddings 16"),
+    "rope_scaling_factor": ("scaled rope", "--rope-scaling-factor 2"),
+    "rope_scaling_low_freq_factor": ("scaled rope", "--rope-scaling-low-freq-factor 2"),
+    "rope_scaling_high_freq_factor": ("scaled rope", "--rope-scaling-high-freq-factor 16"),
+    "rope_scaling_original_max_position_embeddings": (
+        "scaled rope", "--rope-scaling-original-max-position-embeddings 64"),
+    "swiglu": ("plain", "--swiglu"),
+    "squared_relu": ("plain", "--squared-relu"),
+    "openai_gelu": ("plain", "--openai-gelu"),
+    "normalization": ("plain", "--normalization RMSNorm"),
+    "norm_position": ("plain", "--norm-position after"),
+    "norm_epsilon": ("plain", "--norm-epsilon 1e-2"),
+    "untie_embeddings_and_output_weights": ("plain", "--untie-embeddings-and-output-weights"),
+    "disable_bias_linear": ("plain", "--disable-bias-linear"),
+    "add_qkv_bias": ("queries in groups", "--add-qkv-bias"),
+    "qk_layernorm": ("plain", "--qk-layernorm"),
+    "qk_layernorm_over": ("rmsnorm", "--qk-layernorm-over projection"),
+    "num_experts": ("experts", "--num-experts 8"),
+    "moe_ffn_hidden_size": ("experts", "--moe-ffn-hidden-size 64"),
+    "moe_router_topk": ("experts", "--moe-router-topk 1"),
+    "moe_router_pre_softmax": ("experts", "--moe-router-pre-softmax"),
+    "moe_router_dtype": ("experts", "--bf16 --moe-router-dtype fp32"),
+    "moe_router_load_balancing_type": ("experts", "--moe-router-load-balancing-type none"),
+    "moe_aux_loss_coeff": ("experts", "--moe-aux-loss-coeff 0.5"),
+    "moe_z_loss_coeff": ("experts", "--moe-z-loss-coeff 0.1"),
+    "moe_shared_expert_intermediate_size": ("experts", "--moe-shared-expert-intermediate-size 32"),
+    "init_method_std": ("plain", "--init-method-std 0.1"),
+    "embedding_init_method_std": ("plain", "--embedding-init-method-std 0.1"),
+    "init_method_xavier_uniform": ("plain", "--init-method-xavier-uniform"),
+    "attention_dropout": ("plain", "--attention-dropout 0.5"),
+    "hidden_dropout": ("plain", "--hidden-dropout 0.5"),
+    "make_vocab_size_divisible_by": ("saves", "--make-vocab-size-divisible-by 128"),
+    # layout
+    "tensor_model_parallel_size": ("two", TWO),
+    "sequence_parallel": ("two", TWO),
+    "sequence_parallel_keep_gathered": ("two of tensor", "--sequence-parallel-keep-gathered"),
+    "pipeline_model_parallel_size": ("two", "--pipeline-model-parallel-size 2"),
+    "context_parallel_size": ("two", "--context-parallel-size 2"),
+    "cp_comm_type": ("two of context", "--cp-comm-type all_gather"),
+    "expert_model_parallel_size": ("two of experts", "--expert-model-parallel-size 1"),
+    "expert_tensor_parallel_size": (
+        "two of tensor", f"{MOE} --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall"),
+    "moe_token_dispatcher_type": ("two of experts", "--moe-token-dispatcher-type alltoall"),
+    "num_virtual_stages_per_pipeline_rank": ("two stages", "--num-virtual-stages-per-pipeline-rank 2"),
+    "num_layers_per_virtual_pipeline_stage": ("two stages", "--num-layers-per-virtual-pipeline-stage 1"),
+    "decoder_first_pipeline_num_layers": ("two stages", f"--decoder-first-pipeline-num-layers 1 {SAVES}"),
+    "decoder_last_pipeline_num_layers": ("two stages", f"--decoder-last-pipeline-num-layers 1 {SAVES}"),
+    "microbatch_group_size_per_virtual_pipeline_stage": (
+        "two chunks", "--microbatch-group-size-per-virtual-pipeline-stage 4"),
+    "use_distributed_optimizer": ("two", "--use-distributed-optimizer"),
+    "overlap_param_gather": ("two, distributed", "--overlap-grad-reduce --overlap-param-gather"),
+    "use_torch_fsdp2": ("two", "--use-torch-fsdp2 --untie-embeddings-and-output-weights"),
+    "torch_fsdp2_no_reshard_after_forward": ("fsdp2", "--torch-fsdp2-no-reshard-after-forward"),
+    "use_megatron_fsdp": ("two", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"),
+    "num_distributed_optimizer_instances": ("two, distributed", "--num-distributed-optimizer-instances 2"),
+    "ddp_bucket_size": ("two, distributed", "--overlap-grad-reduce --ddp-bucket-size 2000"),
+    # training
+    "micro_batch_size": ("dropout", "--micro-batch-size 2"),
+    "global_batch_size": ("plain", "--global-batch-size 2"),
+    "rampup_batch_size": ("plain", "--rampup-batch-size 2 2 6"),
+    "train_iters": ("plain", "--train-iters 5"),
+    "eval_interval": ("evaluated", "--eval-interval 4"),
+    "eval_iters": ("evaluated", "--eval-iters 2"),
+    "eval_global_batch_size": ("evaluated", "--eval-global-batch-size 2"),
+    "start_eval_at_iter": ("evaluated", "--start-eval-at-iter 3"),
+    "skip_train": ("evaluated", "--skip-train"),
+    "full_validation": ("plain", "--eval-interval 2 --eval-iters 1 --full-validation"),
+    "eval_at_start": ("evaluated", "--eval-at-start"),
+    "exit_interval": ("plain", "--exit-interval 2"),
+    "exit_duration_in_mins": ("plain", "--exit-duration-in-mins 0.00001"),
+    "seed": ("plain", "--seed 5"),
+    "bf16": ("plain", "--bf16"),
+    "fp16": ("plain", "--fp16"),
+    "loss_scale": ("fp16", "--loss-scale 64"),
+    "initial_loss_scale": ("fp16", "--initial-loss-scale 512"),
+    "min_loss_scale": ("fp16", "--initial-loss-scale 1e9 --min-loss-scale 1e9 --hysteresis 1"),
+    "loss_scale_window": ("fp16", "--loss-scale-window 1"),
+    "hysteresis": ("fp16", "--initial-loss-scale 1e9 --hysteresis 4"),
+    "check_weight_hash_across_dp_replicas_interval": ("two", "--check-weight-hash-across-dp-replicas-interval 1"),
+    "cpu_gemm": ("saves", "--cpu-gemm onednn"),
+    # optimizer
+    "optimizer": ("plain", "--optimizer sgd"),
+    "lr": ("plain", "--lr 1e-3"),
+    "min_lr": ("plain", "--min-lr 5e-3"),
+    "decoupled_lr": ("decoupled", "--decoupled-lr 1e-2"),
+    "decoupled_min_lr": ("decoupled", "--decoupled-min-lr 9e-4"),
+    "lr_scale_rule": ("plain", "--lr-scale-rule linear --lr-scale-base-batch-size 1"),
+    "lr_scale_base_batch_size": ("plain", "--lr-scale-rule sqrt --lr-scale-base-batch-size 2"),
+    "lr_decay_style": ("plain", "--lr-decay-style linear"),
+    "lr_decay_iters": ("plain", "--lr-decay-iters 2"),
+    "lr_warmup_iters": ("plain", "--lr-warmup-iters 2"),
+    "lr_warmup_fraction": ("plain", "--lr-warmup-fraction 0.5"),
+    "lr_warmup_init": ("plain", "--lr-warmup-iters 2 --lr-warmup-init 1e-3"),
+    "lr_wsd_decay_style": ("wsd", "--lr-wsd-decay-style linear"),
+    "lr_wsd_decay_iters": ("wsd", "--lr-wsd-decay-iters 3"),
+    "weight_decay": ("plain", "--weight-decay 0.5"),
+    "start_weight_decay": ("decay", "--start-weight-decay 0.3"),
+    "end_weight_decay": ("decay", "--end-weight-decay 0.9"),
+    "weight_decay_incr_style": ("decay", "--weight-decay-incr-style cosine"),
+    "clip_grad": ("plain", "--clip-grad 0.01"),
+    "adam_beta1": ("plain", "--adam-beta1 0.5"),
+    "adam_beta2": ("plain", "--adam-beta2 0.5"),
+    "adam_eps": ("plain", "--adam-eps 1e-2"),
+    "exp_avg_dtype": ("plain", "--exp-avg-dtype bf16"),
+    "exp_avg_sq_dtype": ("plain", "--exp-avg-sq-dtype bf16"),
+    "sgd_momentum": ("sgd", "--sgd-momentum 0.1"),
+    "lion_beta1": ("lion", "--lion-beta1 0.5"),
+    "lion_beta2": ("lion", "--lion-beta2 0.5"),
+    # data
+    "split": ("plain", "--split 1,1,0 --eval-interval 2 --eval-iters 1"),
+    "train_data_path": ("plain", DATA),
+    "data_order": ("data", "--data-order formula"),
+    "data_cache_path": ("data", "--data-cache-path OUT/cache"),
+    "mock_data": ("data", "--mock-data"),
+    "vocab_size": ("plain", "--vocab-size 62"),
+    "reset_position_ids": ("data", "--reset-position-ids"),
+    "reset_attention_mask": ("data", "--reset-attention-mask"),
+    "skip_samples": ("plain", "--skip-samples 0-4"),
+    # checkpoints
+    "save": ("plain", SAVES),
+    "save_interval": ("saves", "--save-interval 1"),
+    "keep_last_checkpoints": ("saves each step", "--keep-last-checkpoints 1"),
+    "save_retain_interval": ("saves each step", "--save-retain-interval 2"),
+    "no_save_optim": ("saves", "--no-save-optim"),
+    "no_save_rng": ("saves", "--no-save-rng"),
+    "load": ("plain", "--load OUT"),
+    "exit_on_missing_checkpoint": ("plain", "--load OUT --exit-on-missing-checkpoint"),
+    # logging
+    "log_interval": ("plain", "--log-interval 2"),
+    "log_format": ("plain", "--log-format short"),
+    "metrics_file": ("plain", "--metrics-file OUT/other.jsonl"),
+    "tensorboard_dir": ("plain", "--tensorboard-dir OUT/tensorboard"),
+    "log_throughput": ("plain", "--log-throughput"),
+    "log_params_norm": ("plain", "--log-params-norm"),
+    "log_num_zeros_in_grad": ("plain", "--log-num-zeros-in-grad"),
+    "log_communication_share": ("two", "--log-communication-share"),
+    "log_straggler": ("two", "--log-straggler"),
+    "timing_log_level": ("plain", "--timing-log-level 2"),
+    "log_sample_ids": ("plain", "--log-sample-ids OUT/ids.txt"),
+    # profiling
+    "profile": ("plain", "--profile --profile-step-start 1 --profile-step-end 2 --use-pytorch-profiler "
+                "--tensorboard-dir OUT/tensorboard"),
+    "profile_step_end": ("profiled", "--profile-step-end 3"),
+    "record_schedule": ("two stages", "--record-schedule --tensorboard-dir OUT/tensorboard"),
+    "record_memory_history": ("plain", "--record-memory-history"),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run left, on all ranks, without times, rates and names of folders."""
+
+    codes: list[int]
+    said: list[str]
+    rows: list[Any]
+    files: dict[str, str]
+    traffic: list[Any]
+
+
+def run_each(lines: list[str], folder: str) -> list[Any]:
+    """Run the program on this rank once for each line of flags."""
+    from benchmarks.traffic import Traffic
+    from megatron_ext.parallel import groups
+    from tests.support.program import run_program
+
+    found = []
+    for number, line in enumerate(lines):
+        out = Path(folder, str(number))
+        out.mkdir(exist_ok=True)
+        with Traffic() as traffic:
+            ended = run_program(shlex.split(line.replace("OUT", str(out))))
+        groups.destroy()
+        sent = sorted((kind, one.calls, one.bytes) for (kind, _), one in traffic.sent.items())
+        found.append((ended.code, ended.output + ended.errors, sent))
+    return found
+
+
+_OF_TIME = re.compile(r"\[\d{4}-[^\]]*\]|\(ms\): *[\d.]+|[\d.]+ m?s\b|[\d.]+ TFLOP|GPU\): [\d.]+|\d+ tokens/s|0x\w+")
+_BANNER = ("megatron-ext ", "device ", "layout ", "model ", "data ", "to go ", "kernels ", "warning: no --save")
+
+
+def outcomes(lines: list[str], ranks: int, folder: Path) -> Iterator[Outcome]:
+    """Yield how the program ended for each line of flags."""
+    data = shlex.join(write_corpus(folder))
+    folder = folder / "runs"
+    folder.mkdir()
+    of_data = BASE.replace("--mock-data --vocab-size 61", f"--max-position-embeddings 32 {data}")
+    asked = [of_data + line.replace(DATA, "") if DATA in line else BASE + line for line in lines]
+    each_rank = run_ranks(ranks, run_each, asked, str(folder))
+    for number, runs in enumerate(zip(*each_rank, strict=True)):
+        out = folder / str(number)
+        said = [_OF_TIME.sub("_", line).replace(str(out), "OUT") for run in runs for line in run[1].splitlines()]
+        metrics = sorted(out.glob("*.jsonl"))
+        rows = [json.loads(line) for path in metrics for line in path.read_text().splitlines()]
+        yield Outcome(
+            codes=[run[0] for run in runs],
+            said=[line for line in said if not line.startswith(_BANNER)],
+            rows=[{name: value for name, value in row.items() if not _is_rate(name)} for row in rows],
+            files=dict(_files(out)),
+            traffic=[run[2] for run in runs],
+        )
+
+
+def _is_rate(name: str) -> bool:
+    return any(word in name for word in ("_ms", "_bytes", "per_second", "memory", "seconds", "tflops"))
+
+
+def _files(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the files of a run, and of those that do not name a time what is in them."""
+    for path in sorted(folder.rglob("*")):
+        name = re.sub(r"\d{9,}|tfevents.*", "_", str(path.relative_to(folder)))
+        if path.suffix == ".distcp":
+            yield name, hashlib.sha256(path.read_bytes()).hexdigest()
+        elif path.is_file():
+            yield name, ""
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_field_that_is_changed_changes_the_outcome(run: str, tmp_path: Path) -> None:
+    ranks, flags = RUNS[run]
+    changes = {field: line for field, (of, line) in CHANGES.items() if of == run}
+    _, plain, again, *changed = outcomes(
+        [flags, flags, flags, *(f"{flags} {line}" for line in changes.values())], ranks, tmp_path
+    )
+    assert plain.codes == [0] * ranks, plain.said
+    differ = [name for name in vars(plain) if getattr(plain, name) != getattr(again, name)]
+    assert not differ, [(getattr(plain, name), getattr(again, name)) for name in differ]
+    without = [field for field, outcome in zip(changes, changed, strict=True) if outcome == plain]
+    refused = {field: outcome.said[-3:] for field, outcome in zip(changes, changed, strict=True) if 64 in outcome.codes}
+    assert not without, f"changing them changes nothing: {without}"
+    assert set(refused) <= {"exit_on_missing_checkpoint"}, refused
