@@ -17,8 +17,11 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.schema import Config
 from megatron_ext.verify.corpus import write_corpus
 from megatron_ext.verify.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
 
 BASE = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16
@@ -53,6 +56,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "saves each step": (1, SAVES_EACH),
     "bf16": (1, "--bf16"),
     "fp16": (1, "--fp16 --initial-loss-scale 1024"),
+    "tensorboard": (1, "--tensorboard-dir OUT/tensorboard"),
     "profiled": (1, "--profile --profile-step-start 1 --profile-step-end 2 --use-pytorch-profiler "
                  "--tensorboard-dir OUT/tensorboard"),
     "two": (2, ""),
@@ -208,6 +212,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "log_format": ("plain", "--log-format short"),
     "metrics_file": ("plain", "--metrics-file OUT/other.jsonl"),
     "tensorboard_dir": ("plain", "--tensorboard-dir OUT/tensorboard"),
+    "tensorboard_log_interval": ("tensorboard", "--tensorboard-log-interval 2"),
     "log_throughput": ("plain", "--log-throughput"),
     "log_params_norm": ("plain", "--log-params-norm"),
     "log_num_zeros_in_grad": ("plain", "--log-num-zeros-in-grad"),
@@ -218,8 +223,41 @@ CHANGES: dict[str, tuple[str, str]] = {
     # profiling
     "profile": ("plain", "--profile --profile-step-start 1 --profile-step-end 2 --use-pytorch-profiler "
                 "--tensorboard-dir OUT/tensorboard"),
-    "record_schedule": ("two stages", "--record-schedule --tensorboard-dir OUT/t --profile-step-start 2 --profile-step-end 4"),
+    "record_schedule": ("two stages", "--record-schedule --tensorboard-dir OUT/t --profile-step-start 2 "
+                        "--profile-step-end 4"),
 }  # fmt: skip
+
+ELSEWHERE: dict[str, str] = {
+    field: why
+    for why, fields in {
+        "it needs a GPU; tests of device/, parts/ and telemetry/ drive it on stand-ins": (
+            "transformer_impl external_kernels attention_backend flash_attention_version tf32 deterministic_mode "
+            "cuda_graph_warmup_steps disable_jit_fuser no_bias_dropout_fusion no_bias_swiglu_fusion no_triton_kernels "
+            "nvtx_ranges record_memory_history memory_snapshot_path no_overlap_p2p_communication distributed_backend"
+        ),
+        "it is a service of others; tests of telemetry/ drive it on stand-ins": (
+            "wandb_project wandb_exp_name wandb_entity wandb_save_dir mlflow_experiment mlflow_run_name "
+            "mlflow_tracking_uri comet_project comet_experiment_name comet_workspace trackio_project trackio_run_name "
+            "trackio_space_id"
+        ),
+        "it is what is in a trace of torch's profiler": (
+            "pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra "
+            "record_shapes"
+        ),
+        "it says in samples, or in another word, what a field above says": (
+            "lr_decay_samples lr_wsd_decay_samples recompute_activations no_position_embedding data_args_path "
+            "per_split_data_args_path test_data_path moe_router_score_function"
+        ),
+        "it is about other machines, or Python's garbage": "replication_jump manual_gc_interval no_manual_gc_eval",
+        "it is what every run does, and the flag's only value": "exit_signal_handler ckpt_format",
+        "tests of tokenizer/ read it": "tokenizer_special_tokens tiktoken_pattern tiktoken_num_special_tokens",
+        "tests of layers in FP8 read it": (
+            "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+        ),
+    }.items()
+    for field in fields.split()
+}
+"""Why a field is changed in no run on ranks of any test."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +329,7 @@ def _files(folder: Path) -> Iterator[tuple[str, str]]:
         if path.suffix == ".distcp":
             yield name, hashlib.sha256(path.read_bytes()).hexdigest()
         elif path.is_file():
-            yield name, ""
+            yield name, str(path.stat().st_size) if "tfevents" in path.name else ""
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -308,3 +346,16 @@ def test_a_field_that_is_changed_changes_the_outcome(run: str, tmp_path: Path) -
     refused = {field: outcome.said[-3:] for field, outcome in zip(changes, changed, strict=True) if 64 in outcome.codes}
     assert not without, f"changing them changes nothing: {without}"
     assert set(refused) <= {"exit_on_missing_checkpoint"}, refused
+
+
+def test_no_field_is_left_out() -> None:
+    """A field is changed here, or its flag is given to a run on ranks by another test, or `ELSEWHERE` says why not."""
+    files = [path for room in ("tests/distributed", "tests/parity") for path in (ROOT / room).glob("*.py")]
+    files += [ROOT / "megatron_ext/verify/cases.py", *(ROOT / "tests/support/losses").glob("*.py")]
+    words = {word for path in files if path != Path(__file__) for word in re.findall(r"--[\w-]+", path.read_text())}
+    groups: list[Any] = [group.type for group in dataclasses.fields(Config)]
+    fields = {field.name for group in groups for field in dataclasses.fields(group)}
+    on_ranks = {field for field in fields if "--" + field.replace("_", "-") in words}
+    assert not fields - CHANGES.keys() - ELSEWHERE.keys() - on_ranks
+    assert not ELSEWHERE.keys() & (CHANGES.keys() | on_ranks)
+    assert not (CHANGES.keys() | ELSEWHERE.keys()) - fields
