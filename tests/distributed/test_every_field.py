@@ -160,7 +160,6 @@ CHANGES: dict[str, tuple[str, str]] = {
     "loss_scale_window": ("fp16", "--loss-scale-window 1"),
     "hysteresis": ("fp16", "--initial-loss-scale 1e9 --hysteresis 4"),
     "check_weight_hash_across_dp_replicas_interval": ("two", "--check-weight-hash-across-dp-replicas-interval 1"),
-    "cpu_gemm": ("saves", "--cpu-gemm onednn"),
     # optimizer
     "optimizer": ("plain", "--optimizer sgd"),
     "lr": ("plain", "--lr 1e-3"),
