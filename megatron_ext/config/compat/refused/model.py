@@ -42,12 +42,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "sliding-window attention is not in this version; leave it out for full causal attention",
-        """
-        --window-size N, --window-attn-skip-freq N
-        """,
-    ),
-    (
         "other rotary variants are not in this version; use --rotary-base, --rotary-percent or --use-rope-scaling",
         """
         --rotary-seq-len-interpolation-factor N =1, --rope-type N =rope,
