@@ -195,6 +195,8 @@ def _resolve_model(values: dict[str, Any], facts: Facts) -> None:
         values, "num_query_groups", 1 if values.get("group_query_attention") else heads or None
     )  # 1 as Megatron has it
     _fill(values, "max_position_embeddings", values.get("seq_length"))
+    if values.get("window_size") is not None:
+        values["window_size"] = "".join(values["window_size"].split()).strip("()")  # one spelling of one window
     _fill(values, "vocab_size", facts.vocab_size)
     divisor = values.get("make_vocab_size_divisible_by", 128)
     tensor_size = values.get("tensor_model_parallel_size", 1)

@@ -1,7 +1,8 @@
-"""Mistral: Llama without biases; windows are refused."""
+"""Mistral: Llama without biases, whose layers may all have a window."""
 
 from typing import Any
 
+from megatron_ext.config.derived.layer_patterns import read_window
 from megatron_ext.config.schema import Config
 from megatron_ext.families.protocol import Family
 from megatron_ext.families.reading import Reading
@@ -10,18 +11,19 @@ from megatron_ext.families.shared import (
     DECODER_NAMES,
     decoder_json,
     decoder_values,
-    refuse_window,
 )
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    values = decoder_values(reading)
-    refuse_window(reading)
-    return values
+    window = reading.get("sliding_window")
+    if window is not None:
+        window = f"{reading.integer('sliding_window') - 1},0"  # Megatron does not count the query's own position
+    return {**decoder_values(reading), "window_size": window}
 
 
 def _write(config: Config) -> dict[str, Any]:
-    return {**decoder_json(config), "sliding_window": None}
+    window = config.model.window_size
+    return {**decoder_json(config), "sliding_window": None if window is None else read_window(window)}
 
 
 MISTRAL = Family(
@@ -32,4 +34,5 @@ MISTRAL = Family(
     _read,
     _write,
     {"num_key_value_heads": 8, "sliding_window": 4096},
+    free=frozenset({"window_size"}),
 )

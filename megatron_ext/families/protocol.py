@@ -14,6 +14,10 @@ def _no_flags(_model: ModelConfig) -> dict[str, Any]:
     return {}
 
 
+PIECES: Mapping[str, Any] = {"window_size": None, "window_attn_skip_freq": None}
+"""Flags of pieces of a layer, without weights, with their values in a family that does not have the piece."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Says how one family names, arranges and divides the parameters that we have, and what its `config.json` says.
@@ -59,16 +63,27 @@ class Family:
     """Prefix that files written from the model without its head leave out of every name; empty: there are no such
     files."""
 
+    free: frozenset[str] = frozenset()
+    """Flags of pieces that not every family has (`PIECES`) which this one's `config.json` says."""
+
     transposed: frozenset[str] = frozenset()
     """Modules of ours whose weight lies transposed there."""
+
+    added: Mapping[str, float] = field(default_factory=dict)
+    """Modules of ours -> what their weight has more than theirs: 1.0 for a norm whose file holds what it differs from
+    1."""
 
     experts: bool = False
     """Whether each layer's MLP is a mixture of experts. `{}` in the names of their modules is the expert's index."""
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """`flags`, with the usual kind of every part that they do not name."""
-        return {**_usual_kinds(), **self.flags}
+        """`flags`, with the usual kind of every part, and without the pieces, that they do not name."""
+        return {
+            **_usual_kinds(),
+            **{name: value for name, value in PIECES.items() if name not in self.free},
+            **self.flags,
+        }
 
 
 @functools.cache

@@ -35,6 +35,14 @@ class ParameterMapping:
     transposed: bool
     """Whether the Hugging Face tensors are [columns, rows] of the parameter."""
 
+    added: float = 0.0
+    """What each element of the parameter has more than theirs."""
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether rows are the same bytes here and there, where both have one dtype."""
+        return not self.transposed and self.added == 0.0
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of the Hugging Face tensors that hold this parameter."""
         rows: dict[str, int] = {}
@@ -69,7 +77,9 @@ def _parameter_mapping(parameter: Parameter, mixer: Part | None, family: Family)
     else:
         count = rows // len(tensors)
         ranges = tuple(RowRange(tensor, 0, index * count, count) for index, tensor in enumerate(tensors))
-    return ParameterMapping(parameter, ranges, transposed=kind == "weight" and module in family.transposed)
+    is_weight = kind == "weight"
+    added = family.added.get(module, 0.0) if is_weight else 0.0
+    return ParameterMapping(parameter, ranges, transposed=is_weight and module in family.transposed, added=added)
 
 
 def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:

@@ -27,7 +27,6 @@ from megatron_ext.device.weight_gradients import stand_in
 from megatron_ext.model.linear_cross_entropy import Vocabulary, linear_cross_entropy
 from megatron_ext.model.loss import TokenLogits, checked_losses
 from megatron_ext.parts.attention.cached import WholeSequences
-from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.attention.rope import RotaryTable, ScaledRotaryEmbedding
 from megatron_ext.parts.linear.compute import keep_gathered, multiply_in_fp8
 from megatron_ext.parts.spec import OwnSpec, block_spec
@@ -260,9 +259,12 @@ def _build_chunk(
             pg_collection=pg_collection,
             vp_stage=chunk if chunks > 1 else None,
         )
-    if model.position_embedding_type == "rope":
-        rotary = RotaryTable if model.transformer_impl == "local" else ScaledRotaryEmbedding
-        gpt.rotary_pos_emb = rotary(_rotated(config), transformer_config, pg_collection)
+    if rotated := {kind.rotary_table: kind.attention for kind, _ in stack(config).kinds if kind.rotary_table}:
+        first, *others = rotated.values()
+        if model.transformer_impl == "local":
+            gpt.rotary_pos_emb = RotaryTable(first, transformer_config, pg_collection, others)
+        else:
+            gpt.rotary_pos_emb = ScaledRotaryEmbedding(first, transformer_config, pg_collection)
     multiply_in_fp8(gpt, config, pg_collection)
     keep_gathered(gpt, config)
     gpt.restarts_positions = config.data.reset_position_ids
@@ -274,13 +276,6 @@ def _build_chunk(
     # megatron-core makes the learned positions in fp32 on the CPU, whatever the rest of the model is.
     device = torch.device("cpu") if transformer_config.use_cpu_initialization else torch.cuda.current_device()
     return gpt.to(device=device, dtype=transformer_config.params_dtype)
-
-
-def _rotated(config: Config) -> Attention:
-    """Return the attention of all layers, as far as one rotary table serves them."""
-    found = {kind.rotary_table: kind.attention for kind, _ in stack(config).kinds}
-    assert len(found) == 1, "a model chunk has one rotary table, for layers that rotate alike"
-    return next(iter(found.values()))
 
 
 def _mask_vocabulary_padding(gpt: GPT, config: Config, tp_group: torch.distributed.ProcessGroup) -> None:

@@ -43,6 +43,12 @@ class Parameter:
         return len(self.shape) > 1
 
     @property
+    def update(self) -> Literal["matrix", "element"]:
+        """What an optimizer may update as one: matrices of layers as a whole, whose rows and columns are both channels;
+        embeddings, the output layer, norms and biases element by element."""
+        return "matrix" if len(self.shape) == 2 and isinstance(self.stage, int) else "element"
+
+    @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

@@ -1,7 +1,8 @@
 """Builds the spec of what a transformer layer is made of: ours on plain torch, or Transformer Engine's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -18,12 +19,13 @@ from torch.distributed import ProcessGroup
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.attention.compute import CausalSelfAttention, SDPAttention
+from megatron_ext.parts.attention.describe import Attention, Rotary
 from megatron_ext.parts.experts.compute import mixture_of_experts
 from megatron_ext.parts.layer import layer_class
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import FeedForward
 from megatron_ext.parts.norm.compute import norm_class, query_key_norms
-from megatron_ext.parts.stack import Layer, Stack, final_norm
+from megatron_ext.parts.stack import Layer, Stack, final_norm, rotary_tables
 
 OwnSpec = Callable[[ModuleSpec, Layer], ModuleSpec]
 """From the spec of a layer and its description, the spec to build in its place."""
@@ -45,7 +47,8 @@ def block_spec(
 
         specs, final = {kind: _transformer_engine_spec(kind) for kind, _ in held.kinds}, TENorm
     else:
-        specs = {kind: layer_spec(kind, tp_group) for kind, _ in held.kinds}
+        tables = rotary_tables(config)
+        specs = {kind: layer_spec(kind, tp_group, tables) for kind, _ in held.kinds}
         final = norm_class(final_norm(config.model).kind)
     chosen = [specs[layer] if own is None else _checked(own(specs[layer], layer), layer) for layer in held]
     return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=final)
@@ -65,14 +68,20 @@ def _checked(spec: object, layer: Layer) -> ModuleSpec:
     return spec
 
 
-def layer_spec(layer: Layer, tp_group: ProcessGroup) -> ModuleSpec:
-    """Return one layer on plain torch: it needs neither Transformer Engine nor apex."""
+def layer_spec(
+    layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotary, int], slice] = MappingProxyType({})
+) -> ModuleSpec:
+    """Return one layer on plain torch: it needs neither Transformer Engine nor apex.
+
+    Args:
+        tables: where each table of angles lies in the tensor of them all, where there are several.
+    """
     before = norm_class(layer.norm.kind) if layer.norms_before else IdentityOp
     return ModuleSpec(
         module=layer_class(layer.norm_places),
         submodules=TransformerLayerSubmodules(
             input_layernorm=before,
-            self_attention=_attention(layer, tp_group),
+            self_attention=_MIXERS[type(layer.mixer)](layer, tp_group, tables),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=before,
             mlp=_dense_mlp() if layer.experts is None else mixture_of_experts(),
@@ -85,23 +94,35 @@ _ATTENTIONS = {"grouped_query": CausalSelfAttention}
 """The class of a layer's attention by kind."""
 
 
-def _attention(layer: Layer, tp_group: ProcessGroup) -> ModuleSpec:
-    attention = layer.attention
+def _columns(layer: Layer, tables: Mapping[tuple[Rotary, int], slice]) -> slice | None:
+    """Return the columns of the layer's table; all where there is no other, None where the layer rotates nothing."""
+    if layer.rotary_table is None:
+        return None
+    return tables[layer.rotary_table] if len(tables) > 1 else slice(None)
+
+
+def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotary, int], slice]) -> ModuleSpec:
+    attention, columns = layer.attention, _columns(layer, tables)
     assert attention.kind in _ATTENTIONS, f"nothing builds attention of the kind {attention.kind}"
-    assert attention.window is None, "no attention here has a window"
     assert attention.value_head_size == attention.head_size, "megatron-core's fused QKV has heads of one size"
     query_norm, key_norm = query_key_norms(attention, tp_group)
     return ModuleSpec(
         module=_ATTENTIONS[attention.kind],
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": AttnMaskType.causal, "rotary_columns": columns},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
-            core_attention=SDPAttention,  # pyright: ignore[reportArgumentType]
+            core_attention=partial(SDPAttention, window=attention.window),  # pyright: ignore[reportArgumentType]
             linear_proj=RowLinear,
             q_layernorm=query_norm,
             k_layernorm=key_norm,
         ),
     )
+
+
+_MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[tuple[Rotary, int], slice]], ModuleSpec]] = {
+    Attention: _attention
+}
+"""What builds the mixer of a layer, by the class of its description."""
 
 
 def _transformer_engine_spec(layer: Layer) -> ModuleSpec:

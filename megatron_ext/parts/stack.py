@@ -183,11 +183,11 @@ def _stack(model: ModelConfig) -> Stack:
 
 
 def _layer(model: ModelConfig, number: int) -> Layer:
-    """Return layer `number` of the model: where kinds of layers are dealt out. All are alike today."""
+    """Return layer `number` of the model: where kinds of layers are dealt out."""
     experts = model.num_experts
     return Layer(
         number=number,
-        mixer=attention_of(model, final_norm(model)),
+        mixer=attention_of(model, final_norm(model), number),
         mlp=mlp_of(model, model.ffn_hidden_size) if experts is None else experts_of(model, experts),
         norm=final_norm(model),
         norm_places=model.norm_position,  # pyright: ignore[reportArgumentType]
@@ -197,6 +197,19 @@ def _layer(model: ModelConfig, number: int) -> Layer:
 def final_norm(model: ModelConfig) -> Norm:
     """Return the norm after the last layer, and of the layers themselves."""
     return Norm(model.normalization, model.norm_epsilon)  # pyright: ignore[reportArgumentType]
+
+
+def rotary_tables(config: Config) -> dict[tuple[Rotary, int], slice]:
+    """Return the tables of angles that the layers read, and the columns of each in one tensor of them all, in the order
+    of the layers: a column for each two channels that are rotated together."""
+    found: dict[tuple[Rotary, int], slice] = {}
+    end = 0
+    for kind, _ in stack(config).kinds:
+        if kind.rotary_table is not None and kind.rotary_table not in found:
+            rotary, head_size = kind.rotary_table
+            start, end = end, end + rotary.channels(head_size) // 2
+            found[kind.rotary_table] = slice(start, end)
+    return found
 
 
 def residual_std(config: Config) -> float:

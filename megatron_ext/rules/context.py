@@ -69,24 +69,6 @@ def heads_divide_over_context_ranks(config: Config, facts: Facts) -> Iterator[st
         )
 
 
-def blocks_have_no_attention_dropout(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse attention dropout where attention is computed block by block."""
-    layout, data, dropout = config.layout, config.data, config.model.attention_dropout
-    if dropout <= 0.0:
-        return
-    if data.reset_attention_mask:
-        yield (
-            f"--reset-attention-mask computes attention document by document, whose kernels have no dropout, but "
-            f"--attention-dropout is {dropout:g}; use --attention-dropout 0"
-        )
-    elif any(layout.attends_in_parts):
-        kinds = " ".join(layout.cp_comm_type)
-        yield (
-            f"--cp-comm-type {kinds} puts attention together from blocks, whose kernels have no dropout, "
-            f"but --attention-dropout is {dropout:g}; use --attention-dropout 0, or --cp-comm-type a2a"
-        )
-
-
 def documents_need_all_keys(config: Config, facts: Facts) -> Iterator[str]:
     """Require an exchange that shows all keys where documents are kept apart."""
     layout, kinds = config.layout, config.layout.cp_comm_type
@@ -110,6 +92,5 @@ RULES = (
     every_layer_has_its_exchange,
     context_chunks_are_equal,
     heads_divide_over_context_ranks,
-    blocks_have_no_attention_dropout,
     documents_need_all_keys,
 )

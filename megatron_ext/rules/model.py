@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.rules.suggest import divisors, groups_fit, listed, nearest_multiples, tensor_sizes, use
@@ -108,6 +109,30 @@ def positions_cover_the_sequence(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def windows_are_well_formed(config: Config, facts: Facts) -> Iterator[str]:
+    """Require a window, and a pattern of the layers that have it, which can be read."""
+    model = config.model
+    size, pattern = model.window_size, model.window_attn_skip_freq
+    if pattern is not None and size is None:
+        yield f"--window-attn-skip-freq {pattern} without --window-size says where nothing is; add --window-size 4095,0"
+    try:
+        if size is not None:
+            read_window(size)
+    except ValueError:
+        yield (
+            f"--window-size {size} is no pair of the positions before a query, at least 0 (or -1: all), and of those "
+            "after it, 0 in a causal model; use --window-size 4095,0"
+        )
+    try:
+        if pattern is not None and positive(model.num_layers):
+            read_pattern(pattern, min(model.num_layers, 100_000))
+    except ValueError:
+        yield (
+            f"--window-attn-skip-freq {pattern} is neither a number of layers nor a list of {model.num_layers} times 0 "
+            f"or 1 (--num-layers); use --window-attn-skip-freq 2, or [1]*{model.num_layers}"
+        )
+
+
 def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
     """Require factors of rotary scaling that are in order."""
     model = config.model
@@ -171,6 +196,7 @@ RULES = (
     mlp_divides_by_tensor_size,
     one_activation,
     positions_cover_the_sequence,
+    windows_are_well_formed,
     rope_scaling_has_a_range,
     no_position_embedding_has_rope,
     vocabulary_fits_its_padding,

@@ -141,25 +141,6 @@ def stages_between_data_parallel_ranks_have_their_experts(config: Config, facts:
         )
 
 
-def experts_are_computed_by_us(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse what a mixture of experts does not go with."""
-    model, layout = config.model, config.layout
-    if model.num_experts is None:
-        return
-    if not model.disable_bias_linear:
-        yield "--num-experts with biases in the linear layers: experts have none; add --disable-bias-linear"
-    if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
-        yield (
-            f"--num-experts with --tensor-model-parallel-size {layout.tensor_model_parallel_size} would route every "
-            "token on every tensor-parallel rank; add --sequence-parallel"
-        )
-    if config.training.torch_compile:
-        yield (
-            "--num-experts with --torch-compile: how many tokens an expert gets differs at every step, and each "
-            "number would be compiled anew; leave --torch-compile out"
-        )
-
-
 RULES = (
     auxiliary_losses_are_losses,
     expert_flags_need_experts,
@@ -168,5 +149,4 @@ RULES = (
     expert_ranks_fit_the_stage,
     expert_width_divides_by_tensor_size,
     stages_between_data_parallel_ranks_have_their_experts,
-    experts_are_computed_by_us,
 )

@@ -36,6 +36,11 @@ MODELS = {
     ),
     "packed": f"--num-layers 4 {_LLAMA} {_UNTIED} --reset-position-ids --reset-attention-mask",
     "packed, learned positions": "--num-layers 4 --reset-position-ids --reset-attention-mask",
+    "windows": f"--num-layers 4 {_LLAMA} {_UNTIED} --window-size 15,0 --window-attn-skip-freq 2",
+    "windows, packed": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --window-size 15,0 --window-attn-skip-freq [1,1,0,1] --reset-position-ids "
+        "--reset-attention-mask"
+    ),
     "query and key norm, QKV bias": f"--num-layers 4 {_LLAMA} {_UNTIED} --qk-layernorm --add-qkv-bias",
     "OLMo-2": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --norm-position after --qk-layernorm --qk-layernorm-over projection"
@@ -256,6 +261,17 @@ _OLMO2 = {
 }
 _QUICK_OLMO2 = {"TP4"}
 
+# Windows of 16 positions in some layers; a window ends in another rank's chunk, in another document, or in none.
+_WINDOWS = {
+    "TP2 SP PP2 VPP2, windows": (4, f"{_TP2_SP} {_PP2_VPP2}"),
+    "CP2 all_gather, windows": (2, f"{_CP2} all_gather"),
+    "CP2 a2a, windows": (2, f"{_CP2} a2a"),
+    "DP2 FSDP2, windows": (2, _FSDP2),
+    "one process, recompute selective, windows": (1, "--recompute-granularity selective"),
+    "CP2 all_gather, windows, packed": (2, f"{_CP2} all_gather"),
+}
+_QUICK_WINDOWS = {"CP2 all_gather, windows", "CP2 all_gather, windows, packed"}
+
 RECOMPUTE = {
     "full uniform": f"{_RECOMPUTE} 1 --recompute-method uniform",
     "full uniform by twos": f"{_RECOMPUTE} 2 --recompute-method uniform",
@@ -313,6 +329,10 @@ def _cases() -> list[Case]:
         cases.append(
             Case(f"{layout}, OLMo-2", "OLMo-2", world_size, tuple(flags.split()), slow, slow or layout == "TP4")
         )
+    for name, (world_size, flags) in _WINDOWS.items():
+        model = "windows, packed" if name.endswith("packed") else "windows"
+        slow = name not in _QUICK_WINDOWS
+        cases.append(Case(name, model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
     for mode, flags in RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
     return cases

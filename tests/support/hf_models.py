@@ -62,6 +62,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "Mistral": {"model_type": "mistral", **_DECODER, "sliding_window": None, "tie_word_embeddings": False},
+    "Mistral with a window": {
+        **{"model_type": "mistral", **_DECODER, "sliding_window": 5, "tie_word_embeddings": False}
+    },
     "Qwen2": {"model_type": "qwen2", **_DECODER, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "Qwen3": {"model_type": "qwen3", **_DECODER, "tie_word_embeddings": False},
     "OLMo-2": {"model_type": "olmo2", **_DECODER, "rope_theta": 500000.0, "tie_word_embeddings": False},

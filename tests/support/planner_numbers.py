@@ -295,7 +295,7 @@ def _lines(config: Config, machine: Machine, usable: float) -> Iterator[str]:
         yield f"  take: {'; '.join(_row(*passes) for passes in kernels.layer(layer))}"
         every = [*products.of(layer.mixer), *products.of(layer.mlp)]
         yield f"  products: {'; '.join(_row(*product[:4]) for product in every)}"
-    yield f"output: {_row(*products.output())}; {_row(*kernels.output())}"
+    yield f"output: {_row(*products.output()[:4])}; {_row(*kernels.output())}"
 
 
 def _row(*values: float) -> str:

@@ -155,8 +155,6 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], some layers without experts"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2, some layers"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096: a sliding window"),
-        ({"model_type": "mistral"}, "sliding_window is 4096"),  # what transformers takes when it is left out
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is true, a sliding window"),
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "layer_types names sliding_attention"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type is "yarn"; only default and llama3'),

@@ -90,7 +90,8 @@ def _problems(folder: Path, content: dict[str, Any]) -> list[str]:
 def test_every_value_of_a_decoder_is_read(family: str, tmp_path: Path) -> None:
     more, flags = FAMILIES_OF_DECODERS[family]
     found = read_config(tmp_path, {**WRITTEN, "model_type": family.split()[0], **more})
-    assert found == {**READ, **flags}
+    windows = {"window_size": None, "window_attn_skip_freq": None}
+    assert found == {**READ, **windows, **flags}
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -218,7 +219,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "quantization_config: quantized weights are not supported; use the unquantized model",
     ),
     ({"mlp_bias": True}, "mlp_bias is true, but attention_bias is false: biases are in all layers or none"),
-    ({"model_type": "mistral", "sliding_window": 16}, f"sliding_window is 16: {WINDOW}"),
+    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0, and not a positive integer"),
     ({"model_type": "mixtral", "sliding_window": 16}, f"sliding_window is 16: {WINDOW}"),
     *(
         ({"model_type": family, "use_sliding_window": True}, f"use_sliding_window is true, {WINDOW}")
@@ -274,8 +275,21 @@ def test_every_value_of_gpt_2_is_read(changes: dict[str, Any], expected: dict[st
         **{"position_embedding_type": "learned_absolute", "swiglu": False, "squared_relu": False},
         **{"normalization": "LayerNorm", "norm_position": "before", "disable_bias_linear": False},
         **{"group_query_attention": False, "qk_layernorm": False, "qk_layernorm_over": "head"},
+        **{"window_size": None, "window_attn_skip_freq": None},
         **expected,
     }
+
+
+def test_mistrals_window_counts_the_querys_own_position(tmp_path: Path) -> None:
+    from megatron_ext.families import family_of
+    from megatron_ext.families.hf_config import hf_config
+    from tests.support.small_models import LLAMA, small_config
+
+    found = read_config(tmp_path, {**WRITTEN, "model_type": "mistral", "sliding_window": 16})
+    assert (found["window_size"], found["window_attn_skip_freq"]) == ("15,0", None)
+    config = small_config({**LLAMA, "window_size": "15,0"})
+    assert family_of(config).model_type == "mistral", "Llama has no windows"
+    assert hf_config(config, family_of(config), "float32")["sliding_window"] == 16
 
 
 @pytest.mark.parametrize(

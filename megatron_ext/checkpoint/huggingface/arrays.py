@@ -7,11 +7,15 @@ ARRAYS: dict[str, type[np.generic]] = {"F64": np.float64, "F32": np.float32, "F1
 """numpy's dtype of the elements, by the dtype's name in safetensors."""
 
 
-def converted(values: npt.NDArray, source: str, target: str) -> npt.NDArray:
-    """Return the array rounded to the nearest, ties to even, as torch does; to 16 bits by way of fp32.
+def converted(values: npt.NDArray, source: str, target: str, added: float = 0.0) -> npt.NDArray:
+    """Return the array, with a number `added` to every element, rounded to the nearest, ties to even, as torch does; to
+    16 bits by way of fp32.
 
     Overflow is infinite, and NaN stays NaN.
     """
+    if added:
+        wide = "F64" if "F64" in (source, target) else "F32"
+        return converted(converted(values, source, wide) + np.dtype(ARRAYS[wide]).type(added), wide, target)
     if source == target:
         return values
     with np.errstate(over="ignore", invalid="ignore"):

@@ -180,16 +180,16 @@ def _parts(
         if low >= high:
             continue
         if piece.array is not None:
-            target = _Target(entry, mapping.transposed, low + shift, piece.column, files)
+            target = _Target(entry, mapping, low + shift, piece.column, files)
             target.put(piece.array[low - piece.row : high - piece.row], dtype)
             continue
         offset = piece.offset + (low - piece.row) * width
-        if not mapping.transposed and entry.dtype == dtype and tuple(columns) == entry.shape[1:]:
+        if mapping.is_copied and entry.dtype == dtype and tuple(columns) == entry.shape[1:]:
             yield offset, FileRange((high - low) * width, files, entry.path, entry.place(low + shift))
             continue
         step = max(1, BLOCK // width)
         for start in range(low, high, step):
-            target = _Target(entry, mapping.transposed, start + shift, piece.column, files)
+            target = _Target(entry, mapping, start + shift, piece.column, files)
             shape = (min(step, high - start), *columns)
             part = ComputedBytes(shape[0] * width, partial(target.put_bytes, shape=shape, dtype=dtype))
             yield offset + (start - low) * width, part
@@ -200,7 +200,7 @@ class _Target:
     """The place of rows of a parameter that cannot be copied as they are."""
 
     entry: Entry
-    transposed: bool
+    mapping: ParameterMapping
     row: int
     column: int
     files: Files
@@ -218,8 +218,8 @@ class _Target:
         from megatron_ext.checkpoint.huggingface.arrays import converted
 
         rows, columns = values.shape[0], slice(self.column, self.column + math.prod(values.shape[1:]))
-        values = converted(values, dtype, self.entry.dtype)
-        if self.transposed:
+        values = converted(values, dtype, self.entry.dtype, -self.mapping.added)
+        if self.mapping.transposed:
             self.entry.whole(writable=True).T[self.row : self.row + rows, columns] = values
         elif values.shape[1:] == self.entry.shape[1:]:
             bits = memoryview(np.ascontiguousarray(values)).cast("B")

@@ -168,26 +168,26 @@ def _elements(folder: HFFolder, mapping: ParameterMapping, rows: range, dtype: s
         assert low == covered, f"{mapping.parameter.name}: its ranges are not in order"
         covered = high
         entry, first = folder.entries[span.tensor], span.tensor_start + low - span.start
-        if not mapping.transposed and entry.dtype == dtype:
+        if mapping.is_copied and entry.dtype == dtype:
             yield FileRange((high - low) * width, files, entry.path, entry.place(first))
             continue
         step = max(1, BLOCK // width)
         for start in range(first, first + high - low, step):
             part = range(start, min(start + step, first + high - low))
-            yield ComputedBytes(len(part) * width, functools.partial(_convert, entry, mapping.transposed, part, dtype))
+            yield ComputedBytes(len(part) * width, functools.partial(_convert, entry, mapping, part, dtype))
     if covered < rows.stop:
         yield Zeros((rows.stop - covered) * width)
 
 
-def _convert(entry: Entry, transposed: bool, rows: range, dtype: str, target: memoryview) -> None:
-    """Fill `target` with rows of a parameter that lie there in another dtype or transposed."""
+def _convert(entry: Entry, mapping: ParameterMapping, rows: range, dtype: str, target: memoryview) -> None:
+    """Fill `target` with rows of a parameter that lie there in another dtype, transposed or with other values."""
     import numpy as np
 
     from megatron_ext.checkpoint.huggingface.arrays import ARRAYS, converted
 
-    part = entry.whole().T[rows.start : rows.stop] if transposed else entry.rows(rows.start, len(rows))
+    part = entry.whole().T[rows.start : rows.stop] if mapping.transposed else entry.rows(rows.start, len(rows))
     values = np.frombuffer(target, ARRAYS[dtype]).reshape(part.shape)
-    values[...] = converted(part, entry.dtype, dtype)
+    values[...] = converted(part, entry.dtype, dtype, mapping.added)
 
 
 def _objects(config: Config) -> Iterator[tuple[str, Any]]:

@@ -56,6 +56,20 @@ class ModelConfig:
         resume="function",
         needs={True: [Need("position_embedding_type", "rope", "rotary positions")]},
     )
+    window_size: str | None = option(
+        None,
+        "Positions before and after its own that a query sees in layers with a window, such as 4095,0, which are 4,096 "
+        "with its own; the second is 0. -1,0 is no limit.",
+        resume="function",
+        metavar="LEFT,RIGHT",
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        "Which layers have the window of --window-size; default all. N: N - 1 layers with it and one without, in turn; "
+        "a list such as [1,1,1,0]*6: those with a 1.",
+        resume="function",
+        metavar="N|LIST",
+    )
     use_rope_scaling: bool = option(
         False,
         "Stretch the rotary frequencies as Llama 3.1 does.",

@@ -25,25 +25,35 @@ _Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def block_forward(
-    query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, *, causal: bool, scale: float
+    query_BHQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    value_BGKD: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask_QK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return softmax(scale Q K^T) V over these keys alone, [B, H, Q, V], and the log-sum-exp of its scores, fp32 [B, H,
-    Q]."""
+    Q].
+
+    Args:
+        mask_QK: what is added to the scores, in the queries' type: 0, and -infinity for keys that a query does not see.
+    """
     channels = value_BGKD.size(-1)
     if channels != query_BHQD.size(-1):
         query, key, value = _widened(query_BHQD, key_BGKD, value_BGKD)
-        out, log_sum_exp = block_forward(query, key, value, causal=causal, scale=scale)
+        out, log_sum_exp = block_forward(query, key, value, causal=causal, scale=scale, mask_QK=mask_QK)
         return out[..., :channels], log_sum_exp
     tensors = query_BHQD, key_BGKD, value_BGKD
     if _has_cpu_kernel(query_BHQD):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(*tensors, 0.0, causal, scale=scale)
-    if _has_cuda_kernel(query_BHQD):
+        return kernel(*tensors, 0.0, causal, attn_mask=mask_QK, scale=scale)
+    if _has_cuda_kernel(query_BHQD) and mask_QK is None:
         out, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             *tensors, 0.0, causal, False, scale=scale
         )
         return out, log_sum_exp
-    return block_forward_reference(*tensors, causal=causal, scale=scale)
+    return block_forward_reference(*tensors, causal=causal, scale=scale, mask_QK=mask_QK)
 
 
 def block_backward(
@@ -56,6 +66,7 @@ def block_backward(
     *,
     causal: bool,
     scale: float,
+    mask_QK: torch.Tensor | None = None,
 ) -> _Blocks:
     """Return this block's share of the gradients of query, key and value.
 
@@ -64,13 +75,15 @@ def block_backward(
     tensors = grad_BHQD, query_BHQD, key_BGKD, value_BGKD, out_BHQD, log_sum_exp_BHQ
     if value_BGKD.size(-1) != query_BHQD.size(-1):
         grad, query, key, value, out = _widened(*tensors[:-1])
-        parts = block_backward(grad, query, key, value, out, log_sum_exp_BHQ, causal=causal, scale=scale)
+        parts = block_backward(
+            grad, query, key, value, out, log_sum_exp_BHQ, causal=causal, scale=scale, mask_QK=mask_QK
+        )
         query, key, value = (part[..., : like.size(-1)] for part, like in zip(parts, tensors[1:4], strict=True))
         return query, key, value
     if _has_cpu_kernel(query_BHQD):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(*tensors, 0.0, causal, scale=scale)
-    if _has_cuda_kernel(query_BHQD):
+        return kernel(*tensors, 0.0, causal, attn_mask=mask_QK, scale=scale)
+    if _has_cuda_kernel(query_BHQD) and mask_QK is None:
         # Of the generator, which nothing reads without dropout; in the shapes and the type that the forward gives.
         seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=query_BHQD.device) for shape in ((2,), ()))
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -85,14 +98,20 @@ def block_backward(
             offset,
             scale=scale,
         )
-    return block_backward_reference(*tensors, causal=causal, scale=scale)
+    return block_backward_reference(*tensors, causal=causal, scale=scale, mask_QK=mask_QK)
 
 
 def block_forward_reference(
-    query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, *, causal: bool, scale: float
+    query_BHQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    value_BGKD: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask_QK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `block_forward` written out; it holds the scores of the block."""
-    scores = _scores(query_BHQD, key_BGKD, causal, scale)
+    scores = _scores(query_BHQD, key_BGKD, causal, scale, mask_QK)
     log_sum_exp = scores.logsumexp(-1)
     weights = (scores - log_sum_exp.unsqueeze(-1)).exp().to(value_BGKD.dtype)
     return weights @ _repeated(value_BGKD, query_BHQD), log_sum_exp
@@ -108,9 +127,10 @@ def block_backward_reference(
     *,
     causal: bool,
     scale: float,
+    mask_QK: torch.Tensor | None = None,
 ) -> _Blocks:
     """Compute `block_backward` written out (Dao et al. 2022, arXiv:2205.14135, appendix B.2)."""
-    weights = (_scores(query_BHQD, key_BGKD, causal, scale) - log_sum_exp_BHQ.unsqueeze(-1)).exp()
+    weights = (_scores(query_BHQD, key_BGKD, causal, scale, mask_QK) - log_sum_exp_BHQ.unsqueeze(-1)).exp()
     grad, accurate = grad_BHQD.to(weights.dtype), weights.dtype
     for_value = weights.transpose(-1, -2) @ grad
     for_weights = grad @ _repeated(value_BGKD, query_BHQD).to(accurate).transpose(-1, -2)
@@ -139,6 +159,7 @@ def varlen_causal(
     key_ends: torch.Tensor,
     longest: tuple[int, int],
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Compute causal attention within each of many sequences that lie end to end, in one kernel, on a GPU.
 
@@ -148,6 +169,7 @@ def varlen_causal(
             before it all but the last, and so on.
         query_ends, key_ends: int32 [sequences + 1], cumulative lengths from 0.
         longest: largest number of queries, and of keys, of any sequence.
+        window: number of latest keys that a query sees; None: all.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -167,7 +189,7 @@ def varlen_causal(
         key_ends,
         *longest,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
     assert isinstance(out, torch.Tensor)
@@ -197,10 +219,14 @@ def _has_cuda_kernel(query: torch.Tensor) -> bool:
     return query.device.type == "cuda" and query.dtype in _CUDA_TYPES and channels % 8 == 0 and channels <= 256
 
 
-def _scores(query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+def _scores(
+    query_BHQD: torch.Tensor, key_BGKD: torch.Tensor, causal: bool, scale: float, mask_QK: torch.Tensor | None
+) -> torch.Tensor:
     accurate = torch.promote_types(query_BHQD.dtype, torch.float32)
     key = _repeated(key_BGKD, query_BHQD).to(accurate)
     scores = query_BHQD.to(accurate) @ key.transpose(-1, -2) * scale
+    if mask_QK is not None:
+        scores = scores + mask_QK
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)

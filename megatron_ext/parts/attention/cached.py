@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_ext.parts.attention.packed import attend_window
+
 Project = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states [N, hidden] to the logits [N, V]."""
 
@@ -47,8 +49,12 @@ class WholeSequences:
         key_BGSD: torch.Tensor,
         value_BGSD: torch.Tensor,
         scale: float | None,
+        window: int | None = None,
     ) -> torch.Tensor:
-        """Return the context of one layer, [S, B, H x D]."""
+        """Return the context of one layer, [S, B, H x D], in which a query sees the latest `window` keys, or all."""
+        if window is not None and window < query_BHSD.size(2):
+            known = query_BHSD.size(-1) ** -0.5 if scale is None else scale
+            return attend_window(query_BHSD, key_BGSD, value_BGSD, known, window).permute(2, 0, 1, 3).flatten(2)
         context = F.scaled_dot_product_attention(
             query_BHSD,
             key_BGSD,
@@ -105,11 +111,12 @@ class TextsInARow(WholeSequences):
         key_BGSD: torch.Tensor,
         value_BGSD: torch.Tensor,
         scale: float | None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """Return the context of one layer, [S, 1, H x D]."""
         parts = (heads.split(self._lengths, dim=2) for heads in (query_BHSD, key_BGSD, value_BGSD))
         attend = super().attend
-        return torch.cat([attend(layer_number, q, k, v, scale) for q, k, v in zip(*parts, strict=True)])
+        return torch.cat([attend(layer_number, q, k, v, scale, window) for q, k, v in zip(*parts, strict=True)])
 
 
 class KeyValueCache(WholeSequences):
@@ -157,12 +164,14 @@ class KeyValueCache(WholeSequences):
         key_BGSD: torch.Tensor,
         value_BGSD: torch.Tensor,
         scale: float | None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """Keep the keys and values of this pass, and return the context of one layer, [S, B, H x D]."""
         if self._is_first:
             self._kept[layer_number] = self._begun(key_BGSD), self._begun(value_BGSD)
-            return super().attend(layer_number, query_BHSD, key_BGSD, value_BGSD, scale)
-        keys_BGTD, values_BGTD = (kept[:, :, : self._length] for kept in self._kept[layer_number])
+            return super().attend(layer_number, query_BHSD, key_BGSD, value_BGSD, scale, window)
+        first = 0 if window is None else max(0, self._length - window)
+        keys_BGTD, values_BGTD = (kept[:, :, first : self._length] for kept in self._kept[layer_number])
         keys_BGTD[:, :, -1:], values_BGTD[:, :, -1:] = key_BGSD, value_BGSD
         rows, groups, _, channels = key_BGSD.shape
         # The query heads that share a key's are as many positions that see the same.
@@ -170,18 +179,19 @@ class KeyValueCache(WholeSequences):
             query_BHSD.reshape(rows, groups, -1, channels),
             keys_BGTD,
             values_BGTD,
-            attn_mask=self._unseen(query_BHSD.dtype),
+            attn_mask=self._unseen(query_BHSD.dtype, first),
             scale=scale,
         )
         return context.reshape(1, rows, -1)
 
-    def _unseen(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return -infinity for the places before a row's first token, and 0 for others; None where there are none."""
+    def _unseen(self, dtype: torch.dtype, first: int) -> torch.Tensor | None:
+        """Return -infinity for the places, from `first` on, before a row's first token, and 0 for others; None where
+        there are none."""
         if self._unseen_B11T is None:
             return None
         if self._unseen_B11T.dtype != dtype:
             self._unseen_B11T = self._unseen_B11T.to(dtype)
-        return self._unseen_B11T[..., : self._length]
+        return self._unseen_B11T[..., first : self._length]
 
     def _begun(self, heads_BGSD: torch.Tensor) -> torch.Tensor:
         rows, heads, length, channels = heads_BGSD.shape

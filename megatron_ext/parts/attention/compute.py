@@ -19,15 +19,24 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_ext.data.packing import Documents
 from megatron_ext.parts.attention import context_parallel
 from megatron_ext.parts.attention.cached import WholeSequences
-from megatron_ext.parts.attention.packed import attend_documents
+from megatron_ext.parts.attention.packed import attend_documents, attend_window
 from megatron_ext.parts.attention.rope import TokenAngles, rotate, split_and_rotate
+
+_ALL = slice(None)
 
 
 class CausalSelfAttention(SelfAttention):
     """megatron-core's self-attention with a forward pass of our own: project, rotate, attend, project.
 
     Its parameters, and how they are divided over the ranks, are megatron-core's.
+
+    Args:
+        rotary_columns: this layer's columns of the table of angles; None where it rotates nothing.
     """
+
+    def __init__(self, *positional: Any, rotary_columns: slice | None = _ALL, **settings: Any) -> None:
+        super().__init__(*positional, **settings)
+        self.rotary_columns = rotary_columns
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -43,6 +52,9 @@ class CausalSelfAttention(SelfAttention):
         given = [name for name, value in unused.items() if value is not None]
         assert attention_mask is None, "the mask is causal"
         assert not given, f"not for training on plain sequences: {given}"
+        if self.rotary_columns != _ALL and rotary_pos_emb is not None:
+            columns = self.rotary_columns
+            rotary_pos_emb = None if columns is None else rotary_pos_emb[..., columns].contiguous()
         if isinstance(packed_seq_params, WholeSequences):
             query, key, value = self._projected(hidden_states)
             return self._inferred(query, key, value, rotary_pos_emb, packed_seq_params)
@@ -102,7 +114,7 @@ class CausalSelfAttention(SelfAttention):
         if query.size(2) > 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         attention: Any = self.core_attention
-        context = inference.attend(self.layer_number, query, key, value, attention.softmax_scale)
+        context = inference.attend(self.layer_number, query, key, value, attention.softmax_scale, attention.window)
         return self.linear_proj(inference.narrowed(context, self))
 
 
@@ -122,8 +134,11 @@ class SDPAttention(torch.nn.Module):
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        window: int | None = None,
     ) -> None:
         super().__init__()
+        self.window = window
         assert attn_mask_type is AttnMaskType.causal, f"only causal attention is implemented, not {attn_mask_type}"
         assert pg_collection is not None or config.context_parallel_size == 1, "which ranks share a sample?"
         self.cp_group = pg_collection.cp if pg_collection is not None and config.context_parallel_size > 1 else None
@@ -137,7 +152,10 @@ class SDPAttention(torch.nn.Module):
         """Return whether heads may lie in any order: a GPU's kernels read rows of channels that begin at multiples of
         16 bytes wherever they are."""
         aligned = key_BGSD.size(-1) * key_BGSD.element_size() % 16 == 0
-        return key_BGSD.device.type == "cuda" and aligned and documents is None and self.cp_group is None
+        return key_BGSD.device.type == "cuda" and aligned and self._is_whole(documents)
+
+    def _is_whole(self, documents: Documents | None) -> bool:
+        return documents is None and self.cp_group is None and self.window is None
 
     def forward(
         self,
@@ -147,7 +165,7 @@ class SDPAttention(torch.nn.Module):
         documents: Documents | None = None,
     ) -> torch.Tensor:
         """Returns the context, [S, B, H * V]. With `documents`, tokens see their own document alone."""
-        attend: Any = self._whole if self.cp_group is None and documents is None else partial(self._divided, documents)
+        attend: Any = self._whole if self._is_whole(documents) else partial(self._divided, documents)
         heads = query_BHSD, key_BGSD, value_BGSV
         if self.training and self.dropout > 0.0 and self.fork_generator:
             # Ranks hold different heads, so that their dropout masks must differ.
@@ -172,19 +190,24 @@ class SDPAttention(torch.nn.Module):
     def _divided(
         self, documents: Documents | None, query_BHSD: torch.Tensor, key_BGSD: torch.Tensor, value_BGSV: torch.Tensor
     ) -> torch.Tensor:
-        """Compute attention where the samples are divided over ranks, into documents, or both."""
+        """Compute attention where a query sees a window, where samples are divided over ranks or into documents, or
+        several of these."""
         query, key, value = query_BHSD, key_BGSD, value_BGSV
-        group, scale = self.cp_group, self.softmax_scale or 1.0 / math.sqrt(query.size(-1))
-        packed = None if documents is None else partial(attend_documents, documents=documents, scale=scale)
+        group, window, scale = self.cp_group, self.window, self.softmax_scale or 1.0 / math.sqrt(query.size(-1))
+        packed = None if documents is None else partial(attend_documents, documents=documents)
+        packed = packed or (None if window is None else attend_window)
+        packed = packed and partial(packed, scale=scale, window=window)
         if group is None:
             assert packed is not None
             return packed(query, key, value)
         if self.cp_comm_type == "a2a":
             return context_parallel.attend_by_heads(query, key, value, group, packed or self._whole)
         assert self.dropout == 0.0, "validated: blocks are put together without dropout"
-        if packed is not None:
+        if documents is not None:
+            assert packed is not None
             assert self.cp_comm_type == "all_gather", "validated: documents need all keys at once"
             return packed(query, *context_parallel.all_positions(key, value, group))
         if self.cp_comm_type == "all_gather":
-            return context_parallel.attend_gathered(query, key, value, group, scale)
+            return context_parallel.attend_gathered(query, key, value, group, scale, window)
+        assert window is None, "validated: the ring knows no windows"
         return context_parallel.attend_ring(query, key, value, group, scale)

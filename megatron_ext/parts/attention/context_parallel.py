@@ -51,11 +51,17 @@ def segments_of_rank(rank: int, size: int, length: int) -> tuple[Segment, Segmen
 
 
 def attend_gathered(
-    query_BHsD: torch.Tensor, key_BGsD: torch.Tensor, value_BGsV: torch.Tensor, group: ProcessGroup, scale: float
+    query_BHsD: torch.Tensor,
+    key_BGsD: torch.Tensor,
+    value_BGsV: torch.Tensor,
+    group: ProcessGroup,
+    scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Return attention of this rank's queries, [B, H, s, V], over gathered keys."""
+    """Return attention of this rank's queries, [B, H, s, V], over gathered keys: the latest `window` of them."""
     key, value = all_positions(key_BGsD, value_BGsV, group)
-    return attend_segments(query_BHsD, key, value, segments_of_rank(group.rank(), group.size(), key.size(2)), scale)
+    segments = segments_of_rank(group.rank(), group.size(), key.size(2))
+    return attend_segments(query_BHsD, key, value, segments, scale, window)
 
 
 def attend_by_heads(

@@ -18,12 +18,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ext.config.schema import ModelConfig
+from megatron_ext.config.derived.layer_patterns import read_pattern, read_window
+from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.attention.ways import Asked, refusals
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Core, Exchange, Part, Place, Product, Share, State
 
 _FP32 = 4
+
+WINDOW_ROWS = 128
+"""Queries of a window that are computed at once where no kernel knows windows."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,20 @@ class Attention(Part):
             both = (c - 1) / c * (queries + keys)
             yield Exchange("cp", "all-to-all", both, both, (2, 2), "m {layers} (c-1)/c (2Q + KV)", "core")
 
+    def cannot(self, config: Config) -> Iterator[str]:
+        """Yield what the ways of computing it that the flags choose cannot do."""
+        yield from refusals(config, self.pieces(config))
+
+    def pieces(self, config: Config) -> dict[str, Asked]:
+        """Return what it asks of a way of computing it, besides causal softmax over grouped heads."""
+        found = {}
+        if config.model.attention_dropout > 0.0:
+            text = f"--attention-dropout is {config.model.attention_dropout:g}"
+            found["dropout"] = Asked(text, "--attention-dropout 0")
+        if self.window is not None:
+            found["window"] = Asked(f"--window-size is {config.model.window_size}", "--window-size -1,0")
+        return found
+
     def mean_keys(self, length: int) -> float:
         """Return the number of keys that a query sees on average in a sequence of `length` positions, counted as half
         of it.
@@ -200,30 +219,43 @@ class Attention(Part):
         out, the whole square of scores goes through the memory.
         """
         heads, wide = self.query_heads / share.tensor, self.head_size + self.value_head_size
+        span = share.length if self.window is None else min(share.length, self.window + WINDOW_ROWS)
         return Core(
             flops=share.tokens * self.core_flops(share.length) / share.tensor,
             again=2.5,
-            written_out=2 * share.tokens * share.length * (heads * wide),
+            written_out=2 * share.tokens * span * (heads * wide),
             inner=self.head_size,
-            scores=heads * share.tokens * share.length,
+            scores=heads * share.tokens * span,
         )
 
 
-def attention_of(model: ModelConfig, norm: Norm) -> Attention:
-    """Return the model's attention, with norms of this kind."""
+def attention_of(model: ModelConfig, norm: Norm, number: int) -> Attention:
+    """Return the attention of layer `number`, with norms of this kind."""
     return Attention(
         kind="grouped_query",
         query_heads=model.num_attention_heads,
         groups=model.num_key_value_heads,
         head_size=model.kv_channels,
         value_head_size=model.kv_channels,
-        window=None,
+        window=_window(model, number),
         rotary=_rotary(model),
         qk_norm=model.qk_layernorm_over if model.qk_layernorm else None,  # pyright: ignore[reportArgumentType]
         norm=norm,
         qkv_bias=model.has_qkv_bias,
         output_bias=not model.disable_bias_linear,
     )
+
+
+def _window(model: ModelConfig, number: int) -> int | None:
+    """Return the window of layer `number`; none where the flags cannot be read, which a rule says."""
+    if model.window_size is None:
+        return None
+    try:
+        pattern = model.window_attn_skip_freq
+        has_window = pattern is None or read_pattern(pattern, model.num_layers)[number]
+        return read_window(model.window_size) if has_window else None
+    except ValueError:
+        return None
 
 
 def _rotary(model: ModelConfig) -> Rotary | None:

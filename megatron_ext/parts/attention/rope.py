@@ -5,6 +5,7 @@ moves its frequencies to a GPU whatever the device is.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +45,23 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
 
 
 class RotaryTable(ScaledRotaryEmbedding):
-    """Holds cosines and sines of the angles, computed once for a sequence length, as `rotate` takes them."""
+    """Holds cosines and sines of the angles, computed once for a sequence length, as `rotate` takes them.
 
-    def __init__(self, attention: Attention, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+    Args:
+        others: attention of layers that rotate in other ways. Their tables lie next to this one, in one tensor, along
+            its channels: each layer reads its own (`parts.stack.rotary_tables`).
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        others: Sequence[Attention] = (),
+    ) -> None:
         super().__init__(attention, config, pg_collection)
         assert attention.rotary is not None
+        self.others = torch.nn.ModuleList(RotaryTable(other, config, pg_collection) for other in others)
         self.dtype, self.turns_halves = config.params_dtype, attention.rotary.percent == 1.0 and not self.interleaved
         self.chunks = context_chunks(pg_collection.cp.rank(), pg_collection.cp.size())
         self.cp_group: Any = None  # else megatron-core would divide the table, along another dimension
@@ -59,22 +72,31 @@ class RotaryTable(ScaledRotaryEmbedding):
         # A table for one token is made in vain: such a pass takes its angles from `at`.
         if sum(self.chunks) > 1 and max_seq_len % (sum(self.chunks) + 1) == 0:
             angles = torch.cat([angles.chunk(sum(self.chunks) + 1)[chunk] for chunk in self.chunks])
-        return self._table(angles)
+        return self._beside([self._table(angles), *(other.get_emb(max_seq_len, offset) for other in self._others)])
 
     def at(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return the table for positions [B, S] that differ from sample to sample: [2, B, 1, S, rotated channels /
         2]."""
         inverse = self.inv_freq.to(position_ids.device)
-        return self._table(position_ids.to(inverse.dtype)[:, None, :, None] * inverse)
+        own = self._table(position_ids.to(inverse.dtype)[:, None, :, None] * inverse)
+        return self._beside([own, *(other.at(position_ids) for other in self._others)])
 
     def at_token(self, positions_B1: torch.Tensor) -> "TokenAngles | torch.Tensor":
         """Return what turns the heads of one token of each row; where not all channels are turned, in two halves, that
         is a table of one position."""
-        if not self.turns_halves:
+        if not self.turns_halves or len(self.others) > 0:
             return self.at(positions_B1)
         inverse = self.inv_freq.to(positions_B1.device)
         cosines, sines = self._table(positions_B1.to(inverse.dtype)[None, :, :, None] * inverse)
         return TokenAngles(torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1))
+
+    @property
+    def _others(self) -> "list[RotaryTable]":
+        return list(self.others)  # pyright: ignore[reportReturnType]
+
+    @staticmethod
+    def _beside(tables: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(tables, dim=-1) if len(tables) > 1 else tables[0]
 
     def _table(self, angles: torch.Tensor) -> torch.Tensor:
         return torch.stack((angles.cos(), angles.sin())).to(self.dtype)

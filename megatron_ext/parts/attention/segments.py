@@ -15,6 +15,7 @@ import torch
 
 from megatron_ext.data.packing import Segment
 from megatron_ext.parts.attention.blocks import block_backward, block_forward
+from megatron_ext.parts.attention.describe import WINDOW_ROWS
 
 
 def attend_segments(
@@ -23,14 +24,16 @@ def attend_segments(
     value_BGKV: torch.Tensor,
     segments: Sequence[Segment],
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Return attention of each segment's queries over its keys, [B, H, Q, V]; contiguous.
 
     Args:
         segments: cover every query once. The last query of a segment sees all keys of the segment, the one before it
             all but the last, and so on. Every row of the batch has the same segments.
+        window: number of latest keys that a query sees; None: all.
     """
-    return _Segments.apply(query_BHQD, key_BGKD, value_BGKV, tuple(segments), scale)  # pyright: ignore[reportReturnType]
+    return _Segments.apply(query_BHQD, key_BGKD, value_BGKV, tuple(segments), scale, window)  # pyright: ignore[reportReturnType]
 
 
 def attend_segments_reference(
@@ -39,15 +42,16 @@ def attend_segments_reference(
     value_BGKV: torch.Tensor,
     segments: Sequence[Segment],
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Compute `attend_segments` written out with one mask over all queries and keys."""
     queries, keys = query_BHQD.size(2), key_BGKD.size(2)
     visible = torch.zeros(queries, keys, dtype=torch.bool)
     for segment in segments:
         rows, columns = segment.rows, slice(segment.first_key, segment.first_key + segment.keys)
-        visible[rows, columns] = torch.ones(segment.queries, segment.keys, dtype=torch.bool).tril(
-            segment.keys - segment.queries
-        )
+        last = segment.keys - segment.queries  # key that the first query sees
+        seen = torch.ones(segment.queries, segment.keys, dtype=torch.bool).tril(last)
+        visible[rows, columns] = seen if window is None else seen.triu(last - window + 1)
     repeats = query_BHQD.size(1) // key_BGKD.size(1)
     key, value = key_BGKD.repeat_interleave(repeats, 1), value_BGKV.repeat_interleave(repeats, 1)
     scores = (query_BHQD @ key.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
@@ -69,11 +73,38 @@ def merge(
     return out * share + other * other_share, joint
 
 
-def _blocks(segment: Segment) -> Iterator[tuple[slice, bool]]:
-    """Yield the keys of a segment in blocks, and whether a block is causal (and square) or full."""
+def _parts(segments: Sequence[Segment], window: int | None) -> Iterator[Segment]:
+    """Yield the segments; where a window hides some of their keys, blocks of their queries with the keys that these
+    see."""
+    for segment in segments:
+        if window is None or segment.keys <= window:
+            yield segment
+            continue
+        before = segment.keys - segment.queries
+        for start in range(0, segment.queries, WINDOW_ROWS):
+            queries = min(WINDOW_ROWS, segment.queries - start)
+            first, end = max(0, before + start - window + 1), before + start + queries
+            yield Segment(segment.first_query + start, queries, segment.first_key + first, end - first)
+
+
+def _blocks(
+    segment: Segment, window: int | None, like: torch.Tensor
+) -> Iterator[tuple[slice, bool, torch.Tensor | None]]:
+    """Yield the keys of a segment in blocks, whether a block is causal (and square), and its mask."""
+    if window is not None and segment.keys > window:
+        yield slice(segment.first_key, segment.first_key + segment.keys), False, _band(segment, window, like)
+        return
     if segment.keys > segment.queries:
-        yield slice(segment.first_key, segment.first_key + segment.keys - segment.queries), False
-    yield slice(segment.first_key + segment.keys - segment.queries, segment.first_key + segment.keys), True
+        yield slice(segment.first_key, segment.first_key + segment.keys - segment.queries), False, None
+    yield slice(segment.first_key + segment.keys - segment.queries, segment.first_key + segment.keys), True, None
+
+
+def _band(segment: Segment, window: int, like: torch.Tensor) -> torch.Tensor:
+    """Return what hides the keys after a query, and those before its window."""
+    last = segment.keys - segment.queries  # key that the first query sees
+    seen = torch.ones(segment.queries, segment.keys, dtype=torch.bool, device=like.device)
+    hidden = ~seen.tril(last).triu(last - window + 1)
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
 class _Segments(torch.autograd.Function):
@@ -85,33 +116,39 @@ class _Segments(torch.autograd.Function):
         value: torch.Tensor,
         segments: tuple[Segment, ...],
         scale: float,
+        window: int | None,
     ) -> torch.Tensor:
         out = query.new_empty((*query.shape[:-1], value.size(-1)))
         log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
-        for segment in segments:
+        for segment in _parts(segments, window):
             parts = [
                 block_forward(
-                    query[:, :, segment.rows], key[:, :, block], value[:, :, block], causal=causal, scale=scale
+                    query[:, :, segment.rows],
+                    key[:, :, block],
+                    value[:, :, block],
+                    causal=causal,
+                    scale=scale,
+                    mask_QK=mask,
                 )
-                for block, causal in _blocks(segment)
+                for block, causal, mask in _blocks(segment, window, query)
             ]
             joint = parts[0] if len(parts) == 1 else merge(*parts[0], *parts[1])
             out[:, :, segment.rows], log_sum_exp[:, :, segment.rows] = joint
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
-        ctx.segments, ctx.scale = segments, scale
+        ctx.segments, ctx.scale, ctx.window = segments, scale, window
         return out
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
         query, key, value, out, log_sum_exp = ctx.saved_tensors
         for_query, for_key, for_value = (
             tensor.new_zeros(tensor.shape, dtype=log_sum_exp.dtype) for tensor in (query, key, value)
         )
-        for segment in ctx.segments:
+        for segment in _parts(ctx.segments, ctx.window):
             rows = segment.rows
-            for block, causal in _blocks(segment):
+            for block, causal, mask in _blocks(segment, ctx.window, query):
                 parts = block_backward(
                     grad[:, :, rows],
                     query[:, :, rows],
@@ -121,8 +158,9 @@ class _Segments(torch.autograd.Function):
                     log_sum_exp[:, :, rows].contiguous(),
                     causal=causal,
                     scale=ctx.scale,
+                    mask_QK=mask,
                 )
                 for_query[:, :, rows] += parts[0]
                 for_key[:, :, block] += parts[1]
                 for_value[:, :, block] += parts[2]
-        return for_query.to(query.dtype), for_key.to(key.dtype), for_value.to(value.dtype), None, None
+        return for_query.to(query.dtype), for_key.to(key.dtype), for_value.to(value.dtype), None, None, None

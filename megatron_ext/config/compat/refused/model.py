@@ -42,12 +42,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "sliding-window attention is not in this version; leave it out for full causal attention",
-        """
-        --window-size N, --window-attn-skip-freq N
-        """,
-    ),
-    (
         "other rotary variants are not in this version; leave it out, or use --position-embedding-type rope "
         "--use-rope-scaling",
         """
