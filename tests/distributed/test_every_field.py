@@ -90,6 +90,8 @@ CHANGES: dict[str, tuple[str, str]] = {
     "rope_scaling_high_freq_factor": ("scaled rope", "--rope-scaling-high-freq-factor 16"),
     "rope_scaling_original_max_position_embeddings": (
         "scaled rope", "--rope-scaling-original-max-position-embeddings 64"),
+    "window_size": ("plain", "--window-size 3,0"),
+    "window_attn_skip_freq": ("plain", "--window-size 3,0 --window-attn-skip-freq [0,1]"),
     "swiglu": ("plain", "--swiglu"),
     "squared_relu": ("plain", "--squared-relu"),
     "openai_gelu": ("plain", "--openai-gelu"),
