@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
-from megatron_ext.durable import replacing
+from megatron_ext.durable import only_files, replacing
 from megatron_ext.errors import DataError, StorageError
 from megatron_ext.telemetry.metrics import Metrics, as_row
 from megatron_ext.terminal import warn
@@ -41,7 +41,7 @@ class MetricsFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             drop_after(self.path, loaded_iteration)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = _appending(self.path)
         except OSError as error:
             raise _storage_error("open", self.path, self._flag, error) from error
 
@@ -67,7 +67,7 @@ class MetricsFile:
         warn(f"{self.path} was removed while this job writes to it: it is begun anew, without the rows so far")
         self._file.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = _appending(self.path)
 
     def close(self) -> None:
         """Close the file."""
@@ -89,7 +89,8 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
         DataError: another line is no JSON object with an iteration; names file and line.
         FileNotFoundError: there is no such file.
     """
-    lines = Path(path).read_bytes().split(b"\n")
+    with open(path, "rb", opener=only_files) as file:
+        lines = file.read().split(b"\n")
     # What follows the last newline is empty, or torn by a kill in the middle of a write.
     for number, line in enumerate(lines[:-1], start=1):
         try:
@@ -114,6 +115,10 @@ def drop_after(path: Path, iteration: int) -> None:
         return
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def _appending(path: Path) -> IO[str]:
+    return open(path, "a", encoding="utf-8", opener=only_files)
 
 
 def _storage_error(action: str, path: Path, flag: str, error: OSError) -> StorageError:

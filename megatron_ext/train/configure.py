@@ -20,6 +20,7 @@ from megatron_ext.config.blend import missing_paths
 from megatron_ext.config.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
 from megatron_ext.config.eval_tasks import look_at_eval_tasks
 from megatron_ext.config.options import flag_of, options_by_name
+from megatron_ext.config.paths import path_problems
 from megatron_ext.config.resolve import Facts, graph_obstacles, resolve
 from megatron_ext.config.saved import adopt
 from megatron_ext.config.schema import Config
@@ -62,8 +63,12 @@ def configure(argv: Sequence[str], *, believing: bool = False, world_size: int |
     Raises:
         ConfigurationError: the flags cannot work; the message has every problem that was found.
         DataError: the configuration of the checkpoint is no file, or a link out of it.
+        StorageError: this process may not look at a path that a flag names.
     """
     given = read(argv)
+    unusable = path_problems(given.values)
+    if unusable:
+        raise ConfigurationError([*given.problems, *unusable])
     try:
         search = look(given.values)
         resume = search.resume if search is not None else None
