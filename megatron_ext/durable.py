@@ -1,6 +1,8 @@
 """Files that outlive a machine that goes down: what a name stands for is on the disk before it has the name."""
 
+import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,21 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def only_files(path: str, flags: int) -> int:
+    """Open a file for `open(path, mode, opener=only_files)`: a pipe, which somebody may have put in its place, would
+    be waited for without end.
+
+    Raises:
+        OSError: it is neither a file nor a device as /dev/null, or cannot be opened.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind) or stat.S_ISCHR(kind):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no file", path)
 
 
 @contextmanager

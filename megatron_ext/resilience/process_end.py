@@ -153,11 +153,9 @@ def is_lost_peer(error: BaseException) -> bool:
     rank."""
     if isinstance(error, PeerLostError):
         return True
-    # gloo's errors are RuntimeErrors, so are DistBackendError and DistNetworkError; a checkpoint's come wrapped, in an
-    # exception known by name here because importing it takes a second. The text decides: each can mean other things.
-    if not isinstance(error, RuntimeError) and type(error).__name__ != "CheckpointException":
-        return False
-    text = str(error).lower()
+    # gloo's errors are RuntimeErrors, so are DistBackendError and DistNetworkError. The text decides: each can mean
+    # other things.
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
     return any(known in text for known in _LOST_PEER_TEXTS)
 
 

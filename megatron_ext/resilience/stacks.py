@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from megatron_ext.durable import only_files
+
 _TASKS = Path("/proc/self/task")
 
 
@@ -33,7 +35,7 @@ def write_stacks(folder: Path, rank: int, heading: str) -> None:
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"rank-{rank}.txt").open("w", encoding="utf-8") as file:
+    with open(folder / f"rank-{rank}.txt", "w", encoding="utf-8", opener=only_files) as file:
         file.write(f"rank {rank}, process {os.getpid()}: {heading}\n\n")
         _write_kernel_waits(file)
         file.flush()

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_ext.durable import only_files
 from megatron_ext.errors import PeerLostError
 from megatron_ext.resilience import exit_record
 from megatron_ext.resilience.board import Board
@@ -390,7 +391,8 @@ class Watch:
 
         def write() -> None:
             name, content = recorder()
-            (Path(folder) / f"{name}_trace_rank_{self._status.rank}").write_bytes(content)
+            with open(Path(folder) / f"{name}_trace_rank_{self._status.rank}", "wb", opener=only_files) as file:
+                file.write(content)
 
         within(_FOR_STACKS, write)
 

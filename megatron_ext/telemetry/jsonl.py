@@ -13,9 +13,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
-from megatron_ext.durable import keep
+from megatron_ext.durable import keep, only_files
 from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.metrics import Metrics, as_row
 from megatron_ext.terminal import warn
@@ -41,7 +41,7 @@ class MetricsFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             drop_after(self.path, loaded_iteration)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = _appending(self.path)
         except OSError as error:
             raise _storage_error("open", self.path, self._flag, error) from error
 
@@ -67,7 +67,7 @@ class MetricsFile:
         warn(f"{self.path} was removed while this job writes to it: it is begun anew, without the rows so far")
         self._file.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = _appending(self.path)
 
     def close(self) -> None:
         """Close the file."""
@@ -91,6 +91,10 @@ def drop_after(path: Path, iteration: int) -> None:
     if path.is_file():
         lines = read_lines(path, HAS_ITERATION)
         keep(path, ((line.begin, line.end) for line in lines if line.row is None or line.row["iteration"] <= iteration))
+
+
+def _appending(path: Path) -> IO[str]:
+    return open(path, "a", encoding="utf-8", opener=only_files)
 
 
 def _storage_error(action: str, path: Path, flag: str, error: OSError) -> StorageError:

@@ -15,6 +15,7 @@ from torch.profiler import ExecutionTraceObserver, profile, record_function
 
 from megatron_ext.config.schema import Config
 from megatron_ext.device.protocol import Device
+from megatron_ext.durable import only_files
 from megatron_ext.errors import StorageError
 from megatron_ext.telemetry.timers import OpenRange
 
@@ -52,6 +53,7 @@ class TorchTrace:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            open(self.path, "ab", opener=only_files).close()
         except OSError as error:
             raise self._cannot_write(error) from error
         if self._chakra:

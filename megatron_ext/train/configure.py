@@ -20,6 +20,7 @@ from megatron_ext.config.parse.arguments import Typed, read
 from megatron_ext.config.parse.blend import missing_paths
 from megatron_ext.config.parse.eval_tasks import look_at_eval_tasks
 from megatron_ext.config.parse.options import flag_of, names_by_resume, options_by_name
+from megatron_ext.config.parse.paths import path_problems
 from megatron_ext.config.parse.saved import adopt, shapes_and_function
 from megatron_ext.config.resolve import Facts, graph_obstacles, resolve
 from megatron_ext.config.schema import Config
@@ -62,8 +63,12 @@ def configure(argv: Sequence[str], *, believing: bool = False, world_size: int |
     Raises:
         ConfigurationError: the flags cannot work; the message has every problem that was found.
         DataError: the configuration of the checkpoint is no file, or a link out of it.
+        StorageError: this process may not look at a path that a flag names.
     """
     given = read(argv)
+    unusable = path_problems(given.values)
+    if unusable:
+        raise ConfigurationError([*given.problems, *unusable])
     try:
         search = look(given.values)
         resume = search.resume if search is not None else None

@@ -22,6 +22,7 @@ from megatron_ext.doctor.flight_recorder import explain, read_dumps
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.launched import Launched, end_all, rank_processes, start
+from tests.support.program import run_program
 from tests.support.watched_ranks import PAUSE, WatchedRank, fork_program
 
 TIMEOUT, BETWEEN_HEARTBEATS = 6.0, 0.5  # seconds
@@ -248,3 +249,16 @@ def test_the_first_cause_of_a_death_survives(ended: dict[str, Ended], name: str,
     assert case.codes == codes
     assert max(rank.ended for rank in case.ranks) - case.fault_at < 10.0
     assert ("Fatal Python error: Segmentation fault" in case.ranks[1].output) == (name == "crash")
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_rank_that_is_lost_in_loading_is_no_damaged_checkpoint(together: bool, tmp_path: Path) -> None:
+    """Where ranks read together, the other one meets the closed connection in the middle of it."""
+    flags = [*FLAGS, "--train-iters", "2", "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    run_ranks(2, run_program, flags)
+    flags += ["--ckpt-fully-parallel-load"] if together else []
+    [ranks] = run_ranks(1, fork_program, 2, flags, tmp_path, "die_in_load", 1)
+    assert [rank.code for rank in ranks] == [76, -signal.SIGKILL], ranks[0].output
+    assert re.search(
+        r"^rank 0: rank 1 was killed by SIGKILL .*; lost before the first step\. ", ranks[0].last_words[-1]
+    )

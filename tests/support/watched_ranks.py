@@ -127,6 +127,17 @@ def crash(mark: Path) -> None:
     _in_step_4(mark, lambda: os.kill(os.getpid(), signal.SIGSEGV))
 
 
+def die_in_load(mark: Path) -> None:
+    """The process is killed when it reads the tensors of the checkpoint of --load."""
+    from megatron_ext.checkpoint.native.safe_reading import SafeReader
+
+    def dying(*_: Any) -> Any:
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    SafeReader.read_data = dying
+
+
 def hang_in_save(mark: Path) -> None:
     """No save ends from step 4 on."""
     from megatron_ext.checkpoint.native import save

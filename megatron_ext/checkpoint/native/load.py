@@ -20,6 +20,7 @@ from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parts import own_parameters
+from megatron_ext.resilience.process_end import is_lost_peer
 from megatron_ext.terminal import warn
 from megatron_ext.untrusted.folder import file_inside
 
@@ -52,11 +53,14 @@ def load_found(run: Saveable, found: Found) -> None:
 
     Raises:
         DataError: the checkpoint cannot be read, or is of another model.
+        RuntimeError: another rank was lost meanwhile.
     """
     try:
         with no_code_from_files(found.path), run.sharding.weights_in_place(run.chunks):
             _read(run, found)
     except UNREADABLE as error:
+        if is_lost_peer(error):
+            raise
         reason = _reason(_refusal_of_metadata(found) if "metadata is None" in str(error) else error)
         raise DataError(
             f"the checkpoint {found.path} cannot be read as one of this model: {reason}. Compare its "

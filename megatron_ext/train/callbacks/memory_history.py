@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_ext.config.schema import Config
 from megatron_ext.device.protocol import Device
+from megatron_ext.durable import only_files
 from megatron_ext.errors import StorageError
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -54,6 +55,7 @@ class MemoryHistory(Callback):
     def _write(self, trainer: Trainer) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            open(self.path, "ab", opener=only_files).close()
             trainer.run.device.write_memory_history(str(self.path))
         except OSError as error:
             raise StorageError(
