@@ -1,0 +1,1 @@
+"""A toy linear recurrence, in the place of attention."""
