@@ -24,8 +24,6 @@ from megatron_ext.parts.layer import layer_class
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import FeedForward
 from megatron_ext.parts.norm.compute import norm_class, query_key_norms
-from megatron_ext.parts.recurrence.compute import LinearRecurrence
-from megatron_ext.parts.recurrence.describe import Recurrence
 from megatron_ext.parts.stack import Layer, Stack, final_norm, rotary_tables
 
 OwnSpec = Callable[[ModuleSpec, Layer], ModuleSpec]
@@ -107,8 +105,7 @@ def _attention(layer: Layer, tp_group: ProcessGroup, tables: Mapping[tuple[Rotar
 
 
 _MIXERS: dict[type, Callable[[Layer, ProcessGroup, Mapping[tuple[Rotary, int], slice]], ModuleSpec]] = {
-    Attention: _attention,
-    Recurrence: lambda layer, *_: ModuleSpec(LinearRecurrence, params={"width": layer.mixer.width}),  # pyright: ignore
+    Attention: _attention
 }
 """What builds the mixer of a layer, by the class of its description."""
 

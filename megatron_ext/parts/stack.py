@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from megatron_ext.config.derived.layer_patterns import read_pattern
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.attention.describe import Attention, Rotary, attention_of
 from megatron_ext.parts.experts.describe import Experts, experts_of
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.protocol import Part
-from megatron_ext.parts.recurrence.describe import Recurrence
 
 
 class Branch(NamedTuple):
@@ -189,18 +187,11 @@ def _layer(model: ModelConfig, number: int) -> Layer:
     experts = model.num_experts
     return Layer(
         number=number,
-        mixer=_mixer(model, number),
+        mixer=attention_of(model, final_norm(model), number),
         mlp=mlp_of(model, model.ffn_hidden_size) if experts is None else experts_of(model, experts),
         norm=final_norm(model),
         norm_places=model.norm_position,  # pyright: ignore[reportArgumentType]
     )
-
-
-def _mixer(model: ModelConfig, number: int) -> Part:
-    pattern = model.recurrent_layer_freq
-    if pattern is not None and read_pattern(pattern, model.num_layers)[number]:
-        return Recurrence(model.hidden_size)
-    return attention_of(model, final_norm(model), number)
 
 
 def final_norm(model: ModelConfig) -> Norm:

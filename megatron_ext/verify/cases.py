@@ -36,7 +36,6 @@ MODELS = {
     ),
     "packed": f"--num-layers 4 {_LLAMA} {_UNTIED} --reset-position-ids --reset-attention-mask",
     "packed, learned positions": "--num-layers 4 --reset-position-ids --reset-attention-mask",
-    "recurrences": f"--num-layers 4 {_LLAMA} {_UNTIED} --recurrent-layer-freq 2",
     "windows": f"--num-layers 4 {_LLAMA} {_UNTIED} --window-size 15,0 --window-attn-skip-freq 2",
     "windows, packed": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --window-size 15,0 --window-attn-skip-freq [1,1,0,1] --reset-position-ids "
@@ -334,7 +333,6 @@ def _cases() -> list[Case]:
         model = "windows, packed" if name.endswith("packed") else "windows"
         slow = name not in _QUICK_WINDOWS
         cases.append(Case(name, model, world_size, tuple(flags.split()), slow, slow_in_bf16=True))
-    cases.append(Case("TP2 SP PP2 VPP2, recurrences", "recurrences", 4, tuple(f"{_TP2_SP} {_PP2_VPP2}".split())))
     for mode, flags in RECOMPUTE.items():
         cases.append(Case(f"one process, recompute {mode}", "untied", 1, tuple(flags.split())))
     return cases

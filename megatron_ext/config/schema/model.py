@@ -56,13 +56,6 @@ class ModelConfig:
         resume="function",
         needs={True: [Need("position_embedding_type", "rope", "rotary positions")]},
     )
-    recurrent_layer_freq: str | None = option(
-        None,
-        "Which layers have a linear recurrence in the place of attention. N: N - 1 layers with it and one without, in "
-        "turn; a list such as [1,1,1,0]*6: those with a 1.",
-        resume="shape",
-        metavar="N|LIST",
-    )
     window_size: str | None = option(
         None,
         "Positions before and after its own that a query sees in layers with a window, such as 4095,0, which are 4,096 "

@@ -1,1 +1,0 @@
-"""A toy linear recurrence, in the place of attention."""
