@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from megatron_ext.config.derived.ranks import expert_coordinates
 from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.model.names import by_expert, global_named_parameters, global_named_tensors
 from megatron_ext.parts import stack as config_layers
-from megatron_ext.parts.catalogue import Parameter, count_per_rank, parameters, stages, tensor_size
+from megatron_ext.parts.catalogue import Parameter, count_per_rank, parameters, stages, states, tensor_size
 from megatron_ext.parts.stack import Layer
 from megatron_ext.verify.ranks import run_ranks
 from tests.support.in_turn import in_turn
@@ -232,3 +233,21 @@ def test_bf16_weights_are_the_rounded_fp32_ones(whole_model: Any) -> None:
         for name, value in values.items():
             assert value.dtype == torch.bfloat16
             assert torch.equal(value, whole_model[model, FEW][name].bfloat16()), (model, name)
+
+
+def _saved_besides_parameters(config: Config) -> set[str]:
+    """The keys of what a checkpoint holds of the layers and is no parameter, as one process would save it."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    [chunk], _ = build_small_model(config)
+    saved: dict[str, Any] = chunk.sharded_state_dict(metadata={"dp_cp_group": None})
+    return {value.unique_key for value in saved.values() if isinstance(value, ShardedObject)}
+
+
+@pytest.mark.parametrize("model", ["GPT-2", "Llama", "OLMo-2", EXPERTS])
+def test_the_catalogue_knows_what_is_saved_besides_parameters(model: str) -> None:
+    config = small_config({**ALL_MODELS[model], "num_layers": FEW})
+    [saved] = run_ranks(1, _saved_besides_parameters, config)
+    named = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+    places = [match.groups() for state in states(config) if (match := named.fullmatch(state.name))]
+    assert saved == {f"decoder.layers.{name}/shard_{layer}_{FEW}" for layer, name in places}

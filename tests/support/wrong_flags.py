@@ -385,7 +385,7 @@ WRONG = [
     ("--group-query-attention --num-query-groups 3", "use --num-query-groups 1, 2, 4 or 8"),
     ("--position-embedding-type rope --kv-channels 15", "they turn in pairs; use --kv-channels 16"),
     ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0 is not above 0 and at most 1"),
-    ("--window-size 7,1", "--window-size 7,1 is no pair of the positions before a query"),
+    ("--window-size 7,1 --attention-dropout 0", "--window-size 7,1 is no pair of the positions before a query"),
     ("--window-attn-skip-freq 2", "add --window-size 4095,0"),
     ("--window-size 7,0 --attention-dropout 0 --window-attn-skip-freq [1,0]", "a list of 8 times 0 or 1"),
     ("--window-size 7,0", "block by block, whose kernels have no dropout, but --attention-dropout is 0.1"),

@@ -1,7 +1,6 @@
 """Our core attention against attention written out in fp64."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.model.config import transformer_config
-from megatron_ext.parts.attention import compute as module
 from megatron_ext.parts.attention.compute import SDPAttention
 from tests.support.small_models import small_config
 
@@ -79,48 +77,6 @@ def test_as_many_samples_as_heads_share_keys() -> None:
     query, key, value = (torch.randn(6, heads, 9, 16) for heads in (6, 2, 2))
     expected = _written_out(query.double(), key.double(), value.double(), 0.25)
     torch.testing.assert_close(_attention()(query, key, value).double(), expected, atol=2e-6, rtol=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("exchange", "packed", "called"),
-    [
-        ("a2a", False, "by heads: whole"),
-        ("a2a", True, "by heads: documents"),
-        ("all_gather", False, "gathered"),
-        ("all_gather", True, "all positions, documents"),
-        ("p2p", False, "ring"),
-        (None, True, "documents"),
-    ],
-)
-def test_how_divided_samples_attend(
-    exchange: str | None, packed: bool, called: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the exchange, and by document where samples are packed."""
-    attention: Any = _attention()
-    attention.cp_comm_type, attention.cp_group = exchange, None if exchange is None else "ranks"
-    heads, seen = [torch.zeros(1, 2, 4, 8)] * 3, []
-
-    def by_heads(query: Any, key: Any, value: Any, group: Any, attend: Any) -> torch.Tensor:
-        seen.append("by heads: " + ("whole" if attend == attention._whole else "documents"))
-        return query
-
-    def all_positions(key: Any, value: Any, group: Any) -> Any:
-        seen.append("all positions, ")
-        return key, value
-
-    def documents(query: Any, key: Any, value: Any, documents: Any, scale: float) -> torch.Tensor:
-        assert (documents, scale) == ("which", 1.0 / math.sqrt(8))
-        seen.append("documents")
-        return query
-
-    monkeypatch.setattr(module, "attend_documents", documents)
-    for name, attend in (("attend_by_heads", by_heads), ("all_positions", all_positions)):
-        monkeypatch.setattr(module.context_parallel, name, attend)
-    for name, word in (("attend_gathered", "gathered"), ("attend_ring", "ring")):
-        given = lambda query, key, value, group, scale, word=word: seen.append(word) or query  # noqa: E731
-        monkeypatch.setattr(module.context_parallel, name, given)
-    attention._divided("which" if packed else None, *heads)
-    assert "".join(seen) == called
 
 
 def test_no_token_sees_the_future() -> None:
