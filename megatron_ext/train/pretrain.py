@@ -173,7 +173,7 @@ def _pretrain(configured: Configured, status: RunStatus, extensions: Extensions,
     if extensions.layer_spec is None:  # the formulas are those of our layers
         check_it_fits(config, here)
     with telling_of_memory(config, here):
-        attention = attention_kernel.choose(graphs_of(here, config), here, getattr(resume, "saved", None))
+        attention = attention_kernel.choose(graphs_of(here, config), here, None if resume is None else resume.saved)
         configured = replace(configured, config=cpu_gemm.choose(attention.config, here, resume))
         return _build_and_train(configured, here, status, extensions, attention.text, ends)
 
