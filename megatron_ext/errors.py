@@ -45,6 +45,10 @@ class StorageError(TrainingError):
     exit_code = 74
 
 
+class FolderRemovedError(StorageError):
+    """Raised where somebody has removed the folder of --save while a checkpoint was being written into it."""
+
+
 class StoppedBySignal(TrainingError):
     """Raised when a signal or a stop request ended the run after its state was saved."""
 

@@ -2,15 +2,19 @@
 
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_ext.checkpoint.native import lock
+from megatron_ext.checkpoint.native import lock, manifest
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.verify.ranks import run_ranks
+from tests.support.checkpoints import FLAGS as CHECKPOINTED
+from tests.support.checkpoints import build
 from tests.support.program import Ended, run_program
 from tests.support.save_lock import held
 
@@ -116,3 +120,87 @@ def test_a_snapshot_follows_on_one_checkpoint_and_not_on_its_number(tmp_path: Pa
     [resumed] = run_ranks(1, run_program, [*words, *snapshots, *other])
     assert f"it follows on another checkpoint than {save / 'iter_0000003'}" in resumed.errors
     assert f"resuming at iteration 3 of {save}" in resumed.output
+
+
+def _removed_at_every_moment(folder: str, background: bool) -> list[str]:
+    """In turn, remove the folder at each operation of a save on what is in it; returns what is wrong afterwards.
+
+    Rank 0 removes it. The save may fail, but the run goes on: the one at the end is whole. (What was whole before it
+    was removed is not saved again.)
+    """
+    from megatron_ext.checkpoint.native.folder import find_latest
+    from megatron_ext.train.callbacks.checkpointing import Checkpointing
+    from megatron_ext.train.trainer import Trainer
+
+    run = build([*CHECKPOINTED, "--train-iters", "500", "--save", folder])
+    trainer = Trainer(run, [])
+    left, was_whole = [-1], [False]
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        names = ("open", "os.mkdir", "os.rename", "os.listdir", "os.scandir", "os.remove", "os.chmod")
+        if left[0] < 0 or event not in names or not str(arguments[0]).startswith(folder):
+            return
+        left[0] -= 1
+        if left[0] < 0:
+            tracker = Path(folder, "latest_checkpointed_iteration.txt")
+            was_whole[0] = tracker.exists() and tracker.read_text() == str(run.state.iteration)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    sys.addaudithook(watch)
+    wrong, moment = [], 0
+    while True:
+        if run.rank == 0:
+            lock.hold_until_exit(folder)
+        torch.distributed.barrier()
+        was_whole[0] = False
+        saving = Checkpointing(folder, 1, background=background)
+        saving.on_start(trainer)
+        trainer.step()
+        if run.rank == 0:
+            left[0] = moment
+        saving.on_step_end(trainer, None)  # pyright: ignore[reportArgumentType]
+        over = [left[0] >= 0]
+        saving.on_end(trainer)
+        left[0] = -1
+        found = find_latest(folder)
+        files = manifest.read(found.path) if found and found.iteration == run.state.iteration else None
+        is_whole = found is not None and files is not None and not manifest.problems(found.path, files)
+        if run.rank == 0 and not (is_whole or was_whole[0]):
+            wrong.append(f"moment {moment}: {found}")
+        torch.distributed.broadcast_object_list(over, src=0)
+        if over[0]:
+            return [*wrong, f"{moment} moments"]
+        moment += 1
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_folder_that_is_removed_at_any_moment_of_a_save_ends_no_run(background: bool, tmp_path: Path) -> None:
+    for said in run_ranks(2, _removed_at_every_moment, str(tmp_path / "save"), background):
+        assert len(said) == 1, said
+        assert said[0].endswith(" moments")
+
+
+def _lose_a_shard(argv: list[str], save: str) -> Ended:
+    """The program, whose folder is removed by rank 0 in its first save, before the shards get their manifest."""
+    from megatron_ext.checkpoint.native import manifest
+
+    describe = manifest.describe
+
+    def removed(folder: Path, paths: Any) -> Any:
+        manifest.describe = describe
+        shutil.rmtree(save)
+        return describe(folder, paths)
+
+    manifest.describe = removed
+    return run_program(argv)
+
+
+def test_the_program_warns_that_earlier_checkpoints_may_be_gone_and_goes_on(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    words = [*FLAGS, "--train-iters", "4", "--save-interval", "2", "--save", str(save)]
+    [ended] = run_ranks(1, _lose_a_shard, words, str(save))
+    assert ended.code == 0, ended.errors
+    assert f"warning: --save {save} was removed while the checkpoint of iteration 2 was being written" in ended.errors
+    assert "earlier ones there may be gone" in ended.errors
+    assert "are whole" not in ended.errors
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "4"

@@ -65,7 +65,7 @@ class Made:
         watched = SimpleNamespace(files=lambda: {"__0_0.distcp": {"bytes": 3, "sha256": "00"}})
         for name, value in {
             "_on_first_rank": lambda run, folder, action: action(),
-            "make_partial": lambda folder, iteration: self.heard.append("folder"),
+            "make_partial": self._make_partial,
             "_sum_over_ranks": self._summed,
             "_request": self._request,
             "write_shards": self._write,
@@ -82,6 +82,12 @@ class Made:
         monkeypatch.setattr(Save, "_write_companions", lambda made: self.heard.append("companions"))
         monkeypatch.setattr(Save, "_publish", lambda made, files: self.heard.append(f"publish {sorted(files)}"))
         monkeypatch.setattr(torch.distributed, "barrier", lambda: self.heard.append("barrier"))
+
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda told, src: None)
+
+    def _make_partial(self, folder: Path, iteration: int) -> None:
+        self.heard.append("folder")
+        save.partial_folder(folder, iteration).mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
@@ -210,7 +216,6 @@ def test_a_write_that_fails_is_told_when_it_is_finished(monkeypatch: pytest.Monk
     monkeypatch.setattr(save, "write_shards", fails)
     monkeypatch.setattr(save, "_gather_files", gather)
     partial = save.partial_folder(tmp_path, 7)
-    partial.mkdir(parents=True)
     begun = Save(made.run, tmp_path, background=True)
     begun.join()
     with pytest.raises(StorageError, match="Input/output error: shard"):

@@ -140,7 +140,7 @@ def _save(folder: Path, log: list[Any], rank: int = 0) -> Any:
     made.run, made.folder, made.iteration = SimpleNamespace(rank=rank), folder, 7
     made._partial, made._files, made._thread = folder / ".iter_0000007.partial", {"own": {}}, None
     made._partial.mkdir(parents=True)
-    made._copies = SimpleNamespace(wait=lambda: log.append("copied"))
+    made._copies, made._kept = SimpleNamespace(wait=lambda: log.append("copied")), save.Kept()
     made._request = SimpleNamespace(finalize_fns=[lambda: log.append("first"), lambda: log.append("second")])
     return made
 
@@ -159,6 +159,7 @@ def test_a_save_ends_on_all_ranks_or_leaves_nothing(
             raise fails
 
     monkeypatch.setattr(torch.distributed, "barrier", lambda: log.append("all ranks"))
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda told, src: None)
     monkeypatch.setattr(save, "_gather_files", lambda folder, own: {"of all": own})
     monkeypatch.setattr(save, "_on_first_rank", lambda run, folder, action: action())
     monkeypatch.setattr(save, "remove_expired", lambda run, folder, newest: log.append(newest))
@@ -193,6 +194,10 @@ def test_the_first_rank_adds_what_is_no_shard(rank: int, monkeypatch: pytest.Mon
     assert made._files == "ValueError: another"
 
 
+def _fails() -> None:
+    raise OSError("no room")
+
+
 def test_the_first_plan_serves_all_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank that writes the metadata keeps it; the others have none, and keep what they have."""
     monkeypatch.setattr(
@@ -202,7 +207,10 @@ def test_the_first_plan_serves_all_saves(monkeypatch: pytest.MonkeyPatch) -> Non
         made: Any = object.__new__(save._PlannedOnce)
         made.cached_global_metadata, made.validated_cache_reuse = "of before", False
         planned = ("plan", metadata)
-        assert made._get_save_and_finalize_callbacks("writer", planned, "mcore") == ("writer", planned, "mcore")
+        writer = SimpleNamespace(finish=_fails)
+        assert made._get_save_and_finalize_callbacks(writer, planned, "mcore") == (writer, planned, "mcore")
+        writer.finish()
+        assert str(made.failure) == "no room", "it is told when all ranks hear of it"
         assert (made.cached_global_metadata, made.validated_cache_reuse) == (kept, True)
 
 

@@ -52,9 +52,10 @@ def partial_folder(folder: str | Path, iteration: int) -> Path:
 
 def saved_iterations(folder: str | Path) -> list[int]:
     """Return the iterations of all whole checkpoints, in ascending order; empty where there is no such folder."""
-    if not os.path.isdir(folder):
+    try:
+        names = [name for name in os.listdir(folder) if _ITERATION.fullmatch(name)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    names = [name for name in os.listdir(folder) if _ITERATION.fullmatch(name)]
     found = {name: int(name.removeprefix("iter_")) for name in names}
     # Other programs may write more zeros; such a folder is not where the iteration is looked for.
     proper = {iteration for name, iteration in found.items() if iteration_folder(folder, iteration).name == name}

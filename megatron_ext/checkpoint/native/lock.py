@@ -75,11 +75,7 @@ def hold_again(folder: str | Path) -> None:
     Raises:
         ConfigurationError, StorageError: as `hold_until_exit`.
     """
-    held = _held.get(os.path.realpath(folder))
-    if held is None:
-        return
-    path = Path(folder) / LOCK
-    if path.exists() and os.path.samestat(os.fstat(held.fileno()), path.lstat()):
+    if not is_lost(folder):
         return
     warn(f"--save {folder} or its {LOCK} was removed while this job is at work there: earlier files may be gone")
     hold_until_exit(folder)
@@ -95,6 +91,17 @@ def give_up(folder: str | Path) -> None:
     for file in [one for one in _open if os.path.samestat(os.fstat(one.fileno()), os.fstat(held.fileno()))]:
         _open.remove(file)
         file.close()
+
+
+def is_lost(folder: str | Path) -> bool:
+    """Return whether this process has locked the folder, and its lock is not there any more."""
+    held = _held.get(os.path.realpath(folder))
+    if held is None:
+        return False
+    try:
+        return not os.path.samestat(os.fstat(held.fileno()), os.lstat(Path(folder) / LOCK))
+    except OSError:
+        return True
 
 
 def name_of_contents(folder: str | Path) -> str | None:

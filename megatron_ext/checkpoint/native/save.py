@@ -34,13 +34,13 @@ from megatron_ext.checkpoint.native.folder import (
     publish,
     saved_iterations,
 )
-from megatron_ext.checkpoint.native.lock import hold_again
+from megatron_ext.checkpoint.native.lock import hold_again, is_lost
 from megatron_ext.checkpoint.native.retention import remove_expired
 from megatron_ext.checkpoint.native.saveable import Saveable
 from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, as_it_is
 from megatron_ext.config.parse.files import to_yaml
 from megatron_ext.device.protocol import Device
-from megatron_ext.errors import StorageError, TrainingError
+from megatron_ext.errors import FolderRemovedError, StorageError, TrainingError
 from megatron_ext.sharding.parts import IN_PLACE, Exchange
 
 
@@ -50,7 +50,8 @@ def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
     Returns:
         The checkpoint, `folder/iter_*`. It is on the disk when the function returns.
     Raises:
-        StorageError: the checkpoint cannot be written; raised on every rank. Earlier checkpoints are as they were.
+        StorageError: the checkpoint cannot be written; raised on every rank. Earlier checkpoints are as they were,
+            unless it is a FolderRemovedError: somebody has removed the folder.
     """
     return Save(run, folder, background=False).finish()
 
@@ -74,10 +75,23 @@ class _PlannedOnce(TorchDistSaveShardedStrategy):
     (By itself, the engine takes a plan for settled after two that are equal.) It asks no other rank then.
     """
 
+    failure: OSError | None = None
+    """Why the first rank, which alone writes the checkpoint's metadata, could not write it in the save under way: the
+    others wait meanwhile to hear how it went, and never would."""
+
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, async_strategy: Any) -> Any:
         if save_state_dict_ret[1] is not None:  # on the first rank, which writes it
             self.cached_global_metadata = save_state_dict_ret[1]
         self.validated_cache_reuse = True
+        self.failure, finish = None, writer.finish
+
+        def finish_or_remember(*arguments: Any) -> None:
+            try:
+                finish(*arguments)
+            except OSError as error:
+                self.failure = error
+
+        writer.finish = finish_or_remember
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)
 
 
@@ -147,12 +161,26 @@ class Save:
         torch.distributed.barrier()
         with self._failures():
             files = _gather_files(self.folder, self._files)
-            assert self._request is not None
-            for finalize in self._request.finalize_fns:
-                finalize()
-            _on_first_rank(self.run, self.folder, lambda: self._publish(files))
+            self._finalize()
+            _on_first_rank(self.run, self.folder, lambda: self._publish_written(files))
         remove_expired(self.run, self.folder, self.iteration)
         return iteration_folder(self.folder, self.iteration)
+
+    def _finalize(self) -> None:
+        """Let the engine end the save. What fails on the first rank, which writes the last files alone, waits for
+        `_publish_written`, which all ranks hear of."""
+        assert self._request is not None
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except OSError as error:  # of the engine's last file; the others wait for it to be there
+            torch.distributed.barrier()
+            self._kept.strategy.failure = error
+
+    def _publish_written(self, shards: manifest.Files) -> None:
+        if self._kept.strategy.failure is not None:
+            raise self._kept.strategy.failure
+        self._publish(shards)
 
     def _begin(self) -> None:
         """Make the folder, if it is known that the disk has room."""
@@ -172,7 +200,16 @@ class Save:
             size = _sum_over_ranks(contents.size(state_dict), self.run.device)
             _on_first_rank(self.run, self.folder, lambda: _check_space(self.folder, size))
             self._kept.size = size
-        self._request = _request(state_dict, self._partial, self._kept.strategy, validate=is_first)
+        self._request = self._planned(state_dict, validate=is_first)
+
+    def _planned(self, state_dict: ShardedStateDict, *, validate: bool) -> AsyncRequest:
+        """Return the engine's plan. It looks into the folder, which somebody may have removed, on the first rank alone,
+        before it exchanges anything: the others would wait for that rank."""
+        while True:
+            try:
+                return _request(state_dict, self._partial, self._kept.strategy, validate=validate)
+            except FileNotFoundError:
+                self._partial.mkdir(parents=True, exist_ok=True)
 
     def _write_aside(self, taken: contents.RunSnapshot | None) -> None:
         """Run `_write` in a thread of its own. The engine's writer synchronizes the thread's device."""
@@ -189,7 +226,7 @@ class Save:
             self._copies.wait()
             if taken is not None:
                 state_dict = contents.to_save(taken, self._kept.exchange)
-                self._request = _request(state_dict, self._partial, self._kept.strategy, validate=False)
+                self._request = self._planned(state_dict, validate=False)
             assert self._request is not None
             written = checksums.watch(self._request)
             write_shards(self._request, _on_host(self._request))
@@ -218,20 +255,33 @@ class Save:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turn whatever fails inside into a StorageError, and leave no partial folder."""
+        """Turn whatever fails inside, on all ranks, into a StorageError, and leave no partial folder. Collective."""
         try:
             yield
-        except CheckpointException as error:
-            # The engine tells every rank of a failure, but only the first rank its reason.
-            reason = "; ".join(str(failure[0]) for failure in error.failures.values())
+        except (CheckpointException, StorageError) as error:
+            reason = ""
+            if isinstance(error, CheckpointException):
+                # The engine tells every rank of a failure, but only the first rank its reason.
+                reason = "; ".join(str(failure[0]) for failure in error.failures.values())
+            is_gone = [self.run.rank == 0 and self._is_gone(reason or str(error))]
+            torch.distributed.broadcast_object_list(is_gone, src=0)
             shutil.rmtree(self._partial, ignore_errors=True)
+            if is_gone[0]:
+                raise FolderRemovedError(
+                    f"--save {self.folder} was removed while the checkpoint of iteration {self.iteration} was being "
+                    "written: it is no checkpoint, and earlier ones there may be gone. Give a folder that stays, and "
+                    "look for who empties this one."
+                ) from error
+            if isinstance(error, StorageError):
+                raise
             raise _storage_error(self.folder, reason or "writing failed; rank 0 says why") from error
-        except OSError as error:  # of the engine's last file, which rank 0 writes alone
+        except OSError as error:  # of one rank alone
             shutil.rmtree(self._partial, ignore_errors=True)
             raise _storage_error(self.folder, _text(error)) from error
-        except StorageError:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            raise
+
+    def _is_gone(self, reason: str) -> bool:
+        """Return whether what failed did so because somebody removes the folder, or has done so."""
+        return not self._partial.is_dir() or is_lost(self.folder) or os.strerror(errno.ENOENT) in reason
 
 
 def write_shards(request: AsyncRequest, buckets: Any) -> None:

