@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.schema import LayoutConfig, OptimizerConfig
+from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.model.config import transformer_config
 from megatron_ext.optim.settings import optimizer_config, set_rates
-from megatron_ext.parallel import groups
 from megatron_ext.sharding.engine import ddp_config, optimizer_settings
 from tests.support.small_models import LLAMA, small_config
 
@@ -124,63 +123,3 @@ def test_the_models_settings() -> None:
     assert (found.num_moe_experts, found.layernorm_epsilon, found.cp_comm_type) == (8, 3e-4, "a2a")
     assert (found.microbatch_group_size_per_vp_stage, found.virtual_pipeline_model_parallel_size) == (4, 2)
     assert found.calculate_per_token_loss
-
-
-def test_the_groups_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(groups, "start", lambda *_, **__: None)
-    monkeypatch.setattr(groups.parallel_state, "initialize_model_parallel", lambda **given: seen.update(given))
-    monkeypatch.setattr(groups.ProcessGroupCollection, "use_mpu_process_groups", lambda: "groups")
-    monkeypatch.setattr(groups, "own_groups_only", lambda: torch.no_grad())
-    layout = LayoutConfig(
-        world_size=64,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=2,
-        context_parallel_size=2,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-        num_distributed_optimizer_instances=2,
-        distributed_timeout_minutes=7.0,
-    )
-    assert groups.initialize(layout, SimpleNamespace()) == "groups"  # pyright: ignore[reportArgumentType]
-    assert seen.pop("distributed_timeout_minutes") == pytest.approx(7 + 5 / 60)
-    assert seen == {
-        "tensor_model_parallel_size": 4,
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": None,
-        "expert_model_parallel_size": 8,
-        "expert_tensor_parallel_size": 1,
-        "context_parallel_size": 2,
-        "num_distributed_optimizer_instances": 2,
-        "order": "tp-cp-ep-dp-pp",
-        "create_gloo_process_groups": False,
-    }
-    for chunks in (2, 3):
-        other = LayoutConfig(
-            world_size=4,
-            pipeline_model_parallel_size=2,
-            num_virtual_stages_per_pipeline_rank=chunks,
-            use_tp_pp_dp_mapping=True,
-        )
-        groups.initialize(other, SimpleNamespace())  # pyright: ignore[reportArgumentType]
-        assert (seen["virtual_pipeline_model_parallel_size"], seen["order"]) == (chunks, "tp-cp-ep-pp-dp")
-
-
-@pytest.mark.parametrize(
-    ("asked", "from_host", "backend"),
-    [(None, False, "nccl"), ("gloo", False, "gloo"), (None, True, "cpu:gloo,cuda:nccl"), ("ucc", False, "ucc")],
-)
-def test_how_ranks_talk(asked: str | None, from_host: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(groups.sockets, "keep_to_this_machine", lambda: None)
-    monkeypatch.setattr(groups.torch.distributed, "init_process_group", lambda **given: seen.update(given))
-    bound: list[bool] = []
-    device: Any = SimpleNamespace(
-        backend="nccl", backend_with_host="cpu:gloo,cuda:nccl", bind_group=lambda: bound.append(True)
-    )
-    layout = LayoutConfig(world_size=1, distributed_backend=asked, distributed_timeout_minutes=2.0)
-    assert groups.start(layout, device, from_host=from_host) is seen["store"]
-    assert (seen["backend"], seen["rank"], seen["world_size"]) == (backend, 0, 1)
-    assert seen["timeout"].total_seconds() == 125.0
-    assert bound == [True]

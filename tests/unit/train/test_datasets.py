@@ -12,11 +12,14 @@ from megatron_ext.config.derived.batch import evaluation_batch
 from megatron_ext.config.schema import Config, DataConfig, TrainingConfig
 from megatron_ext.data.accounting import use_of_sources
 from megatron_ext.data.corpus import Splits
-from megatron_ext.data.manifest import Judged
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.train import datasets
 from megatron_ext.train.build import _held_out_counts
+from megatron_ext.train.configure import configure
 from megatron_ext.train.datasets import samples_of_order, samples_of_run, samples_of_step
+from megatron_ext.train.pretrain import pretrain
+from tests.support.corpora import write_corpus
+from tests.support.small_runs import MODEL
 
 
 def _config(**training: Any) -> Config:
@@ -122,129 +125,68 @@ def test_synthetic_data_without_a_tokenizer_has_ids_alone(vocab_size: int | None
     assert datasets.tokenizer_of_run(config).vocab_size == size
 
 
-def _split(names: list[str], flag: str) -> Any:
-    return SimpleNamespace(flag=flag, blend=SimpleNamespace(prefixes=names))
+def _corpus(tmp_path: Path, *names: str) -> dict[str, str]:
+    """Write corpora, and return their prefixes."""
+    for name in names:
+        write_corpus(tmp_path / name, 4000)
+    return {name: str(tmp_path / name) for name in names}
 
 
 @pytest.mark.parametrize(
-    ("rank", "flags", "warns"),
-    [
-        ("0", {}, True),
-        (None, {}, True),
-        ("1", {}, False),
-        ("0", {"assistant_only_loss": True}, False),
-        ("0", {"mock_data": True}, False),
-    ],
+    ("rank", "flags", "warns"), [("0", [], True), ("1", [], False), ("0", ["--assistant-only-loss"], False)]
 )
 def test_a_mask_that_nobody_reads_is_told_of(
-    rank: str | None,
-    flags: dict[str, Any],
+    rank: str,
+    flags: list[str],
     warns: bool,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Once for each file that has one, under the flag that names it last."""
-    splits = {"train": _split(["a", "b"], "--train-data-path"), "valid": _split(["c"], "--valid-data-path")}
-    monkeypatch.setattr(datasets, "SPLITS", ["train", "valid", "test"])
-    monkeypatch.setattr(datasets, "split_files", lambda config, split: splits.get(split))
-    monkeypatch.setattr(datasets, "exists", lambda prefix, suffix: (prefix, suffix) in (("b", ".mask"), ("c", ".mask")))
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-    datasets._warn_of_masks_that_are_not_read(dataclasses.replace(_config(), data=DataConfig(**flags)))
-    said = [line.partition(" has a mask")[0] for line in capsys.readouterr().err.splitlines()]
-    assert said == (["warning: --train-data-path b", "warning: --valid-data-path c"] if warns else [])
-
-
-WRONG, OTHER = Judged("a was made by another", True), Judged("b may have been", False)
-
-
-@pytest.mark.parametrize("accepts", [False, True])
-@pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize(
-    ("of_ranks", "refused", "told"),
-    [
-        ([[], [], []], None, []),
-        ([[], [OTHER], []], None, [OTHER]),
-        # What is wrong on one node counts more than how much there is to say on another.
-        ([[OTHER, OTHER], [WRONG], []], WRONG, [WRONG]),
-        ([[], [], [WRONG, OTHER]], WRONG, [WRONG, OTHER]),
-        ([[OTHER], [OTHER, OTHER], []], None, [OTHER, OTHER]),
-    ],
-)
-def test_another_tokenizer_than_the_datas_is_told_on_all_ranks(
-    of_ranks: list[list[Judged]],
-    refused: Judged | None,
-    told: list[Judged],
-    rank: str,
-    accepts: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def gather(ranks: list[Any], own: list[Judged]) -> None:
-        assert (own, len(ranks)) == (of_ranks[0], 3)
-        ranks[:] = of_ranks
-
-    monkeypatch.setattr(datasets, "_judged_tokenizers", lambda config, tokenizer: of_ranks[0])
-    monkeypatch.setattr(datasets.torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(datasets.torch.distributed, "get_world_size", lambda: 3)
-    monkeypatch.setattr(datasets.torch.distributed, "all_gather_object", gather)
+    """Once for each file that has one, under the flag that names it, on one rank."""
+    named = _corpus(tmp_path, "a", "b", "c")
+    data = ["--train-data-path", named["a"], named["b"], "--valid-data-path", named["c"]]
+    words = [flag for flag in MODEL if flag != "--mock-data"] + ["--tokenizer-type", "NullTokenizer", *data, *flags]
+    config = configure(words).config
+    for name in ("b", "c"):
+        Path(f"{named[name]}.mask").touch()
     monkeypatch.setenv("RANK", rank)
-    config = dataclasses.replace(_config(), data=DataConfig(accept_other_tokenizer=accepts))
-    tokenizer: Any = None
-    if refused is not None and not accepts:
-        with pytest.raises(DataError, match=rf"^{refused.text}\. Give the tokenizer that made the data, preprocess"):
-            datasets._check_tokenizer_made_the_data(config, tokenizer)
-    else:
-        datasets._check_tokenizer_made_the_data(config, tokenizer)
-        said = [f"warning: {one.text}" for one in told] if rank == "0" else []
-        assert capsys.readouterr().err.splitlines() == said
-    monkeypatch.setattr(datasets.torch.distributed, "is_initialized", lambda: False)
+    capsys.readouterr()
+    datasets._warn_of_masks_that_are_not_read(config)
+    said = [line.partition(" has a mask")[0] for line in capsys.readouterr().err.splitlines()]
+    expected = [f"warning: --train-data-path {named['b']}", f"warning: --valid-data-path {named['c']}"]
+    assert said == (expected if warns else [])
 
 
-def test_each_file_is_judged_once_under_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files without a manifest are not, nor is synthetic data."""
-    splits = {"train": _split(["a", "b"], "--data-path"), "valid": _split(["b", "c"], "--data-path")}
-    monkeypatch.setattr(datasets, "SPLITS", ["train", "valid", "test"])
-    monkeypatch.setattr(datasets, "split_files", lambda config, split: splits.get(split))
-    monkeypatch.setattr(datasets, "made_with", lambda prefix: None if prefix == "a" else f"made {prefix}")
-    monkeypatch.setattr(
-        datasets, "judge", lambda what, made, tokenizer: None if made == "made c" else (what, made, tokenizer)
-    )
-    tokenizer: Any = "tokenizer"
-    assert datasets._judged_tokenizers(_config(), tokenizer) == [("--data-path b", "made b", "tokenizer")]
-    synthetic = dataclasses.replace(_config(), data=DataConfig(mock_data=True))
-    assert datasets._judged_tokenizers(synthetic, tokenizer) == []
-
-
-@pytest.mark.parametrize(("rank", "records"), [(None, True), ("0", True), ("1", False)])
-def test_one_rank_of_each_node_reads_the_record_of_the_data(
-    rank: str | None, records: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_of_each_node_reads_the_record_of_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The others would read the same files."""
-    monkeypatch.setenv("RANK", "5")
+    named = _corpus(tmp_path, "a")
+    words = [flag for flag in MODEL if flag != "--mock-data"] + ["--tokenizer-type", "NullTokenizer"]
+    config = configure([*words, "--data-path", named["a"]]).config
+    train = datasets.datasets_of_run(config, datasets.tokenizer_of_run(config)).train
+    assert train is not None
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr(datasets, "data_record", lambda *given: given)
-    train: Any = "samples"
-    config = _config()
-    found: Any = datasets.record_of_run(config, train, None)
-    assert found == ((config, "samples", 80) if records else None)
+    record = datasets.record_of_run(config, train, None)
+    assert record is not None
+    assert record["num_samples"] == 12
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert datasets.record_of_run(config, train, None) is None
 
 
-@pytest.mark.parametrize("own", [None, "own"])
-def test_datasets_are_checked_before_they_are_made(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the samples of the order, and those of an evaluation; own ones take the place of the flags'."""
-    heard: list[Any] = []
-    for name in ("_check_tokenizer_made_the_data", "check_before_the_first_step", "_warn_of_masks_that_are_not_read"):
-        monkeypatch.setattr(datasets, name, lambda *given, name=name: heard.append(name))
-    monkeypatch.setattr(datasets, "build_datasets", lambda *given: heard.append(given) or "ours")
-    extensions: Any = SimpleNamespace(own_datasets=lambda *given: heard.append(given) or own)
-    config, tokenizer = _config(), "tokenizer"
-    resume = Resume(Path("iter_0000001"), 1, None, None, {"num_samples": 500})
-    found: Any = datasets.datasets_of_run(config, tokenizer, resume, extensions)  # pyright: ignore[reportArgumentType]
-    assert found == (own or "ours")
-    numbers = Splits(500, 24, 24)
-    checks = ["_check_tokenizer_made_the_data", "check_before_the_first_step", "_warn_of_masks_that_are_not_read"]
-    assert heard == [*checks, *[(config, tokenizer, numbers)] * (1 if own else 2)]
+def test_data_that_differs_from_the_checkpoints_is_named_unless_it_is_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = _corpus(tmp_path, "a")
+    words = [flag for flag in MODEL if flag != "--mock-data"] + [
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--eval-iters",
+        "0",
+    ]
+    flags = [*words, "--data-path", named["a"], "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    pretrain([*flags, "--exit-interval", "2"])
+    write_corpus(tmp_path / "a", 8000)
+    with pytest.raises(DataError, match=r"the data is not that of the checkpoint .*iter_0000002: .*Put back what"):
+        pretrain(flags)
+    pretrain([*flags, "--accept-changed-data"])
+    assert "warning: the data is not that of the checkpoint" in capsys.readouterr().out

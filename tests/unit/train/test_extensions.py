@@ -1,7 +1,6 @@
 """What a user's own parts of a run change of it, each by itself: names, configuration, datasets, refusals."""
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from megatron_ext.data.samples import SampleWindow, Source
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.own_parameters import current
 from megatron_ext.train.extensions import NONE, Extensions, OwnSamples
-from megatron_ext.train.trained import Trained
 from megatron_ext.train.trainer import Callback
 from tests.support.small_models import small_config
 
@@ -112,24 +110,30 @@ def test_no_graph_is_made_of_what_is_called_within_the_passes(name: str) -> None
         assert all(f"{part}= (nobody knows what it does in Python" in warning for warning in warnings)
 
 
-def test_an_own_optimizer_is_registered_and_takes_the_place_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as the process trains; another one of the same name is refused."""
-    monkeypatch.setattr("megatron_ext.train.extensions.OPTIMIZERS", registered := dict(OPTIMIZERS))
+def test_an_own_optimizer_is_registered_and_takes_the_place_of_the_flags() -> None:
+    """As often as the process trains, and for as long as a run lasts; another one of the same name is refused."""
     own = dataclasses.replace(OPTIMIZERS["lion"], name="mine", title="Mine", schemes=frozenset({"use_torch_fsdp2"}))
     config = _config(layout={"use_torch_fsdp2": True, "world_size": 2})
-    for _ in range(2):
-        applied = Extensions(optimizer=own).applied(config)
-        assert applied == dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, optimizer="mine"))
-    assert registered["mine"] is own
-    other = dataclasses.replace(own, title="Another")
-    with pytest.raises(ConfigurationError, match=r"^there is an optimizer 'mine' already; give yours another name$"):
-        Extensions(optimizer=other).applied(config)
-    for scheme in ("use_distributed_optimizer", "use_megatron_fsdp"):
-        flag = f"--{scheme.replace('_', '-')}"
-        refused = _config(layout={scheme: True, "world_size": 2})
-        with pytest.raises(ConfigurationError, match=rf"^{flag} cannot run Mine: its traits do not name the scheme"):
-            Extensions(optimizer=own).applied(refused)
-    assert Extensions(optimizer=own).applied(_config()).optimizer.optimizer == "mine", "no scheme at all"
+    with Extensions(optimizer=own).in_the_catalogue():
+        for _ in range(2):
+            applied = Extensions(optimizer=own).applied(config)
+            optimizer = dataclasses.replace(config.optimizer, optimizer="mine")
+            assert applied == dataclasses.replace(config, optimizer=optimizer)
+        assert OPTIMIZERS["mine"] is own
+        other = dataclasses.replace(own, title="Another")
+        with pytest.raises(
+            ConfigurationError, match=r"^there is an optimizer 'mine' already; give yours another name$"
+        ):
+            Extensions(optimizer=other).applied(config)
+        for scheme in ("use_distributed_optimizer", "use_megatron_fsdp"):
+            flag = f"--{scheme.replace('_', '-')}"
+            refused = _config(layout={scheme: True, "world_size": 2})
+            with pytest.raises(
+                ConfigurationError, match=rf"^{flag} cannot run Mine: its traits do not name the scheme"
+            ):
+                Extensions(optimizer=own).applied(refused)
+        assert Extensions(optimizer=own).applied(_config()).optimizer.optimizer == "mine", "no scheme at all"
+    assert "mine" not in OPTIMIZERS
 
 
 class _Dataset:
@@ -178,26 +182,3 @@ def test_an_own_dataset_is_one_source() -> None:
     assert samples.place(5) == SampleWindow(0, 5)
     assert samples.part(0) is samples
     assert samples.order_depends_on == []
-
-
-def test_parts_are_given_to_a_run_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `pretrain`; the catalogue lists own parameters for as long as the run lasts, and warnings are told once."""
-    from megatron_ext.train import pretrain
-
-    heard: list[Any] = []
-
-    def watched(configured: Any, status: Any, extensions: Extensions) -> Trained:
-        heard.append((configured, status, extensions, current()))
-        return Trained(1, (), {}, None, None, None, None, model=(NOTHING,))
-
-    typed = SimpleNamespace(warnings=("careful",))
-    monkeypatch.setattr(pretrain, "_watched", watched)
-    monkeypatch.setattr(pretrain, "configure", lambda flags: SimpleNamespace(flags=flags, typed=typed))
-    monkeypatch.setattr(pretrain, "_tell", heard.append)
-    status: Any = "status"
-    assert pretrain.pretrain(["--flags"], status, **PARTS).model == ()
-    said, (configured, told, extensions, parameters) = heard
-    assert (said, configured.flags, told) == (("careful",), ["--flags"], "status")
-    assert extensions == Extensions(**PARTS)
-    assert parameters is PARTS["layer_parameters"]
-    assert current() is None

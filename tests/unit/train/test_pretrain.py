@@ -1,300 +1,209 @@
-"""A run from its construction to its end, with stand-ins for model and loop: what is loaded, watched and remembered."""
+"""A run from its construction to its end: what it begins with, what it says, and what it leaves for a restart."""
 
-import dataclasses
 import json
-from contextlib import ExitStack, nullcontext
+import os
+import re
+import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.native import load
-from megatron_ext.config.schema import CheckpointConfig
-from megatron_ext.errors import ConfigurationError, DataError, StoppedBySignal
+from megatron_ext import device
+from megatron_ext.config.schema import TrainingConfig
+from megatron_ext.errors import ConfigurationError, StoppedBySignal
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.telemetry.banner import Begun
-from megatron_ext.train import build, datasets, pretrain, trainer
-from megatron_ext.train.callbacks import standard
-from megatron_ext.train.extensions import NONE, Extensions
-from megatron_ext.train.state import TrainState
+from megatron_ext.train.pretrain import graphs_of, pretrain, require_fp8
+from megatron_ext.train.trainer import Callback
 from tests.support.small_models import small_config
+from tests.support.small_runs import MODEL
 
-NOTHING: Any = None
-
-
-def ends_with(heard: list[Any], word: str) -> ExitStack:
-    """Return what a run is to close at its end, which then says a word."""
-    ends = ExitStack()
-    ends.callback(heard.append, word)
-    return ends
+ALONE = [*MODEL, "--eval-iters", "0"]
 
 
-@pytest.mark.parametrize(("finetune", "done"), [(False, ["load", "compare"]), (True, ["load"])])
-def test_finetuning_may_have_other_data(finetune: bool, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[str] = []
-    monkeypatch.setattr(load, "load_found", lambda run, resume: heard.append("load"))
-    monkeypatch.setattr(datasets, "check_data_is_that_of_the_checkpoint", lambda run, resume: heard.append("compare"))
-    resume: Any = SimpleNamespace(is_snapshot=False, iteration=3, path=NOTHING)
-    flags = CheckpointConfig(load="ckpt", finetune=finetune)
-    pretrain._load(SimpleNamespace(rank=1), flags, resume)  # pyright: ignore[reportArgumentType]
-    assert heard == done
+def _said(capsys: pytest.CaptureFixture[str], *flags: Any, **own: Any) -> list[str]:
+    """Run; return what is said of checkpoints that are loaded."""
+    capsys.readouterr()
+    pretrain([*ALONE, *map(str, flags)], **own)
+    return re.findall(
+        r"^checkpoint: ((?:resuming|finetuning|starting|beginning) .*)$", capsys.readouterr().out, re.MULTILINE
+    )
 
 
-@pytest.mark.parametrize("accepts", [False, True])
-def test_data_that_differs_on_another_node_is_told_on_all(accepts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This node's ranks found nothing; of a node one rank looks, and the others have no record."""
-
-    def gather(nodes: list[list[str]], own: list[str]) -> None:
-        nodes[:] = [own, [], ["a.bin has other content"], []]
-
-    monkeypatch.setattr(datasets.torch.distributed, "all_gather_object", gather)
-    config = dataclasses.replace(small_config(), checkpoint=CheckpointConfig(accept_changed_data=accepts))
-    run: Any = SimpleNamespace(world_size=4, rank=1, data_record=None, config=config)
-    resume: Any = SimpleNamespace(data_record={}, path="ckpt/iter_0000003")
-    if accepts:
-        datasets.check_data_is_that_of_the_checkpoint(run, resume)
-        return
-    with pytest.raises(DataError, match=r"iter_0000003: a\.bin has other content\. Put back what it was"):
-        datasets.check_data_is_that_of_the_checkpoint(run, resume)
+def test_what_a_run_begins_with_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Finetuning may have other data; who goes on may not."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert _said(capsys, "--save", first, "--exit-interval", 2) == []
+    assert _said(capsys, "--save", first, "--load", first) == [f"resuming at iteration 2 of {first}"]
+    assert _said(capsys, "--load", second) == [f"starting afresh: none in {second}"]
+    found = _said(capsys, "--load", first, "--finetune", "--seed", 77)
+    assert found == [f"finetuning from iteration 3 of {first}"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("reason", [None, "--exit-interval 5"])
-def test_one_rank_watches_the_stop_file_and_a_stop_is_remembered(
-    rank: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_that_is_missing_ends_the_run_where_it_is_asked_for(tmp_path: Path) -> None:
+    flags = [*ALONE, "--exit-on-missing-checkpoint", "--load", str(tmp_path)]
+    with pytest.raises(ConfigurationError, match=rf"^--load {tmp_path}.* holds no checkpoint; name a folder that"):
+        pretrain(flags)
+    pretrain([*ALONE, "--save", str(tmp_path)])
+    assert pretrain(flags).iteration == 3
+
+
+class Does(Callback):
+    """Does something at the end of the first step."""
+
+    def __init__(self, action: Any):
+        self.action = action
+
+    def on_step_end(self, trainer: Any, result: Any) -> None:
+        if trainer.run.state.iteration == 1:
+            self.action()
+
+
+STOPS: dict[str, tuple[list[str], int, str]] = {
+    "an interval": (["--exit-interval", "1"], 0, "--exit-interval 1"),
+    "SIGTERM": ([], 75, "stopped at iteration 1: SIGTERM; saved to SAVE; start again with --load SAVE"),
+    "the stop file": (
+        [],
+        75,
+        "stopped at iteration 1: the file SAVE/stop; saved to SAVE; start again with --load SAVE",
+    ),
+    "nothing": ([], 0, ""),
+}
+
+
+@pytest.mark.parametrize("how", STOPS)
+def test_a_restart_of_the_launch_finds_that_it_was_stopped(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stop that was planned is no failure: a restart of the launch ends with 0, and at once."""
-    heard: list[Any] = []
-    run: Any = SimpleNamespace(rank=1, state=SimpleNamespace(iteration=5), progress=NOTHING, chunks=[])
-    run.sharding, run.release_graph = SimpleNamespace(host_memory_flags=()), lambda: None
-    run.loaders = SimpleNamespace(close=lambda: heard.append("close"))
-    loop: Any = SimpleNamespace(fit=lambda: heard.append("fit"), stop_reason=reason)
-    monkeypatch.setattr(build, "build_run", lambda *_: run)
-    monkeypatch.setattr(standard, "standard_callbacks", lambda *_: [])
-    monkeypatch.setattr(standard, "stop_file", lambda config: "folder/stop")
-    monkeypatch.setattr(trainer, "Trainer", lambda *_: loop)
-    monkeypatch.setattr(pretrain, "_load", lambda *_: None)
-    monkeypatch.setattr(pretrain.launch, "remember_stop", lambda code, why: heard.append((code, why)))
-    monkeypatch.setattr(pretrain.elastic, "dismiss_spares", lambda: heard.append("dismiss"))
-    watcher = pretrain.SignalWatcher
-    monkeypatch.setattr(pretrain, "SignalWatcher", lambda file, _: heard.append(file) or watcher())
-    configured: Any = SimpleNamespace(config=small_config(), resume=None)
-    here: Any = SimpleNamespace(kind="cpu")
-    pretrain._build_and_train(configured, here, RunStatus(rank), NONE, None, ends_with(heard, "destroy"))
-    remembered = [] if reason is None else [(0, reason)]
-    assert heard == ["folder/stop" if rank == 0 else None, "fit", *remembered, "close", "destroy", "dismiss"]
+    """A stop that was planned is no failure: the restart ends with 0, and at once. Who is done leaves no note."""
+    launch, save = tmp_path / "launch", tmp_path / "save"
+    (launch / "attempt_0" / "0").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(launch / "attempt_0" / "0" / "error.json"))
+    actions = {"SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM), "the stop file": (save / "stop").touch}
+    flags, code, message = STOPS[how]
+    callbacks = [Does(actions[how])] if how in actions else []
+    # Our own callbacks come after the one that looks for a signal: it is seen in the second step.
+    message, last = message.replace("SAVE", str(save)).replace("iteration 1", "iteration 2"), 1 if flags else 3
+    if code:
+        with pytest.raises(StoppedBySignal):
+            pretrain([*ALONE, "--save", str(save), *flags], callbacks=callbacks)
+    else:
+        trained = pretrain([*ALONE, "--save", str(save), *flags], callbacks=callbacks)
+        assert (trained.iteration, trained.stop_reason) == (last, message or None)
+        record = json.loads((save / "exit.json").read_text())
+        how_it_ended = f"stopped: {message}" if message else "done"
+        assert (record["code"], record["rank"], record["iteration"]) == (0, 0, last)
+        assert record["message"] == f"rank 0: {how_it_ended} at iteration {last}"
+        assert (f"\n{how_it_ended} at iteration {last}\n" in capsys.readouterr().out) == bool(message)
+    note = launch / "stopped.json"
+    assert note.exists() == bool(message)
+    if message:
+        assert json.loads(note.read_text())["code"] == code
+        assert json.loads(note.read_text())["message"] == message
 
 
-@pytest.mark.parametrize("holds", ["nothing", "a record", "a folder named stop", "another job"])
-def test_a_save_folder_is_made_this_jobs_own(holds: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of an earlier run no record stays; in a folder that is another's none is left, nor taken away."""
+def test_a_signal_of_an_elastic_launch_is_no_stop_for_good(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun takes the ranks down so when a machine comes or goes, and starts them again."""
+    launch, save = tmp_path / "launch", str(tmp_path / "save")
+    (launch / "attempt_0" / "0").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(launch / "attempt_0" / "0" / "error.json"))
+    asked = Does(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StoppedBySignal):
+        pretrain([*ALONE, "--elastic", "--save", save, "--load", save], callbacks=[asked])
+    assert list(launch.glob("*.json")) == []
+
+
+def test_of_an_earlier_run_no_record_stays(tmp_path: Path) -> None:
     (tmp_path / "exit.json").write_text("{}")
+    seen: list[bool] = []
+    pretrain(
+        [*ALONE, "--save", str(tmp_path)], callbacks=[Does(lambda: seen.append((tmp_path / "exit.json").exists()))]
+    )
+    assert seen == [False]
+
+
+def test_a_save_folder_in_which_no_stop_file_can_be_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "exit.json").write_text("{}")
+    (tmp_path / "stop").mkdir()
     status = RunStatus(0, save=str(tmp_path))
-
-    def hold(save: str) -> None:
-        if holds == "another job":
-            raise ConfigurationError("it is held")
-
-    monkeypatch.setattr(pretrain, "hold_until_exit", hold)
-    if holds == "a folder named stop":
-        (tmp_path / "stop").mkdir()
-    if holds == "a record":
-        (tmp_path / "stop").touch()  # a file stops the run, and is no folder
-    refused = holds in ("a folder named stop", "another job")
-    if refused:
-        said = "it is held" if holds == "another job" else "holds a folder named stop, but a file of that name"
-        with pytest.raises(ConfigurationError, match=said):
-            pretrain._claim(str(tmp_path), status)
-    else:
-        pretrain._claim(str(tmp_path), status)
-    assert (tmp_path / "exit.json").exists() is refused
-    assert status.save == (None if refused else str(tmp_path))
+    with pytest.raises(
+        ConfigurationError, match="holds a folder named stop, but a file of that name is what stops a run"
+    ):
+        pretrain([*ALONE, "--save", str(tmp_path)], status)
+    assert (tmp_path / "exit.json").read_text() == "{}"
+    assert status.save is None, "the report of the failure writes no record there"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("save", [None, "folder"])
-def test_one_rank_claims_the_folder_before_anything_else(
-    rank: int, save: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_banner_names_own_parts_and_where_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heard: list[Any] = []
+    flags = [*ALONE, "--save", str(tmp_path), "--load", str(tmp_path)]
+    pretrain([*flags, "--exit-interval", "2"])
+    capsys.readouterr()
+    pretrain(flags, loss=lambda token: token.cross_entropy())
+    said = capsys.readouterr().out
+    assert re.search(r"^device .* gloo$", said, re.MULTILINE)
+    assert re.search(r"^own +loss$", said, re.MULTILINE)
+    assert re.search(r"^to go +64 tokens in 4 sequences", said, re.MULTILINE)
 
-    def install(*_: Any, **__: Any) -> None:
-        heard.append("device")
-        raise DataError("seen enough")
 
-    monkeypatch.setattr(pretrain, "_claim", lambda save, status: heard.append(("claim", save)))
-    monkeypatch.setattr(pretrain.hardware_queues, "prepare", lambda layout: "one queue is too few")
-    monkeypatch.setattr(pretrain.device, "install", install)
-    config = dataclasses.replace(small_config(), checkpoint=CheckpointConfig(save=save))
-    typed: Any = SimpleNamespace(values={}, warnings=())
-    configured: Any = SimpleNamespace(config=config, typed=typed, search=None, resume=None)
-    with pytest.raises(DataError, match=r"^seen enough$"):
-        pretrain._pretrain(configured, RunStatus(rank), NONE, ExitStack())
-    assert heard == [*([("claim", save)] if save and rank == 0 else []), "device"]
-    assert capsys.readouterr().err == ("warning: one queue is too few\n" if rank == 0 else "")
+def test_memory_that_is_the_same_is_not_saved_by_moving_there(capsys: pytest.CaptureFixture[str]) -> None:
+    pretrain([*ALONE, "--optimizer-cpu-offload", "--use-distributed-optimizer"])
+    same = "warning: --optimizer-cpu-offload saves nothing with --device cpu: it is the same memory\n"
+    assert same in capsys.readouterr().out
+
+
+class Gpu:
+    """In the place of a GPU: what it lacks for products in fp8, in blocks or whole."""
+
+    kind = "cuda"
+
+    def __init__(self, *, blocks: str | None = None, rows: str | None = None):
+        self.lacks = {True: blocks, False: rows}
+
+    def lacks_for_fp8(self, *, blocks: bool) -> str | None:
+        return self.lacks[blocks]
 
 
 @pytest.mark.parametrize(
-    ("resume", "load", "asked", "refused"),
+    ("format", "recipe", "here", "said"),
     [
-        (None, "ckpt", True, True),
-        (None, "ckpt", False, False),
-        (None, None, True, False),
-        ("found", "ckpt", True, False),
-    ],
-)
-def test_a_checkpoint_that_is_missing_ends_the_run_where_it_is_asked_for(
-    resume: Any, load: str | None, asked: bool, refused: bool
-) -> None:
-    flags = CheckpointConfig(load=load, exit_on_missing_checkpoint=asked)
-    if refused:
-        with pytest.raises(ConfigurationError, match=r"^--load ckpt holds no checkpoint; name a folder that does"):
-            pretrain._require_checkpoint(flags, resume)
-    else:
-        pretrain._require_checkpoint(flags, resume)
-
-
-@pytest.mark.parametrize(
-    ("reason", "message", "said"),
-    [
-        (None, "rank 0: done at iteration 5", ""),
-        (
-            "--exit-interval 5",
-            "rank 0: stopped: --exit-interval 5 at iteration 5",
-            "stopped: --exit-interval 5 at iteration 5\n",
-        ),
-    ],
-)
-def test_the_record_of_an_end_that_is_no_failure(
-    reason: str | None, message: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pretrain._record_end(RunStatus(0, save=str(tmp_path)), 5, reason)
-    record = json.loads((tmp_path / "exit.json").read_text())
-    assert {name: record[name] for name in ("code", "rank", "message", "iteration")} == {
-        "code": 0,
-        "rank": 0,
-        "message": message,
-        "iteration": 5,
-    }
-    assert capsys.readouterr().out == said
-
-
-def test_what_the_banner_says_of_a_run_that_begins() -> None:
-    run: Any = SimpleNamespace(
-        device=SimpleNamespace(model_name="H200", backend="nccl"),
-        state=TrainState(iteration=5, consumed_samples=40, scheduled_samples=32),
-    )
-    own = Extensions(loss=lambda logits: NOTHING)
-    found = pretrain._begun(run, own, "flash 2")
-    expected = Begun(
-        device="H200", backend="nccl", iteration=5, consumed_samples=40, own=("loss",), attention="flash 2"
-    )
-    assert found == dataclasses.replace(expected, kernels=found.kernels)
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_one_rank_tells_warnings(
-    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    pretrain._tell(["one", "two"])
-    assert capsys.readouterr().err == ("warning: one\nwarning: two\n" if rank == "0" else "")
-
-
-@pytest.mark.parametrize(
-    ("format", "recipe", "lacks", "said"),
-    [
-        (None, "blockwise", {True: "no blocks", False: "no fp8"}, None),
-        ("e4m3", "blockwise", {True: None, False: None}, None),
-        ("e4m3", "rowwise", {True: "no blocks", False: None}, None),
+        (None, "blockwise", Gpu(blocks="no blocks", rows="no fp8"), None),
+        ("e4m3", "blockwise", Gpu(), None),
+        ("e4m3", "rowwise", Gpu(blocks="no blocks"), None),
         (
             "e4m3",
             "blockwise",
-            {True: "no blocks", False: None},
+            Gpu(blocks="no blocks"),
             "--fp8-format e4m3 --fp8-recipe blockwise: no blocks; use --fp8-recipe rowwise, or leave --fp8-format out "
             "to train in bf16",
         ),
         (
             "hybrid",
-            "blockwise",
-            {True: "no blocks", False: "no fp8"},
-            "--fp8-format hybrid --fp8-recipe blockwise: no blocks; leave --fp8-format out to train in bf16",
-        ),
-        (
-            "hybrid",
             "rowwise",
-            {True: "no blocks", False: "no fp8"},
+            Gpu(blocks="no blocks", rows="no fp8"),
             "--fp8-format hybrid --fp8-recipe rowwise: no fp8; leave --fp8-format out to train in bf16",
         ),
     ],
 )
 def test_products_in_fp8_that_a_device_does_not_have(
-    format: str | None, recipe: str, lacks: dict[bool, str | None], said: str | None
+    format: str | None, recipe: str, here: Any, said: str | None
 ) -> None:
     """What would work there is advised, and nothing else."""
-    here: Any = SimpleNamespace(lacks_for_fp8=lambda blocks: lacks[blocks])
-    training: Any = SimpleNamespace(fp8_format=format, fp8_recipe=recipe)
+    training = TrainingConfig(fp8_format=format, fp8_recipe=recipe)  # pyright: ignore[reportArgumentType]
     if said is None:
-        pretrain.require_fp8(training, here)
+        require_fp8(training, here)
         return
     with pytest.raises(ConfigurationError) as raised:
-        pretrain.require_fp8(training, here)
+        require_fp8(training, here)
     assert str(raised.value) == said
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("asked", ["none", "full_iteration"])
-def test_graphs_are_those_of_a_gpu_that_torch_finds(kind: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(pretrain, "_tell", said.extend)
+def test_graphs_are_those_of_a_gpu_that_torch_finds(asked: Any, capsys: pytest.CaptureFixture[str]) -> None:
     config = small_config(training={"cuda_graph_impl": asked})
-    here: Any = SimpleNamespace(kind=kind)
-    found = pretrain.graphs_of(here, config)
-    lost = (kind, asked) == ("cpu", "full_iteration")
-    assert found.training.cuda_graph_impl == ("none" if lost else asked)
-    assert [("torch finds no GPU on this machine" in one) for one in said] == [True] * lost
-
-
-@pytest.mark.parametrize("signalled", [False, True])
-@pytest.mark.parametrize("for_good", [False, True])
-def test_a_stop_by_a_signal_is_remembered_where_it_is_for_good(
-    for_good: bool, signalled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An elastic run goes on with other machines. The graph is freed in any case, before the groups end."""
-    heard: list[Any] = []
-
-    def fit() -> None:
-        signals.for_good = for_good
-        if signalled:
-            raise StoppedBySignal("stopped")
-
-    run: Any = SimpleNamespace(rank=0, state=SimpleNamespace(iteration=5), progress=NOTHING, chunks=[])
-    run.sharding = SimpleNamespace(host_memory_flags=("--optimizer-cpu-offload",))
-    run.release_graph = lambda: heard.append("release")
-    run.loaders = SimpleNamespace(close=lambda: heard.append("close"))
-    signals = pretrain.SignalWatcher()
-    for module, name, made in (
-        (build, "build_run", run),
-        (standard, "standard_callbacks", []),
-        (trainer, "Trainer", SimpleNamespace(fit=fit, stop_reason=None)),
-        (pretrain, "_load", None),
-        (pretrain, "_begun", None),
-        (pretrain, "banner", "the banner"),
-        (pretrain, "SignalWatcher", signals),
-    ):
-        monkeypatch.setattr(module, name, lambda *_, made=made: made)
-    monkeypatch.setattr(pretrain, "_record_end", lambda status, *given: heard.append(given))
-    monkeypatch.setattr(pretrain.launch, "remember_stop", lambda *given: heard.append(given))
-    monkeypatch.setattr(pretrain.elastic, "dismiss_spares", lambda: heard.append("dismiss"))
-    configured: Any = SimpleNamespace(config=small_config(), resume=None)
-    for kind in ("cpu", "cuda"):
-        heard.clear()
-        here: Any = SimpleNamespace(kind=kind)
-        with pytest.raises(StoppedBySignal) if signalled else nullcontext():
-            pretrain._build_and_train(configured, here, RunStatus(0), NONE, None, ends_with(heard, "destroy"))
-        remembered = [(StoppedBySignal("stopped").exit_code, "stopped"), "dismiss"] if for_good else []
-        ended = ["release", "close", "destroy", (5, None), "dismiss"]
-        assert heard == (["release", *remembered] if signalled else ended)
-        same = "warning: --optimizer-cpu-offload saves nothing with --device cpu: it is the same memory\n"
-        assert capsys.readouterr().out == (same if kind == "cpu" else "") + "the banner\n"
+    gpu: Any = Gpu()
+    assert graphs_of(gpu, config).training.cuda_graph_impl == asked
+    assert capsys.readouterr().err == ""
+    assert graphs_of(device.install("cpu"), config).training.cuda_graph_impl == "none"
+    assert ("torch finds no GPU on this machine" in capsys.readouterr().err) == (asked != "none")

@@ -1,110 +1,102 @@
-"""Which checkpoint, and whose flags, a replayed step begins from."""
+"""Steps of a real small run, taken once more: from which checkpoint, with whose flags, and compared with its log."""
 
 import json
 import math
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_ext.cli.replay_step import main
-from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train import replay
-from megatron_ext.train.state import TrainState
-from megatron_ext.train.step import StepResult
-from tests.support.small_models import small_config
+from megatron_ext.train.pretrain import pretrain
+from tests.support.small_runs import WITHOUT_LENGTH
+
+ALONE = [*WITHOUT_LENGTH, "--eval-iters", "0", "--save-interval", "3", "--log-interval", "2", "--skip-samples", "4-7"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine steps with checkpoints after 3, 6 and 9; from the fourth step on gradients are clipped otherwise, and the
+    second one is left out. Every other step is in the log."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = [*ALONE, "--train-iters", "9", "--save", str(folder), "--load", str(folder)]
+    pretrain([*flags, "--exit-interval", "3", "--clip-grad", "0.01"])
+    pretrain([*flags, "--clip-grad", "0.02"])
+    return folder
 
 
 @pytest.mark.parametrize(
-    ("step", "flags_of", "begun"), [(2, 3, 0), (3, 3, 0), (4, 6, 3), (6, 6, 3), (7, 9, 6), (10, 9, 9)]
+    ("step", "begun", "logged"),
+    [(1, 0, [1]), (2, 0, [1, 2]), (3, 0, [1, 2]), (4, 3, [4]), (6, 3, [4, 6]), (7, 6, []), (9, 6, [8])],
 )
-def test_a_step_has_the_flags_of_the_checkpoint_after_it(
-    step: int, flags_of: int, begun: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It begins with the one before it, and with no other in its place; after the last, with the last one's flags."""
-    asked: list[Any] = []
-    monkeypatch.setattr(replay, "saved_iterations", lambda folder: [3, 6, 9])
-    monkeypatch.setattr(replay, "_flags", lambda folder, iteration: asked.append(iteration) or {})
-    monkeypatch.setattr(replay, "configure", lambda words: asked.append(words) or SimpleNamespace(config="config"))
-    monkeypatch.setattr(replay, "_steps", lambda *_: [])
-    monkeypatch.setattr(replay, "_recorded", lambda path: {})
-    assert replay.replay(Path("run"), step).begun == begun
-    iteration, words = asked
-    assert iteration == flags_of
-    loads = ["--load", "run", "--ckpt-step", str(begun), "--no-fallback"] if begun else ["--world-size", "1"]
-    assert words[-len(loads) :] == loads
+def test_a_step_is_repeated_to_the_bit(run: Path, step: int, begun: int, logged: list[int]) -> None:
+    """It begins with the checkpoint before it, and with the flags of the one after. Steps that were logged have the
+    mean since the last line, the first one a line of its own; the second is skipped."""
+    found = replay.replay(run, step)
+    assert found.begun == begun
+    assert [one.iteration for one in found.steps] == list(range(begun + 1, step + 1))
+    assert [list(one.samples) for one in found.steps] == [
+        list(range(4 * number, 4 * number + 4)) for number in range(begun, step)
+    ]
+    assert [one.iteration for one in found.steps if one.distance is not None] == logged
+    assert {one.distance for one in found.steps if one.distance is not None} <= {0.0}
+    assert all((one.grad_norm is None) == (one.iteration == 2) for one in found.steps)
+    assert [note.partition(" ")[0] for note in found.notes] == ["dropout"]
 
 
-@pytest.mark.parametrize(
-    ("words", "recorded", "code"),
-    [([], 2.0 + 1e-7, 0), (["--tolerance", "0"], 2.0 + 1e-7, 1), (["--tolerance", "0"], 2.0, 0), ([], None, 1)],
-)
-def test_no_tolerance_is_one_as_well(
-    words: list[str], recorded: float | None, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_log_is_compared_with_where_it_is_named(run: Path, tmp_path: Path) -> None:
     """Nothing to compare with is no agreement either."""
-    step = replay.Step(5, range(16, 20), 2.0, 1.0, recorded, None if recorded is None else 1.0)
-    found = replay.Replayed(small_config(), 3, [step], [])
-    monkeypatch.setattr(replay, "replay", lambda *_, **__: found)
-    assert main(["run", "5", *words]) == code
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["iteration"] == 4:
+            row["lm_loss"] *= 1.0 + 1e-7
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [step] = replay.replay(run, 4, metrics=other).steps
+    assert step.distance == pytest.approx(1e-7, rel=1e-3)
+    assert main([str(run), "4", "--metrics", str(other)]) == 0
+    assert main([str(run), "4", "--metrics", str(other), "--tolerance", "0"]) == 1
+    assert main([str(run), "4", "--tolerance", "0"]) == 0
+    assert main([str(run), "5"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("step", "saved", "said"),
-    [
-        (0, [3], r"^run holds no checkpoint of step 0 or before; give a --save folder$"),
-        (5, [], r"^run holds no checkpoint of step 5 or before; give a --save folder$"),
-    ],
-)
-def test_a_step_that_no_checkpoint_is_before(
-    step: int, saved: list[int], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replay, "saved_iterations", lambda folder: saved)
-    with pytest.raises(ConfigurationError, match=said):
-        replay.replay(Path("run"), step)
+def test_samples_of_a_step_are_shown_from_the_first_to_the_last(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run), "4"]) == 0
+    row = capsys.readouterr().out.splitlines()[2].split()
+    assert row[:2] == ["4", "12-15"]
+    assert row[2] == row[3]
+    assert row[4] == row[5]
 
 
-@pytest.mark.parametrize("values", [{"load_hf": "folder"}, {"finetune": True}, {"finetune": False}, {}])
-def test_a_run_that_began_with_other_weights_is_replayed_after_its_first_checkpoint(
-    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replay, "saved_iterations", lambda folder: [3, 6])
-    monkeypatch.setattr(replay, "_flags", lambda folder, iteration: values)
-    monkeypatch.setattr(replay, "configure", lambda words: SimpleNamespace(config="config"))
-    monkeypatch.setattr(replay, "_steps", lambda *_: [])
-    assert replay.replay(Path("run"), 4).begun == 3
-    if values.get("load_hf") or values.get("finetune"):
-        with pytest.raises(ConfigurationError, match=r"give a step after its first checkpoint, iteration 3$"):
-            replay.replay(Path("run"), 2)
-    else:
-        assert replay.replay(Path("run"), 2).begun == 0
+def test_a_step_that_no_checkpoint_is_before(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"holds no checkpoint of step 0 or before; give a --save folder$"):
+        replay.replay(run, 0)
+    with pytest.raises(
+        ConfigurationError, match=rf"^{tmp_path} holds no checkpoint of step 5 or before; give a --save"
+    ):
+        replay.replay(tmp_path, 5)
+    with pytest.raises(ConfigurationError, match=r"^the run ends after step 9; give a step of it$"):
+        replay.replay(run, 10)
 
 
-@pytest.mark.parametrize(
-    ("values", "metrics", "interval", "file"),
-    [
-        ({}, None, 100, "run/metrics.jsonl"),
-        ({"log_interval": 7}, None, 7, "run/metrics.jsonl"),
-        ({"log_interval": 7}, Path("other.jsonl"), 7, "other.jsonl"),
-    ],
-)
-def test_steps_are_compared_with_the_runs_own_log(
-    values: dict[str, Any], metrics: Path | None, interval: int, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(replay, "saved_iterations", lambda folder: [3])
-    monkeypatch.setattr(replay, "_flags", lambda folder, iteration: values)
-    monkeypatch.setattr(replay, "configure", lambda words: asked.append(words) or SimpleNamespace(config="config"))
-    monkeypatch.setattr(replay, "_recorded", lambda path: {"of": str(path)})
-    monkeypatch.setattr(replay, "_steps", lambda configured, *given: asked.append(given) or ["a step"])
-    found = replay.replay(Path("run"), 5, metrics=metrics, device="cuda")
-    assert (found.config, found.steps, found.notes) == ("config", ["a step"], [])
-    default = options_by_name()["log_interval"].default
-    assert asked[1] == (5, interval if values else default, {"of": file})
-    words = asked[0]
-    assert words[words.index("--device") + 1] == "cuda"
+def test_a_run_that_began_with_other_weights_is_replayed_after_its_first_checkpoint(run: Path, tmp_path: Path) -> None:
+    flags = [*ALONE, "--train-iters", "6", "--load", str(run), "--finetune", "--save", str(tmp_path)]
+    pretrain(flags)
+    assert replay.replay(tmp_path, 4).begun == 3
+    with pytest.raises(ConfigurationError, match=r"give a step after its first checkpoint, iteration 3$"):
+        replay.replay(tmp_path, 2)
+
+
+def test_a_checkpoint_whose_flags_cannot_be_read_is_not_this_programs(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    for config in copied.glob("iter_*/config.yaml"):
+        config.write_text("no mapping")
+    with pytest.raises(ConfigurationError, match=r"has no config\.yaml that can be read; was it saved by this program"):
+        replay.replay(copied, 5)
 
 
 @pytest.mark.parametrize(
@@ -156,29 +148,6 @@ def test_loss_and_norm_are_compared(
     assert replay.Step(5, range(4), loss, norm, *recorded).distance == distance
 
 
-def test_flags_of_a_checkpoint_with_its_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The copy in the checkpoint takes the place of files that are gone, and of no others."""
-    there = tmp_path / "there"
-    there.touch()
-    saved: dict[str, Any] = {"lr": 1.0, "vocab_file": str(there), "merge_file": "gone", "tokenizer_model": "as well"}
-    asked: list[Any] = []
-    monkeypatch.setattr(replay, "iteration_folder", lambda folder, iteration: folder / f"iter_{iteration}")
-    monkeypatch.setattr(replay, "file_inside", lambda folder, name: folder / name)
-    monkeypatch.setattr(replay, "read_saved", lambda path: asked.append(path) or saved)
-    copies = {name: f"kept {name}" for name in ("vocab_file", "merge_file", "tokenizer_model")}
-    monkeypatch.setattr(replay, "kept_tokenizer", lambda saved, checkpoint: copies)
-    assert replay._flags(tmp_path, 6) == {
-        "lr": 1.0,
-        "vocab_file": str(there),
-        "merge_file": "kept merge_file",
-        "tokenizer_model": "kept tokenizer_model",
-    }
-    assert asked == [tmp_path / "iter_6" / "config.yaml"]
-    monkeypatch.setattr(replay, "read_saved", lambda path: None)
-    with pytest.raises(ConfigurationError, match=r"iter_6 has no config\.yaml that can be read; was it saved by this"):
-        replay._flags(tmp_path, 6)
-
-
 def test_one_process_needs_no_flags_of_layout_and_checks() -> None:
     """Nor what is not given; data is read at once and compared with nothing."""
     values = {
@@ -217,83 +186,3 @@ def test_rows_of_steps_by_their_iteration(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert replay._recorded(path) == {1: rows[0], 5: rows[1]}
     assert replay._recorded(tmp_path / "none.jsonl") == {}
-
-
-@pytest.mark.parametrize("begins", ["afresh", "checkpoint"])
-def test_steps_are_taken_once_more(begins: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that were logged have the mean since the last one, the first one a line of its own; the third is skipped.
-    A run that goes on from a checkpoint has the sums that are in its state."""
-    from megatron_ext.checkpoint.native import agreement, load
-    from megatron_ext.parallel import groups
-    from megatron_ext.train import build, datasets, trainer
-
-    heard: list[str] = []
-    state = TrainState()
-    run: Any = SimpleNamespace(
-        state=state,
-        release_graph=lambda: heard.append("release"),
-        loaders=SimpleNamespace(close=lambda: heard.append("close")),
-    )
-
-    class Loop:
-        def __init__(self, given: Any, callbacks: list[Any]):
-            assert (given, callbacks) == (run, [])
-
-        @property
-        def finished(self) -> bool:
-            return state.iteration >= 7
-
-        def step(self) -> StepResult:
-            state.iteration += 1
-            state.consumed_samples += 4
-            loss, updated = float(state.iteration), state.iteration != 3
-            if updated:
-                state.interval_loss += loss
-                state.interval_losses += 1
-            return StepResult(loss, 8, 4, updated, 10.0 * loss if updated else None, 1.0, None)
-
-    def loaded(run: Any, resume: Any) -> None:
-        heard.append(f"load {resume}")
-        state.iteration, state.consumed_samples = 2, 8
-        state.interval_loss, state.interval_losses = 2.0, 1
-
-    monkeypatch.setattr(replay.devices, "install", lambda device: "here")
-    monkeypatch.setattr(groups, "start", lambda layout, here: heard.append(f"start {here}"))
-    monkeypatch.setattr(groups, "destroy", lambda: heard.append("destroy"))
-    monkeypatch.setattr(agreement, "agree", lambda search, flags: f"what {search} gives")
-    monkeypatch.setattr(build, "build_run", lambda config, here, resume: run)
-    monkeypatch.setattr(load, "load_found", loaded)
-    monkeypatch.setattr(
-        datasets, "check_data_is_that_of_the_checkpoint", lambda run, resume: heard.append(f"compare {resume}")
-    )
-    monkeypatch.setattr(trainer, "Trainer", Loop)
-    search = "the folder" if begins == "checkpoint" else None
-    configured: Any = SimpleNamespace(config=small_config(), search=search)
-    rows = {
-        number: {"iteration": number, "lm_loss": 100.0 + number, "grad_norm": 200.0 + number} for number in range(1, 8)
-    }
-    del rows[6]
-    found = replay._steps(configured, 6, 3, rows)
-    steps = {
-        1: replay.Step(1, range(4), 1.0, 10.0, 101.0, 201.0),
-        2: replay.Step(2, range(4, 8), 2.0, 20.0, None, None),
-        3: replay.Step(3, range(8, 12), 2.0, None, 103.0, 203.0),
-        4: replay.Step(4, range(12, 16), 4.0, 40.0, None, None),
-        5: replay.Step(5, range(16, 20), 5.0, 50.0, None, None),
-        6: replay.Step(6, range(20, 24), 5.0, 60.0, None, None),
-    }
-    assert found == [steps[number] for number in range(1 if search is None else 3, 7)]
-    loads = [] if search is None else ["load what the folder gives", "compare what the folder gives"]
-    assert heard == ["start here", *loads, "release", "close", "destroy"]
-    with pytest.raises(ConfigurationError, match=r"^the run ends after step 7; give a step of it$"):
-        replay._steps(configured, 8, 3, rows)
-
-
-def test_samples_of_a_step_are_shown_from_the_first_to_the_last(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = replay.Replayed(small_config(), 3, [replay.Step(4, range(24, 32), 2.5, 0.5, 2.5, 0.5)], [])
-    monkeypatch.setattr(replay, "replay", lambda *_, **__: found)
-    assert main(["run", "4"]) == 0
-    row = capsys.readouterr().out.splitlines()[2]
-    assert row.split() == ["4", "24-31", "2.5", "2.5", "0.5", "0.5"]

@@ -2,138 +2,107 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_ext.checkpoint.native import resume as native
+from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.parallel import groups
 from megatron_ext.train import trained_model
-from megatron_ext.train.configure import Configured
+from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.trained_model import configure_trained, load_trained
 from tests.support.small_models import small_config
+from tests.support.small_runs import MODEL
 
-OF_A_RUN = ["--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--eval-interval", "0"]
-WEIGHTS_ALONE = ["--use-checkpoint-args", "--finetune", "--no-load-optim", "--no-load-rng"]
-NOTHING: Any = None
+LONGER = ["--max-position-embeddings", "64", "--eval-iters", "0"]
 
 
-def _asked(monkeypatch: pytest.MonkeyPatch, argv: list[str], saved: Any = NOTHING, found: bool = True) -> list[str]:
-    """The flags that are configured for a command line."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with rotary positions, computed in bf16."""
+    folder = tmp_path_factory.mktemp("saved")
+    pretrain([*MODEL, *LONGER, "--bf16", "--save", str(folder)])
+    return folder
 
-    def look(values: Any) -> Any:
-        assert values["use_checkpoint_args"] is True
-        return SimpleNamespace(resume=SimpleNamespace(saved=saved) if found else None)
 
-    asked: list[list[str]] = []
-    monkeypatch.setattr(native, "look", look)
-    monkeypatch.setattr(trained_model, "configure", lambda flags: asked.append(list(flags)))
-    configure_trained(argv)
-    [flags] = asked
-    assert flags[: len(OF_A_RUN) + len(argv)] == [*OF_A_RUN, *argv]
-    return flags[len(OF_A_RUN) + len(argv) :]
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with learned positions, computed in fp32."""
+    folder = tmp_path_factory.mktemp("learned")
+    pretrain([*MODEL, *LONGER, "--position-embedding-type", "learned_absolute", "--save", str(folder)])
+    return folder
+
+
+def _config(folder: Path, *flags: str) -> Config:
+    return configure_trained(["--load", str(folder), "--device", "cpu", *flags]).config
 
 
 @pytest.mark.parametrize("argv", [[], ["--load", "ckpt", "--load-hf", "folder"], ["--tensor-model-parallel-size", "2"]])
-def test_one_model_is_named(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_model_is_named(argv: list[str]) -> None:
     with pytest.raises(ConfigurationError, match=r"^give a model with --load CHECKPOINT or --load-hf FOLDER, one of"):
-        _asked(monkeypatch, argv, {})
+        configure_trained(argv)
 
 
-def test_a_folder_without_a_checkpoint_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match=r"^--load ckpt holds no checkpoint; name a folder that --save wrote$"):
-        _asked(monkeypatch, ["--load", "ckpt"], found=False)
-
-
-SAVED = {"seq_length": 48, "max_position_embeddings": 64, "bf16": True, "fp16": False}
+def test_a_folder_without_a_checkpoint_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"holds no checkpoint; name a folder that --save wrote$"):
+        configure_trained(["--load", str(tmp_path)])
 
 
 @pytest.mark.parametrize(
-    ("argv", "saved", "taken"),
+    ("flags", "length", "longest", "precision"),
     [
-        ([], None, []),
-        ([], {}, []),
-        ([], SAVED, ["--seq-length", "48", "--max-position-embeddings", "64", "--bf16"]),
-        (
-            [],
-            {**SAVED, "bf16": False, "fp16": True},
-            ["--seq-length", "48", "--max-position-embeddings", "64", "--fp16"],
-        ),
-        (["--fp16"], SAVED, ["--seq-length", "48", "--max-position-embeddings", "64"]),
-        (["--bf16"], {**SAVED, "bf16": False, "fp16": True}, ["--seq-length", "48", "--max-position-embeddings", "64"]),
-        (["--seq-length", "8"], SAVED, ["--max-position-embeddings", "64", "--bf16"]),
-        (["--seq-length", "8"], {**SAVED, "position_embedding_type": "rope"}, ["--bf16"]),
-        (
-            ["--max-position-embeddings", "96"],
-            {**SAVED, "position_embedding_type": "rope"},
-            ["--seq-length", "48", "--bf16"],
-        ),
-        (
-            [],
-            {**SAVED, "position_embedding_type": "rope"},
-            ["--seq-length", "48", "--max-position-embeddings", "64", "--bf16"],
-        ),
+        ([], 16, 64, (True, False)),
+        (["--fp16"], 16, 64, (False, True)),
+        (["--bf16"], 16, 64, (True, False)),
+        (["--seq-length", "96"], 96, 96, (True, False)),
+        (["--max-position-embeddings", "96"], 16, 96, (True, False)),
     ],
 )
 def test_what_inference_takes_from_the_checkpoint(
-    argv: list[str], saved: dict[str, Any] | None, taken: list[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], length: int, longest: int, precision: tuple[bool, bool], saved: Path
 ) -> None:
     """What a run may change, unless it is given; one precision excludes the other. Rotary positions have no table, so
     that another length needs no other promise."""
-    assert _asked(monkeypatch, ["--load", "ckpt", *argv], saved) == [*WEIGHTS_ALONE, *taken]
+    config = _config(saved, *flags)
+    assert (config.model.seq_length, config.model.max_position_embeddings) == (length, longest)
+    assert (config.training.bf16, config.training.fp16) == precision
+
+
+def test_learned_positions_stay_as_many_as_there_are(learned: Path) -> None:
+    config = _config(learned, "--seq-length", "8")
+    assert (config.model.seq_length, config.model.max_position_embeddings) == (8, 64)
+    assert (config.training.bf16, config.training.fp16) == (False, False)
+
+
+def test_the_rules_of_the_training_have_what_they_ask_for(saved: Path) -> None:
+    """Tensor parallelism of experts needs --sequence-parallel in a training; inference does without."""
+    assert not _config(saved).layout.sequence_parallel
+    two = ["--dry-run", "--world-size", "2", "--tensor-model-parallel-size", "2"]
+    assert _config(saved, *two).layout.sequence_parallel
+    assert not _config(saved, *two, "--sequence-parallel=false").layout.sequence_parallel
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 10,
+}
 
 
 @pytest.mark.parametrize(
-    ("argv", "added"),
-    [
-        ([], []),
-        (["--tensor-model-parallel-size", "1"], []),
-        (["--tensor-model-parallel-size", "2"], ["--sequence-parallel"]),
-        (["--tensor-model-parallel-size", "4"], ["--sequence-parallel"]),
-        (["--tensor-model-parallel-size", "2", "--sequence-parallel"], []),
-        (["--tensor-model-parallel-size", "2", "--sequence-parallel=false"], []),
-    ],
+    ("longest", "flags", "length"), [(512, [], 512), (4096, [], 2048), (512, ["--seq-length", "9"], 9)]
 )
-def test_the_rules_of_the_training_have_what_they_ask_for(
-    argv: list[str], added: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert _asked(monkeypatch, ["--load", "ckpt", *argv], {}) == [*added, *WEIGHTS_ALONE]
-
-
-@pytest.mark.parametrize(
-    ("longest", "argv", "tokenizer", "added"),
-    [
-        (512, [], False, ["--seq-length", "512"]),
-        (2048, [], False, ["--seq-length", "2048"]),
-        (4096, [], False, ["--seq-length", "2048"]),
-        (None, [], False, ["--seq-length", "2048"]),
-        (512, ["--seq-length", "9"], False, []),
-        (
-            512,
-            [],
-            True,
-            ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "FOLDER", "--seq-length", "512"],
-        ),
-        (512, ["--tokenizer-type", "NullTokenizer"], True, ["--seq-length", "512"]),
-    ],
-)
-def test_a_hugging_face_folder_gives_tokenizer_and_length(
-    longest: int | None,
-    argv: list[str],
-    tokenizer: bool,
-    added: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    from megatron_ext.families import hf_config
-
-    values = {} if longest is None else {"max_position_embeddings": longest}
-    monkeypatch.setattr(hf_config, "read_hf_config", lambda folder: ("family", values))
-    if tokenizer:
-        (tmp_path / "tokenizer.json").write_text(json.dumps({}))
-    found = _asked(monkeypatch, ["--load-hf", str(tmp_path), *argv])
-    assert found == [str(tmp_path) if word == "FOLDER" else word for word in added]
+def test_a_hugging_face_folder_gives_the_length(longest: int, flags: list[str], length: int, tmp_path: Path) -> None:
+    """A long one is given at most 2048 positions at once, unless --seq-length says so."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": longest}))
+    found = configure_trained(["--load-hf", str(tmp_path), "--device", "cpu", *flags])
+    assert found.config.model.seq_length == length
+    assert found.config.data.tokenizer_type is None
 
 
 def test_what_only_training_does_is_left_out() -> None:
@@ -153,83 +122,22 @@ def test_what_only_training_does_is_left_out() -> None:
     assert found.training == config.training
 
 
-@pytest.mark.parametrize("source", ["load", "load_hf"])
-def test_a_model_is_built_and_its_weights_alone_are_loaded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All chunks evaluate and need no gradients; the layout that the ranks agreed on is the one that is built."""
-    import dataclasses
-
-    from megatron.core.pipeline_parallel import p2p_communication
-
-    from megatron_ext.checkpoint.huggingface import load as huggingface
-    from megatron_ext.checkpoint.native import agreement, load
-    from megatron_ext.inference import model as inference
-    from megatron_ext.model import config as engine
-    from megatron_ext.model import gpt
-    from megatron_ext.parallel import groups
-    from megatron_ext.train import build
-
-    heard: list[Any] = []
-
-    class Chunk:
-        def eval(self) -> Any:
-            heard.append("evaluates")
-            return self
-
-        def requires_grad_(self, requires: bool) -> None:
-            heard.append(requires)
-
-    config = small_config(
-        layout={"device": "cpu", "sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2}
+def test_the_model_of_a_checkpoint_has_its_weights_and_evaluates(learned: Path) -> None:
+    """Dropout is off, and no weight needs a gradient; ids alone have no tokenizer."""
+    trained = pretrain(
+        [*MODEL, *LONGER, "--position-embedding-type", "learned_absolute", "--load", str(learned)], returns_model=True
     )
-    checkpoint = {"load": "ckpt"} if source == "load" else {"load_hf": "folder"}
-    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **checkpoint))
-    agreed = dataclasses.replace(config, training=dataclasses.replace(config.training, seed=77))
-    here, collection, core = SimpleNamespace(kind="cpu"), SimpleNamespace(pp="stages"), "core"
-    chunks = [Chunk(), Chunk()]
-
-    def install(device: str, *, fuses: bool) -> Any:
-        heard.append((device, fuses))
-        return here
-
-    monkeypatch.setattr(trained_model.device, "install", install)
-    monkeypatch.setattr(groups, "start", lambda layout, device: heard.append(("start", device)))
-    monkeypatch.setattr(
-        groups, "initialize", lambda layout, device: heard.append(layout.sequence_parallel) or collection
-    )
-    monkeypatch.setattr(agreement, "agree", lambda search, flags: SimpleNamespace(iteration=9, search=search))
-    monkeypatch.setattr(
-        trained_model,
-        "configure_for",
-        lambda configured, found: dataclasses.replace(configured, config=agreed, resume=found),
-    )
-    monkeypatch.setattr(build, "set_kernels", lambda config, device: heard.append(("kernels", config.training.seed)))
-    monkeypatch.setattr(engine, "transformer_config", lambda config, kind: core)
-    monkeypatch.setattr(gpt, "build_model", lambda config, given, groups: chunks if given == core else None)
-    monkeypatch.setattr(p2p_communication, "P2PCommunicator", lambda pp_group, config: (pp_group, config))
-    monkeypatch.setattr(load, "load_found", lambda weights, resume: heard.append((weights.chunks, resume.search)))
-    monkeypatch.setattr(huggingface, "load_huggingface", lambda weights, folder: heard.append((weights.chunks, folder)))
-    monkeypatch.setattr(inference, "Model", lambda *given, **named: (given, named))
-    typed: Any = SimpleNamespace(values={})
-    search: Any = "search" if source == "load" else None
-    given, named = load_trained(Configured(config, typed, typed, search, None))  # pyright: ignore[reportGeneralTypeIssues]
-    expected = trained_model._for_inference(agreed if source == "load" else config)
-    assert given == (expected, here, collection, ("stages", core), chunks, None)
-    assert named == {"iteration": 9 if source == "load" else None}
-    assert heard == [
-        ("cpu", False),
-        ("start", here),
-        False,
-        ("kernels", expected.training.seed),
-        (chunks, "search" if source == "load" else "folder"),
-        *["evaluates", False] * 2,
-    ]
-
-
-@pytest.mark.parametrize("asked", [None, "NullTokenizer"])
-def test_ids_alone_have_no_tokenizer(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
-    config = small_config()
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer_type=asked))
-    monkeypatch.setattr(trained_model, "tokenizer_from_flags", lambda flags: ("tokenizer of", flags.tokenizer_type))
-    assert trained_model.tokenizer_of(config) == (None if asked is None else ("tokenizer of", asked))
+    expected = {name: weight.detach().clone() for name, weight in trained.model[0].named_parameters()}
+    model = load_trained(["--load", str(learned), "--device", "cpu"])
+    try:
+        assert model.iteration == 3
+        assert model.tokenizer is None
+        [chunk] = model.chunks
+        assert not chunk.training
+        assert not any(module.training for module in chunk.modules())
+        found = dict(chunk.named_parameters())
+        assert not any(weight.requires_grad for weight in found.values())
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    finally:
+        groups.destroy()

@@ -9,7 +9,9 @@ import pytest
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.errors import ConfigurationError, PeerLostError
+from megatron_ext.parallel import rendezvous
 from megatron_ext.parallel.rendezvous import agree
+from tests.support.of_one_module import replace_in
 
 LONG = timedelta(seconds=60)
 
@@ -68,3 +70,24 @@ def test_ranks_that_were_told_different_numbers_of_ranks_all_say_so():
         for answer in told:
             with pytest.raises(ConfigurationError, match=r"WORLD_SIZE is 2 for rank 0, but 4 for rank 1"):
                 answer.result()
+
+
+def test_the_launchers_store_is_shared_by_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has keys of its own there."""
+    store = HashStore()
+    monkeypatch.setattr(rendezvous, "open_store", lambda timeout: (store, 0, 1))
+    found, rank, size = rendezvous.meet(timedelta(seconds=5))
+    found.set("key", "value")
+    assert (rank, size, store.check(["key"]), found.check(["key"])) == (0, 1, False, True)
+    [token] = [store.get("meeting/token").decode()]
+    assert store.get(f"attempt/{token}/key") == b"value"
+
+
+def test_pauses_grow_to_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    replace_in(monkeypatch, rendezvous, "time", sleep=slept.append)
+    pause = 0.01
+    for _ in range(12):
+        pause = rendezvous._wait(pause)
+    assert slept[:3] == pytest.approx([0.01, 0.015, 0.0225])
+    assert slept[-1] == pause == 0.25
