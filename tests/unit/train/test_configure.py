@@ -57,9 +57,9 @@ def test_another_checkpoint_means_other_flags(tmp_path: Path) -> None:
     same = configure_for(configured, damaged)
     assert same.config is configured.config
     assert same.resume is damaged
-    other = dataclasses.replace(resume, saved={**resume.saved, "hidden_size": 64, "ffn_hidden_size": 256})
+    other = dataclasses.replace(resume, saved={**resume.saved, "ffn_hidden_size": 256})
     again = configure_for(configured, other)
-    assert (again.config.model.hidden_size, again.resume) == (64, other)
+    assert (again.config.model.ffn_hidden_size, again.resume) == (256, other)
     afresh = configure_for(configured, None)
     assert afresh.resume is None
     assert any("--use-checkpoint-args changes nothing" in text for text in afresh.typed.warnings)
@@ -68,7 +68,8 @@ def test_another_checkpoint_means_other_flags(tmp_path: Path) -> None:
 def test_why_there_is_nothing_to_load(tmp_path: Path) -> None:
     """Where it is asked for."""
     configure([*MODEL, "--load", str(tmp_path)])
-    for folder, why in ((tmp_path, "it holds no checkpoint"), (tmp_path / "none", "No such file or directory")):
+    (tmp_path / "file").touch()
+    for folder, why in ((tmp_path, "it holds no checkpoint"), (tmp_path / "file", "Not a directory")):
         [problem] = _problems("--load", str(folder), "--exit-on-missing-checkpoint")
         assert why in problem
         assert str(folder) in problem

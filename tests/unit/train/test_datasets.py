@@ -162,7 +162,7 @@ def test_one_rank_of_each_node_reads_the_record_of_the_data(monkeypatch: pytest.
     """The others would read the same files."""
     named = _corpus(tmp_path, "a")
     words = [flag for flag in MODEL if flag != "--mock-data"] + ["--tokenizer-type", "NullTokenizer"]
-    config = configure([*words, "--data-path", named["a"]]).config
+    config = configure([*words, "--data-path", named["a"], "--split", "80,10,10"]).config
     train = datasets.datasets_of_run(config, datasets.tokenizer_of_run(config)).train
     assert train is not None
     monkeypatch.delenv("LOCAL_RANK", raising=False)

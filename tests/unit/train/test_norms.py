@@ -1,4 +1,4 @@
-"""The norm of all weights, each counted once; tests/distributed/test_same_in_all_layouts.py compares layouts."""
+"""The norm of all weights, each counted once; tests/distributed/test_metrics_of_layouts.py compares layouts."""
 
 import math
 
