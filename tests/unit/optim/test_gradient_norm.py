@@ -10,8 +10,6 @@ from megatron.core.optimizer import clip_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.optim.gradient_norm import l2_norm, replace_loops, scale, scale_by
-from megatron_ext.sharding import engine
-from megatron_ext.sharding.gradients import outside_norm
 from megatron_ext.sharding.protocol import Sharding
 
 aten: Any = torch.ops.aten
@@ -120,43 +118,3 @@ def test_clipping_has_the_bits_of_the_engines(
         Sharding.clip(None, chained, 1.0, norm)  # pyright: ignore[reportArgumentType]
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(expected.weights, given.weights, strict=False))  # pyright: ignore
     assert calls.all == least_calls if own else calls.all >= least_calls
-
-
-def test_what_the_norm_leaves_out_is_found_again_when_other_weights_have_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The engine is asked once for the same weights, and again when one more has a gradient; gradients are new ones."""
-    part, asked = Part(gradients()), []
-
-    def counted(of: Part) -> list[torch.Tensor]:
-        asked.append(len(of.weights))
-        return [weight.grad for number, weight in enumerate(of.weights) if number % 2 and weight.grad is not None]
-
-    monkeypatch.setattr("megatron_ext.sharding.gradients.MegatronOptimizer.get_grads_for_grad_norm", counted)
-    chained: Any = Chained(part)
-    part.weights[2].grad = None
-    for times in (1, 1, 2):
-        if times == 2:
-            part.weights[2].grad = torch.zeros_like(part.weights[2])
-        part.weights[0].grad = torch.full((1,), float(times))
-        outside = list(outside_norm(chained))
-        expected = [weight.grad for weight in part.weights[::2] if weight.grad is not None]
-        assert len(asked) == times
-        assert [id(gradient) for gradient in outside] == [id(gradient) for gradient in expected]
-    # As many have a gradient as before, and others: layers that take turns.
-    part.weights[1].grad, one_less = None, part.weights[1].grad
-    list(outside_norm(chained))
-    part.weights[2].grad, part.weights[1].grad = None, one_less
-    found = [id(gradient) for gradient in outside_norm(chained)]
-    assert found == [id(weight.grad) for weight in part.weights[::2] if weight.grad is not None]
-    assert len(asked) == 4
-
-
-def test_routers_are_reset_where_there_are_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    reset: list[Any] = []
-    monkeypatch.setattr(engine, "_reset_of_routers", lambda config, model: reset.append(model))
-    for experts, model in ((None, ["dense"]), (4, ["experts"])):
-        config: Any = SimpleNamespace(num_moe_experts=experts)
-        chunks: Any = model
-        engine.reset_routers(config, chunks)
-    assert reset == [["experts"]]

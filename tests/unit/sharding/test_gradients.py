@@ -40,6 +40,11 @@ def test_copies_that_another_rank_counts_are_outside_of_the_norm() -> None:
         assert sorted(_outside(run)) == sorted(of_both)
         copy.grad = copy.grad.clone()
         assert copy.grad.data_ptr() in _outside(run), "that of the next step"
+        for absent, there in ((copy, other), (other, copy)):  # as many have a gradient, and others: layers take turns
+            gradient, absent.grad = absent.grad, None
+            assert there.grad is not None
+            assert _outside(run) == [there.grad.data_ptr()]
+            absent.grad = gradient
 
 
 def test_weights_without_a_gradient_are_not_updated() -> None:

@@ -55,7 +55,8 @@ def test_what_tensor_parallel_ranks_divide_has_masks_of_their_own() -> None:
         config = small_config(layout={"world_size": 2, "tensor_model_parallel_size": 2})
         with played(rank, 2):
             seed_dropout(config, groups.initialize(config.layout, device.install("cpu")))
-            states.append({name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()})
+            tracker: Any = get_cuda_rng_tracker()
+            states.append({name: state.clone() for name, state in tracker.get_states().items()})
     equal = {name: torch.equal(state, states[1][name]) for name, state in states[0].items()}
     assert not equal["model-parallel-rng"]
     assert any(equal.values()), "what they hold whole"

@@ -61,14 +61,14 @@ class Faulty:
 
 def _bad_gradient(run: Run, *, outside_norm: bool, value: float) -> Any:
     """Return a function that puts a number into a gradient; the engine leaves a shared weight out of the norm."""
-    [weight] = [
+    weight: Any = next(
         one for chunk in run.chunks for name, one in chunk.named_parameters() if "final_layernorm.weight" in name
-    ]
+    )
     if outside_norm:
-        weight.shared = True  # pyright: ignore[reportAttributeAccessIssue]
+        weight.shared = True
 
     def spoil() -> None:
-        weight.main_grad[3] = value  # pyright: ignore[reportIndexIssue]
+        weight.main_grad[3] = value
 
     return spoil
 

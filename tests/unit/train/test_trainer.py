@@ -154,7 +154,7 @@ def test_the_first_reason_is_told_and_a_signal_is_not_forgotten() -> None:
     assert heard == ["first begins", "second begins", "second ends", "first ends"]
 
 
-def _told(heard: list[str], flags: str = "", *, callbacks: Any = (), loss: Any = None, **asks: int) -> Trainer:
+def _told(heard: list[str], flags: str = "", *, callbacks: Any = (), loss: Any = None, **asks: Any) -> Trainer:
     """Train four steps on a device whose reads wait; return the trainer as it was at the end or at a numeric error."""
     with built(f"--train-iters 4 {flags}", reads_wait=True, loss=loss) as run:
         trainer = Trainer(run, [Hears(heard, **asks), *callbacks])
