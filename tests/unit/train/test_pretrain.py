@@ -1,0 +1,209 @@
+"""A run from its construction to its end: what it begins with, what it says, and what it leaves for a restart."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext import device
+from megatron_ext.config.schema import TrainingConfig
+from megatron_ext.errors import ConfigurationError, StoppedBySignal
+from megatron_ext.resilience.process_end import RunStatus
+from megatron_ext.train.pretrain import graphs_of, pretrain, require_fp8
+from megatron_ext.train.trainer import Callback
+from tests.support.small_models import small_config
+from tests.support.small_runs import MODEL
+
+ALONE = [*MODEL, "--eval-iters", "0"]
+
+
+def _said(capsys: pytest.CaptureFixture[str], *flags: Any, **own: Any) -> list[str]:
+    """Run; return what is said of checkpoints that are loaded."""
+    capsys.readouterr()
+    pretrain([*ALONE, *map(str, flags)], **own)
+    return re.findall(
+        r"^checkpoint: ((?:resuming|finetuning|starting|beginning) .*)$", capsys.readouterr().out, re.MULTILINE
+    )
+
+
+def test_what_a_run_begins_with_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Finetuning may have other data; who goes on may not."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert _said(capsys, "--save", first, "--exit-interval", 2) == []
+    assert _said(capsys, "--save", first, "--load", first) == [f"resuming at iteration 2 of {first}"]
+    assert _said(capsys, "--load", second) == [f"starting afresh: none in {second}"]
+    found = _said(capsys, "--load", first, "--finetune", "--seed", 77)
+    assert found == [f"finetuning from iteration 3 of {first}"]
+
+
+def test_a_checkpoint_that_is_missing_ends_the_run_where_it_is_asked_for(tmp_path: Path) -> None:
+    flags = [*ALONE, "--exit-on-missing-checkpoint", "--load", str(tmp_path)]
+    with pytest.raises(ConfigurationError, match=rf"^--load {tmp_path}.* holds no checkpoint; name a folder that"):
+        pretrain(flags)
+    pretrain([*ALONE, "--save", str(tmp_path)])
+    assert pretrain(flags).iteration == 3
+
+
+class Does(Callback):
+    """Does something at the end of the first step."""
+
+    def __init__(self, action: Any):
+        self.action = action
+
+    def on_step_end(self, trainer: Any, result: Any) -> None:
+        if trainer.run.state.iteration == 1:
+            self.action()
+
+
+STOPS: dict[str, tuple[list[str], int, str]] = {
+    "an interval": (["--exit-interval", "1"], 0, "--exit-interval 1"),
+    "SIGTERM": ([], 75, "stopped at iteration 1: SIGTERM; saved to SAVE; start again with --load SAVE"),
+    "the stop file": (
+        [],
+        75,
+        "stopped at iteration 1: the file SAVE/stop; saved to SAVE; start again with --load SAVE",
+    ),
+    "nothing": ([], 0, ""),
+}
+
+
+@pytest.mark.parametrize("how", STOPS)
+def test_a_restart_of_the_launch_finds_that_it_was_stopped(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stop that was planned is no failure: the restart ends with 0, and at once. Who is done leaves no note."""
+    launch, save = tmp_path / "launch", tmp_path / "save"
+    (launch / "attempt_0" / "0").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(launch / "attempt_0" / "0" / "error.json"))
+    actions = {"SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM), "the stop file": (save / "stop").touch}
+    flags, code, message = STOPS[how]
+    callbacks = [Does(actions[how])] if how in actions else []
+    # Our own callbacks come after the one that looks for a signal: it is seen in the second step.
+    message, last = message.replace("SAVE", str(save)).replace("iteration 1", "iteration 2"), 1 if flags else 3
+    if code:
+        with pytest.raises(StoppedBySignal):
+            pretrain([*ALONE, "--save", str(save), *flags], callbacks=callbacks)
+    else:
+        trained = pretrain([*ALONE, "--save", str(save), *flags], callbacks=callbacks)
+        assert (trained.iteration, trained.stop_reason) == (last, message or None)
+        record = json.loads((save / "exit.json").read_text())
+        how_it_ended = f"stopped: {message}" if message else "done"
+        assert (record["code"], record["rank"], record["iteration"]) == (0, 0, last)
+        assert record["message"] == f"rank 0: {how_it_ended} at iteration {last}"
+        assert (f"\n{how_it_ended} at iteration {last}\n" in capsys.readouterr().out) == bool(message)
+    note = launch / "stopped.json"
+    assert note.exists() == bool(message)
+    if message:
+        assert json.loads(note.read_text())["code"] == code
+        assert json.loads(note.read_text())["message"] == message
+
+
+def test_a_signal_of_an_elastic_launch_is_no_stop_for_good(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun takes the ranks down so when a machine comes or goes, and starts them again."""
+    launch, save = tmp_path / "launch", str(tmp_path / "save")
+    (launch / "attempt_0" / "0").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(launch / "attempt_0" / "0" / "error.json"))
+    asked = Does(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StoppedBySignal):
+        pretrain([*ALONE, "--elastic", "--save", save, "--load", save], callbacks=[asked])
+    assert list(launch.glob("*.json")) == []
+
+
+def test_of_an_earlier_run_no_record_stays(tmp_path: Path) -> None:
+    (tmp_path / "exit.json").write_text("{}")
+    seen: list[bool] = []
+    pretrain(
+        [*ALONE, "--save", str(tmp_path)], callbacks=[Does(lambda: seen.append((tmp_path / "exit.json").exists()))]
+    )
+    assert seen == [False]
+
+
+def test_a_save_folder_in_which_no_stop_file_can_be_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "exit.json").write_text("{}")
+    (tmp_path / "stop").mkdir()
+    status = RunStatus(0, save=str(tmp_path))
+    with pytest.raises(
+        ConfigurationError, match="holds a folder named stop, but a file of that name is what stops a run"
+    ):
+        pretrain([*ALONE, "--save", str(tmp_path)], status)
+    assert (tmp_path / "exit.json").read_text() == "{}"
+    assert status.save is None, "the report of the failure writes no record there"
+
+
+def test_the_banner_names_own_parts_and_where_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*ALONE, "--save", str(tmp_path), "--load", str(tmp_path)]
+    pretrain([*flags, "--exit-interval", "2"])
+    capsys.readouterr()
+    pretrain(flags, loss=lambda token: token.cross_entropy())
+    said = capsys.readouterr().out
+    assert re.search(r"^device .* gloo$", said, re.MULTILINE)
+    assert re.search(r"^own +loss$", said, re.MULTILINE)
+    assert re.search(r"^to go +64 tokens in 4 sequences", said, re.MULTILINE)
+
+
+def test_memory_that_is_the_same_is_not_saved_by_moving_there(capsys: pytest.CaptureFixture[str]) -> None:
+    pretrain([*ALONE, "--optimizer-cpu-offload", "--use-distributed-optimizer"])
+    same = "warning: --optimizer-cpu-offload saves nothing with --device cpu: it is the same memory\n"
+    assert same in capsys.readouterr().out
+
+
+class Gpu:
+    """In the place of a GPU: what it lacks for products in fp8, in blocks or whole."""
+
+    kind = "cuda"
+
+    def __init__(self, *, blocks: str | None = None, rows: str | None = None):
+        self.lacks = {True: blocks, False: rows}
+
+    def lacks_for_fp8(self, *, blocks: bool) -> str | None:
+        return self.lacks[blocks]
+
+
+@pytest.mark.parametrize(
+    ("format", "recipe", "here", "said"),
+    [
+        (None, "blockwise", Gpu(blocks="no blocks", rows="no fp8"), None),
+        ("e4m3", "blockwise", Gpu(), None),
+        ("e4m3", "rowwise", Gpu(blocks="no blocks"), None),
+        (
+            "e4m3",
+            "blockwise",
+            Gpu(blocks="no blocks"),
+            "--fp8-format e4m3 --fp8-recipe blockwise: no blocks; use --fp8-recipe rowwise, or leave --fp8-format out "
+            "to train in bf16",
+        ),
+        (
+            "hybrid",
+            "rowwise",
+            Gpu(blocks="no blocks", rows="no fp8"),
+            "--fp8-format hybrid --fp8-recipe rowwise: no fp8; leave --fp8-format out to train in bf16",
+        ),
+    ],
+)
+def test_products_in_fp8_that_a_device_does_not_have(
+    format: str | None, recipe: str, here: Any, said: str | None
+) -> None:
+    """What would work there is advised, and nothing else."""
+    training = TrainingConfig(fp8_format=format, fp8_recipe=recipe)  # pyright: ignore[reportArgumentType]
+    if said is None:
+        require_fp8(training, here)
+        return
+    with pytest.raises(ConfigurationError) as raised:
+        require_fp8(training, here)
+    assert str(raised.value) == said
+
+
+@pytest.mark.parametrize("asked", ["none", "full_iteration"])
+def test_graphs_are_those_of_a_gpu_that_torch_finds(asked: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(training={"cuda_graph_impl": asked})
+    gpu: Any = Gpu()
+    assert graphs_of(gpu, config).training.cuda_graph_impl == asked
+    assert capsys.readouterr().err == ""
+    assert graphs_of(device.install("cpu"), config).training.cuda_graph_impl == "none"
+    assert ("torch finds no GPU on this machine" in capsys.readouterr().err) == (asked != "none")
