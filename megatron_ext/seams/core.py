@@ -234,15 +234,6 @@ CHECKPOINTS = (
         "named in the pickle of every tensor, which we write and read without torch",
         ("storage", "storage_offset", "size", "stride", "requires_grad", "backward_hooks"),
     ),
-    Seam(
-        f"{_DCP}.default_planner._EmptyStateDictLoadPlanner",
-        "loads all of a checkpoint, whatever is in it, for tools/loss_compare.py",
-    ),
-    Seam(
-        f"{_DCP}.state_dict_loader._load_state_dict",
-        "called on one process, for tools/loss_compare.py",
-        ("state_dict", "storage_reader", "planner", "no_dist"),
-    ),
 )
 
 DATA = (

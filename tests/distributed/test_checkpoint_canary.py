@@ -1,6 +1,6 @@
 """A checkpoint from a stranger runs nothing: every pickle in it asks for a folder to be made, and none is.
 
-What else such a pickle may try is in tests/unit/test_inert_pickle.py.
+What else such a pickle may try is in tests/unit/untrusted/test_inert_pickle.py.
 """
 
 import os

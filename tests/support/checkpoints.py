@@ -58,3 +58,24 @@ def load(folder: str, flags: list[str]) -> tuple[int | None, int]:
 def file_hashes(folder: Path) -> dict[str, str]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def trained_alone(flags: list[str], steps: int = 0) -> Any:
+    """Return a run of this process alone after some steps; the groups of the run before it end."""
+    import torch
+
+    from megatron_ext.parallel import groups
+
+    if torch.distributed.is_initialized():
+        groups.destroy()
+    run = build(flags)
+    train(run, steps)
+    return run
+
+
+def train(run: Any, steps: int) -> list[float]:
+    """Take so many steps; return their losses."""
+    from megatron_ext.train.trainer import Trainer
+
+    trainer = Trainer(run, [])
+    return [trainer.step().loss for _ in range(steps)]

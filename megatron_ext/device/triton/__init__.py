@@ -5,6 +5,6 @@ Next to each stands the same in torch's operations, where it is called: `device.
 `parts.attention.rope`, `parts.mlp.compute`, `parts.attention.compute`. Numbers are computed in fp32 and rounded once at
 the end.
 
-No GPU is needed to test them: Triton's interpreter runs them on a CPU (tests/unit/interpreted_kernels.py), and its
-compiler makes the machine code of any GPU (tests/unit/test_triton_compiled.py).
+No GPU is needed to test them: Triton's interpreter runs them on a CPU (tests/support/interpreted_kernels.py), and its
+compiler makes the machine code of any GPU (tests/unit/device/test_triton_compiled.py).
 """

@@ -6,7 +6,7 @@ import torch
 
 WIDEST = 8192
 """Channels of the longest row that a program of a norm holds in registers; of twice as many it would keep some in
-memory (tests/unit/test_triton_compiled.py)."""
+memory (tests/unit/device/test_triton_compiled.py)."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

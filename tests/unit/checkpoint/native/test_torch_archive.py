@@ -21,7 +21,7 @@ from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ for _ in range(rounds):
     step()
 print((faults() - first) * mmap.PAGESIZE / (rounds * blocks * size))
 """
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="musl has no such settings")

@@ -24,10 +24,10 @@ from megatron_ext.parallel import groups
 from tests.support.plain_process import plain_python
 from tests.support.small_models import small_config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FAKE = (
-    *(f"tests/unit/fake_gpu{name}.py" for name in ("", "_operations", "_fp8", "_model")),
-    "tests/unit/interpreted_kernels.py",
+    *(f"tests/support/fake_gpu{name}.py" for name in ("", "_operations", "_fp8", "_model")),
+    "tests/support/interpreted_kernels.py",
 )
 COMPILED = "_torchdynamo_orig_callable"
 """An attribute of what torch.compile returns."""
