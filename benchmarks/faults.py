@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.recording import ROOT, heading, keep, sentence
 
 PAGE = ROOT / "docs" / "faults.md"
-NAMED = re.compile(r"`((?:[a-z_]+/)+test_\w+\.py)::(\w+)`")
+NAMED = re.compile(r"`([a-z]+/(?:\w+/)*test_\w+\.py)::(\w+)`")
 
 
 @dataclass(frozen=True)

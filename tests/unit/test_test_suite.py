@@ -70,7 +70,9 @@ def test_helpers_are_imported_from_support_alone() -> None:
 
 def test_what_starts_ranks_is_not_under_unit() -> None:
     files = set((TESTS / "unit").rglob("*.py")) - {Path(__file__)}
-    found = {path.name: ways for path in sorted(files) if (ways := ways_to_start_ranks(nodes_of(path)))}
+    found = {
+        str(path.relative_to(TESTS)): ways for path in sorted(files) if (ways := ways_to_start_ranks(nodes_of(path)))
+    }
     assert found == {}, "these belong to tests/distributed"
 
 

@@ -26,7 +26,7 @@ from megatron_ext.telemetry.runs_page import runs_page
 from tests.support.pages import HOSTILE, elements
 from tests.support.samples import step
 
-TOOL = Path(__file__).parents[2] / "tools" / "show_run.py"
+TOOL = Path(__file__).parents[3] / "tools" / "show_run.py"
 
 
 def write_run(folder: Path, losses: dict[int, float], validation: dict[int, float]) -> RunHistory:

@@ -15,7 +15,7 @@ from megatron_ext.telemetry.stragglers import SlowRanks
 from megatron_ext.train.callbacks.stragglers import _became_text
 
 STEP = 0.1  # seconds
-RECORDED = Path(__file__).parents[1] / "data" / "compute_times.json"
+RECORDED = Path(__file__).parents[2] / "data" / "compute_times.json"
 SLOW_CORES = RECORDED.with_name("slow_cores.json")
 
 

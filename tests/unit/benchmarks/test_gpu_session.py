@@ -17,7 +17,7 @@ from benchmarks.gpu_cases import GRAPHED, GRAPHS, LLAMA, MATCHES, PHASES, SMALL,
 from benchmarks.gpu_session import Session, main, missing
 from megatron_ext.train.configure import configure
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HANGS = "import signal, subprocess\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\nsignal.pause()"
 
 
@@ -76,7 +76,7 @@ PROGRAM = """
 import sys, pathlib
 sys.path.insert(0, {root!r})
 from benchmarks.gpu_session import Session
-from tests.unit.test_gpu_session import HANGS, case
+from tests.unit.benchmarks.test_gpu_session import HANGS, case
 session = Session(pathlib.Path({folder!r}), "cpu", budget=600.0)
 session.run([case("quick", ""), case("hangs", HANGS, limit=500.0), case("last", "")])
 print(session.summary())

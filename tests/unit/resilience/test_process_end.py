@@ -27,7 +27,7 @@ from megatron_ext.errors import (
 from megatron_ext.resilience import exit_record, process_end
 from megatron_ext.resilience.process_end import RunStatus, is_lost_peer, run_guarded
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from megatron_ext.telemetry.metrics import SourceLoss, ValidationMetrics
 from tests.support.samples import step
 
 NOW = datetime(2026, 8, 22, 10, 0, 0, 123456)
-GOLDEN = (Path(__file__).parents[1] / "golden" / "log_line.txt").read_text().rstrip("\n")
+GOLDEN = (Path(__file__).parents[2] / "golden" / "log_line.txt").read_text().rstrip("\n")
 
 
 def test_the_line_is_the_pinned_one():

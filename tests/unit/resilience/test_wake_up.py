@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.resilience.wake_up import WakeUp
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

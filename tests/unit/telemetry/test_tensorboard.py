@@ -14,7 +14,7 @@ from megatron_ext.telemetry.metrics import Sample, SampleMetrics, SourceLoss, St
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter, drop_after
 from tests.support.samples import step
 
-GOLDEN = (Path(__file__).parents[1] / "golden" / "tensorboard_tags.txt").read_text().split("\n")[:-1]
+GOLDEN = (Path(__file__).parents[2] / "golden" / "tensorboard_tags.txt").read_text().split("\n")[:-1]
 
 
 def at(iteration: int, lm_loss: float) -> StepMetrics:

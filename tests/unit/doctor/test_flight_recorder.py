@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.doctor.flight_recorder import explain, read_dumps
 from megatron_ext.errors import ConfigurationError, DataError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GROUPS = {"0": ("default_pg", [0, 1, 2]), "1": ("TENSOR_MODEL_PARALLEL_GROUP", [0, 1])}
 
 

@@ -20,7 +20,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.train.configure import configure
 from tests.support.wrong_flags import BASE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def wrong(findings: Iterator[Finding] | list[Finding]) -> list[Finding]:
