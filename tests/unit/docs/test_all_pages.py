@@ -7,7 +7,7 @@ import pytest
 
 from tools import make_docs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GENERATED = {ROOT / "docs" / name for name in make_docs.PAGES}  # which a new checkout does not have
 GUIDES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")} - GENERATED)
 FOLDERS = (ROOT, ROOT / "megatron_ext", ROOT / "tests")

@@ -25,7 +25,7 @@ from megatron_ext.tokenizer.text import Text, as_string
 from megatron_ext.tokenizer.training import train_sentencepiece
 from megatron_ext.tokenizer.unassigned_characters import Guarded, has_unassigned, joined
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
+GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"
 HF = str(GOLDEN / "hf_bpe")
 
 

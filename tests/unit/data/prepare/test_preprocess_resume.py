@@ -25,7 +25,7 @@ from megatron_ext.data.prepare.journal import Journal, Progress
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
 
-TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+TOOL = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
 
 
 def write_corpus(folder: Path, length: int = 1000) -> list[str]:

@@ -9,7 +9,7 @@ from megatron_ext.cli.api import index, main, page, rooms
 from megatron_ext.errors import ConfigurationError
 from tests.support.syntax import source, tree_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megatron_ext"
 
 

@@ -13,7 +13,7 @@ from megatron_ext.foreign.translate import KINDS, SOURCES, Translation, leaves, 
 from megatron_ext.train.configure import configure
 from tests.support.foreign_keys import by_name, golden_text, nested
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 EXAMPLES = GOLDEN / "import_config"
 FILES = sorted(path for path in EXAMPLES.rglob("*") if path.is_file())
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "compare_runs.py"
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "compare_runs.py"
 ROWS = [
     {"iteration": 1, "lm_loss": 5.5, "elapsed_ms": 10.0},
     {"iteration": 2, "lm_loss": float("nan"), "elapsed_ms": 11.0},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = (ROOT / "examples/docker/Dockerfile").read_text()
 JOB = yaml.safe_load((ROOT / "examples/kubernetes/pytorchjob.yaml").read_text())
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())

@@ -17,10 +17,10 @@ from megatron_ext.tokenizer import build, exported, tiktoken
 from megatron_ext.tokenizer.build import build_tokenizer, tokenizer_from_flags
 from megatron_ext.tokenizer.byte import ByteTokenizer
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
+GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"
 HF = str(GOLDEN / "hf_bpe")
 SPM = str(GOLDEN / "spm_unigram.model")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_bytes_are_utf8_and_256_ends_a_document():

@@ -8,7 +8,7 @@ import pytest
 
 
 def loaded() -> ModuleType:
-    file = Path(__file__).resolve().parents[2] / "examples/quickstart_steps.py"
+    file = Path(__file__).resolve().parents[3] / "examples/quickstart_steps.py"
     spec = importlib.util.spec_from_file_location("quickstart_steps", file)
     assert spec is not None
     assert spec.loader is not None

@@ -11,8 +11,8 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.tokenizer.training import sample_texts, train_bytelevel_bpe, train_sentencepiece
 
-TOOLS = Path(__file__).parents[2] / "tools"
-INPUT = str(Path(__file__).parents[1] / "golden" / "preprocess" / "input.jsonl")
+TOOLS = Path(__file__).parents[3] / "tools"
+INPUT = str(Path(__file__).parents[2] / "golden" / "preprocess" / "input.jsonl")
 TEXT = "def first(citizen):\n    return  citizen  # ☂\n"
 
 

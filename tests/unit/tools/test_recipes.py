@@ -15,7 +15,7 @@ from megatron_ext.train.configure import configure
 from tools import recipes
 from tools.recipes import Devices, Recipe, find, reduce
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RECIPES = recipes.recipes()
 WITH_MODEL = [recipe for recipe in RECIPES if recipe.devices]
 SIZED = {

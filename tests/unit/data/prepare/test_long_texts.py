@@ -32,8 +32,8 @@ from megatron_ext.tokenizer.build import build_tokenizer
 from megatron_ext.tokenizer.sentencepiece import SentencePieceTokenizer
 from megatron_ext.tokenizer.text import beginning, between_words, in_pieces
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
-TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+GOLDEN = Path(__file__).parents[3] / "golden" / "preprocess"
+TOOL = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
 HF = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(GOLDEN / "hf_bpe")]
 SENTENCE = "A line of text that goes on, and 123 numbers; "
 

@@ -11,7 +11,7 @@ from megatron_ext.cli.completion import words
 from megatron_ext.cli.main import COMMANDS, command, help_text
 from megatron_ext.errors import ConfigurationError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # What belongs to the repository and not to a user: they compare commits, and write its docs and its corpus.
 OF_THE_CHECKOUT = {"loss_compare", "make_docs", "parity_table", "python_corpus", "recipes"}
 OF_THE_COMMAND = {"pretrain", "completion", "api"}

@@ -18,7 +18,7 @@ from megatron_ext.tokenizer.build import build_tokenizer, tokenizer_from_flags
 from megatron_ext.tokenizer.protocol import Tokenizer as Protocol
 from megatron_ext.train.configure import configure
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
+GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"
 TEXTS = [json.loads(line)["text"] for line in (GOLDEN / "input.jsonl").read_text().splitlines()]
 SPECIAL = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"]
 

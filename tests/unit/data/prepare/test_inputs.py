@@ -134,7 +134,7 @@ def test_patterns_and_folders_are_sorted(tmp_path: Path):
 
 
 def test_standard_input(tmp_path: Path):
-    tool = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+    tool = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
     common = ["--tokenizer-type", "ByteTokenizer", "--output-prefix"]
     subprocess.run([sys.executable, tool, "--input", "-", *common, tmp_path / "a"], input=LINES, check=True)
     (tmp_path / "in.jsonl").write_bytes(LINES)

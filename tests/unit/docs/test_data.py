@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.warm_python import warm_python
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_commands_of_the_page(tmp_path: Path):

@@ -22,7 +22,7 @@ from megatron_ext.data.remote import RemoteFile, RemoteStream
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 
 LINES = [{"text": f"line {n} " + "é" * (n % 70), "other": str(n)} for n in range(2000)]
-TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+TOOL = Path(__file__).parents[3] / "tools" / "preprocess_data.py"
 
 
 def lines_of(records: list[dict[str, str]]) -> bytes:

@@ -15,7 +15,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.foreign.translate import read, translate
 from megatron_ext.train.configure import configure
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/coming_from.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
 HIDDEN_LAYERS = {"8B": (4096, 14336, 32, 8, 32), "70B": (8192, 28672, 64, 8, 80), "13b": (5120, 13824, 40, 40, 40)}

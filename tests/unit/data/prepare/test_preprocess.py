@@ -24,8 +24,8 @@ from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.batch import plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import build_tokenizer
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "preprocess"
-TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+GOLDEN = Path(__file__).parents[3] / "golden" / "preprocess"
+TOOL = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
 
 
 def encode_bytes(folder: Path, *inputs: Path, **options) -> IndexedDataset:

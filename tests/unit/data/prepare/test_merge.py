@@ -17,7 +17,7 @@ from megatron_ext.data.prepare.merge import Merged, find_prefixes, merge_indexed
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.tokenizer.byte import ByteTokenizer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: Any = np.uint16) -> str:
