@@ -1,14 +1,12 @@
 import os
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_ext.data import integrity
-from megatron_ext.data.indexed import IndexedWriter, Written, token_dtype
+from megatron_ext.data.indexed import IndexedWriter, token_dtype
 from megatron_ext.data.integrity import (
     check_indexed_files,
     check_some_token_ids,
@@ -286,65 +284,6 @@ def test_a_fingerprint_is_of_64_places_in_between(tmp_path: Path, size: int):
         content[end + number * (size - 2 * end) // 64] = 0
 
 
-def test_what_a_machine_has_that_goes_down_while_a_pair_is_finished(
-    pair: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    """Nothing has its name before it is on the disk, and nothing old stands next to something new."""
-    Path(f"{pair}.mask").write_bytes(b"of the old pair")
-    events: list[str] = []
-    replace, fsync, unlink = os.replace, os.fsync, Path.unlink
-
-    def synced(descriptor: int) -> None:
-        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
-        size = os.fstat(descriptor).st_size if "." in name else 0
-        events.append(f"sync {name} {size}" if size else f"sync {name}")
-        fsync(descriptor)
-
-    def renamed(old: Any, new: Any) -> None:
-        events.append(f"rename {Path(new).name}")
-        replace(old, new)
-
-    def removed(path: Path, **options: Any) -> None:
-        events.append(f"remove {path.name}")
-        unlink(path, **options)
-
-    with IndexedWriter(pair, np.uint16, packed_to=4) as writer:
-        writer.add_tokens(b"\1\0\2\0", [2], np.ones(2, np.uint8))
-        monkeypatch.setattr(os, "fsync", synced)
-        monkeypatch.setattr(os, "replace", renamed)
-        monkeypatch.setattr(Path, "unlink", removed)
-    assert events == [
-        "sync data.bin.partial 4",
-        "sync data.lengths.partial 4",
-        "sync data.mask.partial 18",
-        "sync data.idx.partial 62",
-        "remove data.idx",
-        "remove data.mask",
-        "rename data.bin",
-        "rename data.mask",
-        "rename data.idx",
-        "remove data.lengths.partial",
-        f"sync {Path(pair).parent.name}",
-    ]
-
-
-def test_what_is_committed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    synced: dict[str, int] = {}
-    fsync = os.fsync
-
-    def noted(descriptor: int) -> None:
-        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    writer = IndexedWriter(tmp_path / "data", np.uint16, packed_to=0)
-    writer.add_tokens(bytes(10), [5, 0], np.ones(5, np.uint8))
-    assert writer.commit() == Written(10, 2, 1)
-    assert synced == {"data.bin.partial": 10, "data.lengths.partial": 8, "data.mask.partial": 16 + 5}
-    writer.discard()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("suffix", [".bin", ".lengths", ".mask"])
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_writer_goes_on_only_behind_all_that_was_written(tmp_path: Path, suffix: str, missing: int):
@@ -384,12 +323,3 @@ def test_a_mask_goes_on_behind_what_was_committed(tmp_path: Path, committed: int
     assert (tmp_path / "data.mask").read_bytes() == b"TOKMASK\0" + struct.pack("<II", 1, 7) + bytes([2, 1, 2, 2])
     assert (tmp_path / "data.bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 4)
     check_indexed_files(str(tmp_path / "data"))
-
-
-def test_document_indices_that_fall_from_one_block_to_the_next(pair: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(integrity, "_BLOCK", 2)
-    check_indexed_files(pair)
-    path = Path(f"{pair}.idx")
-    path.write_bytes(path.read_bytes()[:-40] + struct.pack("<5q", 0, 2, 1, 2, 3))
-    with pytest.raises(DataError, match="document indices do not rise from 0 to 3"):
-        check_indexed_files(pair)

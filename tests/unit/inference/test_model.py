@@ -1,33 +1,29 @@
-"""What inference changes of a model and puts back, and how sequences are laid into batches to be scored."""
+"""What inference changes of a model and puts back."""
 
-from types import SimpleNamespace
+import dataclasses
+import itertools
 from typing import Any
 
-import pytest
 import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
 
 from megatron_ext.inference.model import Model
-from megatron_ext.inference.scoring import Scorable, _batch, _batches
-
-CPU = torch.device("cpu")
+from megatron_ext.inference.tasks import length_of
+from tests.support.scripted_model import scripted_model
 
 
 class _Layer(torch.nn.Module):
+    """A layer that may divide the sequence among tensor-parallel ranks."""
+
     def __init__(self, divided: bool):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(2))
         self.sequence_parallel, self.scatter_to_sequence_parallel = divided, divided
-        self.config: Any = SimpleNamespace(sequence_parallel=divided)
+        self.config = ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=divided)
 
 
 def _model(chunks: list[Any]) -> Model:
-    config: Any = SimpleNamespace(
-        training=SimpleNamespace(torch_compile=False),
-        data=SimpleNamespace(vocab_size=5),
-        model=SimpleNamespace(padded_vocab_size=8),
-    )
-    groups: Any = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
-    return Model(config, SimpleNamespace(), groups, SimpleNamespace(), chunks, None)  # pyright: ignore
+    return dataclasses.replace(scripted_model(), chunks=chunks)
 
 
 def test_everything_is_as_it_was_before() -> None:
@@ -53,35 +49,14 @@ def test_everything_is_as_it_was_before() -> None:
 
 
 def test_padding_of_the_vocabulary_is_no_token() -> None:
-    assert _model([]).whole_vocabulary(torch.zeros(3, 8)).shape == (3, 5)
+    assert scripted_model(padded_vocab_size=264).whole_vocabulary(torch.zeros(3, 264)).shape == (3, 257)
 
 
-SEQUENCES = [
-    Scorable([1, 2, 3], 1),
-    Scorable([4, 5, 6, 7, 8], 2),
-    Scorable([9, 1], 1),
-    Scorable([2, 3, 4, 5], 3),
-    Scorable([6, 7, 8], 2),
-]
-
-
-def test_a_batch_says_which_position_predicts_which_token() -> None:
-    """Position s of row b is number s x B + b; the last token is predicted by the one before it, and is no input."""
-    found = _batch(SEQUENCES, [1, 0], 2, 4, 5, CPU)
-    assert found.tokens_BS.tolist() == [[4, 5, 6, 7], [1, 2, 0, 0]]
-    assert found.wanted_N.tolist() == [2 * 2, 3 * 2, 1 * 2 + 1, 0, 0]
-    assert found.targets_N.tolist() == [7, 8, 3, 0, 0]
-    assert found.owners_N.tolist() == [1, 1, 0, -1, -1]
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_every_sequence_is_scored_once_in_batches_of_one_shape(replicas: int) -> None:
-    rounds = list(zip(*(_batches(SEQUENCES, 2, replica, replicas, CPU) for replica in range(replicas)), strict=True))
-    owners: list[int] = []
-    for batches in rounds:
-        assert len({(one.tokens_BS.shape, one.wanted_N.shape) for one in batches}) == 1
-        longest = max(len(SEQUENCES[number].tokens) for one in batches for number in one.members)
-        assert batches[0].tokens_BS.size(1) == longest - 1
-        for one in batches:
-            owners += [number for number in one.owners_N.tolist() if number >= 0]
-    assert sorted(owners) == [number for number, one in enumerate(SEQUENCES) for _ in range(one.scored)]
+def test_numbers_of_a_model_by_its_configuration() -> None:
+    for kind, length, positions in itertools.product(("learned_absolute", "rope"), (16, 32), (16, 64)):
+        model = scripted_model(position_embedding_type=kind, seq_length=length, max_position_embeddings=positions)
+        learned = kind == "learned_absolute"
+        assert model.longest == (positions if learned else None)
+        assert length_of(model) == (min(length, positions) if learned else length)
+        assert (model.vocab_size, model.eod) == (257, 256)
+    assert dataclasses.replace(scripted_model(), tokenizer=None).eod is None

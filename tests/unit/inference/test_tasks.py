@@ -1,29 +1,33 @@
-"""How texts are cut into sequences to score: every token once, in any stride and length."""
+"""How texts are cut into sequences to score, every token once, and what a task makes of their scores."""
 
-import importlib.util
+import dataclasses
 import json
-import sys
+import math
+import re
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
 
-from megatron_ext import inference
-from megatron_ext.cli import tasks as cli_tasks
 from megatron_ext.cli.generate import encoder
 from megatron_ext.config.parse.eval_tasks import EvalTask
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.inference import leader
-from megatron_ext.inference.sampling import Sampler, Sampling
-from megatron_ext.inference.scoring import Scorable, _batches
-from megatron_ext.inference.tasks import _last_word, continuation, plain_text, prepare_task, windows
+from megatron_ext.inference import tasks
+from megatron_ext.inference.scoring import Scorable, Score
+from megatron_ext.inference.tasks import (
+    _choice_results,
+    _last_word,
+    _multiple_choice,
+    continuation,
+    plain_text,
+    prepare_task,
+    windows,
+)
 from megatron_ext.tokenizer.byte import ByteTokenizer
 from megatron_ext.tokenizer.huggingface import HuggingFaceTokenizer
-from megatron_ext.train import trained_model
 from megatron_ext.train.callbacks.tasks import Samples, Tasks
 from tests.support.instructions import write_tokenizer
+from tests.support.scripted_model import EOD, scripted_model
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 17, 40])
@@ -76,7 +80,7 @@ def test_a_token_that_begins_texts_stands_before_whole_ones_alone(tmp_path: Path
     strict = _last_word(tokenizer, "x", "the sum", 100)
     assert strict == Scorable([*tokenizer.encode("the"), *word], len(word))
     assert plain_text(tokenizer, [begin, *word]) == " sum"
-    chat = encoder(SimpleNamespace(tokenizer=tokenizer), "chatml")("the sum")
+    chat = encoder(scripted_model(tokenizer), "chatml")("the sum")
     assert chat.count(begin) == 2, "of the user and of the answer, which the template has written"
 
 
@@ -84,12 +88,114 @@ def test_perplexity_begins_a_text_with_the_end_of_a_document(tmp_path: Path) -> 
     """As training does, whatever token begins a text of a conversation."""
     tokenizer: Any = ByteTokenizer()
     tokenizer.bos = 255
-    model: Any = SimpleNamespace(
-        tokenizer=tokenizer, longest=None, config=SimpleNamespace(model=SimpleNamespace(seq_length=8))
-    )
+    model = scripted_model(tokenizer, seq_length=8)
     (tmp_path / "text.jsonl").write_text('{"text": "ab"}\n')
     prepared = prepare_task(model, EvalTask("task", "PERPLEXITY", (str(tmp_path / "text.jsonl"),)))
     assert prepared.sequences == [Scorable([256, 97, 98], 2)]
+
+
+TEXTS = ("a bc d\n", "été x")
+
+
+def test_perplexity_is_per_token_word_and_byte(tmp_path: Path) -> None:
+    """Of all files together; no two of the counts are equal."""
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_text(text)
+    files = tuple(str(tmp_path / f"{number}.txt") for number in range(2))
+    made = {
+        stride: tasks.prepare_task(scripted_model(seq_length=4), EvalTask("t", "PERPLEXITY", files, stride))
+        for stride in (None, 1, 3, 4, 9)
+    }
+    for stride, task in made.items():
+        expected = []
+        for text in TEXTS:
+            whole, done = [EOD, *text.encode()], 0
+            while done < len(whole) - 1:
+                until = min(done + (min(stride or 4, 4) if done else 4), len(whole) - 1)
+                expected.append(Scorable(whole[max(0, until - 4) : until + 1], until - done))
+                done = until
+        assert list(task.sequences) == expected
+        assert sum(one.scored for one in task.sequences) == 14
+    scores = [Score(-1.0 - number, greedy=False) for number in range(4)]
+    nats, tokens, words, size = 10.0, 14, 5, 14
+    assert made[None].results(scores) == {
+        "loss": nats / tokens, "perplexity": math.exp(nats / tokens), "word_perplexity": math.exp(nats / words),
+        "byte_perplexity": math.exp(nats / size), "bits_per_byte": nats / size / math.log(2),
+        "tokens": tokens, "words": words, "bytes": size,
+    }  # fmt: skip
+
+
+def test_choices_of_questions_with_unequal_numbers_of_them(tmp_path: Path) -> None:
+    """Scores in the order of the choices of all files; what is likeliest as it is, and by the character."""
+    lines = (
+        '{"prompt": "p ", "choices": ["aa", "b"], "answer": 0}\n{"prompt": "q", "choices": ["c", "dd", "e"], '
+        '"answer": "e"}\n',
+        '{"prompt": "", "choices": ["ffff", "g"], "answer": 1}\n',
+    )
+    for number, text in enumerate(lines):
+        (tmp_path / f"{number}.jsonl").write_text(text)
+    files = tuple(str(tmp_path / f"{number}.jsonl") for number in range(2))
+    task = tasks.prepare_task(scripted_model(), EvalTask("t", "MULTIPLE_CHOICE", files))
+    assert list(task.sequences) == [
+        Scorable(list(b"p aa"), 3), Scorable(list(b"p b"), 2),
+        Scorable(list(b"qc"), 1), Scorable(list(b"qdd"), 2), Scorable(list(b"qe"), 1),
+        Scorable([EOD, *b"ffff"], 4), Scorable([EOD, *b"g"], 1),
+    ]  # fmt: skip
+    scores = [Score(value, greedy=False) for value in (-3.0, -2.0, -5.0, -6.0, -4.0, -4.0, -3.0)]
+    # As they are: b, e, g. By the character: aa (1.5), dd (3), ffff (1).
+    assert task.results(scores) == {
+        "accuracy": 2 / 3, "accuracy_normalized": 1 / 3, "correct": 2, "correct_normalized": 1, "items": 3
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("strict", "scored"), [(False, 1), (True, 4)])
+def test_the_last_token_or_the_last_word_is_scored(strict: bool, scored: int, tmp_path: Path) -> None:
+    texts = ("one two", "of all")
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.jsonl").write_text(f'{{"text": "{text}"}}\n')
+    files = tuple(str(tmp_path / f"{number}.jsonl") for number in range(2))
+    task = tasks.prepare_task(scripted_model(), EvalTask("t", "LAMBADA", files, strict_lambada=strict))
+    assert list(task.sequences) == [Scorable(list(text.encode()), scored) for text in texts]
+    assert task.results([Score(-1.0, greedy=True), Score(-4.0, greedy=False)]) == {
+        "accuracy": 0.5, "perplexity": math.exp(2.5), "correct": 1, "items": 2
+    }  # fmt: skip
+
+
+def test_the_last_word_may_stand_earlier_too() -> None:
+    """And inside of another word; blanks around the text belong to nothing."""
+    for text, before, word in (
+        ("a cat saw a cat", "a cat saw a", " cat"), ("category: cat", "category:", " cat"), ("  ab  cd \n", "ab", " cd")
+    ):  # fmt: skip
+        tokens = [*before.encode(), *word.encode()]
+        assert tasks._last_word(ByteTokenizer(), "w", text, 100) == Scorable(tokens, len(word))
+
+
+def test_choices_are_compared_by_the_character() -> None:
+    """The first has three characters in five bytes: by its bytes it would be the likeliest."""
+    scores = [Score(-3.3, greedy=False), Score(-4.0, greedy=False)]
+    found = _choice_results([(["éaé", "abcd"], 0)], scores)
+    assert (found["correct"], found["correct_normalized"]) == (1, 0)
+
+
+def _questions(folder: Path, **item: Any) -> EvalTask:
+    line = {"prompt": "Is it so?", "choices": [" yes", " no"], "answer": 0, **item}
+    (folder / "questions.jsonl").write_text(json.dumps(line))
+    return EvalTask("asked", "MULTIPLE_CHOICE", (str(folder / "questions.jsonl"),))
+
+
+@pytest.mark.parametrize("answer", [True, False, -1, 2, 1.0, "yes", None])
+def test_what_is_no_answer_to_a_question(answer: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=re.escape(f"answer is {answer!r}; give the number of a choice, from 0")):
+        _multiple_choice(ByteTokenizer(), _questions(tmp_path, answer=answer), 64)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_choice_that_is_too_long_is_named_by_its_number(wrong: int, tmp_path: Path) -> None:
+    """Choices are numbered as answers are: from 0."""
+    choices = [" yes", " no"]
+    choices[wrong] = " maybe" * 20
+    with pytest.raises(DataError, match=f"choice {wrong} has 120 tokens to score, and the model is given 64"):
+        _multiple_choice(ByteTokenizer(), _questions(tmp_path, choices=choices), 64)
 
 
 ITEMS = {
@@ -104,9 +210,7 @@ ITEMS = {
 
 @pytest.mark.parametrize("kind", ITEMS)
 def test_items_that_cannot_be_used_are_named_before_the_first_step(kind: str, tmp_path: Path) -> None:
-    model: Any = SimpleNamespace(
-        tokenizer=ByteTokenizer(), longest=None, config=SimpleNamespace(model=SimpleNamespace(seq_length=8))
-    )
+    model = scripted_model(seq_length=8)
     path = tmp_path / "items.jsonl"
     task = EvalTask("task", kind, (str(path),))
     path.write_text(ITEMS[kind][0] + "\n\n")
@@ -117,101 +221,17 @@ def test_items_that_cannot_be_used_are_named_before_the_first_step(kind: str, tm
 
 
 def test_prompts_that_cannot_be_used_are_named_before_the_first_step() -> None:
-    model: Any = SimpleNamespace(tokenizer=ByteTokenizer(), longest=8, vocab_size=257)
+    model = scripted_model(position_embedding_type="learned_absolute", max_position_embeddings=8)
     Samples(model, ["abc"], 1, 5)
-    assert Samples(model, ["", "a"], 1, 5)._ids == [[model.tokenizer.eod], [97]], "nothing is the end of a document"
+    assert Samples(model, ["", "a"], 1, 5)._ids == [[256], [97]], "nothing is the end of a document"
     with pytest.raises(ConfigurationError, match="prompt 2 has 4 tokens"):
         Samples(model, ["abc", "abcd"], 1, 5)
     with pytest.raises(ConfigurationError, match="no prompt"):
         Samples(model, [], 1, 5)
 
 
-@pytest.mark.parametrize(("count", "rows", "replicas"), [(1, 4, 1), (7, 2, 3), (13, 4, 2), (5, 1, 4), (24, 3, 2)])
-def test_batches_hold_each_sequence_once_in_equal_shapes(count: int, rows: int, replicas: int) -> None:
-    sequences = [Scorable(list(range(3 + 3 * (number % 5))), 1 + number % 2) for number in range(count)]
-    dealt = [list(_batches(sequences, rows, replica, replicas, torch.device("cpu"))) for replica in range(replicas)]
-    members = [number for batches in dealt for batch in batches for number in batch.members]
-    assert sorted(members) == list(range(count))
-    for same_round in zip(*dealt, strict=True):
-        assert len({(batch.tokens_BS.shape, batch.wanted_N.shape) for batch in same_round}) == 1
-    for batch in (batch for batches in dealt for batch in batches):
-        for place, target, owner in zip(batch.wanted_N, batch.targets_N, batch.owners_N, strict=True):
-            if owner >= 0:
-                row = batch.members.index(int(owner))
-                position, same_row = divmod(int(place), len(batch.tokens_BS))
-                assert same_row == row
-                assert sequences[int(owner)].tokens[position + 1] == int(target)
-
-
-def test_what_is_drawn_depends_on_the_prompt_and_not_on_the_batch() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(3, 20)
-    sampling = Sampling(temperature=1.0, seed=5)
-
-    def drawn(rows: list[int]) -> list[list[int]]:
-        sampler = Sampler(sampling, [[0] for _ in rows], rows, 20)
-        return [sampler.next(logits[rows]).tolist() for _ in range(6)]
-
-    together = drawn([0, 1, 2])
-    for row in range(3):
-        assert [chosen[row] for chosen in together] == [chosen[0] for chosen in drawn([row])]
-    assert len({tuple(chosen) for chosen in together}) > 1
-
-
-def test_all_that_is_wrong_with_a_sampling_is_named() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        Sampling(temperature=-1, top_k=-1, top_p=0, min_p=2, repetition_penalty=0, max_new_tokens=0, stop=("",)).check()
-    assert len(caught.value.problems) == 7
-
-
-def test_flags_of_the_tool_reach_what_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's batch comes after the default; the harness is told how many examples, and how many questions."""
-    given: list[Any] = []
-
-    def configured(flags: list[str]) -> None:
-        given.append(flags)
-        raise DataError("enough")
-
-    monkeypatch.setattr(trained_model, "configure_trained", configured)
-    monkeypatch.setattr(cli_tasks, "_tasks", lambda options: [])
-    with pytest.raises(DataError, match="enough"):
-        cli_tasks.main(["--task", "LAMBADA", "--load", "ckpt", "--micro-batch-size", "3"])
-    assert given == [["--micro-batch-size", "8", "--load", "ckpt", "--micro-batch-size", "3"]]
-    harness = SimpleNamespace(evaluate=lambda *given: given[1:])  # the module needs lm_eval
-    monkeypatch.setitem(sys.modules, "megatron_ext.inference.harness", harness)
-    monkeypatch.setattr(leader, "Leader", lambda model: SimpleNamespace(close=lambda: None))
-    line = "--task LM_EVAL --lm-eval-tasks arc --include-path folder --num-fewshot 5 --limit 70"
-    options = cli_tasks._parser().parse_args(line.split())
-    model: Any = SimpleNamespace(rank=0, config=SimpleNamespace(training=SimpleNamespace(micro_batch_size=3)))
-    assert cli_tasks._harness(model, options) == (["arc"], 3, "folder", 5, 70)
-
-
-def test_results_of_the_harness_are_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole ones too; names, and what it could not compute, are texts and are left out."""
-    asked: list[dict[str, Any]] = []
-    metrics = {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": "N/A", "sample_len": 70}
-
-    def simple_evaluate(**named: Any) -> dict[str, Any]:
-        asked.append(named)
-        return {"results": {"arc": metrics}}
-
-    parts: dict[str, dict[str, Any]] = {
-        "lm_eval": {"simple_evaluate": simple_evaluate},
-        "lm_eval.api": {},
-        "lm_eval.api.instance": {"Instance": object},
-        "lm_eval.api.model": {"LM": object},
-        "lm_eval.tasks": {"TaskManager": lambda include_path: ("tasks of", include_path)},
-    }
-    for name, held in parts.items():  # as the module is, where it is installed
-        monkeypatch.setitem(sys.modules, name, cast(ModuleType, SimpleNamespace(**held)))
-    spec = importlib.util.spec_from_file_location("of_a_stand_in", Path(inference.__file__).with_name("harness.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    harness = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(harness)
-    monkeypatch.setattr(harness, "HarnessModel", lambda leader, rows: (leader, rows))
-    found = harness.evaluate("leader", ("arc",), 3, include_path="folder", shots=5, limit=70)
-    assert found == {"arc": {"acc,none": 0.5, "sample_len": 70}}
-    [named] = asked
-    assert (named["model"], named["tasks"], named["task_manager"]) == (("leader", 3), ["arc"], ("tasks of", "folder"))
-    assert (named["num_fewshot"], named["limit"]) == (5, 70)
+@pytest.mark.parametrize("kind", ["PERPLEXITY", "LAMBADA", "MULTIPLE_CHOICE"])
+def test_a_task_needs_the_models_tokenizer(kind: str) -> None:
+    model = dataclasses.replace(scripted_model(), tokenizer=None)
+    with pytest.raises(ConfigurationError, match=f"^{kind} needs the model's tokenizer"):
+        prepare_task(model, EvalTask("t", kind, ("file",)))

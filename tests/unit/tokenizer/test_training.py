@@ -43,6 +43,23 @@ def test_sentencepiece(tmp_path: Path, train: Callable[[list[str]], int], kind: 
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
+def test_a_tokenizer_is_trained_on_the_keys_and_the_share_that_are_named(
+    tmp_path: Path, train: Callable[[list[str]], int]
+):
+    rows = [{"text": f"the first word {number}", "body": f"another body {number * 7}"} for number in range(200)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def trained(name: str, *flags: str) -> str:
+        line = ["--input", str(tmp_path / "in.jsonl"), "--output-dir", str(tmp_path / name), "--vocab-size", "270"]
+        assert train([*line, *flags]) == 0
+        return (tmp_path / name / "tokenizer.json").read_text()
+
+    whole = trained("whole")
+    assert trained("body", "--json-keys", "body") not in (whole, trained("both", "--json-keys", "text", "body"))
+    assert trained("enough", "--max-bytes", "1000000") == whole
+    assert trained("a part", "--max-bytes", "200") != whole
+
+
 @pytest.mark.parametrize(
     ("size", "message"), [("256", "--vocab-size 256 must be over 256"), ("99999", "the text has merges for")]
 )

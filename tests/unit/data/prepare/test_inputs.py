@@ -1,14 +1,11 @@
 import bz2
-import glob
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -39,6 +36,18 @@ def records(*paths: Path | str, split_on: str | None = None, start: ReadPosition
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "BLOCK_BYTES", 1000)
+
+
+@pytest.fixture
+def short_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "MOST_RECORD", 3000)
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a table are read 128 at a time, and handed on where they are more than 250 bytes."""
+    monkeypatch.setattr(parquet, "_ROWS", 128)
+    monkeypatch.setattr(parquet, "_BLOCK_BYTES", 250)
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
@@ -145,14 +154,15 @@ def test_standard_input(tmp_path: Path):
         ).read_bytes()
 
 
-def test_standard_input_stays_open(monkeypatch: pytest.MonkeyPatch):
+def test_standard_input_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It is the process's, which may have more to read from it."""
-    stdin = io.BytesIO(LINES)
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
-    [file] = find_files(["-"])
-    with inputs.open_input(file) as (source, _):
-        assert source.read() == LINES
-    assert not stdin.closed
+    (tmp_path / "in").write_bytes(LINES)
+    with open(tmp_path / "in") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        [file] = find_files(["-"])
+        with inputs.open_input(file) as (source, _):
+            assert source.read() == LINES
+        assert not stdin.buffer.closed
 
 
 def test_what_the_fast_json_reader_refuses_the_exact_one_judges():
@@ -190,11 +200,11 @@ def test_pieces_go_on_behind_any_block_whatever_parts_them(tmp_path: Path, separ
     assert len(blocks) > 3
 
 
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize("start", [0, 1, 299, 300, 301, 555, 599, 600, 601, 999, 1000])
-def test_rows_from_any_one_on(tmp_path: Path, kind: str, start: int, monkeypatch: pytest.MonkeyPatch):
+def test_rows_from_any_one_on(tmp_path: Path, kind: str, start: int):
     """In blocks that say how far they are, of groups of 300 rows that are read 128 at a time."""
-    monkeypatch.setattr(parquet, "_ROWS", 128)
     table = pyarrow.table({"text": [f"row {number}" for number in range(1000)], "id": list(range(1000))})
     path = tmp_path / f"in.{kind}"
     if kind == "parquet":
@@ -223,9 +233,9 @@ def test_a_table_without_rows(tmp_path: Path):
     assert records(tmp_path / "in.parquet") == []
 
 
-def test_long_rows_are_handed_on_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("few_rows")
+def test_long_rows_are_handed_on_a_few_at_a_time(tmp_path: Path):
     """As soon as they are more than a block; the last ones whatever they are."""
-    monkeypatch.setattr(parquet, "_BLOCK_BYTES", 250)
     texts = ["x" * 100] * 7
     pyarrow.parquet.write_table(pyarrow.table({"text": texts, "none": [None] * 7}), tmp_path / "in.parquet")
     [file] = find_files([str(tmp_path / "in.parquet")])
@@ -262,11 +272,10 @@ def test_blank_lines_are_counted_and_hold_nothing(tmp_path: Path):
     assert found == [(2, b'{"text": "a"}'), (5, b' {"text": "b"}'), (6, b"x")]
 
 
+@pytest.mark.usefixtures("small_blocks", "short_records")
 @pytest.mark.parametrize(("over", "taken"), [(0, True), (1, False)])
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "pieces.txt"])
-def test_the_largest_record(tmp_path: Path, over: int, taken: bool, name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(documents, "MOST_RECORD", 3000)
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 1000)
+def test_the_largest_record(tmp_path: Path, over: int, taken: bool, name: str):
     line = b'{"text": "%s"}' % (b"x" * (3000 - 12 + over))
     assert len(line) == 3000 + over
     (tmp_path / name).write_bytes(line)
@@ -298,7 +307,7 @@ def test_what_is_no_text_is_named_with_the_keys_that_there_are():
             RawDocument("f", 7, b"ab\xff", is_json=is_json).texts(["text"])
 
 
-def test_which_files_a_name_stands_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_which_files_a_name_stands_for(tmp_path: Path):
     """Files below a folder and by patterns by their path; a file whose name has a pattern's signs is itself."""
     for name in (
         "b/x.jsonl",
@@ -311,11 +320,6 @@ def test_which_files_a_name_stands_for(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(b"")
-    listing = Path.rglob
-    monkeypatch.setattr(Path, "rglob", lambda path, pattern: sorted(listing(path, pattern), reverse=True))
-    monkeypatch.setattr(
-        glob, "glob", lambda name, real=glob.glob, **options: sorted(real(name, **options), reverse=True)
-    )
 
     def found(name: str) -> list[tuple[str, str, str]]:
         files = find_files([str(tmp_path / name)])

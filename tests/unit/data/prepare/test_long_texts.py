@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -49,6 +50,11 @@ def long_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "BLOCK_BYTES", 300)
     monkeypatch.setattr(parquet, "_BLOCK_BYTES", 300)
     monkeypatch.setattr(workers, "_LONG_BLOCK", 300)
+
+
+@pytest.fixture
+def sentencepiece_holds_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "_LONGEST", {SentencePieceTokenizer: 200})
 
 
 def random_texts(count: int) -> list[str]:
@@ -175,12 +181,10 @@ def test_long_documents_have_the_bytes_of_short_ones(tmp_path: Path, kind: str, 
     assert np.fromfile(tmp_path / "out_text_document.bin", np.uint16).tolist() == expected
 
 
+@pytest.mark.usefixtures("sentencepiece_holds_little")
 @pytest.mark.usefixtures("long_is_short")
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_can_neither_be_held_nor_cut_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, normalizing: str
-):
-    monkeypatch.setattr(batch, "_LONGEST", {SentencePieceTokenizer: 200})
+def test_what_can_neither_be_held_nor_cut_is_named(tmp_path: Path, count: int, normalizing: str):
     kinds = {
         "HuggingFaceTokenizer": (normalizing, 100),
         "SentencePieceTokenizer": (str(GOLDEN / "spm_unigram.model"), 200),
@@ -209,29 +213,32 @@ def normalizing(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_long_rows_that_stand_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each batch of rows that pyarrow reads, where a batch may have 100,000."""
+    sizes: list[int] = []
+    read = pyarrow.parquet.ParquetFile.iter_batches
+
+    def measured(*arguments: Any, **named: Any) -> Iterator[pyarrow.RecordBatch]:
+        for rows in read(*arguments, **named):
+            sizes.append(rows.nbytes)
+            yield rows
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", measured)
     monkeypatch.setattr(parquet, "_MOST_BYTES", 100_000)
+    return sizes
+
+
+@pytest.mark.parametrize("kind", ["equal", "plain", "delta"])
+def test_long_rows_that_stand_together_are_read_a_few_at_a_time(tmp_path: Path, kind: str, batches: list[int]):
     texts = ["short"] * 2000 + ["long " * 4000] * 60 + ["short"] * 2000
-    for name, options in {"equal": {}, "plain": {"use_dictionary": False}, "delta": DELTA}.items():
-        path = tmp_path / f"{name}.parquet"
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, **options)
-        assert pyarrow.parquet.ParquetFile(path).num_row_groups == 1
-        read = pyarrow.parquet.ParquetFile.iter_batches
-        most = 0
-
-        def measured(*arguments, read=read, **named) -> Iterator[pyarrow.RecordBatch]:
-            nonlocal most
-            for rows in read(*arguments, **named):
-                most = max(most, rows.nbytes)
-                yield rows
-
-        monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", measured)
-        (file,) = find_files([str(path)])
-        found = [row["text"] for rows, _, _ in parquet.read_rows(file, ["text"]) for row in rows]
-        monkeypatch.undo()
-        monkeypatch.setattr(parquet, "_MOST_BYTES", 100_000)
-        assert found == texts, name
-        assert 20_000 < most < 110_000, name
+    path = tmp_path / "in.parquet"
+    options: dict[str, Any] = {"equal": {}, "plain": {"use_dictionary": False}, "delta": DELTA}[kind]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, **options)
+    assert pyarrow.parquet.ParquetFile(path).num_row_groups == 1
+    (file,) = find_files([str(path)])
+    assert [row["text"] for rows, _, _ in parquet.read_rows(file, ["text"]) for row in rows] == texts
+    assert 20_000 < max(batches) < 110_000
 
 
 DELTA = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}

@@ -2,30 +2,33 @@ import hashlib
 import json
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_ext.cli import preprocess_data as cli
-from megatron_ext.data.prepare import encode, preprocess, workers
+from megatron_ext.data.prepare import encode, preprocess
 from megatron_ext.data.prepare.documents import Block, ReadPosition
 from megatron_ext.data.prepare.encode import BlockEncoder
-from megatron_ext.data.prepare.journal import Progress
 from megatron_ext.data.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer.batch import plain_encoder, probe_texts
+from megatron_ext.tokenizer.batch import fast_encoder, plain_encoder, probe_texts
 from megatron_ext.tokenizer.build import build_tokenizer
+from megatron_ext.tokenizer.byte import ByteTokenizer
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "preprocess"
 TOOL = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
+
+
+@pytest.fixture(params=[0, 10**9])
+def long_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every document counts as a long one, or none does."""
+    monkeypatch.setattr(encode, "_LONG_DOCUMENT", request.param)
 
 
 def encode_bytes(folder: Path, *inputs: Path, **options) -> IndexedDataset:
@@ -221,29 +224,15 @@ def test_bad_documents_are_left_out_and_counted(tmp_path: Path, workers: int, on
     assert json.loads((tmp_path / "bad_manifest.json").read_text())["skipped"] == len(BAD_LINES)
 
 
-def test_flags_reach_the_job(monkeypatch: pytest.MonkeyPatch):
-    jobs: list[EncodeJob] = []
-    monkeypatch.setattr(cli, "encode_files", lambda job, report, note: jobs.append(job) or Progress())
-    line = "--input a b --output-prefix out --tokenizer-type ByteTokenizer --append-eod --workers 3 --on-error log "
-    assert cli.main(shlex.split(f"{line} --split-on <> --plain-tokenizer --commit-interval 7 --log-interval 50")) == 0
-    files = {"inputs": ("a", "b"), "output_prefix": "out", "tokenizer_type": "ByteTokenizer"}
-    how: dict[str, Any] = {"append_eod": True, "workers": 3, "on_error": "log", "fast_tokenizer": False}
-    assert jobs == [EncodeJob(**files, **how, split_on="<>", commit_interval=7.0)]
-    line = "--input a b --output-prefix out --tokenizer-type ByteTokenizer --data-format messages --json-keys turns"
-    assert cli.main(shlex.split(f"{line} --chat-template chatml --seq-length 64 --train-on-inputs")) == 0
-    how = {"json_keys": ("turns",), "data_format": "messages", "chat_template": "chatml"}
-    assert jobs[1] == EncodeJob(**files, **how, seq_length=64, train_on_inputs=True)
-
-
-def test_workers_encode_as_was_chosen(monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_of_its_own_encodes_as_was_chosen():
     """The fast encoder may have been found to differ, although nothing forbids it."""
     job = EncodeJob((), "out", "HuggingFaceTokenizer", str(GOLDEN / "hf_bpe"))
-    asked: list[str] = []
-    for name in ("fast_encoder", "plain_encoder"):
-        monkeypatch.setattr(preprocess, name, lambda tokenizer, name=name: asked.append(name))
-    preprocess._start_worker(job, is_fast=False)
-    preprocess._start_worker(job, is_fast=True)
-    assert asked == ["plain_encoder", "fast_encoder"]
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(GOLDEN / "hf_bpe"))
+    fast, plain = (preprocess._start_worker(job, is_fast=is_fast) for is_fast in (True, False))
+    assert isinstance(fast, BlockEncoder)
+    assert isinstance(plain, BlockEncoder)
+    assert type(fast._encode) is type(fast_encoder(tokenizer))
+    assert type(plain._encode) is type(plain_encoder(tokenizer)) is not type(fast._encode)
 
 
 def test_manifest(tmp_path: Path):
@@ -269,9 +258,8 @@ def test_manifest(tmp_path: Path):
     assert manifest["outputs"][str(tmp_path / "a_text_document")]["token_bytes"] == size
 
 
-@pytest.mark.parametrize("long_from", [0, 10**9])
-def test_ends_of_long_and_of_short_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_from: int):
-    monkeypatch.setattr(encode, "_LONG_DOCUMENT", long_from)
+@pytest.mark.usefixtures("long_from")
+def test_ends_of_long_and_of_short_documents(tmp_path: Path):
     chooser = random.Random(3)
     texts = ["x" * chooser.choice((0, 0, 1, 2, 700)) for _ in range(300)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -305,11 +293,17 @@ def _block(lines: list[bytes], first: int = 1) -> Block:
     return Block("in.jsonl", first, content, len(content), ReadPosition(0, len(content), first + len(lines)), 99)
 
 
+class Bytes(ByteTokenizer):
+    """Bytes with a vocabulary of any size."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+
 def _encoder(
     on_error: Any = "fail", vocab_size: int = 257, keys: Any = ("text",), append_eod: bool = False
 ) -> BlockEncoder:
-    tokenizer: Any = SimpleNamespace(vocab_size=vocab_size, eod=256)
-    return BlockEncoder(tokenizer, plain_encoder(build_tokenizer("ByteTokenizer")), keys, append_eod, on_error)
+    return BlockEncoder(Bytes(vocab_size), plain_encoder(ByteTokenizer()), keys, append_eod, on_error)
 
 
 TEN = [b'{"text": "a%d"}' % number for number in range(10)]
@@ -337,11 +331,10 @@ def test_ids_are_below_the_vocabularys_size(vocab_size: int, taken: bool):
         _encoder(vocab_size=vocab_size)(block)
 
 
+@pytest.mark.usefixtures("long_from")
 @pytest.mark.parametrize("append_eod", [False, True])
-@pytest.mark.parametrize("long_from", [0, 10**9])
-def test_tokens_of_each_column_and_document(append_eod: bool, long_from: int, monkeypatch: pytest.MonkeyPatch):
+def test_tokens_of_each_column_and_document(append_eod: bool):
     """In the dtype of the vocabulary; a document without tokens gets no end either."""
-    monkeypatch.setattr(encode, "_LONG_DOCUMENT", long_from)
     block = _block([b'{"text": "ab", "title": ""}', b'{"text": "", "title": "x"}', b'{"text": "c", "title": "yz"}'])
     found = _encoder(keys=("text", "title"), append_eod=append_eod)(block)
     end = [256] if append_eod else []
@@ -446,58 +439,3 @@ def test_a_manifest_has_each_file_with_its_own_size_and_hash(tmp_path: Path):
         {"path": str(tmp_path / name), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         for name, content in contents.items()
     ]
-
-
-class _Pool:
-    """Runs what it is given when its result is asked for, and counts what waits."""
-
-    def __init__(self, *_: Any, **__: Any):
-        self.waiting = 0
-        self.most: list[int] = []
-        self.ended = False
-        _Pool.made = self
-
-    def submit(self, function: Any, block: Any) -> Any:
-        self.waiting += 1
-        self.most.append(self.waiting)
-
-        def result() -> Any:
-            self.waiting -= 1
-            return f"worker {block.position}"
-
-        return SimpleNamespace(result=result)
-
-    def shutdown(self, cancel_futures: bool) -> None:
-        self.ended = cancel_futures
-
-
-@pytest.mark.parametrize("size", [10, 1 << 23, (1 << 23) + 1])
-def test_blocks_come_back_in_their_order(size: int, monkeypatch: pytest.MonkeyPatch):
-    """Long ones are encoded here, behind all that came before; few others wait at a time."""
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", _Pool)
-    sizes = [10] * 4 + [size] * 3 + [10] * 20
-    blocks: Any = [SimpleNamespace(position=number, size=one) for number, one in enumerate(sizes)]
-    encoder: Any = lambda block: f"here {block.position}"  # noqa: E731
-    found = list(workers.encode_in_processes(2, encoder, lambda: encoder, [], blocks))
-    is_long = size > 1 << 23
-    assert found == [f"{'here' if is_long and 4 <= number < 7 else 'worker'} {number}" for number in range(len(sizes))]
-    assert max(_Pool.made.most) == 6
-    assert _Pool.made.ended
-    large: Any = [SimpleNamespace(position=number, size=1 << 23) for number in range(20)]
-    list(workers.encode_in_processes(8, encoder, lambda: encoder, [], large))
-    assert max(_Pool.made.most) == 5, "of 32 MB at most, and the one that is too much"
-
-
-def test_a_forked_worker_lets_go_of_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workers, "_begin", lambda start: begun.append(start()))
-    begun: list[Any] = []
-    files = [open(tmp_path / name, "w") for name in "ab"]  # noqa: SIM115
-    descriptors = [os.dup(file.fileno()) for file in files]
-    encoder: Any = object()
-    workers._adopt(encoder, descriptors)
-    assert begun == [encoder]
-    for descriptor in descriptors:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(descriptor)
-    for file in files:
-        file.close()
